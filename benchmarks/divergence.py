@@ -28,13 +28,13 @@ from fp8serve.hub import find_model
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import permutation, walk
+from fp8serve.train.data import iterate_steps, permutation
 from fp8serve.train.health import Health
-from fp8serve.train.run import Course, Progress
+from fp8serve.train.run import Progress, TrainingRun
 from fp8serve.train.setup import prepare
 from fp8serve.train.train_step import take_step
-from fp8serve.train.trainer import begin
-from fp8serve.train.validation import outcome
+from fp8serve.train.trainer import initialize
+from fp8serve.train.validation import outcome_of
 
 BATCH, LENGTH, SEED = 4, 64, 0
 ARMS: dict[str, dict[str, Any]] = {
@@ -87,22 +87,22 @@ def run(model: Path, data: str, options: dict[str, Any]) -> Row:
     config = TrainConfig.from_dict({**options, "model": str(model), "data": [data], "out": data + ".out"})
     events: list[Row] = []
     setup = prepare(config, model, events.append)
-    course = Course(config, config, ALONE, events.append, setup, {}, Progress())
-    begin(course)
-    health = Health(setup.forward, events.append, course.progress.first_loss)
+    training = TrainingRun(config, config, ALONE, events.append, setup, {}, Progress())
+    initialize(training)
+    health = Health(setup.forward, events.append, training.progress.first_loss)
     losses, stopped = list[float](), None
     try:
-        for step, cursor in walk(course.lengths, config, course.progress.cursor, setup.total_steps):
-            losses.append(take_step(course, step))
-            health.step(course.progress.step, losses[-1])
-            course.progress.cursor = cursor
+        for step, cursor in iterate_steps(training.lengths, config, training.progress.cursor, setup.total_steps):
+            losses.append(take_step(training, step))
+            health.step(training.progress.step, losses[-1])
+            training.progress.cursor = cursor
     except JobError as error:
         stopped = str(error)
-    found = outcome(course)
+    outcome = outcome_of(training)
     overflow = sum(event["tensors"] for event in events if event.get("code") == "overflow")
     return {
-        "before": found.before, "after": found.after, "diverged": stopped or found.divergence, "highest": max(losses),
-        "overflow": overflow, "losses": losses,
+        "before": outcome.initial_loss, "after": outcome.final_loss,
+        "diverged": stopped or outcome.divergence, "highest": max(losses), "overflow": overflow, "losses": losses,
     }  # fmt: skip
 
 

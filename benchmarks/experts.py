@@ -43,7 +43,7 @@ def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
     """Makes DIR/model and DIR/model.gguf. SystemExit when DIR holds a model of other sizes."""
     from safetensors.torch import save_file
 
-    from fp8serve.model.gguf.writing import write_gguf
+    from fp8serve.model.gguf.writer import write_gguf
     from fp8serve.model.storage.files import write_json
     from fp8serve.train.scratch import END, random_weights, train_tokenizer
 

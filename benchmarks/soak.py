@@ -142,11 +142,11 @@ def _curve(samples: Sequence[Sample], process: str, what: str) -> list[tuple[flo
 
 def write_keys(path: Path) -> dict[str, str]:
     """A file with a key for each tenant of the crowd; the keys."""
-    from fp8serve.server.access.keys import line_of, new_key
+    from fp8serve.server.access.keys import format_key_line, new_key
 
     keys = {tenant: new_key() for tenant in soak_load.SHARES}
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.writelines(line_of(name, name, ("generate", "read"), key) + "\n" for name, key in keys.items())
+        file.writelines(format_key_line(name, name, ("generate", "read"), key) + "\n" for name, key in keys.items())
     return keys
 
 

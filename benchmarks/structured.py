@@ -162,7 +162,7 @@ def masks(engine: Engine, batch: int) -> float:
         seqs = list(engine.scheduler.running)
         if len(seqs) == batch:
             began = time.process_time()
-            mask = maker.begin([seq.constraint for seq in seqs])
+            mask = maker.start([seq.matcher for seq in seqs])
             assert mask is not None
             mask.allowed()
             taken.append(time.process_time() - began)

@@ -33,8 +33,8 @@ from fp8serve.bench.figures import provenance
 from fp8serve.calibration.data import PASSAGES
 from fp8serve.charts import Panel, svg_file
 from fp8serve.engine.engine import Engine
-from fp8serve.model.formats.peft import key_of
-from fp8serve.model.text.examples import example_of, tokenize
+from fp8serve.model.formats.peft import tensor_name
+from fp8serve.model.text.examples import parse_example, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import lora
 from fp8serve.train.config import TrainConfig
@@ -139,15 +139,15 @@ class Comparison:
         return found
 
     def _tokenized(self, rows: Sequence[Row]) -> list[Row]:
-        found = [tokenize(example_of(row, "a sum"), self.tokenizer) for row in rows]
+        found = [tokenize(parse_example(row, "a sum"), self.tokenizer) for row in rows]
         return [{"input_ids": list(one.ids), "completion_mask": [int(m) for m in one.loss_mask]} for one in found]
 
     def _start(self) -> str:
         """A file of the adapter with which ours begin, in FP32 under peft's names."""
-        masters = lora.trained(lora.adapted_model(self._config("adapter", "bf16")))
+        masters = lora.adapter_parameters(lora.adapted_model(self._config("adapter", "bf16")))
         parts = {name: name.rpartition(".") for name in masters}
         file = self.folder / "start.safetensors"
-        save_file({key_of(parts[n][0], parts[n][2]): master.detach() for n, master in masters.items()}, file)
+        save_file({tensor_name(parts[n][0], parts[n][2]): master.detach() for n, master in masters.items()}, file)
         return str(file)
 
     def asked(self, what: str, arm: str) -> Row:

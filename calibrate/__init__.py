@@ -1,11 +1,11 @@
-"""Sample data -> amax histories -> scales. Installed as `fp8serve.calibration`.
+"""Calibration: from sample data to amax histories, scales and an FP8 directory. Installed as `fp8serve.calibration`.
 
-pipeline   calibrate(): a directory in, an FP8 directory out      job        a calibration under way, and its judges
-checks     what cannot be done                                    output     the directory that is written
-data       which token sequences are read                         observe    what was seen of every tensor, and scales
-passes     forward, backward, hooks, layer by layer               compare    high precision and FP8 side by side
-measure    perplexity, KL, SQNR, saturation, outliers             embedding  results of models that embed
-techniques what may be done to the model                          unfinished results kept for --resume
-evaluate   evaluate(): how good a directory is                    result     what a report holds
-generated  what a model says before and after                     reports/   a report as a table and as a page
+pipeline     calibrate(): reads a model directory, writes an FP8 directory   job            a running calibration
+checks       refuses options that cannot be used                             stage_results  results stored for --resume
+data         selects the token sequences                                     output         writes the FP8 directory
+passes       forward and backward passes, forward hooks                      result         dataclasses of a report
+observe      records amaxes and computes scales                              reports/       reports as tables and HTML
+measure      perplexity, KL divergence, SQNR, saturation, outlier channels   embedding      results of embedding models
+compare      compares the model in high precision with the model in FP8      generated      text before and after
+techniques/  optional methods that reduce the error of FP8                   evaluate       evaluate()
 """

@@ -1,18 +1,18 @@
-"""Options that a calibration or an evaluation refuses before a weight is read, and the lengths of sequences."""
+"""Refuses options that cannot be used, before any weight is read, and limits the lengths of sequences."""
 
 from pathlib import Path
 
 import torch
 
 from fp8serve.calibration.options import CalibrationOptions
-from fp8serve.calibration.techniques.precision import Target
+from fp8serve.calibration.techniques.precision import QualityTarget
 from fp8serve.errors import DataError, MachineError, ModelError, RecipeError
-from fp8serve.fp8.recipe import Recipe, delayed, name_of, to_json, trains
+from fp8serve.fp8.recipe import Recipe, as_delayed, can_train, name_of, to_json
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import check_absent, check_writable
-from fp8serve.model.stored import matrices_note, open_checkpoint
+from fp8serve.model.stored_checkpoint import matrices_note, open_checkpoint
 
 ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed", "device", "format", "max_shard_size",
                    "rounding", "skip", "only", "target_cosine")  # fmt: skip
@@ -21,22 +21,24 @@ ENCODER_OPTIONS = ("data", "holdout", "samples", "seq_len", "batch_size", "seed"
 def check_settings(
     out: Path, recipe: Recipe | None, settings: CalibrationOptions, processes: int = 1, *, is_encoder: bool = False
 ) -> Recipe:
-    """The recipe. ModelError, DataError, RecipeError, MachineError: an option cannot be used, or not together with
-    another."""
+    """Checks the options of a calibration and returns its recipe.
+
+    Raises ModelError, DataError, RecipeError or MachineError if an option cannot be used, alone or with other options.
+    """
     check_absent(out)
-    _ = settings.max_shard_bytes  # DataError when it is not a size
+    _ = settings.max_shard_bytes  # raises DataError if it is not a size
     if recipe is None:
         raise RecipeError(
             "The recipe 'bf16' has no scales, so there is nothing to calibrate; serve the model as it is."
         )
-    to_json(recipe)  # RecipeError when it holds a function, which no file can carry
-    quantization_files(settings.format, recipe, settings.kv_cache)  # ModelError when the format cannot express it
+    to_json(recipe)  # raises RecipeError if the recipe has a function, which cannot be stored
+    quantization_files(settings.format, recipe, settings.kv_cache)  # raises ModelError if the format lacks the recipe
     if recipe.override_linear_precision[0]:
         raise RecipeError("The recipe keeps the forward pass in high precision, so there is nothing to calibrate.")
     if processes > 1 and settings.reads_stdin:
         raise DataError("Standard input ('-') cannot be read by several processes; give them a file.")
     if settings.target_cosine is not None and not is_encoder:
-        raise RecipeError("target_cosine is for encoders, and this is a language model; use target_kl.")
+        raise RecipeError("target_cosine is for encoders, but this is a language model; use target_kl.")
     _check_scales(recipe, settings)
     _check_weights(recipe, settings)
     check_device(settings.device)
@@ -44,78 +46,78 @@ def check_settings(
 
 
 def check_encoder_options(options: CalibrationOptions) -> None:
-    """RecipeError: an option other than its default that has no meaning for a model that embeds."""
+    """Raises RecipeError if an option of generative models is set."""
     defaults = CalibrationOptions.of({})
     for name, value in vars(options).items():
         if name not in ENCODER_OPTIONS and value != getattr(defaults, name):
-            raise RecipeError(f"{name} is for models that write text, and this one embeds or classifies; leave it out.")
+            raise RecipeError(f"{name} is for models that generate text; leave it out for a model that embeds.")
 
 
-def check_room(source: Path, out: Path) -> None:
-    """MachineError: the disk of `out` has less room than one byte for each weight of `source`."""
+def check_disk_space(source: Path, out: Path) -> None:
+    """Raises MachineError if the disk of `out` has less than one free byte for each weight of `source`."""
     check_writable(out, open_checkpoint(source).num_weights)
 
 
 def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ...]:
-    """Sentences for the owner of a model that is quantized already; empty for other models.
+    """Returns notes for the report if the model is quantized already, or else an empty tuple.
 
-    Such a model is not refused: its inputs or its cache may have no scales yet.
+    Such a model is not refused, because its inputs or its KV cache may have no scales yet.
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.quantization is None:
         return ()
     return (
-        f"{source} is quantized already: high precision means the widened weights of this model, and what its first "
-        "quantization lost is not measured; calibrate the original model if you have it.",
+        f"{source} is quantized already. The reference in high precision is this model, dequantized, so the error of "
+        "its first quantization is not measured; calibrate the original model if you have it.",
         *(() if scales_only else matrices_note(checkpoint, rewritten=True)),
     )
 
 
 def check_model(config: ModelConfig, settings: CalibrationOptions) -> None:
-    """ModelError: a model with a head of labels is measured in another way (job.py).
+    """Raises ModelError for a classifier, and RecipeError for smoothing with the transformers backend.
 
-    RecipeError: smoothing must know what each layer reads, which only transformers knows for this model.
+    Smoothing must know which layers read which norms. The transformers backend does not say so.
     """
     if config.head is not None:
-        raise ModelError("The model has a head of labels and no next tokens; use calibrate_encoder.")
+        raise ModelError("The model classifies texts and does not generate text; use calibrate_encoder.")
     if settings.smoothing is not None and config.computed_by is not None:
         raise RecipeError(
-            f"Smoothing changes a layer together with the norm before it, and {config.architecture} has no family that "
-            "says which; leave it out."
+            f"Smoothing needs a model family, which says which norm a layer reads, and {config.architecture} has none; "
+            "leave it out."
         )
 
 
 def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
-    if settings.input_scales != "history" and delayed(recipe) is None:
-        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales of inputs; leave out input_scales.")
-    if settings.gradients and delayed(recipe) is None:
+    if settings.input_scales != "history" and as_delayed(recipe) is None:
+        raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales for inputs; leave out input_scales.")
+    if settings.gradients and as_delayed(recipe) is None:
         raise RecipeError(
-            f"The recipe {name_of(recipe)!r} scales gradients by content; leave out gradient calibration."
+            f"The recipe {name_of(recipe)!r} computes the scales of gradients while training; leave out gradients."
         )
-    if settings.scales_only and not (settings.kv_cache or delayed(recipe) is not None):
+    if settings.scales_only and not (settings.kv_cache or as_delayed(recipe) is not None):
         raise RecipeError(
-            f"The recipe {name_of(recipe)!r} stores no scales, so there is nothing to write on their own."
+            f"The recipe {name_of(recipe)!r} stores no scales, so scales_only has nothing to write; leave it out."
         )
 
 
 def _check_weights(recipe: Recipe, settings: CalibrationOptions) -> None:
-    """Refuses combinations of options that change weights or leave some unchanged."""
-    if settings.scales_only and (settings.skip or settings.only or Target.of(settings)):
+    """Raises RecipeError for options that change or exclude weights and cannot be combined."""
+    if settings.scales_only and (settings.skip or settings.only or QualityTarget.of(settings)):
         raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
     if settings.scales_only and settings.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if settings.scales_only and settings.smoothing is not None:
-        raise RecipeError("scales_only writes no weights, and smoothing changes them; leave out one of the two.")
+        raise RecipeError("scales_only writes no weights, but smoothing changes weights; leave out one of the two.")
     if settings.heal and (settings.scales_only or settings.input_scales != "history"):
-        raise RecipeError("Healing changes weights and lets scales follow them; leave out scales_only, input_scales.")
+        raise RecipeError("Healing changes weights and their scales; leave out scales_only and input_scales.")
     if settings.heal_rate is not None and not settings.heal:
         raise RecipeError("heal_rate is the learning rate of healing, which is off; give heal, or leave out heal_rate.")
-    if settings.heal and not trains(recipe):
-        raise RecipeError(f"Nothing trains under the recipe {name_of(recipe)!r}, so it cannot heal.")
+    if settings.heal and not can_train(recipe):
+        raise RecipeError(f"The recipe {name_of(recipe)!r} does not support training; leave out heal.")
 
 
 def check_device(device: str) -> str:
-    """`device` if this torch can compute on it ("cpu", "cuda", "cuda:1"); else MachineError."""
+    """Returns `device` ("cpu", "cuda", "cuda:1"). Raises MachineError if torch cannot use the device."""
     try:
         parsed = torch.device(device)
     except RuntimeError:
@@ -123,24 +125,25 @@ def check_device(device: str) -> str:
     if parsed.type not in ("cpu", "cuda"):
         raise MachineError(f"The device {device!r} is not supported; use cpu or cuda.")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise MachineError(f"The device {device!r} was asked for, but this torch sees no such GPU; use --device cpu.")
+        raise MachineError(f"The device {device!r} was requested, but torch finds no such GPU; use --device cpu.")
     prepare_device(parsed)
     return device
 
 
-def fitting(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
-    """(`seq_len`, or less where one of `models` has a shorter context; a sentence about it when it is less)."""
-    longest = min(config.max_position_embeddings for config in models)
-    if seq_len <= longest:
+def limit_seq_len(seq_len: int, *models: ModelConfig) -> tuple[int, tuple[str, ...]]:
+    """Returns `seq_len` or the shortest context of `models`, if that is shorter, with a note about the limit."""
+    context = min(config.max_position_embeddings for config in models)
+    if seq_len <= context:
         return seq_len, ()
-    bound = f"{longest} tokens, the model's trained context"
-    return longest, (f"Sequences were cut to {bound}, instead of the {seq_len} asked for.",)
+    return context, (f"Sequences were cut to the model's context of {context} tokens instead of {seq_len} tokens.",)
 
 
-def shortfall(requested: int, seq_len: int, samples: int, tokens: int) -> tuple[str, ...]:
-    """A sentence where `requested` samples of `seq_len` tokens became fewer, or have less than half of the tokens."""
+def missing_samples_note(requested: int, seq_len: int, samples: int, tokens: int) -> tuple[str, ...]:
+    """Returns a note if there are fewer samples than `requested`, or less than half of the requested tokens."""
     if samples == requested and 2 * tokens >= requested * seq_len:
         return ()
-    why = "there is no more text" if samples < requested else "short documents are not joined"
-    goal, gave = f"{requested:,} samples of {seq_len:,} tokens", f"{samples:,} samples with {tokens:,} tokens"
-    return (f"{goal} were asked for; the data gave {gave}, because {why}.",)
+    reason = "there is no more text" if samples < requested else "short documents are not joined"
+    return (
+        f"The data gave {samples:,} samples with {tokens:,} tokens instead of {requested:,} samples of {seq_len:,} "
+        f"tokens, because {reason}.",
+    )

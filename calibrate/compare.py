@@ -1,53 +1,56 @@
-"""High precision and FP8 side by side over held-out batches, in the same process and on the same weights.
+"""Compares a model in high precision with the same model in FP8 on held-out batches, in one process.
 
-`compare`: one pass is in high precision; in the other every linear (and, with KV scales, the cache) is as it will be
-served. The logits of both are compared. Both go layer by layer (passes.py). This costs three forward passes, because
-the FP8 pass also computes every layer exactly.
+`compare` measures the total error. One pass computes in high precision. In the other pass every linear (and the KV
+cache, if it has scales) computes as it will be served. Then the logits of both passes are compared. Both passes run
+layer by layer (passes.py). This costs three forward passes, because the FP8 pass also computes every layer exactly.
 
-`kl_shares`: the cost of each layer's FP8 in the output, its share of KL(reference || FP8 model), from one backward
-pass. SQNR does not measure it: a few tokens with enormous activations dominate the power of a layer's output, but their
-error counts no more than that of any other token. The relevant quantity is how far an error moves the distribution of
-the next token. To second order in the error d of a layer's output [tokens, out] that is KL = E[(g . d)^2] / 2, where g
-is the gradient of the log-likelihood of tokens drawn from the reference's own distribution (the Fisher information;
-Martens, "New insights and perspectives on the natural gradient method", 2014). g . d is summed within a token and
-squared per token: errors of different tokens are assumed independent. The shares then add up to about the KL of the
-whole model. It costs about five forward passes over at most `RANKED_TOKENS` tokens, for all layers together, and the
-activations of one sequence. Measuring one layer at a time would take as many passes as there are layers.
+`kl_shares` measures how much the FP8 of each layer adds to KL(reference || FP8 model), with one backward pass. SQNR
+cannot measure this: a few tokens with enormous activations dominate the power of a layer's output, although an error
+of such a token counts no more than an error of any other token. What matters is how far an error moves the
+distribution of the next token. Let d be the error of a layer's output [tokens, out], and let g be the gradient of the
+log-likelihood of tokens that are sampled from the reference's own distribution. To second order in d the divergence is
+KL = E[(g . d)^2] / 2 (the Fisher information; Martens, "New insights and perspectives on the natural gradient method",
+2014). g . d is summed within a token and squared per token, which assumes that errors of different tokens are
+independent. The shares then add up to about the KL divergence of the whole model. The cost for all layers together is
+about five forward passes over at most `KL_SHARE_TOKENS` tokens, and the memory for the activations of one sequence; on
+a GPU, of as many sequences as fit. Measuring one layer at a time would need one pass per layer.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORED, Batch, first_sequences
-from fp8serve.calibration.measure import LOGIT_ROWS, LayerTally, TokenTally, add_logits
+from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join_sequences
+from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
+    backpropagate,
+    entries_of_layer,
     forward,
+    forward_hooks,
     fp8_cache,
-    hooks,
-    in_fp8,
-    layers,
+    layer_indices,
+    layerwise_passes,
     release_weights,
-    releasing,
-    streams,
-    tracked,
-    within,
+    releasing_layers,
+    run_in_fp8,
+    with_activation_gradients,
 )
 from fp8serve.calibration.progress import Stages
 from fp8serve.calibration.result import Quality
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import Recipe, delayed
+from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import Model
 
-RANKED_TOKENS = 2048
-Lossy = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input [tokens, in]) -> output in FP8
+KL_SHARE_TOKENS = 2048
+FP8Output = Callable[[str, nn.Module, Tensor], Tensor]  # (name, exact linear, input [tokens, in]) -> FP8 output
 
 
 @torch.no_grad()
@@ -60,99 +63,137 @@ def compare(
     stages: Stages | None = None,
     rounded: Mapping[str, FrozenLinear] | None = None,
 ) -> tuple[Quality, dict[str, LayerTally]]:
-    """The cost of `recipe` with the scales in `states` on `batches`: per token, and per linear.
+    """Compares `decoder` in high precision with the same model under `recipe` and the scales in `states`.
 
-    rounded: linears as they are served that were not rounded to nearest.
+    Returns the quality over all tokens of `batches`, and statistics for every linear. `rounded` holds the frozen
+    linears to use; if it is None, the linears are rounded to nearest.
     """
     tokens, tallies = TokenTally(), {name: LayerTally() for name in linears}
     kv = {name: state.scale for name, state in states.items() if name.endswith((".k", ".v"))}
-    freeze = freezer(recipe, states, rounded)
-    exact, quantized = streams(decoder, batches), streams(decoder, batches, fp8_cache(kv) if kv else None)
-    for index in layers(decoder, "compare", stages):
-        of_layer = within(decoder, index, linears)
-        frozen = {name: freeze(name, linear) for name, linear in of_layer.items()}
-        for name, linear in of_layer.items():
+    freeze = freeze_function(recipe, states, rounded)
+    exact_passes = layerwise_passes(decoder, batches)
+    fp8_passes = layerwise_passes(decoder, batches, fp8_cache(kv) if kv else None)
+    for index in layer_indices(decoder, "compare", stages):
+        layer_linears = entries_of_layer(decoder, index, linears)
+        frozen = {name: freeze(name, linear) for name, linear in layer_linears.items()}
+        for name, linear in layer_linears.items():
             tallies[name].add_weight(linear.weight, frozen[name])
-        for one, other in zip(exact, quantized, strict=True):
-            one.advance(index)
-            with in_fp8(of_layer, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]
-                other.advance(index)
+        for exact, quantized in zip(exact_passes, fp8_passes, strict=True):
+            exact.advance(index)
+            with run_in_fp8(layer_linears, lambda name, linear, frozen=frozen: frozen[name], tallies):  # type: ignore[misc]
+                quantized.advance(index)
         release_weights(frozen)
-    leave = decoder.leave
-    for one, other in zip(exact, quantized, strict=True):
-        add_logits(tokens, one.batch.targets, (decoder, leave(other.hidden)), (decoder, leave(one.hidden)))
+    norm = decoder.apply_final_norm
+    for exact, quantized in zip(exact_passes, fp8_passes, strict=True):
+        add_logits(tokens, exact.batch.targets, (decoder, norm(quantized.hidden)), (decoder, norm(exact.hidden)))
+    read_tallies(tallies.values())
     return tokens.quality(compared=True), tallies
 
 
-def freezer(
+def freeze_function(
     recipe: Recipe, states: Mapping[str, ScalingState], rounded: Mapping[str, FrozenLinear] | None = None
 ) -> Callable[[str, Linear], FrozenLinear]:
-    """A function that makes a linear as it is served under `recipe`, with the scales in `states` if the recipe stores
-    any.
+    """Returns a function that converts a linear, given by its name, into the FrozenLinear that serves it.
 
-    Those in `rounded` are there already.
+    The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the present
+    scales of `states` if `recipe` is delayed scaling.
     """
+    # Freezing checks its scales on the host, so they are read at once here.
+    scales = read_scales(states) if rounded is None and as_delayed(recipe) is not None else {}
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:
         if rounded is not None:
             return rounded[name]
-        if delayed(recipe) is None:
+        if as_delayed(recipe) is None:
             return FrozenLinear.from_linear(linear, recipe)
-        return FrozenLinear.from_linear(linear, recipe, states[f"{name}.input"].scale, states[f"{name}.weight"].scale)
+        return FrozenLinear.from_linear(linear, recipe, scales[f"{name}.input"], scales[f"{name}.weight"])
 
     return freeze
+
+
+def read_scales(states: Mapping[str, ScalingState]) -> dict[str, Tensor]:
+    """Returns the scales of all states, FP32 [] on the CPU, in one transfer from the device."""
+    scales = [state.scale for state in states.values()]
+    return dict(zip(states, torch.stack(scales).cpu().unbind(), strict=True)) if scales else {}
 
 
 def kl_shares(
     decoder: Model,
     linears: Mapping[str, nn.Module],
     batches: Sequence[Batch],
-    lossy: Lossy,
+    fp8_output: FP8Output,
     *,
     seed: int = 0,
     stages: Stages | None = None,
 ) -> dict[str, float]:
-    """Nats per token that the FP8 of each of `linears`, exact modules of `decoder`, adds to the KL divergence.
+    """Returns the nats per token that the FP8 of each of `linears` adds to the KL divergence, by name.
 
-    Empty when no token of `batches` is scored; a layer is left out when its share is not finite.
+    `linears` are exact modules of `decoder`. The result is empty if `batches` have no scored token, and it has no entry
+    for a layer with a share that is not finite.
     """
-    sums = dict.fromkeys(linears, 0.0)
+    sums: dict[str, Tensor] = {}
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
     tokens = 0
-    for sequence in (stages or Stages()).steps("rank", first_sequences(batches, RANKED_TOKENS)):
-        with releasing(decoder), tracked(decoder), _measured(linears, lossy, sums):
+    sequences = first_sequences(batches, KL_SHARE_TOKENS)
+    if (limit := _tokens_per_pass(linears)) is not None:
+        sequences = join_sequences(sequences, limit)
+    for sequence in (stages or Stages()).steps("rank", sequences):
+        errors = _summed_squared_errors(linears, fp8_output, sums)
+        with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
-        tokens += _pull(decoder, hidden, sequence.targets, generator)
-    return {name: total / 2 / tokens for name, total in sums.items() if tokens and math.isfinite(total)}
+        tokens += _backpropagate_samples(decoder, hidden, sequence.targets, generator)
+    totals = dict.fromkeys(linears, 0.0)
+    if sums:
+        totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    return {name: total / 2 / tokens for name, total in totals.items() if tokens and math.isfinite(total)}
 
 
-def _measured(linears: Mapping[str, nn.Module], lossy: Lossy, sums: dict[str, float]) -> AbstractContextManager[None]:
-    """Inside, every linear's output waits for its gradient g and then adds sum over tokens of (g . error)^2."""
+def _tokens_per_pass(linears: Mapping[str, nn.Module]) -> int | None:
+    """Returns how many tokens a forward and backward pass over `linears` may have on their GPU, or None on a CPU.
 
-    def make(name: str) -> Callable[..., None]:
+    A pass keeps about three BF16 tensors with the size of each linear's input or output. Half of the free memory is
+    left for everything else.
+    """
+    weights = [cast(Tensor, linear.weight) for linear in linears.values()]
+    if not weights or not weights[0].is_cuda:
+        return None
+    free, _ = torch.cuda.mem_get_info(weights[0].device)
+    return max(1, free // 2 // sum(6 * sum(weight.shape) for weight in weights))
+
+
+def _summed_squared_errors(
+    linears: Mapping[str, nn.Module], fp8_output: FP8Output, sums: dict[str, Tensor]
+) -> AbstractContextManager[None]:
+    """Inside the context, the backward pass adds the sum over tokens of (g . d)^2 of every linear to `sums`, FP64 [].
+
+    The sums stay on the device, so no layer waits for it.
+    """
+
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], exact: Tensor) -> None:
             with torch.no_grad():
-                error = lossy(name, linear, args[0].detach()) - exact
+                error = fp8_output(name, linear, args[0].detach()) - exact
 
-            def pulled(gradient: Tensor) -> None:
-                sums[name] += float((gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64))
+            def add_to_sum(gradient: Tensor) -> None:
+                total = (gradient.float() * error.float()).sum(-1).square().sum(dtype=torch.float64)
+                sums[name] = sums[name] + total if name in sums else total
 
-            exact.register_hook(pulled)  # type: ignore[no-untyped-call]
+            exact.register_hook(add_to_sum)  # type: ignore[no-untyped-call]
 
         return hook
 
-    return hooks(linears, make)
+    return forward_hooks(linears, make_hook)
 
 
-def _pull(decoder: Model, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
-    """Gradients of the log-likelihood of drawn tokens, down to the embedding; how many tokens were drawn."""
-    scored = (targets != IGNORED).nonzero().squeeze(1)
+def _backpropagate_samples(decoder: Model, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
+    """Backpropagates the log-likelihood of sampled tokens to the embedding; returns the number of sampled tokens."""
+    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     leaf = hidden.detach().requires_grad_()
     with torch.enable_grad():
-        for rows in torch.split(scored, LOGIT_ROWS):
+        for rows in torch.split(scored, LOGITS_PER_SLICE):
             logits = decoder.logits(leaf[rows])
-            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
-            cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+            cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return len(scored)

@@ -1,8 +1,8 @@
-"""Results of models that embed or score: how far FP8 moved their vectors and scores, and whether searches change.
+"""Results of models that embed or score: the change of their vectors, scores and rankings by FP8.
 
-The cosine of a text's vectors by both models measures the cost of FP8. A search needs no judgement of relevance here:
-the second halves of texts are searched with their first halves. Each half has one right answer, its other half, and
-both models search for it.
+The cosine between the vectors of a text by both models measures the error of FP8. The ranking test needs no labelled
+data. Each text is split into halves. The first halves are the queries, the second halves are the documents, and the
+correct document of a query is the other half of the same text.
 """
 
 import json
@@ -17,24 +17,24 @@ from torch.nn.functional import cosine_similarity, normalize
 from fp8serve.calibration.result import LayerReport, LinearGroup, Origin
 from fp8serve.model.text.tokenizer import Tokenizer
 
-GOAL = 0.999  # median below which a report names options that lose less
-TOP = 10
+MIN_MEDIAN_COSINE = 0.999  # below this median a report names options that reduce the error
+TOP_K = 10  # documents of a ranking that are compared
 
 
 @dataclass(frozen=True)
-class Closeness:
-    """Cosine of the vectors of the same text by two models."""
+class CosineSummary:
+    """Statistics of the cosines between the vectors of the same texts by two models."""
 
     texts: int
     median: float
-    fifth: float  # percentile
+    fifth: float  # 5th percentile
     least: float
     mean: float
 
     @classmethod
-    def of(cls, one: Tensor, other: Tensor) -> "Closeness":
-        """Both [texts, dimensions]."""
-        cosines = cosine_similarity(one.double(), other.double()).clamp(-1, 1)
+    def of(cls, vectors: Tensor, reference: Tensor) -> "CosineSummary":
+        """Compares vectors [texts, dimensions] with reference vectors of the same shape."""
+        cosines = cosine_similarity(vectors.double(), reference.double()).clamp(-1, 1)
         return cls(
             len(cosines),
             float(cosines.median()),
@@ -43,43 +43,43 @@ class Closeness:
             float(cosines.mean()),
         )
 
-    def text(self) -> str:
-        return f"Cosine to BF16 {self.median:.5f} in the median of {self.texts} texts, {self.least:.5f} at least."
+    def summary(self) -> str:
+        return f"Cosine to BF16 over {self.texts} texts: median {self.median:.5f}, minimum {self.least:.5f}."
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Fractions of the queries. found: the other half comes first; same_first: both models put the same text first;
-    same_top: how many of the first ten are the same. None without a reference."""
+    """The results of the ranking test. Figures that need a reference model are None without one."""
 
     queries: int
-    candidates: int
-    found: float
-    reference_found: float | None = None
-    same_first: float | None = None
-    same_top: float | None = None
+    candidates: int  # documents that are ranked for each query
+    found: float  # fraction of queries with the correct document at rank 1
+    reference_found: float | None = None  # the same for the reference model
+    same_first: float | None = None  # fraction of queries for which both models put the same document at rank 1
+    same_top: float | None = None  # mean fraction of the first TOP_K documents that both models share
 
     @classmethod
     def of(cls, scores: Tensor, right: Tensor, reference: Tensor | None) -> "Ranking":
-        """scores and reference [queries, candidates]; right [queries]: which is the other half."""
+        """Compares scores [queries, candidates] with reference scores; `right` [queries] are the correct columns."""
         queries, candidates = scores.shape
-        result = float((scores.argmax(1) == right).double().mean())
+        accuracy = float((scores.argmax(1) == right).double().mean())
         if reference is None:
-            return cls(queries, candidates, result)
-        same = float((scores.argmax(1) == reference.argmax(1)).double().mean())
-        both = [{*row.topk(min(TOP, candidates)).indices.tolist()} for row in (*scores, *reference)]
-        shared = [len(a & b) / min(TOP, candidates) for a, b in zip(both[:queries], both[queries:], strict=True)]
-        other = float((reference.argmax(1) == right).double().mean())
-        return cls(queries, candidates, result, other, same, sum(shared) / queries)
+            return cls(queries, candidates, accuracy)
+        same_first = float((scores.argmax(1) == reference.argmax(1)).double().mean())
+        k = min(TOP_K, candidates)
+        top = [{*row.topk(k).indices.tolist()} for row in (*scores, *reference)]
+        shared = [len(a & b) / k for a, b in zip(top[:queries], top[queries:], strict=True)]
+        reference_accuracy = float((reference.argmax(1) == right).double().mean())
+        return cls(queries, candidates, accuracy, reference_accuracy, same_first, sum(shared) / queries)
 
 
-def cosines(queries: Tensor, documents: Tensor) -> Tensor:
-    """[Q, H] and [D, H] -> [Q, D]."""
+def cosine_matrix(queries: Tensor, documents: Tensor) -> Tensor:
+    """Returns the cosines [Q, D] between queries [Q, H] and documents [D, H]."""
     return normalize(queries.double(), dim=1) @ normalize(documents.double(), dim=1).t()
 
 
-def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Each text, given as ids, split in two; texts of less than four tokens are left out."""
+def split_texts(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Returns the two halves of each text, given as token ids; texts of less than four tokens are omitted."""
     results = []
     for row in rows:
         ids = [i for i in row if i not in tokenizer.special_ids]
@@ -89,33 +89,37 @@ def halves(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tuple[st
     return results
 
 
-def neighbours(count: int, most: int = TOP) -> Tensor:
-    """For each of `count` queries the documents that are scored: its own and the ones after it, [count, candidates]."""
-    return (torch.arange(count)[:, None] + torch.arange(min(most, count))) % count
+def candidate_indices(count: int, limit: int = TOP_K) -> Tensor:
+    """Returns the documents to score for each of `count` queries, [count, candidates]: its own and the next ones."""
+    return (torch.arange(count)[:, None] + torch.arange(min(limit, count))) % count
 
 
 @dataclass(frozen=True)
 class ScoreDistance:
-    """How far scores of labels are from the reference's, and how many texts have the same most likely label."""
+    """The difference between the label scores of a model and of its reference."""
 
     texts: int
     labels: int
     mean: float
     largest: float
-    same_label: float | None  # None: there is one label
+    same_label: float | None  # fraction of texts with the same most likely label; None if there is one label
 
     @classmethod
-    def of(cls, got: Tensor, exact: Tensor) -> "ScoreDistance":
-        """Both [texts, labels]."""
-        apart = (got.double() - exact.double()).abs()
-        same = float((got.argmax(1) == exact.argmax(1)).double().mean()) if got.shape[1] > 1 else None
-        return cls(len(got), got.shape[1], float(apart.mean()), float(apart.max()), same)
+    def of(cls, scores: Tensor, reference: Tensor) -> "ScoreDistance":
+        """Compares scores [texts, labels] with reference scores of the same shape."""
+        texts, labels = scores.shape
+        difference = (scores.double() - reference.double()).abs()
+        same = float((scores.argmax(1) == reference.argmax(1)).double().mean()) if labels > 1 else None
+        return cls(texts, labels, float(difference.mean()), float(difference.max()), same)
 
 
 @dataclass(frozen=True)
 class EncoderEvalReport:
-    """What `fp8serve eval` prints for an encoder. closeness, scores and layers: None or empty without a reference; a
-    model without labels has no scores."""
+    """The output of `fp8serve eval` for an encoder.
+
+    Without a reference `closeness` and `scores` are None and `layers` is empty. `scores` is None for a model without
+    labels.
+    """
 
     model: str
     against: str | None
@@ -125,7 +129,7 @@ class EncoderEvalReport:
     documents: int
     seq_len: int
     tokens: int
-    closeness: Closeness | None
+    closeness: CosineSummary | None
     ranking: Ranking | None
     scores: ScoreDistance | None
     layers: tuple[LayerReport, ...]
@@ -150,14 +154,14 @@ class EmbeddingReport:
     samples: int
     tokens: int
     held_out_source: tuple[str, ...]
-    quality: Closeness
+    quality: CosineSummary
     layers: tuple[LayerReport, ...]
     bytes_before: int
     bytes_after: int
     seconds: Mapping[str, float]
     versions: Mapping[str, str]
     rounding: str
-    kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
+    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
     notes: tuple[str, ...] = ()
     made: Origin | None = None
 

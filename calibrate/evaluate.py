@@ -1,8 +1,8 @@
-"""evaluate: how good a directory is as it is served, alone or against a reference model.
+"""Measures the quality of a model directory as it is served, alone or against a reference model.
 
-Both models read the same sequences in lockstep and batch by batch, so memory holds only two sets of mapped weights and
-the activations of one batch. With a reference every FP8 linear is also compared with the reference's linear of the same
-name, on its actual input.
+Both models read the same sequences batch by batch, so memory holds only two sets of mapped weights and the activations
+of one batch. With a reference every FP8 linear is also compared with the linear of the same name in the reference, on
+the input that occurs in the measured model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8serve.calibration.checks import check_device, fitting, shortfall
+from fp8serve.calibration.checks import check_device, limit_seq_len, missing_samples_note
 from fp8serve.calibration.compare import kl_shares
-from fp8serve.calibration.data import Batch, documents, load_samples, make_batches, source_names
+from fp8serve.calibration.data import Batch, count_documents, load_samples, make_batches, source_names
 from fp8serve.calibration.embedding import (
-    Closeness,
+    CosineSummary,
     EncoderEvalReport,
     Ranking,
     ScoreDistance,
-    cosines,
-    halves,
-    neighbours,
+    candidate_indices,
+    cosine_matrix,
+    split_texts,
 )
-from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits
+from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.options import SampleOptions
-from fp8serve.calibration.output import call, origin_of
-from fp8serve.calibration.passes import against as compared
+from fp8serve.calibration.output import call_text, make_origin
+from fp8serve.calibration.passes import compare_with_reference as compared
 from fp8serve.calibration.passes import forward
 from fp8serve.calibration.pipeline import pooling_of
 from fp8serve.calibration.progress import Progress, Stages
@@ -36,12 +36,12 @@ from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, from_name, name_of
 from fp8serve.model.building import AnyModel, Model, hidden_states
-from fp8serve.model.checkpoint import load_reader, load_servable
+from fp8serve.model.checkpoint import load_any_servable, load_servable
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.pooling import Pooling, scored
+from fp8serve.model.network.pooling import Pooling, to_scores
 from fp8serve.model.text.tokenizer import Tokenizer
 
-Rows = Sequence[tuple[list[int], list[int]]]  # ids and segments of texts
+Texts = Sequence[tuple[list[int], list[int]]]  # token ids and segments of each text
 
 
 @torch.no_grad()
@@ -57,30 +57,37 @@ def evaluate(
     command: str | None = None,
     **options: Any,
 ) -> EvalReport:
-    """Perplexity of `model_dir` under `recipe` ("stored": its own FP8 weights and scales), and its distance from
-    `against`.
+    """Measures the perplexity of `model_dir`, and its difference from the reference `against`.
 
-    recipe: a name, as on the command line, or a Recipe. head_dtype: "fp8" measures the model with its head cast as
-    serving does with this option; the head's noise is in the logits but not in `layers`. options: the fields of
-    SampleOptions. `against`: a directory run in BF16, with the same vocabulary; it adds its perplexity, KL(against ||
-    model), agreement on the most likely token, and the SQNR of every FP8 linear against the linear of the same name
-    there. command: the command that a reader of the report can repeat; None: this call. ModelError, DataError,
-    RecipeError, ScalesError: an input cannot be used, or the two models do not fit each other.
+    Args:
+        data: Files to measure on; None for the passages that ship with fp8serve.
+        against: Directory of a reference with the same vocabulary, which runs in BF16. It adds the reference's
+            perplexity, KL(against || model), the agreement on the most likely token, and the SQNR of every FP8 linear.
+        recipe: A Recipe or the name of one; "stored" uses the FP8 weights and scales of the directory.
+        scales: File of scales to use instead of those in the directory.
+        head_dtype: "fp8" casts the head as serving does with this option. The error of the head is in the logits but
+            not in `layers` of the report.
+        progress: Called with (stage, done, total) after every step.
+        command: The command that the report shows as its origin; None for this call.
+        options: The fields of SampleOptions.
+
+    Raises ModelError, DataError, RecipeError or ScalesError if an input cannot be used, or if the models cannot be
+    compared.
     """
-    settings = SampleOptions.of({"data": data, **options})
+    settings = SampleOptions.of({"data": data, **options}).on_device(Path(model_dir))
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
         model = load_servable(source, recipe_of_name(recipe), scales=scales, device=settings.device, head=head_dtype)
         reference = None if against is None else _reference(model, source, Path(against), settings.device)
-        limit, notes = fitting(settings.seq_len, *(m.config for m in (model, reference) if m is not None))
+        limit, notes = limit_seq_len(settings.seq_len, *(m.config for m in (model, reference) if m is not None))
         samples = load_samples(
             settings.data, Tokenizer.from_dir(source), model.config.vocab_size,
             count=settings.samples, seq_len=limit, seed=settings.seed,
         )  # fmt: skip
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     arguments |= {} if head_dtype == "bf16" else {"head_dtype": head_dtype}
-    batches = make_batches(samples, settings.batch_size, settings.device)
+    batches = make_batches(samples, settings.sequences_per_batch, settings.device)
     quality, layers = _measure(model, reference, batches, stages)
     tokens = sum(batch.tokens for batch in batches)
     return EvalReport(
@@ -93,16 +100,19 @@ def evaluate(
         quality=quality,
         layers=layers,
         seconds=stages.total(),
-        notes=notes + shortfall(settings.samples, limit, len(samples), tokens),
-        documents=documents(samples),
+        notes=notes + missing_samples_note(settings.samples, limit, len(samples), tokens),
+        documents=count_documents(samples),
         tokens=tokens,
-        made=origin_of(command or call("evaluate", source, **arguments, **options)),
+        made=make_origin(command or call_text("evaluate", source, **arguments, **options)),
         head_dtype=head_dtype,
     )
 
 
 def recipe_of_name(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] | Recipe:
-    """The recipe of a name; "stored" and "bf16" name none. RecipeError: there is no such name."""
+    """Returns the recipe with this name; "stored" and "bf16" are returned as they are.
+
+    Raises RecipeError if there is no such recipe.
+    """
     if recipe == "stored" or not isinstance(recipe, str):
         return recipe
     return from_name(recipe) or "bf16"
@@ -117,19 +127,20 @@ def _reference(model: Model, source: Path, against: Path, device: str) -> Model:
 def _measure(
     model: Model, reference: Model | None, batches: Sequence[Batch], stages: Stages
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
-    """The quality over the tokens and, with a reference, of every FP8 linear."""
+    """Returns the quality over all tokens and, with a reference, the statistics of every FP8 linear."""
     linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
     linears.pop(model.head_name, None)
     tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
     for batch in stages.steps("evaluate", batches):
         with compared(linears, dict((reference or model).named_modules()), layers):
             hidden = forward(model, batch)
-        other = None if reference is None else (reference, forward(reference, batch))
-        add_logits(tokens, batch.targets, (model, hidden), other)
+        reference_hidden = None if reference is None else (reference, forward(reference, batch))
+        add_logits(tokens, batch.targets, (model, hidden), reference_hidden)
     shares = {} if reference is None else _shares(reference, linears, batches, stages)
     if reference is not None:
         for name, linear in linears.items():
             layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
+    read_tallies(layers.values())
     reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
     return tokens.quality(compared=reference is not None), reports
 
@@ -137,19 +148,19 @@ def _measure(
 def _shares(
     reference: Model, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
 ) -> dict[str, float]:
-    """What each of the FP8 `linears` would add to the KL divergence if it alone replaced the reference's."""
+    """Returns the KL divergence that each FP8 linear would add if it alone replaced the linear of the reference."""
     exact = {name: reference.get_submodule(name) for name in linears}
     return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
 
 
 def check_comparable(model: AnyModel, reference: AnyModel, source: Path, against: Path) -> None:
-    """ModelError unless both predict the same vocabulary with the same layers: anything else is not a comparison."""
-    for what in ("vocab_size", "num_layers", "hidden_size"):
-        mine, other = getattr(model.config, what), getattr(reference.config, what)
-        if mine != other:
+    """Raises ModelError unless both models have the same vocabulary, number of layers and hidden size."""
+    for field in ("vocab_size", "num_layers", "hidden_size"):
+        value, expected = getattr(model.config, field), getattr(reference.config, field)
+        if value != expected:
             raise ModelError(
-                f"{source} and {against} cannot be compared: {what} is {mine} in one and {other} in the other; "
-                "give the high-precision model that this one was made from."
+                f"{source} and {against} cannot be compared: {field} is {value} in one and {expected} in the other; "
+                "name the high-precision model from which the measured model was made."
             )
 
 
@@ -165,12 +176,11 @@ def evaluate_encoder(
     command: str | None = None,
     **options: Any,
 ) -> EncoderEvalReport:
-    """Evaluates `model_dir` under `recipe` on texts; with `against`, run in BF16, measures what FP8 changed. As
-    `evaluate`.
+    """Measures a model that embeds or classifies on texts, and its difference from the reference `against`.
 
-    RecipeError: a classifier without a reference, for which nothing can be measured.
+    The arguments are those of `evaluate`. Raises RecipeError for a classifier without a reference.
     """
-    settings = SampleOptions.of({"data": data, **options})
+    settings = SampleOptions.of({"data": data, **options}).on_device(Path(model_dir))
     check_device(settings.device)
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
@@ -179,16 +189,16 @@ def evaluate_encoder(
         if reference is not None:
             check_comparable(model, reference, source, Path(str(against)))
         elif model.config.head is not None:
-            raise RecipeError("A classifier is compared with the model that it was made from; name it with --against.")
+            raise RecipeError("A classifier can only be compared with a reference; name it with --against.")
         pooling, tokenizer = pooling_of(source, model.config), Tokenizer.from_dir(source)
         limit = min(settings.seq_len, model.config.max_length, pooling.max_length or settings.seq_len)
         samples = load_samples(
             settings.data, tokenizer, model.config.vocab_size, count=settings.samples, seq_len=limit, seed=settings.seed
         )
-    cut = () if limit == settings.seq_len else (f"Texts were cut to {limit} tokens, which is what the model reads.",)
-    task = _Comparison(model, reference, pooling, tokenizer, stages, settings, limit)
-    texts: Rows = [(list(s.ids), [0] * len(s.ids)) for s in samples]
-    closeness, scores, layers = task.texts(texts)
+    cut = () if limit == settings.seq_len else (f"Texts were cut to {limit} tokens, the limit of the model.",)
+    comparison = _Comparison(model, reference, pooling, tokenizer, stages, settings, limit)
+    texts: Texts = [(list(s.ids), [0] * len(s.ids)) for s in samples]
+    closeness, scores, layers = comparison.compare_texts(texts)
     tokens = sum(len(ids) for ids, _ in texts)
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     return EncoderEvalReport(
@@ -197,22 +207,22 @@ def evaluate_encoder(
         recipe=recipe if isinstance(recipe, str) else name_of(recipe),
         source=source_names(settings.data),
         samples=len(samples),
-        documents=documents(samples),
+        documents=count_documents(samples),
         seq_len=limit,
         tokens=tokens,
         closeness=closeness,
-        ranking=task.ranking(halves([ids for ids, _ in texts], tokenizer)),
+        ranking=comparison.ranking(split_texts([ids for ids, _ in texts], tokenizer)),
         scores=scores,
         layers=layers,
         seconds=stages.total(),
-        notes=cut + shortfall(settings.samples, limit, len(samples), tokens),
-        made=origin_of(command or call("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
+        notes=cut + missing_samples_note(settings.samples, limit, len(samples), tokens),
+        made=make_origin(command or call_text("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
     )
 
 
 def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
-    """The model as it is served, so that no row depends on another."""
-    model = load_reader(source, recipe, scales, device)
+    """Loads the model as it is served, with outputs of a text that do not depend on other texts of the batch."""
+    model = load_any_servable(source, recipe, scales, device)
     for module in model.modules():
         if isinstance(module, FrozenLinear):
             module.make_rows_independent()
@@ -220,7 +230,7 @@ def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: s
 
 
 class _Comparison:
-    """Two models, or one, over the same texts."""
+    """Runs a model, and its reference if there is one, over the same texts."""
 
     def __init__(
         self,
@@ -235,23 +245,24 @@ class _Comparison:
         self.model, self.reference, self.pooling, self.tokenizer = model, reference, pooling, tokenizer
         self.stages, self.options, self.limit = stages, settings, limit
 
-    def texts(self, rows: Rows) -> tuple[Closeness | None, ScoreDistance | None, tuple[LayerReport, ...]]:
-        """The distance of vectors and of scores, and every FP8 linear's noise; nothing without a reference."""
+    def compare_texts(self, texts: Texts) -> tuple[CosineSummary | None, ScoreDistance | None, tuple[LayerReport, ...]]:
+        """Compares vectors and scores, and every FP8 linear; without a reference the result is (None, None, ())."""
         if self.reference is None:
             return None, None, ()
         linears = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
         tallies = {name: LayerTally() for name in linears}
         with compared(linears, dict(self.reference.named_modules()), tallies):
-            got = self._read(self.model, rows, "evaluate")
-        exact = self._read(self.reference, rows, "reference")
+            vectors, scores = self._run(self.model, texts, "evaluate")
+        exact_vectors, exact_scores = self._run(self.reference, texts, "reference")
         for name, linear in linears.items():
             tallies[name].add_weight(self.reference.get_parameter(f"{name}.weight"), linear)
-        distance = None if got[1] is None or exact[1] is None else ScoreDistance.of(got[1], exact[1])
+        distance = None if scores is None or exact_scores is None else ScoreDistance.of(scores, exact_scores)
+        read_tallies(tallies.values())
         reports = tuple(tally.report(name) for name, tally in tallies.items())
-        return Closeness.of(exact[0], got[0]), distance, reports
+        return CosineSummary.of(exact_vectors, vectors), distance, reports
 
     def ranking(self, pairs: Sequence[tuple[str, str]]) -> Ranking | None:
-        """How the other halves of texts are ranked. None: fewer than two texts, or labels that rank nothing."""
+        """Runs the ranking test; returns None for fewer than two texts, or for a classifier that does not rank."""
         head = self.model.config.head
         if len(pairs) < 2 or (head is not None and not (len(head.labels) == 1 and isinstance(self.model, Encoder))):
             return None
@@ -262,36 +273,37 @@ class _Comparison:
         return Ranking.of(scores, right, reference)
 
     def _by_cosine(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """Scores of every first half with every second half."""
-        rows = [self.tokenizer.encode_pair(text, most=self.limit) for part in zip(*pairs, strict=True) for text in part]
-        queries, documents = self._read(model, rows, "rank")[0].chunk(2)
-        return cosines(queries, documents)
+        """Returns the scores of every first half with every second half."""
+        halves = [text for part in zip(*pairs, strict=True) for text in part]
+        texts = [self.tokenizer.encode_pair(text, limit=self.limit) for text in halves]
+        queries, documents = self._run(model, texts, "rank")[0].chunk(2)
+        return cosine_matrix(queries, documents)
 
     def _by_score(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """Scores of every first half with its second half and those of some other texts."""
-        places = neighbours(len(pairs))
-        candidates = [(pairs[i][0], pairs[int(j)][1]) for i, row in enumerate(places) for j in row]
-        rows = [self.tokenizer.encode_pair(*pair, most=self.limit) for pair in candidates]
-        scores = self._read(model, rows, "rank")[1]
-        return torch.empty(0) if scores is None else scores.view(places.shape)
+        """Returns the scores of every first half with its own second half and with those of the next texts."""
+        indices = candidate_indices(len(pairs))
+        candidates = [(pairs[i][0], pairs[int(j)][1]) for i, row in enumerate(indices) for j in row]
+        texts = [self.tokenizer.encode_pair(*pair, limit=self.limit) for pair in candidates]
+        scores = self._run(model, texts, "rank")[1]
+        return torch.empty(0) if scores is None else scores.view(indices.shape)
 
-    def _read(self, model: AnyModel, rows: Rows, stage: str) -> tuple[Tensor, Tensor | None]:
-        """Vectors [texts, H], and scores [texts, labels] of a model with labels."""
-        vectors, scores, head, size = [], [], model.config.head, self.options.batch_size
-        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-        for group in self.stages.steps(stage, groups):
-            ids, kinds = (torch.tensor([i for row in part for i in row], device=self.options.device)
-                          for part in zip(*group, strict=True))  # fmt: skip
-            lengths = [len(row) for row, _ in group]
-            hidden = hidden_states(model, ids, lengths, kinds)
+    def _run(self, model: AnyModel, texts: Texts, stage: str) -> tuple[Tensor, Tensor | None]:
+        """Returns the vectors [texts, H], and the scores [texts, labels], or None for a model without labels."""
+        vectors, scores, head, size = [], [], model.config.head, self.options.sequences_per_batch
+        batches = [texts[i : i + size] for i in range(0, len(texts), size)]
+        for batch in self.stages.steps(stage, batches):
+            ids, segments = (torch.tensor([i for row in part for i in row], device=self.options.device)
+                          for part in zip(*batch, strict=True))  # fmt: skip
+            lengths = [len(row) for row, _ in batch]
+            hidden = hidden_states(model, ids, lengths, segments)
             vectors.append(self.pooling(hidden, lengths).cpu())
             if head is not None:
-                scores.append(scored(_logits(model, hidden, lengths), head.activation).cpu())
+                scores.append(to_scores(_logits(model, hidden, lengths), head.activation).cpu())
         return torch.cat(vectors), torch.cat(scores) if scores else None
 
 
 def _logits(model: AnyModel, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """By the head of labels: an encoder's reads the first token of each text, a decoder's the last."""
+    """Returns the logits of a classifier's head, which reads the first token of an encoder, the last of a decoder."""
     if isinstance(model, Encoder):
         return model.logits(hidden, lengths)
     ends = torch.tensor(lengths, device=hidden.device).cumsum(0) - 1

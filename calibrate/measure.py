@@ -1,31 +1,36 @@
-"""The cost of FP8 in quality: per token (perplexity, KL, agreement) and per linear layer (SQNR, saturation).
+"""Measures the error of FP8: per token (perplexity, KL divergence, agreement) and per linear (SQNR, saturation).
 
-Tokens: the reference and the FP8 model read the same sequences in lockstep and are compared on the logits of every
-scored token. Logits are made `LOGIT_ROWS` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor
+Tokens: the reference and the FP8 model read the same sequences, and the logits of every scored token are compared.
+Logits are computed for `LOGITS_PER_SLICE` tokens at a time, because [tokens, vocabulary] in FP32 is the largest tensor
 of the whole pass (2048 tokens of a 128k vocabulary: 1 GiB).
 
-Layers: at every FP8 linear both results are computed from the same input, the actual one of the FP8 model, so a layer
-is charged with its own error and not with that of the layers before it. SQNR = 10 log10(sum y^2 / sum (y - y_fp8)^2) in
-dB, sums in FP64 over all tokens. About 25 dB is usual for E4M3 per tensor; a value below 15 deserves a closer look.
+Layers: at every FP8 linear both outputs are computed from the same input, the one that occurs in the FP8 model. So the
+error of a layer does not include the errors of earlier layers. SQNR = 10 log10(sum y^2 / sum (y - y_fp8)^2) in dB, with
+sums in FP64 over all tokens. About 25 dB is usual for E4M3 with one scale per tensor; below 15 dB a layer needs
+attention.
 
-The grid of E4M3 has 16 exponents. The lowest holds zero and seven subnormal values, one step apart; each of the others
-holds a binade, from 2^-6 up to 2^8, of eight values (the highest of seven: 448 is the largest). A value in a binade is
-rounded by at most a sixteenth of itself, a subnormal one by up to all of itself. So the share of elements in each
-exponent shows whether a scale puts a tensor where the format is precise.
+Exponents: E4M3 has 16 exponents. The lowest has zero and seven subnormal values with equal steps. Each of the others is
+a binade of eight values, from 2^-6 up to 2^8; the highest binade has seven values, because 448 is the largest. A value
+in a binade is rounded by at most a sixteenth of itself, a subnormal value by up to all of itself. So the fraction of
+elements with each exponent shows whether the scale puts a tensor into the precise part of the format.
 
-Outliers: one scale for all channels leaves the small ones little of the format, if one channel is thousands of times
-larger than the others. That is justified if the weights for this channel are large as well. If they are small, the
-channel's size is useless, and smoothing removes it.
+Outliers: if one channel is thousands of times larger than the other channels, one scale for all channels leaves them
+only the lowest exponents. This is justified if the weights of the large channel are large as well. If they are small,
+the size of the channel is useless, and smoothing removes it.
+
+All sums and counts stay on the device of the tensors, because each read of a value would wait for the device.
+`read_tallies` copies the statistics of all linears to the CPU at once.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fp8serve.calibration.data import IGNORED
+from fp8serve.calibration.data import IGNORE_INDEX
 from fp8serve.calibration.result import CastReport, ChannelReport, LayerReport, Quality
 from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -34,178 +39,210 @@ from fp8serve.fp8.ops.arithmetic import FP8_MAX, expand
 from fp8serve.model.building import Model
 
 E4M3 = torch.float8_e4m3fn
-TOP_CODE = 0x7E
-SLICE = 1 << 22  # elements that are widened to FP32 at a time
-LOGIT_ROWS = 256
+MAX_CODE = 0x7E  # the code of 448 without its sign
+SLICE_ELEMENTS = 1 << 22  # elements that are converted to FP32 at a time
+LOGITS_PER_SLICE = 256  # tokens
+FloatSum = Tensor | float  # a sum in FP64: a tensor [] on the device after the first addition
+IntSum = Tensor | int
 
 
 @dataclass
 class GridTally:
-    """Counts and sums over all elements that were added.
+    """Statistics of a cast to E4M3 over all elements that were added.
 
-    peak: the largest magnitude, in units of the grid. channels: the largest in each column, in the tensor's units, [K].
+    `counts` [128] are the numbers of elements by code without its sign. `peak` is the largest magnitude after scaling,
+    FP32. `channels` [K] are the largest magnitudes of each column before scaling.
     """
 
-    counts: Tensor = field(default_factory=lambda: torch.zeros(128, dtype=torch.int64))  # by code without its sign
-    peak: float = 0.0
-    signal: float = 0.0
-    noise: float = 0.0
+    counts: Tensor | None = None
+    peak: Tensor | None = None
+    signal: FloatSum = 0.0
+    noise: FloatSum = 0.0
     channels: Tensor | None = None
 
     def add(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """Adds x [M, K], its cast q E4M3 [M, K], and scale_inv of any granularity."""
-        largest = x.abs().amax(0).float().cpu()
+        """Adds a tensor x [M, K] and its cast q, E4M3 [M, K], with scale_inv of any granularity."""
+        largest = x.abs().amax(0).float()
         self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
-        codes = q.view(torch.uint8).flatten() & 0x7F
-        self.counts += torch.bincount(codes, minlength=128).cpu()
-        rows = max(1, SLICE // max(1, q.shape[1]))
+        counts = count_codes(q.view(torch.uint8).flatten() & 0x7F)
+        self.counts = counts if self.counts is None else self.counts + counts
+        rows = max(1, SLICE_ELEMENTS // max(1, q.shape[1]))
         scales = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
-        for exact, got, scale in zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True):
-            wide, back = exact.float(), got.float() * scale
-            self.peak = max(self.peak, float((wide.abs() / scale).max()))
-            self.signal += float(wide.square().sum(dtype=torch.float64))
-            self.noise += float((wide - back).square_().sum(dtype=torch.float64))
+        for x_rows, q_rows, scale in zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True):
+            exact, dequantized = x_rows.float(), q_rows.float() * scale
+            peak = (exact.abs() / scale).max()
+            self.peak = torch.fmax(torch.zeros_like(peak) if self.peak is None else self.peak, peak)
+            self.signal = self.signal + exact.square().sum(dtype=torch.float64)
+            self.noise = self.noise + (exact - dequantized).square_().sum(dtype=torch.float64)
 
     def report(self) -> CastReport | None:
-        """None when nothing was added."""
-        elements = int(self.counts.sum())
+        """Returns the statistics, or None if nothing was added."""
+        counts: list[int] = [] if self.counts is None else self.counts.tolist()
+        elements = sum(counts)
         if elements == 0:
             return None
-        zeros, *shares = (_short(int(c) / elements) for c in (self.counts[0], *self._binades()))
-        top = _short(int(self.counts[TOP_CODE]) / elements)
+        binades = [sum(counts[code : code + 8]) for code in range(0, 128, 8)]
+        binades[0] -= counts[0]
+        zeros, *shares = (_round_share(count / elements) for count in (counts[0], *binades))
+        top = _round_share(counts[MAX_CODE] / elements)
         return CastReport(sqnr(self.signal, self.noise), self._headroom(), zeros, tuple(shares), top)
 
-    def _binades(self) -> Tensor:
-        by_exponent = self.counts.view(16, 8).sum(1)
-        by_exponent[0] -= self.counts[0]
-        return by_exponent
-
     def _headroom(self) -> float | None:
-        if self.peak == 0 or not math.isfinite(self.peak):
+        peak = 0.0 if self.peak is None else float(self.peak)
+        if peak == 0 or not math.isfinite(peak):
             return None
-        return round(math.log2(FP8_MAX[E4M3] / self.peak), 4) + 0.0  # avoids minus zero
+        return round(math.log2(FP8_MAX[E4M3] / peak), 4) + 0.0  # avoids minus zero
 
 
-def sqnr(signal: float, noise: float) -> float | None:
-    """10 log10 of the ratio of two powers. None: there is no noise (or no signal), so the ratio has no meaning."""
+def count_codes(codes: Tensor) -> Tensor:
+    """Returns the numbers of elements, int64 [128], with each code from 0 to 127.
+
+    `bincount` is the fastest on a CPU, but on a GPU it waits for the device to learn the largest code.
+    """
+    if codes.device.type == "cpu":
+        return torch.bincount(codes, minlength=128)
+    return scatter_counts(codes)
+
+
+def scatter_counts(codes: Tensor) -> Tensor:
+    """Does the same as `count_codes` without waiting for the device."""
+    counts = torch.zeros(128, dtype=torch.int64, device=codes.device)
+    return counts.scatter_add_(0, codes.long(), torch.ones((), dtype=torch.int64, device=codes.device).expand_as(codes))
+
+
+def sqnr(signal: FloatSum, noise: FloatSum) -> float | None:
+    """Returns 10 log10 of the ratio of two powers, or None if there is no noise or no signal."""
+    signal, noise = float(signal), float(noise)
     return None if noise == 0 or signal == 0 else 10 * math.log10(signal / noise)
 
 
-def _short(share: float) -> float:
-    """Rounded to four digits, more than a page shows, because calibration.json has thousands of these."""
+def _round_share(share: float) -> float:
+    """Rounds to four significant digits, because calibration.json has thousands of these numbers."""
     return float(f"{share:.4g}")
 
 
 def outlier(inputs: Tensor | None, columns: Tensor | None) -> ChannelReport | None:
-    """From the largest magnitudes of an input's channels and of the weights that read each, both [K].
+    """Returns the channel with the largest excess, from the amaxes [K] of an input's channels and of weight columns.
 
-    None: nothing was seen, or most channels are zero.
+    Returns None if there are no amaxes, or if most channels are zero.
     """
     if inputs is None or columns is None:
         return None
     sizes, weights = inputs / inputs.median(), columns / columns.median()
-    useless = torch.where(weights > 0, sizes / weights, 0)  # a channel that no weight reads does not matter
-    if not useless.isfinite().all():
+    excess = torch.where(weights > 0, sizes / weights, 0)  # a channel that no weight reads has no effect
+    if not excess.isfinite().all():
         return None
-    channel = int(useless.argmax())
-    return ChannelReport(channel, _rounded_ratio(sizes[channel]), _rounded_ratio(weights[channel]))
-
-
-def _rounded_ratio(ratio: Tensor) -> float:
-    return float(f"{float(ratio):.4g}")
+    channel = int(excess.argmax())
+    return ChannelReport(channel, _round_share(float(sizes[channel])), _round_share(float(weights[channel])))
 
 
 @dataclass
 class TokenTally:
-    """Sums over scored tokens, in FP64."""
+    """Sums over scored tokens, in FP64, from which the quality is computed."""
 
     tokens: int = 0
-    nll: float = 0.0
-    reference_nll: float = 0.0
-    kl: float = 0.0
-    agreed: int = 0
+    nll: FloatSum = 0.0
+    reference_nll: FloatSum = 0.0
+    kl: FloatSum = 0.0
+    same_top1: IntSum = 0
 
     def add(self, targets: Tensor, logits: Tensor, reference: Tensor | None = None) -> None:
-        """targets int64 [T] without IGNORED; logits and reference FP32 [T, vocab]."""
+        """Adds targets, int64 [T] without IGNORE_INDEX, and the logits of both models, FP32 [T, vocab]."""
         log_p = log_softmax(logits, dim=-1)
         self.tokens += targets.numel()
-        self.nll += _nll(log_p, targets)
+        self.nll = self.nll + _nll(log_p, targets)
         if reference is not None:
             log_r = log_softmax(reference, dim=-1)
-            self.reference_nll += _nll(log_r, targets)
-            self.kl += float((log_r.exp() * (log_r - log_p)).sum(dtype=torch.float64))
-            self.agreed += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+            self.reference_nll = self.reference_nll + _nll(log_r, targets)
+            self.kl = self.kl + (log_r.exp() * (log_r - log_p)).sum(dtype=torch.float64)
+            self.same_top1 = self.same_top1 + (logits.argmax(-1) == reference.argmax(-1)).sum()
 
     def quality(self, compared: bool) -> Quality:
         if self.tokens == 0:
             raise DataError("The held-out samples have no token to score; give longer texts or completions.")
-        own = _perplexity(self.nll, self.tokens, "FP8 model" if compared else "model")
+        perplexity = _perplexity(float(self.nll), self.tokens, "FP8 model" if compared else "model")
         if not compared:
-            return Quality(self.tokens, own)
-        reference = _perplexity(self.reference_nll, self.tokens, "reference model")
-        return Quality(self.tokens, own, reference, max(0.0, self.kl / self.tokens), self.agreed / self.tokens)
+            return Quality(self.tokens, perplexity)
+        reference = _perplexity(float(self.reference_nll), self.tokens, "reference model")
+        kl = max(0.0, float(self.kl) / self.tokens)
+        return Quality(self.tokens, perplexity, reference, kl, int(self.same_top1) / self.tokens)
 
 
-def _nll(log_p: Tensor, targets: Tensor) -> float:
-    return float(-log_p.gather(1, targets[:, None]).sum(dtype=torch.float64))
+def _nll(log_p: Tensor, targets: Tensor) -> Tensor:
+    return -log_p.gather(1, targets[:, None]).sum(dtype=torch.float64)
 
 
-def _perplexity(nll: float, tokens: int, which: str) -> float:
+def _perplexity(nll: float, tokens: int, model: str) -> float:
     mean = nll / tokens
     if not math.isfinite(mean) or mean > 700:  # e^709 is the largest double
-        raise ModelError(f"The loss of the {which} on the held-out samples is {mean}; check its weights and scales.")
+        raise ModelError(f"The loss of the {model} on the held-out samples is {mean}; check its weights and scales.")
     return math.exp(mean)
 
 
 def add_logits(
     tally: TokenTally, targets: Tensor, model: tuple[Model, Tensor], reference: tuple[Model, Tensor] | None = None
 ) -> None:
-    """Score hidden states [T, hidden] against targets [T] in slices; `model` and `reference` are (decoder, hidden)."""
-    scored = (targets != IGNORED).nonzero().squeeze(1)
-    for rows in torch.split(scored, LOGIT_ROWS):
-        other = reference[0].logits(reference[1][rows]) if reference else None
-        tally.add(targets[rows], model[0].logits(model[1][rows]), other)
+    """Adds the logits of both models in slices; each model is a pair (decoder, hidden states [T, hidden])."""
+    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    for rows in torch.split(scored, LOGITS_PER_SLICE):
+        reference_logits = reference[0].logits(reference[1][rows]) if reference else None
+        tally.add(targets[rows], model[0].logits(model[1][rows]), reference_logits)
 
 
 @dataclass
 class LayerTally:
-    """Signal and noise power of one linear's output, how much of its input FP8 could not hold (`tally`), and where
-    the values of input and weight land (measure.py)."""
+    """Statistics of one linear: signal and noise power of its output, saturation and underflow of its input, and the
+    casts of its input and its weight."""
 
-    signal: float = 0.0
-    noise: float = 0.0
-    saturated: int = 0
-    rounded_to_top: int = 0
-    underflowed: int = 0
+    signal: FloatSum = 0.0
+    noise: FloatSum = 0.0
+    saturated: IntSum = 0
+    rounded_to_top: IntSum = 0
+    underflowed: IntSum = 0
     elements: int = 0
     input: GridTally = field(default_factory=GridTally)
     weight: GridTally = field(default_factory=GridTally)
 
-    def add_output(self, exact: Tensor, got: Tensor) -> None:
-        wide = exact.double()
-        self.signal += float(wide.square().sum())
-        self.noise += float((wide - got.double()).square().sum())
+    def add_output(self, exact: Tensor, quantized: Tensor) -> None:
+        signal = exact.double()
+        self.signal = self.signal + signal.square().sum()
+        self.noise = self.noise + (signal - quantized.double()).square().sum()
 
     def add_input(self, x: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        """x [M, K] and its cast: FP8 data of its shape and their scale_inv, of any granularity."""
+        """Adds an input x [M, K] and its cast q [M, K] with scale_inv of any granularity."""
         counts = tally(x, q, expand(scale_inv, *q.shape))
         self.elements += x.numel()
-        self.saturated += int(counts.saturated)
-        self.rounded_to_top += int(counts.rounded_to_top)
-        self.underflowed += int(counts.underflowed)
+        self.saturated = self.saturated + counts.saturated
+        self.rounded_to_top = self.rounded_to_top + counts.rounded_to_top
+        self.underflowed = self.underflowed + counts.underflowed
         self.input.add(x, q, scale_inv)
 
     def add_weight(self, weight: Tensor, linear: FrozenLinear) -> None:
-        """weight [N, K] in high precision, and the linear that holds it in FP8."""
+        """Adds a weight [N, K] in high precision, and the linear that has it in FP8."""
         self.weight.add(weight.detach(), linear.weight_q, linear.weight_scale_inv)
 
     @property
     def sqnr_db(self) -> float | None:
-        """None: there is no noise (or no signal), so the ratio has no meaning."""
+        """The SQNR of the output in dB, or None if there is no noise or no signal."""
         return sqnr(self.signal, self.noise)
 
     def report(self, name: str, kl: float | None = None) -> LayerReport:
-        of = max(self.elements, 1)
-        fractions = (self.saturated / of, self.rounded_to_top / of, self.underflowed / of)
-        result = outlier(self.input.channels, self.weight.channels)
-        return LayerReport(name, self.sqnr_db, *fractions, kl, self.input.report(), self.weight.report(), result)
+        counts = self.saturated, self.rounded_to_top, self.underflowed
+        saturated, rounded_to_top, underflowed = (int(count) / max(self.elements, 1) for count in counts)
+        channel = outlier(self.input.channels, self.weight.channels)
+        casts = self.input.report(), self.weight.report()
+        return LayerReport(name, self.sqnr_db, saturated, rounded_to_top, underflowed, kl, *casts, channel)
+
+
+def read_tallies(tallies: Iterable[LayerTally]) -> None:
+    """Moves all statistics to the CPU in one transfer, before they are reported."""
+    parts = [part for tally in tallies for part in (tally, tally.input, tally.weight)]
+    entries = [(vars(part), name) for part in parts for name, value in vars(part).items() if isinstance(value, Tensor)]
+    if not entries:
+        return
+    tensors: list[Tensor] = [fields[name] for fields, name in entries]
+    # FP64 holds FP32 numbers and all counts below 2^53 exactly.
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    slices = torch.split(values, [tensor.numel() for tensor in tensors])
+    for (fields, name), tensor, part in zip(entries, tensors, slices, strict=True):
+        fields[name] = part.to(tensor.dtype).view(tensor.shape)

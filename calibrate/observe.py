@@ -1,20 +1,21 @@
-"""Observes every quantized tensor while a model runs: running maxima, counts, histories, and scales from them.
+"""Observes every quantized tensor while a model runs: running maxima, counts, amax histories, and their scales.
 
-The amaxes themselves are recorded where training records them, in the `ScalingState`s of the converted linears, while
-`autocast(enabled=False, calibrating=True)` keeps the maths in high precision. Here they are read out after every batch,
-so that no batch is lost when the history is shorter than the data: a history holds the newest N-1 batches, the running
-maximum covers all of them. With `amax_compute_algo="max"` the scale comes from the running maximum and does not depend
-on the order of the batches; with "most_recent" it is that of the last batch, by definition.
+The converted linears record amaxes in their `ScalingState`s, as in training, while
+`autocast(enabled=False, calibrating=True)` keeps the computation in high precision. The observer reads the states after
+every batch, because a history holds only the newest N-1 batches. The values stay on the device until `read_records`
+copies those of all batches at once, because each copy would wait for the device. The running maximum covers all
+batches. With `amax_compute_algo="max"` the scale comes from the running maximum, so the order of the batches does not
+matter. With "most_recent" it comes from the last batch.
 
-With gradients a batch is a forward and a backward pass; otherwise the decoder is run layer by layer (passes.py), to the
-same bits.
+With gradients a batch is a forward and a backward pass. Without gradients the decoder runs layer by layer (passes.py),
+with the same bits.
 
-Keys and values of the attention have states of the same kind here (`model.layers.0.self_attn.k`), fed by `tap`.
-Scales are made by `fp8.scaling.update` only.
+The keys and values of the attention have states of the same type (`model.layers.0.self_attn.k`), which `record_kv`
+fills. Only `fp8.scaling.update` computes scales.
 
-An expert that no token reaches has no amax, so no scale can be found for its inputs. The error names the expert; no
-scale is made up. Without more data, every token can be routed through every expert while observing: an expert is then
-measured on tokens that its router sends elsewhere, and the model's result does not change.
+An expert that receives no token has no amax, so there is no scale for its inputs. This raises an error that names the
+expert. If there are no more data, every token can be sent through every expert while observing. The amaxes of an expert
+then include tokens that the router sends to other experts. The output of the model does not change.
 """
 
 import math
@@ -33,81 +34,77 @@ from fp8serve.calibration.passes import (
     Linears,
     attention_names,
     backward,
-    blame,
+    entries_of_layer,
     forward,
-    layers,
-    releasing,
-    streams,
-    tracked,
-    within,
+    layer_indices,
+    layerwise_passes,
+    nonfinite_error,
+    releasing_layers,
+    with_activation_gradients,
 )
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.result import HISTORY_LENGTH
+from fp8serve.calibration.result import HISTORY_LENGTH, list_names
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.building import AnyModel, Model, hidden_states
-from fp8serve.model.network.experts import every_expert, mixtures, reset_token_counts
+from fp8serve.model.network.experts import mixtures, reset_token_counts, route_to_all_experts
 from fp8serve.ranks import ALONE, Ranks
 
-Counts = dict[str, Tensor]  # by the name of a mixture: tokens that each expert was given, int64 [E]
-NAMED = 3  # of many
+Counts = dict[str, Tensor]  # by the name of a mixture: the number of tokens of each expert, int64 [E]
 T = TypeVar("T")
 
 
 @contextmanager
-def counting(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
-    """Inside the context, tokens are counted from zero; the counts are available at the end. all_experts: all tokens
-    run through all experts, but are counted where the router sends them."""
+def count_expert_tokens(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
+    """Counts the tokens of every expert inside the context; the yielded counts are filled when the context ends.
+
+    With `all_experts` every expert computes every token, but a token counts only for the experts that its router
+    chose.
+    """
     counts = Counts()
     reset_token_counts(decoder)
-    with every_expert(decoder) if all_experts else nullcontext():
+    with route_to_all_experts(decoder) if all_experts else nullcontext():
         yield counts
     counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
 
 
 def sum_counts(shares: Sequence[Counts]) -> Counts:
-    """The counts of several processes."""
+    """Returns the sums of the counts of all ranks."""
     return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
 
 
 def unreached_experts(counts: Mapping[str, Tensor]) -> list[str]:
-    """The names of the experts without a token."""
+    """Returns the names of the experts that received no token."""
     return [f"{name}.experts.{i}" for name, tokens in counts.items() for i, n in enumerate(tokens.tolist()) if n == 0]
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first of them, and how many more."""
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def experts_note(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
-    """A sentence for the report where experts went without tokens."""
+def unreached_experts_note(counts: Mapping[str, Tensor], *, all_experts: bool) -> tuple[str, ...]:
+    """Returns a note for the report if some experts received no token, or else an empty tuple."""
     names = unreached_experts(counts)
     if not names:
         return ()
-    message = "their scales come from tokens of other experts" if all_experts else "nothing of them was observed"
-    return (f"The router sent no calibration token to {listed(names)}; {message}.",)
+    result = "their scales come from tokens of other experts" if all_experts else "their inputs were not observed"
+    return (f"The router sent no calibration token to {list_names(names)}; {result}.",)
 
 
 @dataclass
-class Seen:
-    """One tensor's record. `newest` are the amaxes of the last batches, for the report."""
+class TensorRecord:
+    """The observations of one tensor."""
 
     amax: float = 0.0
     batches: int = 0
     nonfinite: int = 0  # batches whose amax was infinite
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
-    staged: list[float] = field(default_factory=list)  # the amax of every batch; 0 where the tensor did not occur
+    recent_amaxes: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))  # for the report
+    batch_amaxes: list[float] = field(default_factory=list)  # of every batch; 0 if the tensor did not occur
 
 
 class Observer:
-    """Watches converted `linears` (by name) and the keys and values of the attention modules named in `kv_layers`.
+    """Records the amaxes of converted `linears`, and of the keys and values of the attention modules `kv_layers`.
 
-    `recipe` is the argument of `autocast` around every pass; `target` is the recipe for which the caller needs scales.
+    `target` is the recipe that the scales are for. `recipe` is the recipe to pass to `autocast` around every pass.
     """
 
     def __init__(
@@ -124,144 +121,165 @@ class Observer:
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
         self.kv = {name: ScalingState.create(recipe.amax_history_len, device) for name in names}
-        # All states are made here: if made during a pass, between large temporaries, they would fragment the heap by
-        # gigabytes.
-        self.seen = {name: Seen() for name in self.states()}
-        self.tokens = Counts()  # given to experts
+        # `states()` creates all states now: created during a pass, between large temporaries, they would fragment the
+        # heap by gigabytes.
+        self.records = {name: TensorRecord() for name in self.states()}
+        self._unread: list[tuple[tuple[str, ...], Tensor]] = []  # (names, rows of `_rows`) of batches, oldest first
+        self.tokens = Counts()  # tokens of every expert
 
-    def tap(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Record keys and values [tokens, kv_heads, head_dim] as they enter the cache (after rotary embedding)."""
+    def record_kv(self, layer: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Records the amaxes of keys and values [tokens, kv_heads, head_dim] after rotary embedding; returns both."""
         for part, x in (("k", k), ("v", v)):
             if state := self.kv.get(f"{layer}.{part}"):
                 state.stage(amax(x.detach()))
         return k, v
 
     def states(self) -> dict[str, ScalingState]:
-        """Every state by tensor name."""
-        owned = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
-        return {f"{name}.{role}": states[role] for name, states in owned.items() for role in self.roles} | self.kv
+        """Returns the scaling states by tensor name."""
+        by_linear = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
+        return {f"{name}.{role}": states[role] for name, states in by_linear.items() for role in self.roles} | self.kv
 
-    def of_layer(self, decoder: Model, index: int) -> "Observer":
-        """Watches only the tensors of one layer, in the same states and records."""
-        part = copy(self)
-        part.linears, part.kv = within(decoder, index, self.linears), within(decoder, index, self.kv)
-        return part
+    def for_layer(self, decoder: Model, index: int) -> "Observer":
+        """Returns an observer of the tensors of one layer. It shares this one's states, records and unread batches."""
+        observer = copy(self)
+        observer.linears = entries_of_layer(decoder, index, self.linears)
+        observer.kv = entries_of_layer(decoder, index, self.kv)
+        return observer
 
-    def forget(self, linear: str) -> None:
-        """Drop the observations of a linear that will not be quantized."""
+    def remove_linear(self, linear: str) -> None:
+        """Removes a linear that will not be quantized, and its records."""
         self.linears = {name: module for name, module in self.linears.items() if name != linear}
         for role in self.roles:
-            del self.seen[f"{linear}.{role}"]
+            del self.records[f"{linear}.{role}"]
 
     @torch.no_grad()
     def replay(self, batches: Sequence[Mapping[str, float]]) -> None:
-        """Take in the amaxes of only these batches, as `end_batch` would have."""
+        """Replaces all observations by the given amaxes of every batch, as if this observer had seen these batches."""
         states = self.states()
         entries = [Entry(state, fp8_max(self.recipe, name.rpartition(".")[2])) for name, state in states.items()]
         for name, state in states.items():
-            _begin_anew(state)
-            self.seen[name] = Seen()
+            _reset(state)
+            self.records[name] = TensorRecord()
         for amaxes in batches:
             for name, state in states.items():
                 state.stage(torch.tensor(amaxes[name], device=state.scale.device))
             update(entries, self.recipe)
-            self._read(states)
+            self._store_states(states)
+        self.read_records()
 
     @torch.no_grad()
     def end_batch(self) -> None:
-        """Read what this batch recorded; after the context and the backward pass have ended. One transfer per batch."""
+        """Stores the amaxes of a batch; call it after the backward pass. `read_records` adds them to the records."""
         if self.kv:
             update([Entry(state, fp8_max(self.recipe, "k")) for state in self.kv.values()], self.recipe)
-        self._read(self.states())
+        self._store_states(self.states())
 
-    def _read(self, states: Mapping[str, ScalingState]) -> None:
-        if not states:  # of a layer that stays in high precision
+    def _store_states(self, states: Mapping[str, ScalingState]) -> None:
+        if states:  # or else the layer stays in high precision
+            self._unread.append((tuple(states), _rows(list(states.values()))))
+
+    def read_records(self) -> None:
+        """Adds the amaxes of all batches since the last call to `records`, in one transfer from the device."""
+        if not self._unread:
             return
-        rows = torch.stack([_row(state) for state in states.values()]).tolist()
-        for name, (newest, steps, nonfinite) in zip(states, rows, strict=True):
-            _note(self.seen[name], newest, int(steps), int(nonfinite))
+        names = [name for batch, _ in self._unread for name in batch]
+        rows = torch.cat([rows for _, rows in self._unread]).tolist()
+        self._unread.clear()
+        for name, (latest_amax, steps, nonfinite) in zip(names, rows, strict=True):
+            _add_to_record(self.records[name], latest_amax, int(steps), int(nonfinite))
 
 
 def observation_recipe(recipe: DelayedScaling) -> DelayedScaling:
-    """`recipe` as calibration runs it: in this process, every batch makes a scale, and a history can hold one."""
+    """Returns `recipe` for observing: a scale after each batch, a history of at least 2, no reduction over ranks."""
     return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
 
-def _begin_anew(state: ScalingState) -> None:
+def _reset(state: ScalingState) -> None:
     fresh = ScalingState.create(len(state.amax_history), state.scale.device)
     for name in FIELDS:
         getattr(state, name).copy_(getattr(fresh, name))
 
 
-def _row(state: ScalingState) -> Tensor:
-    """[newest amax, steps recorded, steps dropped] as FP64 [3]."""
-    return torch.stack([x.double() for x in (state.amax_history[-1], state.steps, state.nonfinite)])
+def _rows(states: Sequence[ScalingState]) -> Tensor:
+    """Returns for each state [newest amax, recorded steps, nonfinite steps] as FP64 [states, 3]."""
+    columns = (
+        [s.amax_history[-1] for s in states],
+        [s.steps for s in states],
+        [s.nonfinite for s in states],
+    )
+    return torch.stack([torch.stack(column).double() for column in columns], dim=1)
 
 
-def _note(seen: Seen, newest: float, steps: int, nonfinite: int) -> None:
-    seen.staged.append(math.inf if nonfinite > seen.nonfinite else newest if steps > seen.batches else 0.0)
-    if steps > seen.batches:  # a tensor that did not occur in this batch has not moved
-        seen.amax = max(seen.amax, newest)
-        seen.newest.append(newest)
-    seen.batches, seen.nonfinite = steps, nonfinite
+def _add_to_record(record: TensorRecord, latest_amax: float, steps: int, nonfinite: int) -> None:
+    has_occurred = steps > record.batches
+    record.batch_amaxes.append(math.inf if nonfinite > record.nonfinite else latest_amax if has_occurred else 0.0)
+    if has_occurred:
+        record.amax = max(record.amax, latest_amax)
+        record.recent_amaxes.append(latest_amax)
+    record.batches, record.nonfinite = steps, nonfinite
 
 
-def settle(observer: Observer, chosen: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
-    """The final states, with scales from all batches and histories of the requested length.
+def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
+    """Returns the states with scales from all batches and with histories of the length that the recipe asks for.
 
-    chosen: amaxes from which the scales of some tensors are made instead of from the observed ones. Their histories are
-    limited to these, because a state's scale must represent its history.
+    `chosen_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the chosen amax,
+    because the scale of a state must represent its history.
     """
-    states, recipe, chosen = observer.states(), observer.target, chosen or {}
-    amaxes = {n: seen.amax for n, seen in observer.seen.items() if recipe.amax_compute_algo == "max"} | dict(chosen)
-    for name, largest in amaxes.items():
-        states[name].scale.copy_(scale_of(largest, name, recipe).to(states[name].scale.device))
-    for name, largest in chosen.items():
+    states, recipe, chosen_amaxes = observer.states(), observer.target, chosen_amaxes or {}
+    uses_maximum = recipe.amax_compute_algo == "max"
+    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(chosen_amaxes)
+    for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
+        states[name].scale.copy_(scale)
+    for name, largest in chosen_amaxes.items():
         states[name].amax_history.clamp_(max=largest)
     for state in states.values():
         state.resize(recipe.amax_history_len)
     return states
 
 
-def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
-    """The scale FP32 [] that delayed scaling gives the tensor `name` after seeing the amax `largest`."""
-    state = ScalingState.create(2, torch.device("cpu"))
-    state.stage(torch.tensor(largest, dtype=torch.float32))
-    update([Entry(state, fp8_max(recipe, name.rpartition(".")[2]))], replace(recipe, interval=1))
-    return state.scale
+def scales_of(amaxes: Mapping[str, float], recipe: DelayedScaling, device: torch.device) -> dict[str, Tensor]:
+    """Returns the scales, FP32 [], that delayed scaling computes for tensors from their amaxes, by name."""
+    if not amaxes:
+        return {}
+    scales, counts = torch.ones(len(amaxes)), torch.zeros(2, len(amaxes), dtype=torch.int64)
+    histories = torch.zeros(len(amaxes), 2)
+    histories[:, 0] = torch.tensor(list(amaxes.values()), dtype=torch.float32)  # staged
+    states = map(ScalingState, scales.unbind(), histories.unbind(), *(column.unbind() for column in counts))
+    maxima = (fp8_max(recipe, name.rpartition(".")[2]) for name in amaxes)
+    update([Entry(*entry) for entry in zip(states, maxima, strict=True)], replace(recipe, interval=1))
+    return dict(zip(amaxes, scales.to(device).unbind(), strict=True))
 
 
-def check(seen: Mapping[str, Seen], needed: Collection[str], batches: int) -> None:
-    """ScalesError naming the first tensor that was infinite, or that is `needed` and was always zero or never seen."""
-    for name, record in seen.items():
+def check_records(records: Mapping[str, TensorRecord], needed: Collection[str], batches: int) -> None:
+    """Raises ScalesError if a tensor was not finite, or if a tensor in `needed` was always zero or never observed."""
+    for name, record in records.items():
         if record.nonfinite:
             raise ScalesError(
                 f"{name} was not finite in {record.nonfinite} of {batches} batches; "
-                "the model overflows on these data, so no scale can represent it."
+                "the model overflows on these data, so no scale can represent this tensor."
             )
-    missing = [name for name in needed if seen[name].amax == 0]
+    missing = [name for name in needed if records[name].amax == 0]
     if missing:
         raise ScalesError(
-            f"{missing[0]} was zero or never observed in {batches} batches ({len(missing)} of {len(seen)} tensors); "
-            "it would get a meaningless scale: calibrate on data that reach it, or check the model's weights."
+            f"{missing[0]} was zero or never observed in {batches} batches ({len(missing)} of {len(records)} tensors), "
+            "so it can have no scale; calibrate on data that reach this tensor, or check the model's weights."
         )
 
 
 def check_experts(tokens: Counts, batches: int) -> None:
-    """ScalesError naming experts that no token reached."""
+    """Raises ScalesError if some experts received no token."""
     if names := unreached_experts(tokens):
         raise ScalesError(
-            f"No token of {batches} batches reached {listed(names)}, so no scale can be found for their inputs; "
+            f"No token of {batches} batches reached {list_names(names)}, so no scale can be found for their inputs; "
             "calibrate on more data, or send every token through every expert while observing (--all-experts)."
         )
 
 
-def observer_of(
+def make_observer(
     decoder: Model, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
-    """An observer that has seen nothing yet. A recipe that scales by content is observed as the default delayed
-    recipe."""
-    target = delayed(recipe) or DelayedScaling()
+    """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe."""
+    target = as_delayed(recipe) or DelayedScaling()
     return Observer(linears, target, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
 
 
@@ -277,24 +295,25 @@ def observe(
     stages: Stages | None = None,
     ranks: Ranks = ALONE,
 ) -> Observer:
-    """Run every batch once in high precision and record. all_experts: all tokens through all experts of a mixture.
+    """Runs every batch once in high precision and returns an observer with the amaxes.
 
-    ScalesError: a tensor is not finite or can have no scale, or no token reached an expert.
+    With `all_experts` every token passes through all experts of a mixture. Raises ScalesError if a tensor is not finite
+    or can have no scale, or if an expert received no token.
     """
-    observer = observer_of(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
-    passes = _forward_and_backward if gradients else _layer_by_layer
-    with ranks.together(), counting(decoder, all_experts=all_experts) as tokens:
-        passes(decoder, ranks.own(batches), observer, stages)
+    observer = make_observer(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
+    run_passes = _forward_and_backward if gradients else _layer_by_layer
+    with ranks.shared_errors(), count_expert_tokens(decoder, all_experts=all_experts) as tokens:
+        run_passes(decoder, ranks.shard(batches), observer, stages)
     observer.tokens = sum_counts(ranks.gather(tokens))
     if ranks.size > 1:
-        # batches are dealt out to ranks one by one
-        columns = {name: seen.staged for name, seen in observer.seen.items()}
+        # Rank r runs the batches r, r + size, r + 2 * size and so on.
+        columns = {name: record.batch_amaxes for name, record in observer.records.items()}
         shares = ranks.gather([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
         observer.replay([shares[index % len(shares)][index // len(shares)] for index in range(len(batches))])
-    needed = observer.kv if delayed(recipe) is None else observer.seen
-    if needed is observer.seen and not all_experts:
+    needed = observer.kv if as_delayed(recipe) is None else observer.records
+    if needed is observer.records and not all_experts:
         check_experts(observer.tokens, len(batches))
-    check(observer.seen, needed, len(batches))
+    check_records(observer.records, needed, len(batches))
     return observer
 
 
@@ -302,38 +321,41 @@ def observe(
 def observe_texts(
     model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
 ) -> Observer:
-    """As `observe`, of a model that reads whole texts (`model.building`), into `observer`."""
+    """Like `observe`, for a model that embeds whole texts. Records into `observer` and returns it."""
     for batch in stages.steps("observe", batches):
         with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
             hidden_states(model, batch.ids, batch.lengths)
         observer.end_batch()
-    check(observer.seen, () if delayed(recipe) is None else observer.seen, len(batches))
+    observer.read_records()
+    check_records(observer.records, () if as_delayed(recipe) is None else observer.records, len(batches))
     return observer
 
 
 @torch.no_grad()
 def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
-    running = streams(decoder, batches, observer.tap)
-    for index in layers(decoder, "observe", stages):
-        part = observer.of_layer(decoder, index)
-        for stream in running:
+    passes = layerwise_passes(decoder, batches, observer.record_kv)
+    for index in layer_indices(decoder, "observe", stages):
+        layer_observer = observer.for_layer(decoder, index)
+        for layerwise_pass in passes:
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
-                stream.advance(index)
-            part.end_batch()
-    for stream in running:
-        _check_finite(decoder, decoder.leave(stream.hidden), observer, stream.batch)
+                layerwise_pass.advance(index)
+            layer_observer.end_batch()
+    observer.read_records()
+    for layerwise_pass in passes:
+        _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
 
 
 def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
-    with tracked(decoder), releasing(decoder):
+    with with_activation_gradients(decoder), releasing_layers(decoder):
         for batch in (stages or Stages()).steps("observe", batches):
             with autocast(enabled=False, calibrating=True, recipe=observer.recipe):
-                hidden = forward(decoder, batch, observer.tap)
+                hidden = forward(decoder, batch, observer.record_kv)
             _check_finite(decoder, hidden, observer, batch)
             backward(decoder, hidden, batch.targets)
             observer.end_batch()
+    observer.read_records()
 
 
 def _check_finite(decoder: Model, hidden: Tensor, observer: Observer, batch: Batch) -> None:
     if not bool(hidden.isfinite().all()):
-        raise blame(decoder, observer.linears, batch)
+        raise nonfinite_error(decoder, observer.linears, batch)

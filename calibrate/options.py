@@ -1,7 +1,7 @@
-"""The options of calibration and evaluation; imported without torch, so that the command line can show them."""
+"""The options of calibration and evaluation. This module does not import torch, so that `--help` is fast."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -12,10 +12,12 @@ from fp8serve.fp8.amax_rules import RuleName
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, ServedName, from_name
 from fp8serve.model.formats import FileFormat
 from fp8serve.model.text.data_files import DATA, STDIN
-from fp8serve.options import About, check, known_fields
+from fp8serve.options import AUTO, DEVICE_HELP, About, check, known_fields
 
 SHIPPED = "passages that ship with fp8serve"
 HEAL_RATE = 3e-5
+CPU_BATCH, GPU_BATCH = 4, 32
+"""Sequences in a batch by default. On a GPU the time of a small batch is that of its launches, whatever its size."""
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]
@@ -24,19 +26,33 @@ InputScales = Literal["history", "search"]
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Which sequences are read, and where they are computed. DataError for a value that cannot be used."""
+    """The samples to read, and the device. Raises DataError for a value that cannot be used."""
 
     data: Annotated[Files | None, About(f"{DATA} '-': standard input.", unset=SHIPPED, metavar="PATH")] = None
     samples: Annotated[int, Ge(1), About("Sequences to read.")] = 128
     seq_len: Annotated[int, Ge(2), About("Longest sequence, in tokens.")] = 512
-    batch_size: Annotated[int, Ge(1), About("Sequences in a batch.")] = 4
-    seed: Annotated[int, About("Seed of the choice of samples.")] = 0
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    batch_size: Annotated[
+        int | None, Ge(1), About("Sequences in a batch.", unset=f"{CPU_BATCH}; on a GPU {GPU_BATCH}")
+    ] = None
+    seed: Annotated[int, About("Seed for selecting samples.")] = 0
+    device: Annotated[str, Len(1), About(DEVICE_HELP)] = AUTO
 
     def __post_init__(self) -> None:
         check(self, DataError)
         if self._from_stdin > 1:
-            raise DataError("Standard input ('-') can be read once only; give a file in the other place.")
+            raise DataError("Standard input ('-') can be read only once; use it for data or for holdout.")
+
+    def on_device(self, model_dir: Path, processes: int = 1) -> Self:
+        """Returns the options with the device that "auto" stands for; for several processes it is the CPU."""
+        from fp8serve.model.device import resolve_device  # here, so that `--help` is fast
+
+        is_distributed = processes > 1 and self.device == AUTO
+        return replace(self, device="cpu" if is_distributed else resolve_device(self.device, model_dir))
+
+    @property
+    def sequences_per_batch(self) -> int:
+        """The option `batch_size`, or the default of the device."""
+        return self.batch_size or (CPU_BATCH if self.device.startswith("cpu") else GPU_BATCH)
 
     @property
     def reads_stdin(self) -> bool:
@@ -44,12 +60,15 @@ class SampleOptions:
 
     @property
     def _from_stdin(self) -> int:
-        """How many of the files."""
+        """How many of the files are standard input."""
         return [*(self.data or ()), *(getattr(self, "holdout", None) or ())].count(STDIN)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """From keyword arguments, where files may be one path or several. DataError, RequestError."""
+        """Creates the options from keyword arguments, in which files may be one path or several.
+
+        Raises DataError for a value that cannot be used, and RequestError for an unknown option.
+        """
         values = known_fields(cls, options)
         return cls(**values | {name: _files(values[name]) for name in ("data", "holdout") if name in values})
 
@@ -62,12 +81,12 @@ def _files(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CalibrationOptions(SampleOptions):
-    """What else is observed, and what is written."""
+    """The options of a calibration."""
 
     holdout: Annotated[
         Files | None, About("File to measure quality on, never calibrated on.", unset=SHIPPED, metavar="PATH")
     ] = None
-    kv_cache: Annotated[bool, About("Also find scales for an FP8 KV cache.")] = False
+    kv_cache: Annotated[bool, About("Also compute scales for an FP8 KV cache.")] = False
     gradients: Annotated[bool, About("Also observe gradients, for training.")] = False
     all_experts: Annotated[bool, About("While observing, send every token through every expert of a mixture.")] = False
     format: Annotated[FileFormat, About("Format of the FP8 weights; docs/formats.md lists its readers.")] = (
@@ -82,7 +101,7 @@ class CalibrationOptions(SampleOptions):
         Ge(0),
         Le(1),
         About(
-            "Move large channels of inputs into the weights where that helps; 1: as far as possible.",
+            "Move the size of large input channels into the weights if that reduces the error; 1: all of it.",
             unset="off",
             metavar="ALPHA",
         ),
@@ -91,7 +110,8 @@ class CalibrationOptions(SampleOptions):
         Patterns | None, About("Linear layer that stays in BF16; a name or '*'.", unset="none", metavar="PATTERN")
     ] = None
     only: Annotated[
-        Patterns | None, About("Linear layer that becomes FP8, and no other.", unset="all", metavar="PATTERN")
+        Patterns | None,
+        About("Linear layer that becomes FP8; all others stay in BF16.", unset="all", metavar="PATTERN"),
     ] = None
     target_kl: Annotated[
         float | None, Gt(0), About("Leave layers in BF16 until the KL divergence is this small.", metavar="NATS")
@@ -107,10 +127,11 @@ class CalibrationOptions(SampleOptions):
         float | None, Gt(0), Le(1), About("Largest learning rate of these steps.", unset=f"{HEAL_RATE:g}")
     ] = None
     input_scales: Annotated[
-        InputScales, About("Which range of inputs a stored scale represents: all that was seen, or less (delayed).")
+        InputScales,
+        About("How the range of input scales is chosen: the maximum, or a search for the smallest error (delayed)."),
     ] = "history"
     generated_samples: Annotated[
-        int, Ge(0), Le(64), About("Held-out prompts that both models continue, for the report.")
+        int, Ge(0), Le(64), About("Held-out prompts that both models continue for the report.")
     ] = 4
     scales_only: Annotated[bool, About("Write scales.safetensors and no weights.")] = False
     max_shard_size: Annotated[str, About("Largest file of weights, such as 2GB or 500MiB.", metavar="SIZE")] = "5GiB"
@@ -118,7 +139,7 @@ class CalibrationOptions(SampleOptions):
 
     @property
     def max_shard_bytes(self) -> int:
-        """DataError for a size that cannot be read."""
+        """`max_shard_size` in bytes. Raises DataError if it is not a size."""
         from pydantic import ByteSize, TypeAdapter, ValidationError
 
         try:
@@ -129,28 +150,28 @@ class CalibrationOptions(SampleOptions):
             ) from None
 
 
-# Options of the delayed recipe that other recipes have as well.
+# The flags of options that have another name than the option, and the other recipes that have options of `delayed`.
 _FLAGS = {"amax_history_len": "--history-len", "amax_compute_algo": "--algo"}
-_ALSO_OF = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
+_OTHER_RECIPES = {"weight_granularity": ("w8a16",), "power_2_scale": ("w8a16",)}
 
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """The recipe to calibrate for; `recipe` makes it."""
+    """The options of the recipe to calibrate for."""
 
     name: Annotated[ServedName, About("How tensors are scaled; w8a16: weights only.", flag="--recipe")] = "delayed"
     amax_history_len: Annotated[
         int | None, Ge(1), About("Length of the amax history (delayed).", unset="1024", flag="--history-len")
     ] = None
     amax_compute_algo: Annotated[
-        RuleName | None, About("How a history becomes one amax (delayed).", unset="max", flag="--algo")
+        RuleName | None, About("How an amax history is reduced to one amax (delayed).", unset="max", flag="--algo")
     ] = None
     margin: Annotated[int | None, Ge(0), About("Powers of two left free below the maximum (delayed).", unset="0")] = (
         None
     )
     weight_granularity: Annotated[
         Literal["tensor", "row"] | None,
-        About("Which part of a weight shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
+        About("Part of a weight that shares a scale (delayed, w8a16).", unset="tensor; for w8a16 row"),
     ] = None
     power_2_scale: Annotated[bool, About("Round scales down to powers of two (delayed, w8a16).")] = False
 
@@ -159,17 +180,17 @@ class ScalingOptions:
 
     @property
     def recipe(self) -> Recipe:
-        """RecipeError for an option of another recipe, which is not ignored."""
-        named = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
-        if wrong := [name for name in named if self.name not in (*_ALSO_OF.get(name, ()), "delayed")]:
+        """The recipe with these options. Raises RecipeError for an option that this recipe does not have."""
+        options = {name: value for name, value in vars(self).items() if name != "name" and value not in (None, False)}
+        if wrong := [name for name in options if self.name not in (*_OTHER_RECIPES.get(name, ()), "delayed")]:
             flag = _FLAGS.get(wrong[0], "--" + wrong[0].replace("_", "-"))
             raise RecipeError(f"{flag} is not an option of the recipe {self.name!r}; leave it out.")
-        return cast(Recipe, from_name(self.name, **named))  # only bf16 makes none
+        return cast(Recipe, from_name(self.name, **options))  # only "bf16" gives None
 
 
 @dataclass(frozen=True)
 class EvaluationOptions(SampleOptions):
-    """How the measured model runs."""
+    """The options of an evaluation."""
 
     recipe: Annotated[RecipeChoice, About("How MODEL runs; 'stored': the scales in its directory.")] = "stored"
     scales: Annotated[str | None, About("scales.safetensors to use.", unset="the directory's own", metavar="PATH")] = (

@@ -1,5 +1,4 @@
-"""Writes the output of a calibration: the FP8 directory, whole or not at all, with its scales, its report and the
-page."""
+"""Writes the output directory of a calibration atomically: the FP8 model, its scales, its report and the HTML page."""
 
 import json
 import os
@@ -16,13 +15,13 @@ from torch import Tensor
 import fp8serve
 from fp8serve.calibration.checks import quantized_notes
 from fp8serve.calibration.data import Batches, source_names
-from fp8serve.calibration.embedding import GOAL, Closeness, EmbeddingReport
-from fp8serve.calibration.generated import before_and_after
+from fp8serve.calibration.embedding import MIN_MEDIAN_COSINE, CosineSummary, EmbeddingReport
+from fp8serve.calibration.generated import generate_samples
 from fp8serve.calibration.job import Job
 from fp8serve.calibration.observe import Observer
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.reports.page import html_encoder_report, html_report
-from fp8serve.calibration.reports.tables import count
+from fp8serve.calibration.reports.tables import pluralize
 from fp8serve.calibration.result import (
     CalibrationReport,
     DataReport,
@@ -38,23 +37,25 @@ from fp8serve.calibration.result import (
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import ScalingState, fp8_max
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint, open_checkpoint, save_scales
+from fp8serve.model.compatibility import compatibility_notes
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats.scales import FILE_NAME
-from fp8serve.model.readers import reader_notes
-from fp8serve.model.storage.files import whole_directory
+from fp8serve.model.storage.files import atomic_directory
 from fp8serve.model.storage.shards import open_shards
 
 Report = CalibrationReport | EmbeddingReport
 
 
-def write(job: Job, out: Path, quality: Quality | Closeness, layers: tuple[LayerReport, ...], origin: Origin) -> Report:
-    """Write `out`; returns the report as it was written, or would have been. origin: how the report was made."""
+def write_output(
+    job: Job, out: Path, quality: Quality | CosineSummary, layers: tuple[LayerReport, ...], origin: Origin
+) -> Report:
+    """Writes `out` and returns the report. With `scales_only` the report is not written."""
     stored = stored_states(job.states, job.recipe)
     checkpoint = _checkpoint(job, stored)
     with job.stages.stage("write"):
         if not job.options.scales_only:
             return _write_directory(job, out, checkpoint, quality, layers, origin)
-        with whole_directory(out) as folder:
+        with atomic_directory(out) as folder:
             save_scales(folder / FILE_NAME, checkpoint)
     return _text_report(job, out, cast(Quality, quality), layers, origin)
 
@@ -63,7 +64,7 @@ def _write_directory(
     job: Job,
     out: Path,
     checkpoint: ScalingCheckpoint,
-    quality: Quality | Closeness,
+    quality: Quality | CosineSummary,
     layers: tuple[LayerReport, ...],
     origin: Origin,
 ) -> Report:
@@ -71,7 +72,7 @@ def _write_directory(
 
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         report: Report
-        if isinstance(quality, Closeness):
+        if isinstance(quality, CosineSummary):
             report = embedding = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
             page = html_encoder_report(embedding)
         else:
@@ -85,8 +86,8 @@ def _write_directory(
         out,
         job.source,
         checkpoint,
-        # scales of smoothed and healed weights are not the source's
-        weights=_changed(job) if job.healing or job.smoothing else None,
+        # Smoothing and healing change weights, and with them the scales.
+        weights=_changed_weights(job) if job.healing or job.smoothing else None,
         quantized={name: (layer.weight_q, layer.weight_scale_inv) for name, layer in rounded.items()},
         high_precision=[name for group in job.in_bf16 for name in group.names],
         format=job.options.format,
@@ -96,10 +97,10 @@ def _write_directory(
     return reports[0]
 
 
-def _changed(job: Job) -> Mapping[str, Tensor]:
-    """The source's parameters, with those that replace some of them."""
-    layers: Any = (job.smoothed, open_checkpoint(job.source))  # typed for writing, and only read
-    return ChainMap(*layers)
+def _changed_weights(job: Job) -> Mapping[str, Tensor]:
+    """Returns the parameters of the source, with the smoothed parameters in place of the original ones."""
+    mappings: Any = (job.smoothed, open_checkpoint(job.source))  # ChainMap's type asks for writable mappings
+    return ChainMap(*mappings)
 
 
 def _seconds(job: Job) -> dict[str, float]:
@@ -109,13 +110,15 @@ def _seconds(job: Job) -> dict[str, float]:
 def _text_report(
     job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Origin, folder: Path | None = None
 ) -> CalibrationReport:
-    """folder: where the model is now that is written to `out`; None: no weights are written."""
+    """`folder` holds the model until it is moved to `out`; it is None if no weights are written."""
     stored = stored_states(job.states, job.recipe)
     notes = job.notes + _smoothing_note(job.smoothing) + _healing_note(job.healing)
     generated: tuple[GeneratedReport, ...] = ()
     if folder is not None:
-        generated, note = before_and_after(job.decoder, job.batches.held_out, job.options, job.stages, folder)
-        notes += (*reader_notes(open_checkpoint(folder)), *note)
+        generated, generation_notes = generate_samples(
+            job.decoder, job.batches.held_out, job.options, job.stages, folder
+        )
+        notes += (*compatibility_notes(open_checkpoint(folder)), *generation_notes)
     return CalibrationReport(
         model=str(job.source),
         out=str(out),
@@ -144,22 +147,22 @@ def _text_report(
 def _smoothing_note(report: SmoothingReport | None) -> tuple[str, ...]:
     if report is None:
         return ()
-    helped = f"{len(report.pairs)} of {count(report.tried, 'input')}"
-    return (f"Smoothing evened out the channels of {helped}; the others are better as they are.",)
+    helped = f"{len(report.pairs)} of {pluralize(report.tried, 'input')}"
+    return (f"Smoothing was applied to the channels of {helped}; for the others it did not reduce the error.",)
 
 
 def _healing_note(report: HealingReport | None) -> tuple[str, ...]:
     if report is None:
         return ()
-    change = f"KL on the held-out samples from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
-    dropped = "" if report.helped else ", which is no better: the weights were written as they were before"
-    return (f"Healing took {report.steps} steps and moved the {change}{dropped}.",)
+    change = f"from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
+    discarded = "" if report.helped else "; this is no improvement, so the weights from before healing were written"
+    return (f"{report.steps} steps of healing changed the KL divergence on the held-out samples {change}{discarded}.",)
 
 
 def _embedding_report(
-    job: Job, out: Path, quality: Closeness, layers: tuple[LayerReport, ...], origin: Origin, size: int
+    job: Job, out: Path, quality: CosineSummary, layers: tuple[LayerReport, ...], origin: Origin, size: int
 ) -> EmbeddingReport:
-    """size: bytes of the weights that were written."""
+    """`size` is the number of bytes of the written weights."""
     return EmbeddingReport(
         model=str(job.source),
         out=str(out),
@@ -178,18 +181,19 @@ def _embedding_report(
         versions=versions(),
         rounding=job.options.rounding,
         kept=tuple(job.in_bf16),
-        notes=(quality.text(), *_advice(job, quality), *quantized_notes(job.source)),
+        notes=(quality.summary(), *_advice(job, quality), *quantized_notes(job.source)),
         made=origin,
     )
 
 
-def _advice(job: Job, quality: Closeness) -> tuple[str, ...]:
-    """Options that lose less, if vectors moved further than necessary."""
-    if quality.median >= GOAL:
+def _advice(job: Job, quality: CosineSummary) -> tuple[str, ...]:
+    """Names options that reduce the error, if the median cosine is below MIN_MEDIAN_COSINE."""
+    if quality.median >= MIN_MEDIAN_COSINE:
         return ()
-    ways = [] if job.options.rounding == "gptq" else ["--rounding gptq"]
-    ways += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_fp8 else []
-    return (f"Less is lost by {', '.join((*ways, f'--target-cosine {GOAL}'))} (docs/embeddings.md).",)
+    options = [] if job.options.rounding == "gptq" else ["--rounding gptq"]
+    options += ["--recipe w8a16"] if job.recipe.specs.linear["input"].is_fp8 else []
+    options.append(f"--target-cosine {MIN_MEDIAN_COSINE}")
+    return (f"These options reduce the error: {', '.join(options)} (docs/embeddings.md).",)
 
 
 def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
@@ -210,9 +214,17 @@ def _data_report(options: CalibrationOptions, batches: Batches) -> DataReport:
 
 
 def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[str, ScalingState]:
-    """The states whose scales the directory carries: the cache's, and those by which the recipe scales tensors."""
+    """Returns the states with scales that are written: those of the KV cache, and of the tensors with stored scales.
+
+    Their scales and histories are copied to the CPU, in one transfer from the device.
+    """
     roles = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
-    return {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
+    stored = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
+    if not stored:
+        return {}
+    columns = [column for state in stored.values() for column in (state.scale.view(1), state.amax_history)]
+    values = iter(torch.split(torch.cat(columns).cpu(), [len(column) for column in columns]))
+    return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in stored.items()}
 
 
 def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoint:
@@ -224,45 +236,44 @@ def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoi
         observations={
             "batches": len(batches),
             "tokens": job.batches.tokens,
-            "tensors": {name: job.observer.seen[name].batches for name in stored},
+            "tensors": {name: job.observer.records[name].batches for name in stored},
         },
         created_by=f"fp8serve {fp8serve.__version__} calibrate",
     )
 
 
 def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
-    """The state as it is stored: the cache's scales have no history, nor has a state whose history is only the staging
-    slot."""
-    keep = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
-    return TensorScale(state.scale.cpu(), state.amax_history.cpu() if keep else None)
+    """Returns the scale, with its amax history unless it belongs to the KV cache or recorded no amax."""
+    has_history = not name.endswith((".k", ".v")) and bool(state.amax_history.any())
+    return TensorScale(state.scale, state.amax_history if has_history else None)
 
 
 def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
     return tuple(
         TensorReport(
             name=name,
-            amax=seen.amax,
+            amax=record.amax,
             scale=float(stored[name].scale) if name in stored else None,
             limit=_limit(name, stored[name], observer.recipe) if name in stored else None,
-            observations=seen.batches,
-            history=tuple(float(f"{value:.6g}") for value in seen.newest),
+            observations=record.batches,
+            history=tuple(float(f"{value:.6g}") for value in record.recent_amaxes),
         )
-        for name, seen in observer.seen.items()
+        for name, record in observer.records.items()
     )
 
 
 def _limit(name: str, state: ScalingState, recipe: Recipe) -> float:
-    """The largest magnitude of a tensor that its scale represents."""
+    """Returns the largest magnitude that the tensor's scale can represent."""
     return fp8_max(recipe, name.rpartition(".")[2]) / float(state.scale)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of the safetensors files that hold the model's weights."""
+    """Returns the total size of the safetensors files that hold the model's weights."""
     return sum(file.stat().st_size for file in {entry.file for entry in open_shards(folder).entries.values()})
 
 
 def versions() -> dict[str, str]:
-    """The versions of everything that affects the numbers."""
+    """Returns the versions of the software and the machine type, on which the numbers depend."""
     return {
         "fp8serve": fp8serve.__version__,
         "torch": torch.__version__,
@@ -271,18 +282,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def origin_of(command: str) -> Origin:
-    """Now and here."""
+def make_origin(command: str) -> Origin:
+    """Returns `command` with the current time and this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    processor = next(names, platform.machine())  # Linux has the name, other systems only the kind
+    processor = next(names, platform.machine())  # only Linux gives the processor's name
     machine = f"{platform.system()} on {processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return Origin(command, datetime.now(UTC).isoformat(timespec="seconds"), machine)
 
 
-def call(function: str, model: Path, **arguments: Any) -> str:
-    """A call of one of this package's functions, with the arguments that differ from their defaults."""
+def call_text(function: str, model: Path, **arguments: Any) -> str:
+    """Returns the source text of a call of `function`, with the arguments that are not None."""
     values = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
-    listed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
-    return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), listed)))})"
+    keywords = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
+    return f"fp8serve.{function}({', '.join(filter(None, (repr(str(model)), keywords)))})"

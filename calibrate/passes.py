@@ -1,12 +1,12 @@
-"""Forward and backward passes over flattened batches, whole or layer by layer, and the hooks that look inside.
+"""Forward and backward passes over flattened batches, as a whole or layer by layer, and forward hooks.
 
-No gradient of a weight is ever computed here: gradient calibration needs only the gradients of activations, so it takes
-no memory beyond the activations of one batch. For the same reason the loss is computed in slices of the logits.
+No gradient of a weight is computed here. Gradient calibration needs only the gradients of activations, so it needs no
+memory beyond the activations of one batch. For the same reason the loss is computed in slices of the logits.
 
-Layer by layer, one layer runs over all batches before the next is touched. So every weight is read from its file once,
-however many batches there are, and a model larger than memory costs one pass over the disk. Memory holds one layer's
-weights and the hidden states of all batches, [tokens, hidden] in BF16. The results equal those of whole passes, bit for
-bit. A model that transformers computes is a single layer here.
+In layer-by-layer passes one layer runs over all batches before the next layer runs. So every weight is read from its
+file only once, and a model larger than memory needs one pass over the disk. Memory holds the weights of one layer and
+the hidden states of all batches, [tokens, hidden] in BF16. The results equal those of whole passes bit for bit. A model
+of the transformers backend counts as a single layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORED, Batch
-from fp8serve.calibration.measure import LOGIT_ROWS, LayerTally
+from fp8serve.calibration.data import IGNORE_INDEX, Batch
+from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops import dequantize, quantize
+from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.network.decoder import rotated
+from fp8serve.model.network.decoder import make_attend
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.rotary import Attend
 from fp8serve.model.storage.memory import trim
 from fp8serve.model.storage.shards import release_pages
 
 Linears = Mapping[str, Linear]
-Tap = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v that are used
+KVHook = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v to use
 T = TypeVar("T")
 
 
@@ -41,39 +41,46 @@ def attention_names(decoder: Model) -> list[str]:
     return [f"model.layers.{i}.self_attn" for i in range(decoder.config.num_layers)]
 
 
-def forward(decoder: Model, batch: Batch, tap: Tap | None = None) -> Tensor:
-    """Hidden states [tokens, hidden]; sequences attend causally to themselves. `tap` sees and may replace k, v."""
-    return decoder(batch.ids, batch.positions, attending(decoder, batch, tap))  # type: ignore[no-any-return]
+def forward(decoder: Model, batch: Batch, kv_hook: KVHook | None = None) -> Tensor:
+    """Returns the hidden states [tokens, hidden] of a batch. `kv_hook` can record or replace keys and values."""
+    return decoder(batch.ids, batch.positions, batch_attention(decoder, batch, kv_hook))  # type: ignore[no-any-return]
 
 
-def attending(decoder: Model, batch: Batch, tap: Tap | None = None) -> Attend:
-    """How the tokens of a batch attend in the decoder's layers."""
+def batch_attention(decoder: Model, batch: Batch, kv_hook: KVHook | None = None) -> Attend:
+    """Returns the causal attention function of a batch, within each sequence, for the decoder's layers."""
     names = attention_names(decoder)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = tap(names[layer], k, v) if tap else (k, v)
+        k, v = kv_hook(names[layer], k, v) if kv_hook else (k, v)
         return served_attention(q, k, v, batch.lengths, *decoder.attention_options(layer))
 
-    return rotated(attend)
+    return make_attend(attend)
 
 
 def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
-    """Gradients of the mean next-token cross entropy over the scored tokens, as in training, down to the embedding.
+    """Backpropagates the mean cross entropy of the scored tokens to the embedding's output, as in training.
 
-    `hidden` [tokens, hidden] must come from a pass inside `tracked`. A batch without scored tokens has no gradient.
+    `hidden` [tokens, hidden] must come from a pass inside `with_activation_gradients`. A batch without scored tokens
+    has no gradient.
     """
-    scored = (targets != IGNORED).nonzero().squeeze(1)
+    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     leaf = hidden.detach().requires_grad_()
-    for rows in torch.split(scored, LOGIT_ROWS):
+    for rows in torch.split(scored, LOGITS_PER_SLICE):
         loss = cross_entropy(decoder.logits(leaf[rows]), targets[rows], reduction="sum") / len(scored)
         loss.backward()  # type: ignore[no-untyped-call]
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
+
+
+def backpropagate(hidden: Tensor, gradient: Tensor) -> None:
+    """Does the same as `hidden.backward(gradient)`, which would import sympy, most of a second, to compare shapes."""
+    with torch.enable_grad():
+        (hidden * gradient).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def tracked(decoder: Model) -> Iterator[None]:
-    """Inside the context, activations have gradients although no weight has: the embedding's output requires them."""
+def with_activation_gradients(decoder: Model) -> Iterator[None]:
+    """Inside the context, the embedding's output requires gradients: activations have gradients, weights have none."""
     hook = decoder.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
     try:
         with torch.enable_grad():
@@ -83,9 +90,11 @@ def tracked(decoder: Model) -> Iterator[None]:
 
 
 @contextmanager
-def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., object]]) -> Iterator[None]:
-    """Inside, every linear has the forward hook that `make` gives for its name."""
-    handles = [linear.register_forward_hook(make(name)) for name, linear in linears.items()]
+def forward_hooks(
+    linears: Mapping[str, nn.Module], make_hook: Callable[[str], Callable[..., object]]
+) -> Iterator[None]:
+    """Inside the context, every linear has the forward hook that `make_hook` returns for its name."""
+    handles = [linear.register_forward_hook(make_hook(name)) for name, linear in linears.items()]
     try:
         yield
     finally:
@@ -94,41 +103,41 @@ def hooks(linears: Mapping[str, nn.Module], make: Callable[[str], Callable[..., 
 
 
 @contextmanager
-def in_place(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside the context, these replace the model's modules of the same names."""
-    before = {name: decoder.get_submodule(name) for name in modules}
+def replaced_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside the context, `modules` replace the modules of `decoder` that have the same names."""
+    original = {name: decoder.get_submodule(name) for name in modules}
     try:
-        _put(decoder, modules)
+        _set_modules(decoder, modules)
         yield
     finally:
-        _put(decoder, before)
+        _set_modules(decoder, original)
 
 
-def _put(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _set_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         decoder.set_submodule(name, module)
 
 
 @contextmanager
-def in_fp8(
+def run_in_fp8(
     linears: Linears, freeze: Callable[[str, Linear], FrozenLinear], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:
-    """Inside the context, every linear gives its FP8 output, which is compared with the exact one for the same input.
+    """Inside the context, every linear returns its FP8 output, and `tallies` record the error against the exact output.
 
-    The frozen linear is made for one call and dropped: only one layer's FP8 weights exist at any time.
+    `freeze` is called once per call of a linear, and its result is then released.
     """
 
-    def make(name: str) -> Callable[..., Tensor]:
+    def make_hook(name: str) -> Callable[..., Tensor]:
         def hook(linear: Linear, args: tuple[Tensor], exact: Tensor) -> Tensor:
             frozen = freeze(name, linear)
-            got: Tensor = frozen(args[0])
+            output: Tensor = frozen(args[0])
             _add_input(tallies[name], frozen, args[0])
-            tallies[name].add_output(exact, got)
-            return got
+            tallies[name].add_output(exact, output)
+            return output
 
         return hook
 
-    with hooks(linears, make):
+    with forward_hooks(linears, make_hook):
         yield
 
 
@@ -139,85 +148,92 @@ def _add_input(tally: LayerTally, linear: FrozenLinear, x: Tensor) -> None:
 
 
 @contextmanager
-def against(
+def compare_with_reference(
     linears: Mapping[str, FrozenLinear], references: Mapping[str, nn.Module], tallies: Mapping[str, LayerTally]
 ) -> Iterator[None]:
-    """Inside, the output of every linear is compared with that of the reference of the same name on the same input."""
+    """Inside the context, `tallies` record the error of every linear against the reference of the same name."""
 
-    def make(name: str) -> Callable[..., None]:
-        def hook(linear: FrozenLinear, args: tuple[Tensor], got: Tensor) -> None:
+    def make_hook(name: str) -> Callable[..., None]:
+        def hook(linear: FrozenLinear, args: tuple[Tensor], output: Tensor) -> None:
             _add_input(tallies[name], linear, args[0])
-            tallies[name].add_output(references[name](args[0]), got)
+            tallies[name].add_output(references[name](args[0]), output)
 
         return hook
 
-    with hooks(linears, make):
+    with forward_hooks(linears, make_hook):
         yield
 
 
-def fp8_cache(scales: Mapping[str, Tensor]) -> Tap:
-    """Keys and values as an FP8 cache would return them; `scales` by `<attention>.k` and `.v`."""
+def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
+    """Returns a hook that replaces keys and values by the values that an FP8 KV cache would return.
 
-    def through(x: Tensor, scale: Tensor) -> Tensor:
-        return dequantize(*quantize(x, scale=scale)).to(x.dtype)
+    The names of `scales` are `<attention>.k` and `<attention>.v`.
+    """
 
-    return lambda name, k, v: (through(k, scales[f"{name}.k"]), through(v, scales[f"{name}.v"]))
+    def round_trip(x: Tensor, scale: Tensor) -> Tensor:
+        q, _ = torch.ops.fp8serve.quantize(x, scale, torch.float8_e4m3fn)
+        return dequantize(q, scale.reciprocal()).to(x.dtype)
+
+    return lambda name, k, v: (round_trip(k, scales[f"{name}.k"]), round_trip(v, scales[f"{name}.v"]))
 
 
-def blame(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
-    """Rerun a batch whose result was not finite, and name the first tensor that is not finite."""
-    results: list[str] = []
+def nonfinite_error(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
+    """Runs a batch again, and returns an error that names the first tensor that is not finite."""
+    nonfinite: list[str] = []
 
-    def make(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(linear: Linear, args: tuple[Tensor], out: Tensor) -> None:
             for role, tensor in (("input", args[0]), ("weight", linear.weight)):
                 if not tensor.isfinite().all():
-                    results.append(f"{name}.{role}")
+                    nonfinite.append(f"{name}.{role}")
 
         return hook
 
-    with torch.no_grad(), hooks(linears, make):
+    with torch.no_grad(), forward_hooks(linears, make_hook):
         forward(decoder, batch)
-    where = results[0] if results else "the final hidden state"
+    tensor = nonfinite[0] if nonfinite else "the final hidden state"
     return ScalesError(
-        f"{where} holds NaN or infinite values in high precision already; the weights are damaged or overflow, "
-        "so there is nothing to calibrate."
+        f"{tensor} has NaN or infinite values in high precision; the weights are damaged or overflow, "
+        "so the model cannot be calibrated."
     )
 
 
-class Stream:
-    """A batch on its way through the model. `hidden`: its state so far, BF16 [tokens, hidden]."""
+class LayerwisePass:
+    """The layer-by-layer pass of one batch; `hidden` is the output of the last layer so far, BF16 [tokens, hidden]."""
 
-    def __init__(self, model: AnyModel, batch: Batch, tap: Tap | None = None) -> None:
+    def __init__(self, model: AnyModel, batch: Batch, kv_hook: KVHook | None = None) -> None:
         self._parts, self.batch = model.parts, batch
-        self.hidden, self._arguments = _entered(model, batch, tap)
+        self.hidden, self._arguments = _first_layer_input(model, batch, kv_hook)
 
     def run(self, index: int) -> Tensor:
-        """The layer's output for the hidden state, which is not changed."""
+        """Returns the output of a layer for `hidden`, which does not change."""
         layer: Callable[..., Tensor] = self._parts[index]
         return layer(self.hidden, *self._arguments(index))
 
     def advance(self, index: int) -> None:
+        """Runs a layer and stores its output in `hidden`."""
         self.hidden = self.run(index)
 
 
-def _entered(model: AnyModel, batch: Batch, tap: Tap | None) -> tuple[Tensor, Callable[[int], tuple[Any, ...]]]:
-    """The first layer's input, and the other arguments of every layer."""
+def _first_layer_input(
+    model: AnyModel, batch: Batch, kv_hook: KVHook | None
+) -> tuple[Tensor, Callable[[int], tuple[Any, ...]]]:
+    """Returns the input of the first layer, and a function that returns the other arguments of a layer."""
     if isinstance(model, Encoder):
-        return model.enter(batch.ids, batch.lengths), lambda index: (batch.lengths,)
-    hidden, attend = model.enter(batch.ids), attending(model, batch, tap)
-    places = model.places(batch.positions, hidden.dtype)
-    return hidden, lambda index: (places[index], attend)
+        return model.embed(batch.ids, batch.lengths), lambda index: (batch.lengths,)
+    hidden, attend = model.embed(batch.ids), batch_attention(model, batch, kv_hook)
+    position_embeddings = model.position_embeddings(batch.positions, hidden.dtype)
+    return hidden, lambda index: (position_embeddings[index], attend)
 
 
-def streams(decoder: AnyModel, batches: Sequence[Batch], tap: Tap | None = None) -> list[Stream]:
-    return [Stream(decoder, batch, tap) for batch in batches]
+def layerwise_passes(decoder: AnyModel, batches: Sequence[Batch], kv_hook: KVHook | None = None) -> list[LayerwisePass]:
+    return [LayerwisePass(decoder, batch, kv_hook) for batch in batches]
 
 
-def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
-    """The index of every layer; releases the pages of a finished layer, and memory freed in the meantime.
+def layer_indices(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int]:
+    """Yields the index of every layer; after each layer, releases its mapped pages and the freed memory.
 
-    A weight that is a view of the file must therefore be replaced, not written to: a write would be lost.
+    A weight that is a view of the file must therefore be replaced instead of written to: a write would be lost.
     """
     for index in (stages or Stages()).steps(stage, range(len(decoder.parts))):
         yield index
@@ -226,15 +242,15 @@ def layers(decoder: AnyModel, stage: str, stages: Stages | None) -> Iterator[int
 
 
 @contextmanager
-def releasing(decoder: Model) -> Iterator[None]:
-    """Inside, whole passes release the pages of every layer that has run, forwards and backwards."""
+def releasing_layers(decoder: Model) -> Iterator[None]:
+    """Inside the context, whole passes release the mapped pages of every layer after its forward and backward pass."""
 
-    def ran(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         _release(layer)
         if args[0].requires_grad:
             args[0].register_hook(lambda gradient: _release(layer))  # type: ignore[no-untyped-call]
 
-    with hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, lambda name: ran):
+    with forward_hooks({str(index): layer for index, layer in enumerate(decoder.parts)}, lambda name: hook):
         yield
 
 
@@ -244,11 +260,11 @@ def _release(layer: nn.Module) -> None:
 
 
 def release_weights(frozen: Mapping[str, FrozenLinear]) -> None:
-    """Rounded weights that are mapped from a file of unfinished results leave memory until they are read again."""
+    """Releases the mapped pages of FP8 weights; the next access reads the pages from the file again."""
     for layer in frozen.values():
         release_pages(layer.weight_q)
 
 
-def within(decoder: AnyModel, index: int, named: Mapping[str, T]) -> dict[str, T]:
-    """The entries that belong to a layer, of a mapping by the names of tensors or modules."""
-    return {name: named[name] for name in decoder.named_in(index, named)}
+def entries_of_layer(decoder: AnyModel, index: int, entries: Mapping[str, T]) -> dict[str, T]:
+    """Returns the entries of one layer from a mapping whose keys are names of tensors or modules."""
+    return {name: entries[name] for name in decoder.names_in_part(index, entries)}

@@ -1,28 +1,28 @@
-"""calibrate: sample data -> amax histories -> scales -> an FP8 directory with the evidence that it is good.
+"""Calibrates a model: computes scales from sample data, and writes an FP8 directory with a report of its quality.
 
-    load       weights memory-mapped in their own file, computed in BF16; linears converted in place, nothing copied
-    smooth     with smoothing=ALPHA: channels of inputs evened out, where that helps (smoothing.py)
-    observe    every calibration batch once, in high precision, amaxes recorded (and gradients, and keys and values)
-    round      with rounding="gptq": layer by layer, weights rounded so that errors make up for each other (rounding.py)
-    meet       with a target for quality: the fewest layers left in BF16 that meet it (precision.py)
-    heal       with heal=STEPS: trained in FP8 to say what the model said in high precision (healing.py)
-    compare    every held-out batch twice, in high precision and as it will be served, layer by layer and token by token
-    rank       forwards and backwards over some held-out tokens: what each layer adds to the KL divergence
-    write      the whole directory or nothing
-    generate   a few held-out prompts continued by the model and by what was written (generated.py)
+    load       maps the weights from their file and converts linears in place, without copies; the model runs in BF16
+    smooth     with smoothing=ALPHA: reduces large channels of inputs if that reduces the error (smoothing.py)
+    observe    runs every calibration batch once in high precision and records amaxes
+    round      with rounding="gptq": rounds weights layer by layer with compensation of errors (rounding.py)
+    meet       with a quality target: finds the fewest layers that must stay in BF16 (precision.py)
+    heal       with heal=STEPS: trains the FP8 model towards the output of the model in high precision (healing.py)
+    compare    runs every held-out batch in high precision and as it will be served, layer by layer
+    rank       runs held-out tokens forward and backward to measure the KL divergence that each layer adds
+    write      writes the directory atomically
+    generate   continues a few held-out prompts with the original and with the written model (generated.py)
 
-Layers are computed one after the other, each over all batches (passes.py), so that a BF16 checkpoint larger than
-memory is read once in each stage. Peak memory: one layer's weights as mapped pages, which the system may drop (a
-checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches and
-one layer's activations of one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each of its
-sequences, and with `gradients` observing reads them twice for each batch; both keep the activations of all layers for
-that sequence or batch. On a GPU the weights must fit there.
+Each layer runs over all batches before the next layer (passes.py), so that a BF16 checkpoint larger than memory is read
+once in each stage. Peak memory is the sum of these: the mapped pages of one layer's weights, which the system may drop
+(a checkpoint of another type is converted: 2 bytes per parameter); its FP8 weights; the hidden states of all batches
+and the activations of one layer and one batch; 256 rows of logits in FP32. The ranking reads the weights twice for each
+of its sequences, and observing with `gradients` reads them twice for each batch. Both hold the activations of all
+layers for that sequence or batch. On a GPU the weights must fit into its memory.
 
-A model that embeds goes the same way without the stages for predictions: smooth, heal and generate
-(`calibrate_encoder`). Who measures is the one difference between the two (job.py).
+A model that embeds has the same stages except smooth, heal and generate (`calibrate_encoder`). Only the measurements
+differ, and they are those of a `Task` (job.py).
 
-Recipes that scale by content (current, rowwise, block) need no input scales: for them amaxes are observed for the
-report, and the directory gets FP8 weights and, if asked for, scales of the KV cache.
+Recipes that scale by content (current, rowwise, block) need no input scales. For them amaxes are observed for the
+report, and the directory has FP8 weights and, if requested, scales of the KV cache.
 """
 
 import copy
@@ -32,38 +32,44 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp8serve.calibration.checks import (
+    check_disk_space,
     check_encoder_options,
     check_model,
-    check_room,
     check_settings,
-    fitting,
+    limit_seq_len,
+    missing_samples_note,
     quantized_notes,
-    shortfall,
 )
 from fp8serve.calibration.data import Batches, calibration_batches
 from fp8serve.calibration.embedding import EmbeddingReport
-from fp8serve.calibration.job import Cosine, Divergence, Job
-from fp8serve.calibration.observe import Observer, experts_note, observer_of, settle
+from fp8serve.calibration.job import EmbeddingTask, GenerationTask, Job
+from fp8serve.calibration.observe import Observer, final_states, make_observer, unreached_experts_note
 from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
-from fp8serve.calibration.output import call, origin_of, versions, write
+from fp8serve.calibration.output import call_text, make_origin, versions, write_output
 from fp8serve.calibration.progress import Progress, Stages
 from fp8serve.calibration.result import CalibrationReport, HealingReport, SmoothingReport
+from fp8serve.calibration.stage_results import (
+    LoadOrCompute,
+    StageResults,
+    always_compute,
+    load_observer,
+    observer_tensors,
+    run_description,
+)
 from fp8serve.calibration.techniques.healing import Schedule, heal
 from fp8serve.calibration.techniques.input_scales import searched_amaxes
-from fp8serve.calibration.techniques.precision import groups_of, left_out
+from fp8serve.calibration.techniques.precision import excluded_linears, unmeasured_groups
 from fp8serve.calibration.techniques.rounding import round_weights
-from fp8serve.calibration.techniques.smoothing import FACTORS, pairs, smooth
-from fp8serve.calibration.unfinished import Once, Unfinished, description, every_time, record_observer
-from fp8serve.calibration.unfinished import restore_observer as restore_observer
+from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing_pairs
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.checkpoint import load_reader, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, computed_by_note
-from fp8serve.model.config.sentence import has_pooling
-from fp8serve.model.config.wrappers import left_out_notes
+from fp8serve.model.config.modules_json import has_pooling
+from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.pooling import Pooling, read_pooling
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -82,31 +88,32 @@ def calibrate(
     command: str | None = None,
     **options: Any,
 ) -> CalibrationReport:
-    """Calibrate the Hugging Face directory `model_dir` and write the FP8 directory `out` (docs/formats.md).
+    """Calibrates the Hugging Face directory `model_dir` and writes the FP8 directory `out` (docs/formats.md).
 
-    options: the fields of CalibrationOptions. Sequences are at most as long as the model's context; quality is measured
-    on an eighth as many. Held-out examples are never observed, even where `data` repeats them. kv_cache: a scale for
-    the keys and one for the values of every layer. gradients: E5M2 scales, by a forward and a backward pass per batch.
-    smoothing: 0..1; evens out the channels of inputs, the more the larger it is, at the expense of weights; in high
-    precision the model does not change. rounding: "gptq" rounds weights so that the errors of a layer's outputs on
-    these samples become small. heal: the number of training steps under the recipe towards the output in high precision
-    (healing.py). ranks: the processes that calibrate together, each calling this function alike (ranks.py); rank 0
-    writes. progress(stage, done, total) is called after every step of a stage: a layer, or a batch. command: the
-    command that a reader of the report can repeat; None: this call.
+    Sequences are at most as long as the model's context. Quality is measured on an eighth as many sequences. Held-out
+    examples are never observed, even if `data` contains them.
 
-    ModelError, DataError, RecipeError, MachineError: an input cannot be used. ScalesError names a tensor that is not
-    finite, was never observed or is always zero. In every such case `out` is not written. Results that were finished
-    before a kill or a full disk are kept beside `out` (unfinished.py), and `resume` continues from there.
+    Args:
+        progress: Called with (stage, done, total) after every step of a stage: a layer, or a batch.
+        ranks: The processes that calibrate together. Each calls this function with the same arguments; rank 0 writes.
+        command: The command that the report shows as its origin; None for this call.
+        options: The fields of CalibrationOptions, such as `kv_cache` (scales for keys and values), `gradients` (E5M2
+            scales from a backward pass per batch), `smoothing` (from 0 to 1), `rounding="gptq"` and `heal` (steps).
+
+    Raises ModelError, DataError, RecipeError or MachineError if an input cannot be used. Raises ScalesError if a tensor
+    is not finite, was never observed or is always zero. In all these cases `out` is not written. After a kill or a full
+    disk the results of finished stages are stored beside `out` (stage_results.py), and `resume` continues from them.
     """
-    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    out, source = Path(out), Path(model_dir)
+    settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_settings(out, recipe, settings, ranks.size)
     if not settings.scales_only:
-        check_room(source, out)
-    origin = command or call("calibrate", source, out=out, recipe=recipe, **options)
+        check_disk_space(source, out)
+    origin = command or call_text("calibrate", source, out=out, recipe=recipe, **options)
     job = _text_job(source, recipe, settings, Stages(progress))
-    about = description(source, recipe, job.options, job.batches, versions())
-    with Unfinished(out, about, settings.resume, ranks) as unfinished:
-        return cast(CalibrationReport, _calibrate(job, out, origin, unfinished.once, ranks))
+    this_run = run_description(source, recipe, job.options, job.batches, versions())
+    with StageResults(out, this_run, settings.resume, ranks) as results:
+        return cast(CalibrationReport, _calibrate(job, out, origin, results.load_or_compute, ranks))
 
 
 def calibrate_encoder(
@@ -118,78 +125,80 @@ def calibrate_encoder(
     command: str | None = None,
     **options: Any,
 ) -> EmbeddingReport:
-    """Calibrate the encoder, or the decoder that embeds, in `model_dir` and write the FP8 directory `out`.
+    """Calibrates the encoder, or the embedding decoder, in `model_dir` and writes the FP8 directory `out`.
 
-    The cosine of the vectors of held-out texts measures the cost of FP8. options: fields of CalibrationOptions;
-    RecipeError for an option of language models only. command: the command that a reader of the report can repeat;
-    None: this call. Otherwise raises as `calibrate` does.
+    The error of FP8 is the cosine of the vectors of held-out texts. The arguments and errors are those of `calibrate`.
+    Raises RecipeError for an option of generative models.
     """
-    out, source, settings = Path(out), Path(model_dir), CalibrationOptions.of(options)
+    out, source = Path(out), Path(model_dir)
+    settings = CalibrationOptions.of(options).on_device(source)
     check_encoder_options(settings)
     check_settings(out, recipe, settings, is_encoder=True)
-    check_room(source, out)
+    check_disk_space(source, out)
     arguments = {"out": out, "recipe": recipe} | options
-    origin = command or call("calibration.pipeline.calibrate_encoder", source, **arguments)
+    origin = command or call_text("calibration.pipeline.calibrate_encoder", source, **arguments)
     job = _embedding_job(source, recipe, settings, Stages(progress))
     return cast(EmbeddingReport, _calibrate(job, out, origin))
 
 
 def _calibrate(
-    job: Job, out: Path, origin: str, once: Once = every_time, ranks: Ranks = ALONE
+    job: Job, out: Path, origin: str, load_or_compute: LoadOrCompute = always_compute, ranks: Ranks = ALONE
 ) -> CalibrationReport | EmbeddingReport:
-    """All stages after loading. once: stores the result of a stage, or returns that of an earlier run."""
+    """Runs all stages after loading. `load_or_compute` returns the stored result of a stage, if there is one."""
     if job.options.smoothing is not None:
-        _smooth(job, job.options.smoothing, once, ranks)
-    restore_observer(job.observer, once("observed", lambda: record_observer(job.judge.observe(job, ranks))))
-    job.notes += experts_note(job.observer.tokens, all_experts=job.options.all_experts)
-    job.states = settle(job.observer, _searched_amaxes(job))
+        _smooth(job, job.options.smoothing, load_or_compute, ranks)
+    observed = load_or_compute("observed", lambda: observer_tensors(job.task.observe(job, ranks)))
+    load_observer(job.observer, observed)
+    job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
+    job.states = final_states(job.observer, _searched_amaxes(job))
     if job.options.rounding == "gptq":
-        samples = job.batches.calibration
-        job.rounded = round_weights(job.model, job.linears, samples, job.recipe, job.states, job.stages, once, ranks)
-    if not ranks.first:
-        return cast(CalibrationReport, ranks.hear())
-    job.judge.meet_target(job)
+        job.rounded = round_weights(
+            job.model, job.linears, job.batches.calibration, job.recipe, job.states, job.stages, load_or_compute, ranks
+        )
+    if not ranks.is_first:
+        return cast(CalibrationReport, ranks.receive_broadcast())
+    job.task.meet_target(job)
     if job.options.heal:
         _heal(job)
-    quality, layers = job.judge.measure(job)
-    return ranks.tell(write(job, out, quality, layers, origin_of(origin)))
+    quality, layers = job.task.measure(job)
+    return ranks.broadcast(write_output(job, out, quality, layers, make_origin(origin)))
 
 
 def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:
-    """A model that writes text, and samples; nothing observed yet."""
+    """Loads a model that generates text and its samples into a new job."""
     with stages.stage("load"):
-        decoder, linears = load(source, options.device)
+        decoder, linears = load_for_calibration(source, options.device)
         check_model(decoder.config, options)
-        seq_len, notes = fitting(options.seq_len, decoder.config)
+        seq_len, notes = limit_seq_len(options.seq_len, decoder.config)
         options = replace(options, seq_len=seq_len)
         batches = _batches(options, source, decoder.config)
-        notes += shortfall(options.samples, seq_len, batches.samples, batches.tokens)
+        notes += missing_samples_note(options.samples, seq_len, batches.samples, batches.tokens)
         notes += quantized_notes(source, scales_only=options.scales_only)
-        notes += left_out_notes(source, open_checkpoint(source).left_out)
+        notes += unused_part_notes(source, open_checkpoint(source).left_out)
         notes += computed_by_note(decoder.config)
-        observer = observer_of(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
-        job = Job(source, recipe, options, stages, decoder, linears, batches, observer, Divergence(), notes=notes)
-        _leave_out(job)
+        observer = make_observer(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
+        job = Job(source, recipe, options, stages, decoder, linears, batches, observer, GenerationTask(), notes=notes)
+        _exclude_linears(job)
     return job
 
 
 def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:
-    """A model that embeds, and texts; nothing observed yet."""
+    """Loads a model that embeds and its texts into a new job."""
     with stages.stage("load"):
-        model = load_reader(source, "bf16", device=options.device)
+        model = load_any_servable(source, "bf16", device=options.device)
         linears = _convert(model, () if isinstance(model, Encoder) else (model.head_name,))
         batches = _batches(
             replace(options, seq_len=min(options.seq_len, model.config.max_length)), source, model.config
         )
-        observer = Observer(linears, delayed(recipe) or DelayedScaling())
-        judge = Cosine(pooling_of(source, model.config))
-        job = Job(source, recipe, options, stages, model, linears, batches, observer, judge)
-        _leave_out(job)
+        observer = Observer(linears, as_delayed(recipe) or DelayedScaling())
+        task = EmbeddingTask(pooling_of(source, model.config))
+        job = Job(source, recipe, options, stages, model, linears, batches, observer, task)
+        _exclude_linears(job)
     return job
 
 
-def load(source: Path, device: str) -> tuple[Model, dict[str, Linear]]:
-    """The decoder in BF16 with mapped, frozen weights, and its converted linears by name."""
+def load_for_calibration(source: Path, device: str) -> tuple[Model, dict[str, Linear]]:
+    """Loads the decoder in BF16 with mapped weights, and returns it with its converted linears by name."""
     decoder = load_servable(source, "bf16", device=device)
     return decoder, _convert(decoder, (decoder.head_name,))
 
@@ -199,15 +208,17 @@ def _convert(model: AnyModel, skip: tuple[str, ...]) -> dict[str, Linear]:
     return {name: cast(Linear, model.get_submodule(name)) for name in model.linear_names()}
 
 
-def _leave_out(job: Job) -> None:
-    """The linears that `skip` and `only` name stay in high precision."""
-    names = left_out(list(job.linears), job.options.skip or (), job.options.only or ())
-    job.leave_in_bf16(groups_of(job.model, names))
+def _exclude_linears(job: Job) -> None:
+    """Excludes the linears that `skip` and `only` name from FP8."""
+    names = excluded_linears(list(job.linears), job.options.skip or (), job.options.only or ())
+    job.leave_in_bf16(unmeasured_groups(job.model, names))
 
 
 def pooling_of(source: Path, config: AnyConfig) -> Pooling:
-    """The pooling that the directory states; without one, the vector that a head reads, or the mean for models without
-    a head."""
+    """Returns the pooling that the directory states, or a default.
+
+    The default is the last token for a decoder, the vector that the head reads for a classifier, and else the mean.
+    """
     if has_pooling(source):
         return read_pooling(source)
     if not isinstance(config, EncoderConfig):
@@ -218,43 +229,43 @@ def pooling_of(source: Path, config: AnyConfig) -> Pooling:
 def _batches(options: CalibrationOptions, source: Path, config: AnyConfig) -> Batches:
     return calibration_batches(
         options.data, Tokenizer.from_dir(source), config.vocab_size, samples=options.samples, seq_len=options.seq_len,
-        batch_size=options.batch_size, seed=options.seed, device=options.device, holdout=options.holdout,
+        batch_size=options.sequences_per_batch, seed=options.seed, device=options.device, holdout=options.holdout,
     )  # fmt: skip
 
 
 def _searched_amaxes(job: Job) -> Mapping[str, float]:
-    """Amaxes of inputs whose scale does not come from their history."""
+    """Returns the amaxes that `input_scales="search"` chooses for inputs, or no amaxes without this option."""
     if job.options.input_scales != "search":
         return {}
-    seen = {name: seen.amax for name, seen in job.observer.seen.items()}
-    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, seen, job.stages)
+    observed = {name: record.amax for name, record in job.observer.records.items()}
+    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed, job.stages)
 
 
-def _smooth(job: Job, alpha: float, once: Once, ranks: Ranks) -> None:
-    """Changes the model's parameters where an input has uneven channels and evening them out helps."""
+def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks) -> None:
+    """Smooths the model's parameters if that reduces the error, and reports the result."""
     samples, config = job.batches.calibration, job.decoder.config
-    job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, once, ranks)
-    tried = sum(len(pairs(config, index, job.linears)) for index in range(config.num_layers))
+    job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, load_or_compute, ranks)
+    tried = sum(len(smoothing_pairs(config, index, job.linears)) for index in range(config.num_layers))
     helped = tuple(name.removesuffix(FACTORS) for name in job.smoothed if name.endswith(FACTORS))
     job.smoothing = SmoothingReport(alpha, helped, tried)
     if config.offset_norms:
-        job.notes += ("Smoothing left the norms alone: they multiply by 1 + weight, which holds no factor exactly.",)
+        job.notes += ("The norms were not smoothed: they multiply by 1 + weight, which cannot store a factor exactly.",)
 
 
 def _heal(job: Job) -> None:
-    """Trains the model in FP8; the result is dropped if it is no better on the held-out batches."""
-    options, observer, judge = job.options, job.observer, cast(Divergence, job.judge)
+    """Trains the model in FP8, and discards the result if it does not reduce the KL divergence on held-out batches."""
+    options, observer, task = job.options, job.observer, cast(GenerationTask, job.task)
     schedule = Schedule(options.heal, options.heal_rate or HEAL_RATE)
-    old, seen = copy.deepcopy(job.states), copy.deepcopy(observer.seen)
-    before = judge.compare(job)[0].kl_divergence
+    states_before, records_before = copy.deepcopy(job.states), copy.deepcopy(observer.records)
+    kl_before = task.compare(job)[0].kl_divergence
     reference = load_servable(job.source, "bf16", device=options.device)
     healed, losses = heal(
         job.decoder, job.linears, reference, job.batches.calibration, job.recipe, schedule, observer,
         rounded=job.rounded, seed=options.seed, stages=job.stages,
     )  # fmt: skip
-    after = judge.compare(job, rounded=healed)[0].kl_divergence
-    job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), before, after)
+    kl_after = task.compare(job, rounded=healed)[0].kl_divergence
+    job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)
     if job.healing.helped:
         job.rounded = healed
     else:
-        job.states, observer.seen = old, seen
+        job.states, observer.records = states_before, records_before

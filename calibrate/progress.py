@@ -1,4 +1,4 @@
-"""The stage and progress of a long run, and the time of each stage. The caller decides how they are shown."""
+"""Reports the progress of a long run stage by stage, and measures the seconds of each stage."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Stages:
-    """Times stages and reports steps; without a `progress` function it only times."""
+    """Measures the seconds of each stage and calls `progress`, if given, before the stage and after each step."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
@@ -19,22 +19,22 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage that is one step."""
+        """Runs the body of the `with` statement as a stage of one step."""
         for _ in self.steps(name, [None]):
             yield
 
     def steps(self, name: str, items: Sequence[T]) -> Iterator[T]:
-        """The items of a stage, reported after each has been worked on."""
+        """Yields the items of a stage and reports one step after each."""
         started = time.perf_counter()
         self._report(name, 0, len(items))
         for done, item in enumerate(items, 1):
             yield item
             self._report(name, done, len(items))
-        spent = self.seconds.get(name, 0.0) + time.perf_counter() - started  # a stage may come more than once
-        self.seconds[name] = round(spent, 3)
+        elapsed = self.seconds.get(name, 0.0) + time.perf_counter() - started  # one stage may run several times
+        self.seconds[name] = round(elapsed, 3)
 
     def total(self) -> float:
-        """Seconds since this object was made."""
+        """Returns the seconds since this object was created."""
         return round(time.perf_counter() - self._started, 3)
 
     def _report(self, name: str, done: int, total: int) -> None:

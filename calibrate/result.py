@@ -1,8 +1,9 @@
-"""The result of a calibration or an evaluation: frozen dataclasses that become calibration.json, the page and the
-table.
+"""The results of a calibration or an evaluation: frozen dataclasses from which calibration.json, the HTML page and the
+terminal's table are made.
 
-Units: amax in the tensor's own units, SQNR in dB, fractions 0..1, perplexity per token, KL in nats, bytes of weights as
-stored. A figure that does not exist is None, never NaN. No torch here: a report can be read back and shown anywhere.
+Units: an amax is in the units of its tensor, SQNR in dB, fractions from 0 to 1, perplexity per token, KL divergence in
+nats, and sizes of weights in bytes as stored. A figure that does not exist is None, never NaN. This module does not
+import torch, so that a report can be read anywhere.
 """
 
 import json
@@ -18,14 +19,19 @@ from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text
 from fp8serve.options import rule
 
-HISTORY_LENGTH = 64  # newest amaxes per tensor in the report; scales.safetensors holds the whole history
+HISTORY_LENGTH = 64  # amaxes per tensor in the report, the most recent ones; scales.safetensors has whole histories
+MIN_OUTLIER_RATIO = 32.0  # a channel is an outlier if it is this many times as large as the median channel
 
-UNEVEN = 32.0  # times the median channel of an input
+
+def list_names(names: Sequence[str], limit: int = 3) -> str:
+    """Returns the first `limit` names, and the number of the other names."""
+    others = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {others} more" if others > 0 else "")
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures over all scored tokens. Reference figures are None where no reference model was given."""
+    """The quality of a model over all scored tokens. Figures that need a reference model are None without one."""
 
     tokens: int
     perplexity: float
@@ -40,77 +46,78 @@ class TensorReport:
 
     name: str
     amax: float  # running maximum over all batches
-    scale: float | None  # multiplies to quantize; None: the recipe computes it on the fly
+    scale: float | None  # q = cast(x * scale); None if the recipe computes scales while serving
     observations: int  # batches that recorded an amax
-    history: tuple[float, ...]  # amax per batch, oldest first, the newest HISTORY_LENGTH
-    limit: float | None = None  # the largest magnitude that the scale represents
+    history: tuple[float, ...]  # amaxes of the last HISTORY_LENGTH batches, oldest first
+    limit: float | None = None  # the largest magnitude that the scale can represent
 
 
 @dataclass(frozen=True)
 class CastReport:
-    """A tensor on the grid of E4M3 (measure.py): an input on the held-out samples, or a weight. Fractions are of all
-    elements."""
+    """Statistics of an input's cast to E4M3 on the held-out samples, or of a weight's cast (measure.py).
 
-    sqnr_db: float | None  # None: no error, or only zeros
-    headroom: (
-        float | None
-    )  # powers of two from the largest magnitude up to what the scale represents; negative: cut off
+    `zeros`, `binades` and `at_top` are fractions of all elements.
+    """
+
+    sqnr_db: float | None  # None if there is no error, or only zeros
+    # log2(largest representable magnitude / largest magnitude that occurred); negative if values saturated
+    headroom: float | None
     zeros: float
-    binades: tuple[float, ...]  # of the 16 exponents, upwards: subnormal, 2^-6 to 2^-5, ..., 2^8 and above
-    at_top: float  # the format's largest value, cut off or rounded to it
+    binades: tuple[float, ...]  # by exponent, ascending: subnormal, 2^-6 to 2^-5, ..., 2^8 and above
+    at_top: float  # elements that became the largest value of the format
 
 
 @dataclass(frozen=True)
 class ChannelReport:
-    """The channel of an input that is farthest from the others (measure.py)."""
+    """The channel of an input that is the largest outlier (measure.py)."""
 
     channel: int
-    size: float  # its largest magnitude on the held-out samples, as a multiple of the median channel's
-    weights: float  # the same of the weights that read it
+    size: float  # the channel's largest magnitude on the held-out samples, divided by that of the median channel
+    weights: float  # the largest magnitude of the weight's column, divided by that of the median column
 
     @property
     def excess(self) -> float:
-        """The factor by which it exceeds the size that its weights justify."""
+        """The factor by which the channel is larger than its weights justify."""
         return self.size / self.weights
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One FP8 linear on the held-out samples."""
+    """Statistics of one FP8 linear on the held-out samples.
+
+    `saturated`, `rounded_to_top` and `underflowed` are fractions of the input's elements.
+    """
 
     name: str
-    sqnr_db: float | None  # None: no error, or an output of zeros
-    saturated: float  # fraction of input elements cut off, beyond the FP8 range
-    rounded_to_top: float = 0.0  # within it, as the largest FP8 value
-    underflowed: float = 0.0  # not zero, and zero in FP8
-    kl: float | None = None  # nats per token that this layer's FP8 adds; see compare.py
-    input: CastReport | None = None  # None: not in FP8
+    sqnr_db: float | None  # of the output; None if there is no error, or if the output is zero
+    saturated: float  # beyond the range of FP8
+    rounded_to_top: float = 0.0  # within the range, and rounded to its largest value
+    underflowed: float = 0.0  # nonzero values that became zero
+    kl: float | None = None  # nats per token that this layer's FP8 adds (compare.py)
+    input: CastReport | None = None  # None if the input is not in FP8
     weight: CastReport | None = None
     outlier: ChannelReport | None = None
 
     @property
     def headroom(self) -> float | None:
-        """The headroom of the input; None where it has none."""
+        """The headroom of the input, or None if the input has none."""
         return None if self.input is None else self.input.headroom
 
 
-def worst_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
-    """The layers by the KL divergence that each adds, or by SQNR where that is unknown; exact layers come last."""
+def by_cost(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """Sorts layers by the KL divergence that each adds, largest first, then by SQNR; exact layers come last."""
     return tuple(sorted(layers, key=lambda x: (-(x.kl or 0.0), x.sqnr_db is None, x.sqnr_db or 0.0)))
 
 
-def uneven_first(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
-    """The layers with an input channel `UNEVEN` times as large as the median one, ordered by its excess."""
-    results = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= UNEVEN]
-    return tuple(layer for _, layer in sorted(results, key=lambda pair: -pair[0]))
+def with_outliers(layers: Sequence[LayerReport]) -> tuple[LayerReport, ...]:
+    """Returns the layers that have an outlier channel in their input, sorted by the excess of the channel."""
+    outliers = [(x.outlier.excess, x) for x in layers if x.outlier is not None and x.outlier.size >= MIN_OUTLIER_RATIO]
+    return tuple(layer for _, layer in sorted(outliers, key=lambda pair: -pair[0]))
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """The data: `samples` of `source` made the scales, and quality was measured on others, from `held_out_source`.
-
-    excluded: examples of `source` that were not observed because they are held out, too.
-    """
+    """The calibration samples, from `source`, and the held-out samples that measure quality, from `held_out_source`."""
 
     source: tuple[str, ...]
     samples: int
@@ -120,25 +127,25 @@ class DataReport:
     held_out_source: tuple[str, ...]
     held_out_samples: int
     held_out_tokens: int
-    excluded: int
+    excluded: int  # examples of `source` that are held out and therefore not calibrated on
     seed: int
-    documents: int = 0  # examples that the samples come from
+    documents: int = 0  # number of examples from which the samples were taken
     held_out_documents: int = 0
 
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linears of a layer that read one input and stay in high precision, or might."""
+    """Linears of a layer that read the same input, and so become FP8 or stay in high precision together."""
 
     names: tuple[str, ...]
-    bytes: int  # bytes that FP8 would save
-    kl: float | None  # nats per token that their FP8 would add; None where that was not measured
-    cosine: float | None = None  # of an encoder's vectors with FP8 in these alone, the mean over texts
+    bytes: int  # bytes that FP8 saves
+    kl: float | None  # nats per token that FP8 in this group adds; None if not measured
+    cosine: float | None = None  # mean over texts of an encoder's cosine to BF16, with FP8 in this group only
 
 
 @dataclass(frozen=True)
 class ExpertsReport:
-    """A mixture of experts, such as `model.layers.0.mlp`: how many calibration tokens its router sent to each."""
+    """The number of calibration tokens that a mixture, such as `model.layers.0.mlp`, routed to each expert."""
 
     name: str
     tokens: tuple[int, ...]
@@ -146,43 +153,43 @@ class ExpertsReport:
 
 @dataclass(frozen=True)
 class SmoothingReport:
-    """Pairs of a norm or linear and the linears that read it, between which channels were evened out (smoothing.py)."""
+    """The result of smoothing (smoothing.py)."""
 
     alpha: float
-    pairs: tuple[str, ...]  # names of the channels' producers for which the error of a layer's output became smaller
-    tried: int
+    pairs: tuple[str, ...]  # the norms and linears with smoothed output channels, by name
+    tried: int  # number of pairs for which smoothing was tried
 
 
 @dataclass(frozen=True)
 class HealingReport:
-    """Training of the FP8 model towards its output in high precision; KL on the held-out samples, nats per token."""
+    """The result of healing (healing.py); `kl_before` and `kl_after` are nats per token on the held-out samples."""
 
     steps: int
     learning_rate: float
-    losses: tuple[float, ...]  # of every step, on the calibration samples
+    losses: tuple[float, ...]  # one for each step, on the calibration samples
     kl_before: float | None
     kl_after: float | None
 
     @property
     def helped(self) -> bool:
-        """Whether the healed weights are the ones that were written."""
+        """Whether the healed weights were written, because they have a lower KL divergence."""
         return self.kl_before is None or self.kl_after is None or self.kl_after < self.kl_before
 
 
 @dataclass(frozen=True)
 class GeneratedReport:
-    """The continuations of a held-out prompt by both models, drawn with the same random numbers."""
+    """A held-out prompt and its continuation by both models, sampled with the same random numbers."""
 
-    prompt: str  # with the marks of a chat template
-    before: str  # in high precision
-    after: str  # as written
-    tokens: int  # tokens that each was asked for
-    same_tokens: int  # number of equal tokens at the beginning
+    prompt: str  # with the special tokens of a chat template
+    before: str  # by the model in high precision
+    after: str  # by the written model
+    tokens: int  # number of tokens requested from each model
+    same_tokens: int  # number of tokens before the first difference
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How to repeat the run, and what differs each time."""
+    """The command of a run, its date and its machine."""
 
     command: str
     date: str  # ISO 8601, UTC
@@ -191,7 +198,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """Everything that calibration.json holds."""
+    """The contents of calibration.json."""
 
     model: str
     out: str
@@ -199,37 +206,37 @@ class CalibrationReport:
     format: str
     device: str
     data: DataReport
-    quality: Quality  # of the FP8 model; reference_* is the high-precision model before
+    quality: Quality  # of the FP8 model, with the model in high precision as its reference
     layers: tuple[LayerReport, ...]
     tensors: tuple[TensorReport, ...]
     bytes_before: int  # weights in the source directory
-    bytes_after: int  # weights as FP8 and scales, rest as before
+    bytes_after: int  # FP8 weights, scales and the weights that stay in high precision
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
-    notes: tuple[str, ...] = ()  # sentences about anything unexpected
-    rounding: str = "nearest"  # of weights
+    notes: tuple[str, ...] = ()  # sentences about unexpected facts
+    rounding: str = "nearest"  # how weights were rounded
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
-    kept: tuple[LinearGroup, ...] = ()  # what stays in high precision
+    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
     generated: tuple[GeneratedReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
     made: Origin | None = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
-        """The layers, most expensive first."""
-        return worst_first(self.layers)
+        """The layers by the KL divergence that each adds, largest first."""
+        return by_cost(self.layers)
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
 
     def to_json(self) -> str:
-        """JSON with one line per field, layer and tensor; NaN is refused, because it is not JSON."""
+        """Returns JSON with one line per field, layer and tensor. Raises ValueError for NaN."""
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
 
     @classmethod
     def from_json(cls, text: str) -> "CalibrationReport":
-        """The inverse of `to_json`. DataError: not a calibration report."""
+        """Reads the result of `to_json`. Raises DataError if `text` is not a calibration report."""
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError as e:
@@ -239,7 +246,7 @@ class CalibrationReport:
 
 
 def read_report(folder: Path) -> CalibrationReport:
-    """The report in a calibrated directory. DataError: there is none, or it cannot be read."""
+    """Reads the report in a calibrated directory. Raises DataError if there is none, or if it cannot be read."""
     file = folder / "calibration.json"
     if not file.is_file():
         raise DataError(f"{folder} holds no calibration.json; only `fp8serve calibrate` writes one.")
@@ -247,7 +254,7 @@ def read_report(folder: Path) -> CalibrationReport:
 
 
 def _line(value: Any) -> str:
-    """A list of objects gets a line for each; anything else is one line."""
+    """Returns JSON with a line for each item of a tuple; any other value is one line."""
     if isinstance(value, tuple) and value:
         return "[\n " + ",\n ".join(_line(item) for item in value) + "\n]"
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
@@ -255,7 +262,7 @@ def _line(value: Any) -> str:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What `fp8serve eval` prints."""
+    """The output of `fp8serve eval` for a language model."""
 
     model: str
     against: str | None
@@ -266,15 +273,15 @@ class EvalReport:
     quality: Quality
     layers: tuple[LayerReport, ...]  # empty without a reference
     seconds: float
-    notes: tuple[str, ...] = ()  # sentences about anything unexpected
-    documents: int = 0  # examples that the samples come from
-    tokens: int = 0  # read; those that were scored are `quality.tokens`
+    notes: tuple[str, ...] = ()  # sentences about unexpected facts
+    documents: int = 0  # number of examples from which the samples were taken
+    tokens: int = 0  # tokens read; `quality.tokens` counts the scored ones
     made: Origin | None = None
     head_dtype: HeadDtype = "bf16"
 
     @property
     def runs_as(self) -> str:
-        """The recipe, and how the head differs from the directory's."""
+        """The recipe, and the precision of the head if it is not BF16."""
         return self.recipe if self.head_dtype == "bf16" else f"{self.recipe}, head in {self.head_dtype.upper()}"
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ project = _PROJECT["name"]
 release = version = _PROJECT["version"]
 author = copyright = "the fp8serve authors"  # noqa: A001 - Sphinx's name for it
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["constraints.txt"]
 nitpicky = True  # a reference that leads nowhere is a warning, and `make docs` takes warnings for errors

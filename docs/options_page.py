@@ -107,7 +107,7 @@ WORDS: dict[type, tuple[str, str]] = {Ge: ("at least", "ge"), Gt: ("above", "gt"
 
 def _bounds(option: Option) -> str:
     """As in: At least 0, at most 100."""
-    marks = [mark for mark in get_args(option.kind)[1:] if isinstance(mark, tuple(WORDS))]
+    marks = [mark for mark in get_args(option.annotation)[1:] if isinstance(mark, tuple(WORDS))]
     said = [(words, getattr(mark, name)) for mark in marks for words, name in [WORDS[type(mark)]]]
     text = ", ".join(f"{words} {value:,}" for words, value in said if abs(value) < GUARD)
     return f"{text[:1].upper()}{text[1:]}." if text else ""

@@ -1,6 +1,6 @@
-"""Calibrate to FP8, serve, fine-tune in FP8, and serve the result with the scales it was trained with.
+"""Calibrates language models to FP8, serves them, fine-tunes them in FP8, and serves the result with its scales.
 
-Names are imported on first use, so that `fp8serve --help` does not wait for torch.
+Public names are imported on first use, so that `fp8serve --help` does not import torch.
 """
 
 from importlib import import_module
@@ -8,7 +8,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "DelayedScaling": "fp8serve.fp8.recipe",
     "Float8BlockScaling": "fp8serve.fp8.recipe",
     "Float8CurrentScaling": "fp8serve.fp8.recipe",
@@ -31,17 +31,17 @@ _HOMES = {
     "calibrate": "fp8serve.calibration.pipeline",
     "finetune": "fp8serve.train.finetune",
     "log_probs": "fp8serve.train.log_probs",
-    "export": "fp8serve.model.converted",
-    "restore_scaling": "fp8serve.model.converted",
+    "export": "fp8serve.model.transformers_export",
+    "restore_scaling": "fp8serve.model.transformers_export",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fp8serve' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

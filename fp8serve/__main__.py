@@ -1,12 +1,12 @@
-"""`python -m fp8serve` is the command line."""
+"""Runs the command line with `python -m fp8serve`."""
 
 import os
 import sys
 
-try:  # before any other import: see processes.py
+try:  # must run before any other import; processes.py says why
     if not sys.flags.safe_path and sys.path[0] == os.getcwd():
         del sys.path[0]
-except FileNotFoundError:  # there is no current directory
+except FileNotFoundError:  # the current directory was deleted
     pass
 
 from fp8serve.cli import main

@@ -1,9 +1,9 @@
-"""The command line: `commands/` has one module per command, whose docstring is its help; this module has the common
-part.
+"""The command line. Each command is a module of `commands/`, whose docstring is its help text.
 
-Exit status 0 done, 1 failed, 2 wrong usage, 130 interrupted. A failure is one sentence on standard error; a traceback
-appears only with --debug. Results go to standard output (as JSON with --json), everything else to standard error.
-Commands import torch and the web framework inside their functions, so that `fp8serve --help` answers at once.
+The exit status is 0 for success, 1 for an error, 2 for wrong usage and 130 for an interrupt. An error is one sentence
+on standard error, with a traceback only with --debug. Results go to standard output, as JSON with --json; everything
+else goes to standard error. Commands import torch and the web framework inside their functions, so that
+`fp8serve --help` is fast.
 """
 
 import logging
@@ -50,15 +50,15 @@ COMMANDS: dict[str, Any] = {
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():
-    # serve says itself what to do about the values of an option in a row, as vLLM takes them
+    # serve itself handles options with several values after one another, which vLLM accepts
     settings = {"allow_extra_args": True} if module is serve else None
     app.command(name, help=module.__doc__, context_settings=settings)(module.command)
-for group, inner in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
-    app.add_typer(inner, name=group)
+for group, group_app in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
+    app.add_typer(group_app, name=group)
 
 
-def _print_version(expected: bool) -> None:
-    if expected:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"fp8serve {__version__}")
         raise typer.Exit
 
@@ -69,38 +69,38 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback when something fails; also after the command.")
+        bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
     ] = False,
 ) -> None:
     """Calibrate a language model to FP8, serve it, fine-tune it in FP8, and serve the result with the same scales.
 
     \b
     Examples:
-      fp8serve demo                                   # the whole job on a small model, offline
+      fp8serve demo                                   # all steps with a small model, offline
       fp8serve calibrate MODEL --out MODEL-fp8
       fp8serve serve MODEL-fp8
       fp8serve generate MODEL-fp8 "Once upon a time"
     """
 
 
-# Commands that train, or start what trains.
-TRAINING = {"finetune", "serve", "demo", "bench step", "bench monitor"}
+TRAINING_COMMANDS = {"finetune", "serve", "demo", "bench step", "bench monitor"}
+"""Commands that train, or that start child processes that train."""
 
 
 def prepare_environment(args: Sequence[str]) -> None:
-    """Sets what torch and its libraries read when they are loaded, unless it is set: how threads wait, and pages.
+    """Sets environment variables that torch and its libraries read when they are loaded, unless they are set already.
 
-    torch's threads wait for work by spinning for milliseconds. When they share cores with an engine, a trainer or the
-    threads of our kernels (csrc/cpu/threads.h), that slows all of them up to tenfold, so here they sleep at once. A
-    trainer alone lets them spin for a few microseconds, which saves a twentieth of a step.
+    Threads of torch wait for work by spinning for milliseconds. This slows other threads on the same cores, such as an
+    engine's, a trainer's or those of fp8serve's kernels (csrc/cpu/threads.h), up to tenfold. Therefore they sleep
+    instead. In a process that only trains, they spin for some microseconds, which saves a twentieth of a step.
     """
-    words = [a for a in args if not a.startswith("-")]
-    trains = {" ".join(words[:1]), " ".join(words[:2])} & TRAINING
+    words = [arg for arg in args if not arg.startswith("-")]
+    training_commands = {" ".join(words[:1]), " ".join(words[:2])} & TRAINING_COMMANDS
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if trains - {"serve", "demo"}:
+    if training_commands - {"serve", "demo"}:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if trains:
-        # Large temporaries of torch in pages of 2 MB, also in child processes: a training step faults a tenth as often.
+    if training_commands:
+        # Huge pages for large tensors, also in child processes: a training step has a tenth of the page faults.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(app: typer.Typer, args: Sequence[str], name: str, debug: bool = False, obj: object = None) -> int:
-    """The exit status of the command `args` of `app`, which is called `name`; a failure is one sentence or, with
-    `debug`, a traceback."""
+    """Runs `app` with the arguments `args` and returns the exit status. Prints an error as one sentence or, with
+    `debug`, as a traceback. `name` is the program's name in help texts."""
     try:
         app(args, prog_name=name, obj=obj)
     except SystemExit as stop:
@@ -125,20 +125,20 @@ def run(app: typer.Typer, args: Sequence[str], name: str, debug: bool = False, o
         if debug:
             traceback.print_exc()
         else:
-            _tell(_sentence(error))
+            _print_error(_error_message(error))
         return 1
     return 0
 
 
-def _tell(sentence: str) -> None:
-    if logs.writes_json():  # a server whose every line is JSON
-        logging.getLogger("fp8serve").critical("%s", sentence)
+def _print_error(message: str) -> None:
+    if logs.writes_json():  # then each line on standard error must be JSON
+        logging.getLogger("fp8serve").critical("%s", message)
     else:
-        print(f"fp8serve: {sentence}", file=sys.stderr)
+        print(f"fp8serve: {message}", file=sys.stderr)
 
 
-def _sentence(error: Exception) -> str:
-    """The message for the user: our own errors and the system's explain themselves, anything else is our fault."""
+def _error_message(error: Exception) -> str:
+    """Returns the message for the user. Errors of other classes than fp8serve's and OSError are internal errors."""
     if isinstance(error, Fp8ServeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,8 +1,7 @@
-"""What this machine has and how fp8serve uses it, as plain data: `examine()`; the command prints it.
+"""Reports the hardware and software of this machine and how fp8serve uses them. `fp8serve doctor` prints the report.
 
-"Natively" means that compiled kernels of ours serve every operation of a recipe on the CPU; otherwise the PyTorch
-reference does, with the same numbers and slower. Nothing here changes the machine, and nothing is guessed: values that
-cannot be read are null.
+A recipe runs "natively" if compiled kernels of fp8serve compute all its operations on the CPU. Otherwise the PyTorch
+reference computes them with the same numbers, but slower. Values that cannot be determined are null.
 """
 
 import os
@@ -19,28 +18,28 @@ from fp8serve import __version__
 from fp8serve.errors import ModelError
 
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512vbmi", "amx_bf16", "asimd", "bf16")
-_LEAST_DISK = 1 << 30
+_MIN_FREE_DISK_BYTES = 1 << 30  # for checkpoints
 
 
 def examine(
     data_dir: Path | None = None, model: str | None = None, check: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Everything `fp8serve doctor` shows; `problems` lists sentences about what keeps fp8serve from working, or from
-    computing `model`, and `notes` those about what makes it slow.
+    """Returns the report of `fp8serve doctor`. Its `problems` are sentences about faults that prevent fp8serve from
+    working or from running `model`. Its `notes` are sentences about causes of slowness.
 
-    With `check` every kernel is tried now, and it is told what is being tried. Kernels that this or an earlier check
-    has found wrong are switched off in this process, as in one that serves.
+    If `check` is given, all kernels are checked now, and `check` is called with the name of each. Kernels that failed
+    this or an earlier check are disabled in this process, as in a server.
     """
     import torch
 
     from fp8serve.fp8 import ops
 
-    checks, wrong = kernel_checks(check)
+    checks, kernel_problems = kernel_checks(check)
     kernels = ops.backends()
-    disk = _disk(data_dir or _data_home())
+    disk = _disk(data_dir or _default_data_dir())
     gpus, library = _gpus(), cuda_library()
-    refused, slow = about_gpus(gpus, library)
-    computed, unknown = _model(model)
+    gpu_problems, gpu_notes = about_gpus(gpus, library)
+    model_info, serving, model_problems = _model(model)
     return {
         "fp8serve": __version__,
         "python": platform.python_version(),
@@ -57,68 +56,108 @@ def examine(
         "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
         "memory": _memory(),
         "disk": disk,
-        "model": computed,
-        "problems": _problems(disk) + refused + unknown + (wrong if check else []),
-        "notes": slow + ([] if check else wrong),
+        "model": model_info,
+        "serving": serving,
+        "problems": _problems(disk) + gpu_problems + model_problems + (kernel_problems if check else []),
+        "notes": gpu_notes + ([] if check else kernel_problems),
     }
 
 
 def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """(for each device with kernels of ours what a check has found, sentences about kernels that are switched off).
+    """Returns the results of the kernel checks, one for each device, and sentences about disabled kernels.
 
-    With `progress` the check is made now, else it is one that was kept; `date` is null where there is none.
+    If `progress` is given, the kernels are checked now. Otherwise the result is that of the last check, whose `date` is
+    null if there was none.
     """
     import torch
 
     from fp8serve.fp8 import selfcheck
 
-    result, wrong = [], []
+    results, problems = [], []
     for device in [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]:
         machine = selfcheck.machine_of(device)
         if machine is None:
             continue
         verdict = (
-            selfcheck.stored_verdict(machine) if progress is None else selfcheck.examine(device, machine, progress)
+            selfcheck.stored_verdict(machine)
+            if progress is None
+            else selfcheck.check_and_store(device, machine, progress)
         )
         if verdict is not None and verdict.bad:
             selfcheck.switch_off(device, verdict.bad)
-            wrong.append(selfcheck.sentence(verdict))
+            problems.append(selfcheck.warning_text(verdict))
         if verdict is not None and verdict.unfinished:
-            wrong.append(f"The check of the kernels on {machine.name} did not finish: {verdict.unfinished}.")
+            problems.append(f"The check of the kernels on {machine.name} did not finish: {verdict.unfinished}.")
         kernels = {} if verdict is None else {name: finding.text() for name, finding in verdict.kernels.items()}
         date = None if verdict is None else verdict.date
-        result.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})
-    return result, wrong
+        results.append({"device": str(device), "name": machine.name, "date": date, "kernels": kernels})
+    return results, problems
 
 
 _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 
 
-def _model(name: str | None) -> tuple[dict[str, str] | None, list[str]]:
-    """(description of the model and of what computes it, problems); needs no weights."""
+def _model(name: str | None) -> tuple[dict[str, str] | None, dict[str, Any] | None, list[str]]:
+    """Returns a description of the model, how it is served, and its problems. It reads no weights."""
     from fp8serve.hub import find_model
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import computed_by
 
     if name is None:
-        return None, []
+        return None, None, []
     try:
         path = find_model(name)
-        config = read_any_config(path)
+        config, serving = read_any_config(path), _serving(path)
     except ModelError as error:
-        return None, [str(error)]
-    return {"path": str(path), "architecture": config.architecture, "computed_by": computed_by(config)}, []
+        return None, None, [str(error)]
+    info = {"path": str(path), "architecture": config.architecture, "computed_by": computed_by(config)}
+    return info, serving, []
+
+
+def _serving(model_dir: Path) -> dict[str, Any]:
+    """Returns the device on which the model is served and the options that an engine derives there, if none is set
+    (engine/defaults.py). An option that is measured when the model is loaded is null. It reads no weights."""
+    import torch
+
+    from fp8serve.engine.defaults import estimated_options, graph_sizes
+    from fp8serve.engine.loading import derive_kv_cache_dtype
+    from fp8serve.engine.memory import cache_bytes
+    from fp8serve.engine.options import EngineOptions
+    from fp8serve.fp8.cuda_driver import visible_gpus
+    from fp8serve.model.config.decoder import read_any_config
+    from fp8serve.model.config.model_config import ModelConfig
+    from fp8serve.model.device import find_device
+    from fp8serve.model.weight_memory import estimate_weight_memory
+
+    choice, config = find_device(model_dir, "stored"), read_any_config(model_dir)
+    options, is_on_gpu = EngineOptions(device=choice.device), choice.device != "cpu"
+    cache_dtype = derive_kv_cache_dtype(model_dir, options, has_stored_weights=True)
+    if is_on_gpu and isinstance(config, ModelConfig):
+        weights = estimate_weight_memory(model_dir, "stored").served
+        token_bytes = cache_bytes(config, 1, torch.float8_e4m3fn if cache_dtype == "fp8" else torch.bfloat16)
+        options = estimated_options(options, visible_gpus()[0].memory, weights, token_bytes, config.max_length)
+    return {
+        "device": choice.device,
+        "reason": choice.reason,
+        "max_num_seqs": options.num_seqs,
+        "max_batch_tokens": options.step_tokens,
+        "max_prefill_tokens": None if is_on_gpu else options.prefill_tokens,
+        "kv_cache_dtype": cache_dtype,
+        "gpu_memory": options.gpu_memory,
+        "threads": options.threads or torch.get_num_threads(),
+        "cuda_graphs": graph_sizes(options.num_seqs) if is_on_gpu else [],
+    }
 
 
 def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
-    """How a recipe runs whose linear layers need these ops."""
-    on_reference = [op for op in needed if "reference" in kernels[op]]
-    if on_reference:
-        return {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(on_reference)}"}
+    """Returns how a recipe runs. `needed` are the ops of its linear layers."""
+    reference_ops = [op for op in needed if "reference" in kernels[op]]
+    if reference_ops:
+        return {"runs": "on the reference", "why": f"no compiled kernel for {', '.join(reference_ops)}"}
     return {"runs": "natively", "why": f"compiled kernels serve {', '.join(needed)}"}
 
 
-def _data_home() -> Path:
+def _default_data_dir() -> Path:
     from fp8serve.server.data_directory import data_home
 
     return data_home()
@@ -135,28 +174,28 @@ def _cuda_state() -> str:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    results = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in results]
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "architecture": f"sm_{p.major}{p.minor}", "memory": p.total_memory} for p in properties]
 
 
 def cuda_library() -> dict[str, Any]:
-    """The library of CUDA kernels: its path and architectures, or why there is none; "state" is a sentence."""
+    """Returns the path and the architectures of the library of CUDA kernels. `state` says whether the library is loaded
+    and why not."""
     import torch
 
-    from fp8serve.fp8 import ops
-    from fp8serve.fp8.cuda_library import built_for
+    from fp8serve.fp8.cuda_library import library_path, read_build
 
-    path = ops.library_path("fp8serve_cuda")
+    path = library_path("fp8serve_cuda")
     if path is None:
         return {"path": None, "architectures": [], "runtime": None, "state": f"not built: {_why_not_built()}"}
-    built = built_for(path)
-    results = {"path": str(path), "architectures": list(built.architectures), "runtime": built.runtime}
+    build = read_build(path)
+    info = {"path": str(path), "architectures": list(build.architectures), "runtime": build.runtime}
     if torch.version.cuda is None:
-        return results | {"state": "built, but this torch is built without CUDA and cannot load it"}
-    return results | {"state": "loaded"}
+        return info | {"state": "built, but this torch is built without CUDA and cannot load it"}
+    return info | {"state": "loaded"}
 
 
-OLDEST_NVCC = (12, 8)  # the first version that supports sm_100a and sm_120a
+MIN_NVCC_VERSION = (12, 8)  # the first version that supports sm_100a and sm_120a
 
 
 def _why_not_built() -> str:
@@ -168,7 +207,7 @@ def _why_not_built() -> str:
     version = nvcc_version(path)
     if version is None:
         return f"{path} does not say its version"
-    if version < OLDEST_NVCC:
+    if version < MIN_NVCC_VERSION:
         return f"{path} is CUDA {version[0]}.{version[1]}, and 12.8 or newer is needed"
     if torch.version.cuda is None:
         return "this torch is built without CUDA; `make wheel FP8SERVE_CUDA=ON` builds it for another machine"
@@ -176,7 +215,7 @@ def _why_not_built() -> str:
 
 
 def nvcc_version(path: str) -> tuple[int, int] | None:
-    """(13, 0) of a compiler that calls itself "release 13.0"."""
+    """Returns the version of an nvcc, such as (13, 0), or None if it cannot be determined."""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -186,7 +225,7 @@ def nvcc_version(path: str) -> tuple[int, int] | None:
 
 
 def _cpuinfo(key: str) -> str:
-    """The first value of a key in /proc/cpuinfo; empty where there is no such file or key."""
+    """Returns the first value of a key in /proc/cpuinfo, or "" if the file or the key does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -201,21 +240,21 @@ def _cpu_name() -> str:
 
 
 def instruction_sets() -> list[str]:
-    """The vector extensions of this processor that our kernels, or torch's, make use of."""
+    """Returns the vector extensions of this processor that the kernels of fp8serve or torch use."""
     flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
     return [name for name in _INSTRUCTION_SETS if name in flags]
 
 
 def _first_line(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return next((line.strip() for line in done.stdout.splitlines() if line.strip()), None)
+    return next((line.strip() for line in result.stdout.splitlines() if line.strip()), None)
 
 
 def _compiler() -> str | None:
-    """The C++ compiler that a build would use: $CXX as CMake reads it, then the usual names."""
+    """Returns the C++ compiler that a build would use: $CXX, as in CMake, or one with a usual name."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((line for name in names if shutil.which(name) and (line := _first_line(name, "--version"))), None)
 
@@ -226,10 +265,10 @@ def _nvcc() -> str | None:
 
 
 def _memory() -> dict[str, int | None]:
-    """Bytes; a container's own limit counts when it is lower than the machine's."""
+    """Returns the total and the available memory in bytes, within the limit of a container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = _meminfo("MemAvailable")
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    limit, used = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
     if limit is None or limit >= total:
         return {"total": total, "available": available}
     return {"total": limit, "available": min(available or limit, limit - (used or 0))}
@@ -243,7 +282,7 @@ def _meminfo(key: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
-def _number(path: str) -> int | None:
+def _read_number(path: str) -> int | None:
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):
@@ -251,27 +290,28 @@ def _number(path: str) -> int | None:
 
 
 def _disk(path: Path) -> dict[str, Any]:
-    there = next(p for p in (path, *path.parents) if p.exists())
-    return {"path": str(path), "free": shutil.disk_usage(there).free, "writable": os.access(there, os.W_OK)}
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    return {"path": str(path), "free": shutil.disk_usage(existing).free, "writable": os.access(existing, os.W_OK)}
 
 
 def about_gpus(gpus: list[dict[str, Any]], library: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(sentences about GPUs that the library cannot run on, and about those on which it is slow)."""
-    from fp8serve.fp8.cuda_library import Built, driver_version, refusal, slowness
+    """Returns sentences about GPUs on which the library cannot run, and about GPUs on which it is slow."""
+    from fp8serve.fp8.cuda_driver import driver_version
+    from fp8serve.fp8.cuda_library import CudaBuild, incompatibility, slowdown
 
-    built, driver = Built(tuple(library["architectures"]), library.get("runtime")), driver_version()
+    build, driver = CudaBuild(tuple(library["architectures"]), library.get("runtime")), driver_version()
     chips = [(gpu["name"], int(gpu["architecture"].removeprefix("sm_"))) for gpu in gpus]
-    refused = [refusal(built, name, chip, driver) for name, chip in chips]
-    slow = [slowness(built, name, chip) for name, chip in chips]
-    return [text for text in refused if text], [text for text in slow if text]
+    refusals = [incompatibility(build, name, chip, driver) for name, chip in chips]
+    notes = [slowdown(build, name, chip) for name, chip in chips]
+    return [text for text in refusals if text], [text for text in notes if text]
 
 
 def _problems(disk: dict[str, Any]) -> list[str]:
-    results = []
+    problems = []
     if sys.byteorder != "little":
-        results.append("this machine is big-endian; safetensors files and our kernels are little-endian.")
+        problems.append("this machine is big-endian; safetensors files and fp8serve's kernels are little-endian.")
     if not disk["writable"]:
-        results.append(f"the data directory {disk['path']} cannot be written; choose another with --data-dir.")
-    if disk["free"] < _LEAST_DISK:
-        results.append(f"only {disk['free'] >> 20} MiB are free at {disk['path']}; checkpoints will not fit.")
-    return results
+        problems.append(f"the data directory {disk['path']} cannot be written; choose another with --data-dir.")
+    if disk["free"] < _MIN_FREE_DISK_BYTES:
+        problems.append(f"only {disk['free'] >> 20} MiB are free at {disk['path']}; checkpoints will not fit.")
+    return problems

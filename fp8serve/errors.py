@@ -1,26 +1,26 @@
-"""The failures a user can have, one class each; every message is one sentence that says what was wrong and what to do.
+"""The exceptions for errors of the user's input, and helpers for their messages, which are one sentence each.
 
-The command line prints the message and exits with 1, the server renders it as a 4xx; neither shows a traceback. A
-quoted value may come from a stranger and have any length and any characters: `shown` or `one_line` quote it.
+The command line prints the message and exits with status 1. The server returns the message with a 4xx status. Messages
+quote untrusted values, of any length and with any characters, by `shown` or `one_line`.
 """
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 from json import JSONDecodeError
 
-MAX_SHOWN = 80  # characters of a quoted value
-MAX_COMPARED = 256  # characters of a name that is compared with others
+MAX_QUOTED_CHARACTERS = 80
+MAX_COMPARED_CHARACTERS = 256  # of a name, because comparing takes quadratic time
 
 
-_KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
+_JSON_TYPES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
           tuple: "a list", dict: "an object", bytes: "bytes"}  # fmt: skip
-# What Python's json says, in words that do not take a knowledge of Python.
+# How messages of Python's json module begin, and what they mean.
 _JSON_FAULTS = {
     "Expecting value": "a value is missing",
     "Expecting property name": "a name in double quotes is missing",
     "Expecting ':'": "a colon is missing",
     "Expecting ','": "a comma is missing",
-    "Unterminated string": "a string does not end that begins",
+    "Unterminated string": "an unterminated string begins",
     "Invalid control character": "there is a control character, which must be escaped,",
     "Invalid \\": "there is an invalid escape",
     "Extra data": "there is more behind the value",
@@ -30,12 +30,13 @@ _JSON_FAULTS = {
 
 
 def json_kind(value: object) -> str:
-    """What a value is that was read from JSON or a table, for a message."""
-    return _KINDS.get(type(value), f"of the type {type(value).__name__}")
+    """Returns the JSON type of a value for a message, such as "an object"."""
+    return _JSON_TYPES.get(type(value), f"of the type {type(value).__name__}")
 
 
 def json_fault(error: Exception, *, located: bool = True) -> str:
-    """What is wrong with a text that is not JSON, by the exception of its reader. located: also where."""
+    """Returns a clause that says why a text is not JSON, for the exception of `json.loads`. `located` adds the line and
+    the character."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeError):
@@ -49,54 +50,53 @@ def json_fault(error: Exception, *, located: bool = True) -> str:
 
 
 def os_reason(error: OSError | UnicodeError) -> str:
-    """Why a file cannot be read or written, without the number and the path that Python adds."""
+    """Returns why a file cannot be read or written, without the error number and the path that Python adds."""
     if isinstance(error, UnicodeError):
         return "it is not UTF-8 text"
     return one_line(error.strerror or error)
 
 
 def shown(value: object) -> str:
-    """`value` as a sentence quotes it: its repr, or null, true and false as JSON writes them, shortened to its
-    beginning if it is long."""
+    """Returns a value as messages quote it: its repr, or JSON's null, true and false, truncated if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return _cut(repr(value))
+    return _truncate(repr(value))
 
 
 def one_line(message: object) -> str:
-    """Another library's message in the middle of a sentence: without its full stop and line breaks, and not long."""
-    return _cut(" ".join(str(message).split()).rstrip("."), 3 * MAX_SHOWN)
+    """Returns another library's message as a clause: on one line, without its full stop, truncated if it is long."""
+    return _truncate(" ".join(str(message).split()).rstrip("."), 3 * MAX_QUOTED_CHARACTERS)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The question whether the most similar of the `known` names was meant, to be put behind a sentence, or nothing."""
+    """Returns the sentence " Did you mean X?" for the most similar known name, or "" if none is similar."""
     by_lower = {other.lower(): other for other in known}
-    matches = get_close_matches(name[:MAX_COMPARED].lower(), by_lower, 1)
+    matches = get_close_matches(name[:MAX_COMPARED_CHARACTERS].lower(), by_lower, 1)
     return f" Did you mean {by_lower[matches[0]]}?" if matches else ""
 
 
-def _cut(text: str, most: int = MAX_SHOWN) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _truncate(text: str, max_characters: int = MAX_QUOTED_CHARACTERS) -> str:
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 class Fp8ServeError(Exception):
-    """Base of every error that is the input's fault and not the program's."""
+    """The base class of errors that the user's input or machine causes, not a fault in the program."""
 
 
 class RecipeError(Fp8ServeError):
-    """A recipe's parameter or name does not exist."""
+    """A recipe or one of its parameters does not exist or is invalid."""
 
 
 class ModelError(Fp8ServeError):
-    """A model directory is missing, damaged, or of an architecture we do not run."""
+    """A model directory is missing or damaged, or its architecture is not supported."""
 
 
 class TokenizerError(ModelError):
-    """The model's tokenizer fails on a text or on tokens, whatever the request asks for beside them."""
+    """The model's tokenizer fails on a text or on token ids."""
 
 
 class TakenError(ModelError):
-    """The path where a model directory should be written is taken."""
+    """The output path of a model directory exists already."""
 
 
 class ScalesError(Fp8ServeError):
@@ -104,19 +104,20 @@ class ScalesError(Fp8ServeError):
 
 
 class DataError(Fp8ServeError):
-    """A text or JSON-lines file cannot be read as examples; names the file and the line."""
+    """A data file cannot be read or contains an invalid row."""
 
 
 class RequestError(Fp8ServeError):
-    """A generation request asks for something impossible, such as a prompt longer than the context."""
+    """The parameters of a request are invalid, or a limit is exceeded, such as a prompt longer than the context."""
 
 
 class JobError(Fp8ServeError):
-    """A fine-tune job does not exist, or is not in a state that allows what was asked."""
+    """A fine-tune job does not exist, or its state does not allow the operation."""
 
 
 class ServerError(Fp8ServeError):
-    """A server that we ask is away, refuses, or breaks off. `status` and `code` are those of its answer, if any."""
+    """A server cannot be reached, returns an error, or closes the connection. `status` and `code` are those of the
+    error response, if there is one."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -124,8 +125,8 @@ class ServerError(Fp8ServeError):
 
 
 class MachineError(Fp8ServeError):
-    """This machine lacks what was asked for: a device, a free port, memory, disk."""
+    """This machine lacks a device, a free port, memory or disk space."""
 
 
 class GroupError(MachineError):
-    """Of processes that work together one is gone: they did not meet, or it died too often."""
+    """The processes of a distributed run could not connect, or one of them died too often."""

@@ -1,8 +1,8 @@
-"""Finds the model of a name: a directory, a GGUF file that is converted once, SmolLM2 from a Python package, or a name
-on the Hugging Face hub that is downloaded once.
+"""Resolves the name of a model to a directory.
 
-A name on the hub is only tried when no such directory exists. HF_HUB_OFFLINE=1 is honoured by huggingface_hub itself:
-then only models that were downloaded before are found.
+The name is a directory, a GGUF file, which is converted and cached, `smollm2`, which comes from a Python package, or a
+repository on the Hugging Face hub, which is downloaded and cached. With HF_HUB_OFFLINE=1, huggingface_hub only finds
+models in its cache.
 """
 
 import re
@@ -16,13 +16,14 @@ from fp8serve.errors import ModelError, suggestion
 from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_FILE_NAMES = (".gguf", ".safetensors")  # no model on the hub has this name
-MAX_LISTED = 1000  # entries of a directory that are compared with a mistyped name
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # never pickled weights, never code
+_FILE_SUFFIXES = (".gguf", ".safetensors")  # names with these suffixes are files, not repositories
+MAX_COMPARED_ENTRIES = 1000  # of a directory, with a mistyped name
+_DOWNLOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # no pickled weights and no code
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model. ModelError when there is none, and no way to get it."""
+    """Returns the directory of a model, converting or downloading the model if needed. Raises ModelError if the model
+    does not exist or cannot be fetched."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -32,33 +33,34 @@ def find_model(name: str) -> Path:
         from fp8serve.model.gguf import smollm2
 
         return smollm2(remark)
-    if path.suffix in _FILE_NAMES:
-        raise ModelError(f"There is no {name}.{_similar(path)}")
+    if path.suffix in _FILE_SUFFIXES:
+        raise ModelError(f"There is no {name}.{_suggestion(path)}")
     if not _HUB_NAME.fullmatch(name):
         raise ModelError(
             f"{name} is not a directory; give a model directory in Hugging Face format, a GGUF file, or a hub name "
-            f"such as org/name.{_similar(path)}"
+            f"such as org/name.{_suggestion(path)}"
         )
     return _download(name)
 
 
-def _similar(path: Path) -> str:
-    """The question whether another model was meant: smollm2, or one that lies where `path` should lie."""
+def _suggestion(path: Path) -> str:
+    """Returns the suggestion of a model with a similar name: smollm2, or a model in the parent directory of `path`."""
     with suppress(OSError):
-        there = list(islice(path.parent.iterdir(), MAX_LISTED))
-        models = {str(item) for item in there if item.suffix in _FILE_NAMES or (item / "config.json").exists()}
+        entries = list(islice(path.parent.iterdir(), MAX_COMPARED_ENTRIES))
+        models = {str(entry) for entry in entries if entry.suffix in _FILE_SUFFIXES or (entry / "config.json").exists()}
         return suggestion(str(path), models | ({"smollm2"} if path.parent == Path() else set()))
     return ""
 
 
 def find_draft(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an engine with the directory of the draft model that they name. ModelError as `find_model`."""
+    """Returns engine options whose `draft_model`, if set, is a directory. Raises ModelError like `find_model`."""
     name = options.get("draft_model")
     return dict(options) if name is None else {**options, "draft_model": str(find_model(str(name)))}
 
 
 def find_checkpoint(name: str) -> Path:
-    """The directory of a model, or a file of scales or tensors by itself. ModelError as `find_model`."""
+    """Returns the directory of a model, or the path of a file of scales or tensors. Raises ModelError like
+    `find_model`."""
     from fp8serve.model.gguf.reader import is_gguf
     from fp8serve.model.storage.opening import real_path
 
@@ -67,25 +69,22 @@ def find_checkpoint(name: str) -> Path:
 
 
 def _convert(path: Path) -> Path:
-    from fp8serve.model.gguf import cached
+    from fp8serve.model.gguf import convert_cached
     from fp8serve.model.gguf.reader import is_gguf
 
     if not is_gguf(path):
         raise ModelError(
             f"{path} is a file and no GGUF; give the directory that holds config.json and the safetensors files."
         )
-    return cached(path, remark)
+    return convert_cached(path, remark)
 
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except (
-        Exception
-    ) as error:  # the hub library raises a dozen classes, some of them from requests; one sentence covers all
+        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED_FILES))
+    except Exception as error:  # huggingface_hub raises exceptions of a dozen classes, some from other libraries
         reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise ModelError(
-            f"{name} is not a directory, and the hub did not give it ({reason}).{_similar(Path(name))}"
-        ) from error
+        message = f"{name} is not a directory, and it could not be downloaded from the hub ({reason})."
+        raise ModelError(f"{message}{_suggestion(Path(name))}") from error

@@ -1,11 +1,11 @@
-"""An option is a field of a frozen dataclass; the field's type has everything else about it.
+"""Options are annotated fields of frozen dataclasses:
 
     temperature: Annotated[float, Ge(0), Le(100), About("0 takes the likeliest token every time.")] = 1.0
 
-The bounds are those of `annotated_types`, which pydantic checks when the dataclass is made (`check`). The field is the
-only place for the default, the bounds and the text: the command line (`commands/from_options.py`), the bodies of HTTP
-(`server/schemas/derived.py`) and the page docs/options.md are made from `options_of`. Nothing here imports pydantic
-before a value is checked, so that `import fp8serve` does not wait for it.
+The field is the only place of the default, the bounds and the help text. The command line
+(`commands/dataclass_options.py`), HTTP request bodies (`server/schemas/bodies.py`) and docs/options.md are derived from
+`options_of`. `check` validates the bounds of `annotated_types` with pydantic, which is imported only then, so that
+`import fp8serve` is fast.
 """
 
 import re
@@ -19,14 +19,21 @@ from annotated_types import Ge, Gt, Le
 
 from fp8serve.errors import Fp8ServeError, RequestError, shown
 
+AUTO = "auto"  # the device that model/device.py chooses
+DEVICE_HELP = "cpu, cuda, or auto: a GPU if fp8serve can use it and the model fits."
+
 
 @dataclass(frozen=True)
 class About:
-    """The text about an option, and its name on the command line where that differs from the field's.
+    """The help text of an option and its properties on the command line.
 
-    `unset`: the meaning of a default of None or (). `flag`: its name on the command line; None: the field's; "": it has
-    none. `narrowed`: the type on the command line, if the field takes more. `private`: a secret, or a path on this
-    machine, which `/info` does not show.
+    Args:
+        text: the help text.
+        unset: the meaning of the default None or ().
+        flag: the name on the command line; None for the field's name, "" if the command line has no such option.
+        metavar: the placeholder of the value in help texts.
+        narrowed: the type on the command line and in request bodies, if the field accepts further types.
+        private: whether `/info` hides the option, because it is a secret or a path.
     """
 
     text: str
@@ -39,48 +46,47 @@ class About:
 
 @dataclass(frozen=True)
 class Option:
-    """A field as the generated interfaces need it. `kind`: its whole annotation; `about`: its text."""
+    """A field of a dataclass that is an option. `annotation` is its type with bounds and help text."""
 
     name: str
-    kind: Any
-    default: Any  # MISSING: it is required
+    annotation: Any
+    default: Any  # MISSING if the option is required
     about: About
 
     @property
-    def plain(self) -> Any:
-        """The annotation without bounds and text: `int | None`."""
-        return get_args(self.kind)[0]
+    def value_type(self) -> Any:
+        """The type without bounds and help text, such as `int | None`."""
+        return get_args(self.annotation)[0]
 
-    def bound(self, *marks: type) -> float | None:
-        """The bound of one of the kinds `marks`, such as Ge."""
-        result = (m for m in get_args(self.kind)[1:] if isinstance(m, marks))
-        return next((value for mark in result for value in vars_of(mark).values()), None)
+    def bound(self, *classes: type) -> float | None:
+        """Returns the bound of one of these classes of `annotated_types`, or None."""
+        bounds = (item for item in get_args(self.annotation)[1:] if isinstance(item, classes))
+        return next((value for bound in bounds for value in _field_values(bound).values()), None)
 
     @property
-    def least(self) -> float | None:
+    def minimum(self) -> float | None:
         return self.bound(Ge, Gt)
 
     @property
-    def most(self) -> float | None:
+    def maximum(self) -> float | None:
         return self.bound(Le)
 
 
-def vars_of(mark: Any) -> dict[str, Any]:
-    """The values of a dataclass, shallowly."""
-    return {f.name: getattr(mark, f.name) for f in fields(mark)}
+def _field_values(instance: Any) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}
 
 
 @cache
 def options_of(cls: Any) -> tuple[Option, ...]:
-    """The fields of `cls` that have an `About`, in their order."""
+    """Returns the fields of the dataclass `cls` that have an `About`, in their order."""
     hints = get_type_hints(cls, include_extras=True)
     result = ((f, _about(hints[f.name])) for f in fields(cls))
     return tuple(Option(f.name, hints[f.name], _default(f), about) for f, about in result if about is not None)
 
 
-def _about(kind: Any) -> About | None:
-    marks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
-    return next((m for m in marks if isinstance(m, About)), None)
+def _about(annotation: Any) -> About | None:
+    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((item for item in metadata if isinstance(item, About)), None)
 
 
 def _default(field: Any) -> Any:
@@ -88,64 +94,63 @@ def _default(field: Any) -> Any:
 
 
 def check(options: Any, error: type[Fp8ServeError]) -> None:
-    """Called by `__post_init__` of a dataclass: checks that each value has its field's type and is within its bounds;
-    else raises `error` with one sentence. A list becomes the tuple that the field declares.
+    """Validates the types and bounds of a dataclass, whose `__post_init__` calls it. Raises `error` for an invalid
+    value. Lists become tuples.
     """
     from pydantic import ValidationError
 
     try:
-        arguments = {name: tuple(v) if isinstance(v, list) else v for name, v in vars_of(options).items()}
+        arguments = {name: tuple(v) if isinstance(v, list) else v for name, v in _field_values(options).items()}
         values = _validator(options.__class__).validate_python(arguments)
-    except ValidationError as failure:
-        raise error(_sentence(failure.errors()[0])) from None
+    except ValidationError as validation_error:
+        raise error(_message(validation_error.errors()[0])) from None
     for name, value in values.items():
         object.__setattr__(options, name, value)
 
 
 @cache
 def _validator(cls: Any) -> Any:
-    """Strict: neither a text nor a boolean is a number. NaN and infinity are refused."""
+    """Returns a strict validator: strings and booleans are no numbers, and NaN and infinity are refused."""
     import typing_extensions
     from pydantic import ConfigDict, TypeAdapter
 
     typed_dict: Any = typing_extensions.TypedDict
-    values = typed_dict(cls.__name__, get_type_hints(cls, include_extras=True))
-    values.__pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
-    return TypeAdapter(values)
+    fields_dict = typed_dict(cls.__name__, get_type_hints(cls, include_extras=True))
+    fields_dict.__pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
+    return TypeAdapter(fields_dict)
 
 
-def _sentence(complaint: Mapping[str, Any]) -> str:
-    """Pydantic's complaint with the option's name, and what was found."""
-    field, *place = complaint["loc"]
-    name = f"{field}" + "".join(f"[{part}]" for part in place if isinstance(part, int))
-    return f"{rule(name, complaint)}, not {shown(_input(complaint))}."
+def _message(error: Mapping[str, Any]) -> str:
+    """Returns a sentence for one of pydantic's errors, with the option's name and value."""
+    field, *location = error["loc"]
+    name = f"{field}" + "".join(f"[{part}]" for part in location if isinstance(part, int))
+    return f"{rule(name, error)}, not {shown(_invalid_value(error))}."
 
 
-def rule(name: str, complaint: Mapping[str, Any]) -> str:
-    """A clause that says what `name` must be, of one of pydantic's errors: "threads must be a whole number".
-
-    A validator of ours has written its own clause, which follows the name.
+def rule(name: str, error: Mapping[str, Any]) -> str:
+    """Returns a clause with the rule that `name` breaks by one of pydantic's errors: "threads must be a whole number".
+    For an error of a validator of fp8serve, the clause is the name and the validator's message.
     """
-    kind, values = str(complaint["type"]), dict(complaint.get("ctx") or {})
+    error_type, values = str(error["type"]), dict(error.get("ctx") or {})
     for suffix in ("_type", "_parsing", "_from_float"):
-        kind = kind.removesuffix(suffix)
-    if kind in _KINDS:
-        return f"{name} must be {_KINDS[kind]}"
-    if kind in _RULES:
-        text = _RULES[kind].format_map({key: str(value).removesuffix(".0") for key, value in values.items()})
-        one = re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
-        return f"{name} must {one}"
-    message = str(complaint["msg"])
+        error_type = error_type.removesuffix(suffix)
+    if error_type in _TYPE_NAMES:
+        return f"{name} must be {_TYPE_NAMES[error_type]}"
+    if error_type in _RULES:
+        text = _RULES[error_type].format_map({key: str(value).removesuffix(".0") for key, value in values.items()})
+        singular = re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
+        return f"{name} must {singular}"
+    message = str(error["msg"])
     return f"{name}: {message[:1].lower()}{message[1:]}"
 
 
-_KINDS = {
+_TYPE_NAMES = {
     "int": "a whole number", "float": "a number", "finite_number": "a finite number", "string": "text",
     "bool": "true or false", "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",
     "model_attributes": "an object", "dataclass": "an object", "mapping": "an object", "none_required": "null",
     "path": "a path", "int_parsing_size": "a smaller number", "string_unicode": "text in UTF-8",
 }  # fmt: skip
-"""What a value must be, by the types of pydantic's errors without their endings."""
+"""The name of the required type, by the type of pydantic's error without its suffix."""
 _RULES = {
     "greater_than": "be greater than {gt}", "greater_than_equal": "be at least {ge}",
     "less_than": "be less than {lt}", "less_than_equal": "be at most {le}",
@@ -157,16 +162,16 @@ _RULES = {
     "union_tag_invalid": "have a {discriminator} that is one of {expected_tags}",
     "union_tag_not_found": "have a {discriminator}",
 }  # fmt: skip
-"""Likewise, with the values that pydantic adds."""
+"""Further rules, with placeholders for the values of pydantic's error."""
 
 
-def _input(complaint: Mapping[str, Any]) -> Any:
-    """The value that was refused, or its length if that is what is wrong."""
-    return (complaint.get("ctx") or {}).get("actual_length") or complaint["input"]
+def _invalid_value(error: Mapping[str, Any]) -> Any:
+    """Returns the invalid value, or its length if the length is invalid."""
+    return (error.get("ctx") or {}).get("actual_length") or error["input"]
 
 
 def known_fields(cls: type, data: object) -> dict[str, Any]:
-    """`data` as keyword arguments of dataclass `cls`; RequestError for an unknown name, which is never dropped."""
+    """Returns `data` as keyword arguments of the dataclass `cls`. Raises RequestError for an unknown field."""
     if not isinstance(data, Mapping):
         raise RequestError(f"{cls.__name__} must be an object, not {type(data).__name__}.")
     names = [f.name for f in fields(cls)]
@@ -176,15 +181,15 @@ def known_fields(cls: type, data: object) -> dict[str, Any]:
 
 
 def http_address(text: str) -> SplitResult | None:
-    """The parts of an absolute http or https URL that a program can ask; None for any other text.
+    """Returns the parts of a valid http or https URL, or None.
 
-    `urlsplit` takes nearly everything, and complains of a wrong port only when it is read.
+    `urlsplit` alone accepts nearly every text. It checks the port only when `port` is read.
     """
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
-        host.encode("idna")  # as the resolver does: no label is empty or too long
-    except ValueError:  # UnicodeError is one
+        host.encode("idna")  # fails for empty and too long labels, as in the resolver
+    except ValueError:  # the base class of UnicodeError
         return None
     is_plain = text.isascii() and text.isprintable() and " " not in text
     return parts if is_plain and parts.scheme in ("http", "https") and host and port != 0 else None

@@ -1,20 +1,18 @@
-"""Child processes of this project: the command that starts one, its messages and errors, and how its end is described.
+"""Child processes of fp8serve: their commands, their messages, and their exit.
 
-A child is always a module of this package. Its command is made here and nowhere else, because of `-P`: without it,
-Python puts the current directory first on `sys.path`, and a server that was started inside a downloaded model's
-directory would run that directory's `json.py`. `tests/test_processes.py` finds every other start in the tree.
+A child process runs a module of this package. Only `module_command` makes its command, because the command needs `-P`:
+without it, Python puts the current directory first on `sys.path`, and a server that was started in the directory of a
+downloaded model would run that directory's `json.py`. `tests/test_processes.py` checks that no other code starts one.
 
-`python -m fp8serve` itself has that fault, and no code of ours can mend it, because Python imports modules from the
-current directory before it imports ours. `__main__.py` removes the directory from `sys.path` for everything later. The
-command `fp8serve` and `python -P -m fp8serve` never look there.
+`python -m fp8serve` imports modules from the current directory before any code of fp8serve runs. `__main__.py` removes
+the directory from `sys.path` for all later imports. `fp8serve` and `python -P -m fp8serve` never import from it.
 
-Processes of ours end at once (`end_process`): workers, because their owner waits for it, and a server that has not
-begun. The interpreter needs one to three seconds to shut down a process with torch, and frees nothing that the
-operating system does not free anyway.
+Workers, and servers that have not started, exit by `end_process`. The regular shutdown of a process with torch takes
+one to three seconds and frees nothing that the operating system does not free anyway.
 
-Messages are JSON and nothing is ever unpickled: a frame (`pack`, `receive`) is a JSON object and some bytes, each with
-its length; the engine's messages are lines (engine/worker.py). An error is sent as its class and sentence
-(`describe_error`, `error_of`).
+Messages are JSON; nothing is unpickled. A frame (`pack`, `receive`) is a JSON object and bytes, each with its length.
+The messages of the engine process have a format of their own (engine/messages.py). An error is sent as its class and
+message (`describe_error`, `to_exception`).
 """
 
 import contextlib
@@ -24,25 +22,27 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fp8serve import errors
 from fp8serve.errors import Fp8ServeError
 
-FRAME = struct.Struct("!QQ")  # bytes of the JSON head, bytes of the body behind it
+FRAME = struct.Struct("!QQ")  # the length of the JSON head and the length of the body, in bytes
 Head = dict[str, Any]
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs `module` of this package in a Python process like this one."""
+    """Returns the command that runs a module of this package with the Python interpreter of this process."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def module_path() -> str:
-    """PYTHONPATH of a child that must find the modules that this process finds. The current directory is left out where
-    Python added it, as `python -m` and an interactive Python do."""
-    with contextlib.suppress(FileNotFoundError):  # there is no current directory
+    """Returns the PYTHONPATH for a child process that needs the import path of this process. The current directory is
+    omitted if Python added it, as `python -m` and interactive Python do."""
+    with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         if not sys.flags.safe_path and sys.path[0] == os.getcwd():
             return os.pathsep.join(filter(None, sys.path[1:]))
     return os.pathsep.join(filter(None, sys.path))
@@ -50,9 +50,9 @@ def module_path() -> str:
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started in the block never get SIGINT: Ctrl-C reaches the whole group, and is their owner's to handle,
-    also while they still import what would ignore it. Their owner's own is delayed at most.
-    """
+    """Blocks SIGINT in processes that are started in the block. Ctrl-C reaches the whole process group, but only the
+    parent handles it, even while a child still imports its modules. In the parent, SIGINT is delayed to the end of the
+    block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -61,22 +61,52 @@ def without_interrupts() -> Iterator[None]:
 
 
 def describe_exit(status: int | None) -> str:
-    """How a process ended, in words. status: as `subprocess` gives it, below 0 for a signal; None: unknown."""
+    """Returns a phrase for the exit status of a process. As in `subprocess`, a negative status is a signal. None is an
+    unknown status."""
     if status is None:
         return "its exit status is unknown"
     return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL. Realtime signals have numbers only."""
+    """Returns the name of a signal, such as SIGKILL, or its number for a realtime signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
+class Phases:
+    """The seconds of consecutive phases, by name, since this object was created."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """Ends the running phase, which gets this name, and begins the next. A name that occurs again is added up."""
+        now = time.monotonic()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+
+def phases_text(seconds: Mapping[str, float]) -> str:
+    """Returns phases and their seconds for a log line, such as "imports 2.3, weights 1.1"."""
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+
+
+def process_seconds() -> float:
+    """Returns the seconds since the system started this process, 0 if it does not report them."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field; the first two end with the parenthesis
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
 def end_process(status: int) -> NoReturn:
-    """Ends the process with `status`, after what was printed; neither finalizers nor `atexit` run."""
+    """Flushes the output and ends the process with `status`, without finalizers and `atexit` functions."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -84,41 +114,41 @@ def end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def ends_at_signals() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it handles them itself.
+    """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it installs handlers.
 
-    For what has nothing to finish yet. Python's own handling would show a KeyboardInterrupt, or lose it in an import;
-    and the first process of a container ignores a SIGTERM that it does not handle. Before the block, while Python
-    imports the command line, a signal does what it does to any program: a shell then sees 143.
+    A server that is still starting has nothing to finish. Python's default handler would print a KeyboardInterrupt or
+    lose it in an import. The first process of a container ignores a SIGTERM without a handler. Before the block, while
+    Python imports the command line, signals have their default effect, and a shell sees status 143.
     """
 
     def end(*_: Any) -> NoReturn:
         os._exit(0)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def pack(head: Head, body: bytes = b"") -> bytes:
-    """One frame: a JSON object and some bytes."""
+    """Returns a frame with a JSON object and bytes."""
     text = json.dumps(head, separators=(",", ":")).encode()
     return FRAME.pack(len(text), len(body)) + text + body
 
 
 def receive(connection: socket.socket) -> tuple[Head, bytes] | None:
-    """The next frame; None if the other end is closed before it is whole."""
-    if (sizes := _read(connection, FRAME.size)) is None:
+    """Receives a frame. Returns None if the peer closes the connection before the frame is complete."""
+    if (lengths := _receive_bytes(connection, FRAME.size)) is None:
         return None
-    head, body = (_read(connection, size) for size in FRAME.unpack(sizes))
+    head, body = (_receive_bytes(connection, length) for length in FRAME.unpack(lengths))
     return None if head is None or body is None else (json.loads(head), body)
 
 
-def _read(connection: socket.socket, size: int) -> bytes | None:
-    content, received = bytearray(size), 0
-    while received < size:
+def _receive_bytes(connection: socket.socket, length: int) -> bytes | None:
+    content, received = bytearray(length), 0
+    while received < length:
         if not (count := connection.recv_into(memoryview(content)[received:])):
             return None
         received += count
@@ -126,17 +156,18 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
 
 
 def describe_error(error: Exception) -> Head:
-    """The error as JSON, for `error_of` in the process that waits."""
+    """Returns an exception as JSON, for `to_exception` in another process."""
     if isinstance(error, OSError):
         return {"error": "OSError", "errno": error.errno or 0, "message": error.strerror or str(error)}
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def error_of(answer: Head, unknown: type[Exception] = RuntimeError) -> Exception:
-    """The error of another process, as the class it was raised as; `unknown` for a class that is not fp8serve's."""
-    if answer["error"] == "OSError":
-        return OSError(answer["errno"], answer["message"])
-    kind = getattr(errors, answer["error"], None)
-    if isinstance(kind, type) and issubclass(kind, Fp8ServeError):
-        return kind(answer["message"])
-    return unknown(answer["message"])
+def to_exception(description: Head, unknown: type[Exception] = RuntimeError) -> Exception:
+    """Returns the exception that another process has described. An exception of a class other than OSError and
+    fp8serve's becomes an `unknown`."""
+    if description["error"] == "OSError":
+        return OSError(description["errno"], description["message"])
+    cls = getattr(errors, description["error"], None)
+    if isinstance(cls, type) and issubclass(cls, Fp8ServeError):
+        return cls(description["message"])
+    return unknown(description["message"])

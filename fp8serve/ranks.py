@@ -1,8 +1,8 @@
-"""Several processes calibrate or train together: each takes every n-th batch, and all end with the bits of one process.
+"""Distributed calibration and training: each rank processes every n-th batch, with the same bits as one process.
 
-A maximum does not care for order, but a history of amaxes and a sum of FP32 numbers do. So what batches give is
-exchanged, and added up in the order of the batches (of gradients: `train.train_step`). The processes run the same code
-at the same time; rank 0 alone writes and speaks.
+The order matters for amax histories and for sums of FP32 numbers. Therefore the ranks exchange the results of batches
+and accumulate them in the order of the batches (for gradients, see `train.train_step`). All ranks run the same code.
+Only rank 0 writes files and prints messages.
 """
 
 import gc
@@ -15,104 +15,107 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: as a default argument, its functions keep the one that they find
+import torch.distributed.nn  # before a group exists, because its functions bind the default group as a default argument
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from fp8serve.errors import Fp8ServeError, GroupError, MachineError, one_line
-from fp8serve.fp8.torch_private import forget_shardings
+from fp8serve.fp8.torch_private import clear_dtensor_caches
 
 T = TypeVar("T")
 R = TypeVar("R")
 Tensors = Mapping[str, Tensor]
-PATIENCE = timedelta(days=7)  # the others wait while rank 0 measures and writes; torchrun ends them when it fails
+TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 measures and writes; torchrun ends them if rank 0 fails
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of the default group that work together, or this one alone.
-
-    in_step: none can compute without the others, because each holds a part of the weights.
-    """
+    """The processes of the default group, or this process alone. If `is_sharded`, each rank holds a shard of the
+    weights, so that all ranks must run the model together."""
 
     rank: int = 0
     size: int = 1
-    in_step: bool = False
+    is_sharded: bool = False
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
-    def own(self, items: Sequence[T]) -> list[T]:
+    def shard(self, items: Sequence[T]) -> list[T]:
         return list(items[self.rank :: self.size])
 
-    def each(self, items: Sequence[T], do: Callable[[T], R]) -> list[R]:
-        """`do` of every item, in their order; each is done by one rank. The results reach all: any objects.
+    def map(self, items: Sequence[T], function: Callable[[T], R]) -> list[R]:
+        """Returns the results of `function` for all items, on every rank. Each rank computes every n-th item.
 
-        Where the ranks are in step, those that the last round has no item for do rank 0's, too.
+        If the weights are sharded, ranks without an item in the last round compute rank 0's item, too, because all
+        ranks must run the model together.
         """
-        mine = self.own(items)
-        if self.in_step and len(mine) < len(items[:: self.size]):
-            mine.append(items[:: self.size][-1])
-        shares = self.gather([do(item) for item in mine])
-        return [shares[i % self.size][i // self.size] for i in range(len(items))]
+        shard = self.shard(items)
+        if self.is_sharded and len(shard) < len(items[:: self.size]):
+            shard.append(items[:: self.size][-1])
+        results = self.gather([function(item) for item in shard])
+        return [results[i % self.size][i // self.size] for i in range(len(items))]
 
-    def any(self, yes: bool) -> bool:
-        """Whether it is so on any rank."""
+    def any(self, value: bool) -> bool:
+        """Returns whether `value` is true on any rank."""
         if self.size == 1:
-            return yes
-        result = torch.tensor(int(yes))
+            return value
+        result = torch.tensor(int(value))
         dist.all_reduce(result, dist.ReduceOp.MAX)
         return bool(result)
 
-    def by_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on every rank; its error is that error on all. No collective may be in it."""
-        with self.together():
-            created = make() if self.first else None
-        return self.gather(created)[0]  # type: ignore[return-value]
+    def run_on_first(self, function: Callable[[], T]) -> T:
+        """Runs `function` on rank 0 and returns its result on every rank. If it raises an Fp8ServeError, every rank
+        raises it. `function` must not use collectives."""
+        with self.shared_errors():
+            result = function() if self.is_first else None
+        return self.gather(result)[0]  # type: ignore[return-value]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """An error in the block on one rank is that error on all. No collective may be in it."""
+    def shared_errors(self) -> Iterator[None]:
+        """If the block raises an Fp8ServeError on one rank, every rank raises it. The block must use no collectives."""
         error: Fp8ServeError | None = None
         try:
             yield
         except Fp8ServeError as e:
             error = e
-        if result := next((e for e in self.gather(error) if e is not None), None):
-            raise result
+        if first_error := next((e for e in self.gather(error) if e is not None), None):
+            raise first_error
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, any object."""
+        """Returns the `value` of every rank. It may be any picklable object."""
         if self.size == 1:
             return [value]
-        results: list[Any] = [None] * self.size
-        dist.all_gather_object(results, value)
-        return results
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
-    def in_turn(self, count: int, make: Callable[[int], Tensors], empty: Callable[[int], Tensors]) -> Iterator[Tensors]:
-        """make(0) ... make(count - 1) on every rank, each made by one; `empty` gives the tensors to receive it in."""
+    def compute_in_turn(
+        self, count: int, make: Callable[[int], Tensors], empty: Callable[[int], Tensors]
+    ) -> Iterator[Tensors]:
+        """Yields make(0) to make(count - 1) on every rank. Each call of `make` is on one rank, and the others receive
+        its tensors in those of `empty`."""
         for start in range(0, count, self.size):
-            mine = start + self.rank
-            created = make(mine) if mine < count else {}
+            own_index = start + self.rank
+            created = make(own_index) if own_index < count else {}
             for index in range(start, min(start + self.size, count)):
-                yield self._sent(created if index == mine else empty(index), index - start)
+                yield self._broadcast_tensors(created if index == own_index else empty(index), index - start)
 
-    def _sent(self, tensors: Tensors, source: int) -> Tensors:
+    def _broadcast_tensors(self, tensors: Tensors, source: int) -> Tensors:
         if self.size > 1:
             for tensor in tensors.values():
                 plain = tensor.contiguous()
                 dist.broadcast(plain.view(torch.uint8) if plain.dtype.itemsize == 1 else plain, source)
         return tensors
 
-    def tell(self, value: T) -> T:
-        """Send rank 0's `value` to the others, which wait in `hear`."""
+    def broadcast(self, value: T) -> T:
+        """Sends `value` from rank 0 to the other ranks, which call `receive_broadcast`."""
         if self.size > 1:
             dist.broadcast_object_list([value], 0)
         return value
 
-    def hear(self) -> Any:
-        """Receive rank 0's value. MachineError: it ended without sending one."""
+    def receive_broadcast(self) -> Any:
+        """Returns the value that rank 0 broadcasts. Raises MachineError if rank 0 has ended."""
         value = [None]
         try:
             dist.broadcast_object_list(value, 0)
@@ -125,51 +128,51 @@ ALONE = Ranks()
 
 
 def is_rank() -> bool:
-    """Whether torchrun has started this process together with others."""
+    """Returns whether torchrun has started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager
 def torchrun(device: str = "cpu") -> Iterator[Ranks]:
-    """The processes that torchrun has started, joined inside; this one alone where it has not.
+    """Joins the processes that torchrun has started. Yields `ALONE` if it has started only one.
 
-    They meet over gloo, and over NCCL for tensors on GPUs: then each has its own. An error of the input is rank 0's to
-    tell; the others end in silence.
+    The backend is gloo, and NCCL for tensors on GPUs, of which each rank has one. Only rank 0 reports an Fp8ServeError;
+    the other ranks exit silently.
 
-    At the end nothing may refer to the group, so that its threads end: one that lets go of its last tensor while the
-    interpreter shuts down aborts the process.
+    At the end no object may refer to the group, so that its threads end. A thread that releases its last tensor during
+    the shutdown of the interpreter would abort the process.
     """
     if not is_rank():
         yield ALONE
         return
-    ranks = _joined(device)
+    ranks = _join_group(device)
     try:
         yield ranks
     except Fp8ServeError:
-        if ranks.first:
+        if ranks.is_first:
             raise
         raise SystemExit(1) from None
     finally:
         dist.destroy_process_group()
-        forget_shardings()
-        gc.collect()  # FSDP refers to the group from cycles
+        clear_dtensor_caches()
+        gc.collect()  # reference cycles of FSDP contain the group
 
 
-def _joined(device: str) -> Ranks:
-    """This process among all that torchrun has started, once each has a connection to every other.
+def _join_group(device: str) -> Ranks:
+    """Initializes the default group and returns when every rank is connected to all others.
 
-    Without the barrier a rank that refuses its input at once would close connections that another is still making.
+    Without this barrier, a rank that exits early would close connections that another rank is still opening.
     """
     on_gpu = device.startswith("cuda")
     try:
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        store, rank, size = next(rendezvous("env://", timeout=PATIENCE))
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            # one launcher keeps one store over its restarts, where the addresses of dead processes would be found
+            # a single launcher reuses its store after a restart, so the store holds addresses of dead processes
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         dist.all_reduce(torch.zeros(()))
     except RuntimeError as error:
         raise GroupError(

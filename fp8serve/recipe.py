@@ -1,4 +1,4 @@
-"""The recipes under the name that users know: `from fp8serve.recipe import DelayedScaling`. Needs no torch."""
+"""The public module of the recipes: `from fp8serve.recipe import DelayedScaling`. It does not import torch."""
 
 from fp8serve.fp8.recipe import (
     DelayedScaling,

@@ -1,9 +1,8 @@
-"""A server in a separate process, and a small client for it, for the demonstration.
+"""A server in a child process, and a small HTTP client for it.
 
-`with RunningServer(model, log=...) as server:` waits until the server is ready, and ends it in every case together with
-its engine and its jobs. The socket is opened here and passed to the server, so that no other program can take the port
-in between. The client is the standard library's: no proxy, no retries; an error is one sentence with the server's own
-words.
+`with RunningServer(model, log=...) as server:` waits until the server is ready. At the end of the block it stops the
+server with its engine and its jobs. The parent opens the listening socket and passes it to the server, so that no other
+program can take the port in the meantime. The client uses no proxy and does not retry.
 """
 
 import json
@@ -23,16 +22,16 @@ from fp8serve.errors import MachineError
 from fp8serve.processes import module_command
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_STOP_SECONDS = 60.0  # the server's own drain takes at most 30
+_STOP_SECONDS = 60.0  # twice the 30 seconds for which a server drains
 
 
-def listen() -> socket.socket:
-    """A socket that listens on a free port of this machine."""
+def open_listener() -> socket.socket:
+    """Returns a socket that listens on a free port of 127.0.0.1."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 class RunningServer:
-    """`fp8serve serve MODEL OPTIONS...` on a free port of this machine, from entering the block to leaving it."""
+    """A context manager that runs `fp8serve serve MODEL OPTIONS...` on a free port of 127.0.0.1."""
 
     def __init__(self, model: Path, options: Sequence[str] = (), *, log: Path, ready_seconds: float = 600.0) -> None:
         self.log = log
@@ -40,7 +39,7 @@ class RunningServer:
         self._command = module_command("fp8serve.cli", "serve", str(model), *options)
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log, listen() as listener:
+        with self.log.open("wb") as log, open_listener() as listener:
             self.url = "http://{}:{}".format(*listener.getsockname())
             self._process = subprocess.Popen(
                 [*self._command, "--fd", str(listener.fileno())],
@@ -48,7 +47,7 @@ class RunningServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # ctrl-C in the terminal is ours to handle
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the parent
             )
         try:
             self._wait_until_ready()
@@ -62,11 +61,11 @@ class RunningServer:
 
     @property
     def pid(self) -> int:
-        """The id of the process that answers HTTP; the engine is its child."""
+        """The id of the server process. The engine is a child of it."""
         return self._process.pid
 
     def stop(self) -> int:
-        """Sends SIGTERM and returns the server's exit status. Kills it when it takes too long."""
+        """Stops the server with SIGTERM and returns its exit status. Kills a server that does not stop in time."""
         self._process.terminate()
         try:
             return self._process.wait(_STOP_SECONDS)
@@ -81,8 +80,8 @@ class RunningServer:
             if self._is_ready():
                 return
             time.sleep(0.05)
-        text = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
-        raise MachineError(f"The server did not become ready; the last line of {self.log} is: {text or '(nothing)'}")
+        line = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise MachineError(f"The server did not become ready; the last line of {self.log} is: {line or '(nothing)'}")
 
     def _is_ready(self) -> bool:
         try:
@@ -92,18 +91,18 @@ class RunningServer:
         return True
 
     def get(self, path: str) -> Any:
-        """The JSON that GET answers."""
-        return self._ask(urllib.request.Request(self.url + path))
+        """Sends a GET request and returns the JSON of the response."""
+        return self._send(urllib.request.Request(self.url + path))
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The JSON that POST answers."""
+        """Sends a POST request and returns the JSON of the response."""
         headers = {"Content-Type": "application/json"}
-        return self._ask(urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), headers))
+        return self._send(urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), headers))
 
-    def _ask(self, request: urllib.request.Request) -> Any:
+    def _send(self, request: urllib.request.Request) -> Any:
         try:
-            with _OPENER.open(request, timeout=300) as answer:
-                return json.load(answer)
+            with _OPENER.open(request, timeout=300) as response:
+                return json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             raise MachineError(f"{request.get_method()} {request.selector} answered {error.code}: {text}") from None

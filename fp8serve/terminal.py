@@ -1,13 +1,14 @@
-"""The output of commands: results on standard output, progress and remarks on standard error.
+"""Output of the commands: results on standard output, progress bars and remarks on standard error.
 
-A progress bar appears only when standard error is a terminal; with --json standard output holds one JSON document.
+Progress bars are only shown if standard error is a terminal. With --json, standard output is one JSON document.
 """
 
 import json
+import os
 import shlex
 import sys
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -15,20 +16,21 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from fp8serve.errors import MachineError
+from fp8serve.options import AUTO
 
 MODEL = typer.Argument(
-    metavar="MODEL", help="Hugging Face-format directory, GGUF file, smollm2, or a name on the hub.", show_default=False
+    metavar="MODEL", help="Directory in Hugging Face format, GGUF file, smollm2, or a hub name.", show_default=False
 )
 Model = Annotated[str, MODEL]
 ReportFile = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE.html", dir_okay=False, help="File to write the report to, as a page."),
+    typer.Option("--report", metavar="FILE.html", dir_okay=False, help="Write the report to this HTML file."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
 def check_report(file: Path | None) -> None:
-    """Call it before the work whose result goes there. MachineError: the file cannot be written."""
+    """Raises MachineError if the report cannot be written. Commands call it before the work, which may take long."""
     from fp8serve.model.storage.files import check_writable
 
     if file is not None and not file.absolute().parent.is_dir():
@@ -38,24 +40,38 @@ def check_report(file: Path | None) -> None:
 
 
 def write_report(file: Path | None, page: Callable[[], str]) -> None:
-    """Write a page to the file, if one was asked for."""
+    """Writes a page to `file`, if it is not None."""
     if file is not None:
         file.write_text(page(), encoding="utf-8")
 
 
-def typed(context: typer.Context) -> str:
-    """The command line of the current command, for a shell."""
+def command_line(context: typer.Context) -> str:
+    """Returns the command line of the current command, quoted for a shell."""
     return shlex.join(["fp8serve", *(context.find_root().obj or sys.argv[1:])])
 
 
-class Advance(Protocol):
-    """Moves a progress bar to `done` of `total`; `what` renames it."""
+def on_device(values: Mapping[str, Any], model_dir: Path, processes: int = 1) -> dict[str, Any]:
+    """Returns the options of a command with the device that "auto" stands for, and prints the choice if there is a
+    GPU. `recipe`, `head_dtype` and `scales` of the options say how the model is loaded."""
+    if values["device"] != AUTO:
+        return dict(values)
+    from fp8serve.model.device import find_device
 
-    def __call__(self, done: int, total: int, what: str | None = None) -> None: ...
+    recipe, head = values.get("recipe", "bf16"), values.get("head_dtype", "bf16")
+    choice = find_device(model_dir, recipe, head, values.get("scales"), processes)
+    if choice.has_gpu and os.environ.get("RANK", "0") == "0":  # torchrun numbers its processes
+        remark(choice.text)
+    return {**values, "device": choice.device}
+
+
+class Advance(Protocol):
+    """A function that moves a progress bar to `done` of `total`, and relabels it if `label` is not None."""
+
+    def __call__(self, done: int, total: int, label: str | None = None) -> None: ...
 
 
 def print_json(result: Any) -> None:
-    """One JSON document; NaN and infinity become null, as JSON has neither."""
+    """Prints one JSON document. NaN and infinity become null, because JSON has no such numbers."""
     print(json.dumps(_finite(result), indent=2, default=str))
 
 
@@ -70,17 +86,17 @@ def _finite(value: Any) -> Any:
 
 
 def remark(text: str) -> None:
-    """A line for the person at the terminal."""
+    """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """`text` without terminal control: escape sequences from strangers lose their first character."""
+    """Returns untrusted text with control characters replaced, so that it cannot control the terminal."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Left-aligned columns under a header, wide as their content: it also reads well in a pipe."""
+    """Prints left-aligned columns under a header. The columns are as wide as their content, also in a pipe."""
     cells = [[str(c) for c in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     for row in cells:
@@ -88,52 +104,50 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def print_rich(table: Any) -> None:
-    """A rich table on standard output, as wide as the terminal, or as it needs to be in a pipe."""
+    """Prints a rich table, as wide as the terminal. In a pipe it has up to 160 columns."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 @contextmanager
-def progress(what: str, displayed: bool = True) -> Iterator[Advance]:
-    """A bar on standard error while the block runs; nothing without a terminal, or if not `displayed`."""
+def progress(label: str, displayed: bool = True) -> Iterator[Advance]:
+    """Shows a progress bar on standard error while the block runs. Shows nothing if standard error is no terminal or
+    `displayed` is False."""
     if not (displayed and sys.stderr.isatty()):
-        yield _nowhere
+        yield lambda done, total, label=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(label, total=None)
 
-        def advance(done: int, total: int, what: str | None = None) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+        def advance(done: int, total: int, label: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=label)
 
         yield advance
 
 
 @contextmanager
-def stages(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that calibration moves: (stage, done, in all)."""
-    with progress(what) as advance:
+def stage_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a progress bar for work in stages. Yields a function that takes the stage, the steps done and all steps."""
+    with progress(label) as advance:
         yield lambda stage, done, total: advance(done, total, stage)
 
 
 def print_report(report: Any, table: Callable[[Any], Any], as_json: bool, printed: Collection[str] = ()) -> None:
-    """The figures of a `report` as JSON or as a `table`; its notes are remarks, without those `printed` before."""
+    """Prints a report as JSON or as a table, and its notes on standard error, except those that were `printed`
+    before."""
     for note in report.notes:
         if note not in printed:
             remark(note)
     print(report.to_json()) if as_json else print_rich(table(report))
 
 
-def _nowhere(done: int, total: int, what: str | None = None) -> None:
-    """Does nothing, because there is no bar to move."""
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: 1536 -> '1.5 KiB'."""
+def format_bytes(num_bytes: float) -> str:
+    """Formats a number of bytes: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

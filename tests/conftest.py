@@ -34,6 +34,7 @@ else:
     settings.register_profile("random", derandomize=False, deadline=None, print_blob=True)
     settings.load_profile("fixed")
 
+DRIVER, VISIBLE_GPUS = "libcuda.so.1", os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and its children
@@ -43,6 +44,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
     parser.addoption("--durations-file", metavar="FILE", help="write how long tests take as JSON")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without the mark `gpu`, `device="auto"` is the CPU, in this process and in those that the test starts."""
+    import torch
+
+    from fp8serve.fp8 import cuda_driver
+
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.init()
+    torch.cuda.device_count()  # remembered, so that this process keeps its GPUs
+    is_hidden = item.get_closest_marker("gpu") is None
+    cuda_driver.LIBRARY = "no driver" if is_hidden else DRIVER
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if is_hidden or VISIBLE_GPUS is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if is_hidden else str(VISIBLE_GPUS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

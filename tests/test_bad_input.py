@@ -240,5 +240,5 @@ def test_a_template_that_runs_away_is_one_sentence(
         shown = capfd.readouterr().err
         lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
         assert len(lines) == 1, shown
-        assert "The model's chat template takes more" in lines[0]
+        assert "The model's chat template exceeds its" in lines[0]
         assert "Traceback" not in shown

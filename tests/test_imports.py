@@ -25,17 +25,17 @@ FOUNDATION = {
     "faults", "named_models", "settings", "metrics", "vllm_metrics", "tracing", "usage",
 }  # fmt: skip
 ALLOWED_IN_SERVER = {
-    "answers": {"answers"},
-    **dict.fromkeys(FOUNDATION, {"answers"} | FOUNDATION),
+    "output_parsers": {"output_parsers"},
+    **dict.fromkeys(FOUNDATION, {"output_parsers"} | FOUNDATION),
     "schemas": {"schemas"},
     "access": {"access"} | FOUNDATION,
     "http": {"http", "access"} | FOUNDATION,
-    "serving": {"serving", "answers"} | FOUNDATION,
+    "serving": {"serving", "output_parsers"} | FOUNDATION,
     "parsing": {"parsing", "serving", "schemas"} | FOUNDATION,
     "finetuning": {"finetuning", "parsing", "serving", "schemas"} | FOUNDATION,
     "data_directory": FOUNDATION,
     "server_state": {"access", "data_directory", "finetuning", "parsing", "serving"} | FOUNDATION,
-    "api": {"api", "access", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "answers"}
+    "api": {"api", "access", "server_state", "finetuning", "parsing", "serving", "schemas", "http", "output_parsers"}
     | FOUNDATION,
     "app": {"api", "data_directory", "server_state", "finetuning", "serving", "http"} | FOUNDATION,
     "launch": {"app", "server_state", "serving", "http"} | FOUNDATION,
@@ -70,7 +70,7 @@ NO_TORCH = {
     "fp8serve.engine.output",
     "fp8serve.engine.kv_cache",
     "fp8serve.engine.scheduler",
-    "fp8serve.model.resident",
+    "fp8serve.model.weight_memory",
     "fp8serve.model.storage.headers",
 }
 

@@ -98,9 +98,9 @@ def test_a_missing_part_of_an_expert_is_named(
     ("field", "value", "message"),
     [
         ("num_experts_per_tok", 9, "num_experts_per_tok is 9 where at most the 6 experts was expected"),
-        ("num_experts", 7, "has the shape [6, 64]; config.json makes it [7, 64]"),
+        ("num_experts", 7, "has the shape [6, 64]; config.json requires [7, 64]"),
         ("num_experts", 200_000_000, "names 200000000 experts in each of 2 layers, and the files hold only"),
-        ("moe_intermediate_size", 47, "has the shape [64, 48]; config.json makes it [64, 47]"),
+        ("moe_intermediate_size", 47, "has the shape [64, 48]; config.json requires [64, 47]"),
     ],
 )
 def test_a_configuration_of_other_experts_is_refused(

@@ -13,15 +13,15 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from docs.options_page import page
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
 from fp8serve.options import About, check, known_fields, options_of
 from fp8serve.server.schemas import generation_bodies, openai_bodies
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
-from fp8serve.server.schemas.openai_bodies import MAX_STOPS, ChatBody, CompletionBody
-from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
+from fp8serve.server.schemas.openai_bodies import OPENAI_MAX_STOP_STRINGS, ChatBody, CompletionBody
+from fp8serve.train.config import API_NAMES, NOT_IN_API, TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def run(*args: str) -> tuple[int, str, list[Any]]:
     made: list[Any] = []
 
     @with_options(heat=200.0)
-    def bake(where: str, oven: Chosen[Oven], loud: bool = False) -> None:
+    def bake(where: str, oven: OptionValues[Oven], loud: bool = False) -> None:
         """Bake."""
         made.extend((where, oven(), loud))
 
@@ -112,7 +112,7 @@ def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     made: list[Any] = []
 
     @with_options()
-    def train(job: Chosen[TrainConfig]) -> None:
+    def train(job: OptionValues[TrainConfig]) -> None:
         made.append(job(model="m"))
 
     app = typer.Typer()
@@ -122,15 +122,15 @@ def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert made[0].recipe_options == {"margin": 1, "fp8_format": "E4M3"}
     refused = CliRunner().invoke(app, [*given, "--recipe-option", "margin"]).exception
     assert isinstance(refused, RecipeError)
-    assert "--recipe-option wants NAME=VALUE" in str(refused)
+    assert "--recipe-option needs NAME=VALUE" in str(refused)
 
 
 @pytest.mark.parametrize(
     ("body", "otherwise"),
     [
-        (GenerateParameters, generation_bodies.SPELT_OTHERWISE),
-        (CompletionBody, openai_bodies.SPELT_OTHERWISE),
-        (ChatBody, openai_bodies.SPELT_OTHERWISE),
+        (GenerateParameters, generation_bodies.RENAMED_FIELDS),
+        (CompletionBody, openai_bodies.RENAMED_FIELDS),
+        (ChatBody, openai_bodies.RENAMED_FIELDS),
     ],
 )
 def test_every_sampling_parameter_is_on_the_wire(body: Any, otherwise: tuple[str, ...]) -> None:
@@ -142,18 +142,18 @@ def test_every_sampling_parameter_is_on_the_wire(body: Any, otherwise: tuple[str
 def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
     body = FinetuneBody(file_id="f")
     for option in options_of(TrainConfig):
-        name = WIRE_NAMES.get(option.name, option.name)
-        if option.name not in (*NOT_ON_THE_WIRE, "seq_len"):  # left out, seq_len is the context where that is shorter
+        name = API_NAMES.get(option.name, option.name)
+        if option.name not in (*NOT_IN_API, "seq_len"):  # left out, seq_len is the context where that is shorter
             found = getattr(body, name)
             assert (tuple(found) if isinstance(found, list) else found) == option.default, name
-            if option.least is not None:
+            if option.minimum is not None:
                 with pytest.raises(ValidationError):
-                    FinetuneBody(file_id="f", **{name: option.least - 1})
+                    FinetuneBody(file_id="f", **{name: option.minimum - 1})
 
 
 def test_stop_strings_are_as_many_as_the_engine_takes_and_four_where_openai_says_so() -> None:
     assert GenerateParameters(stop=["x"] * MAX_STOP_STRINGS)  # type: ignore[call-arg]  # from SamplingParams
-    for body, most in ((GenerateParameters, MAX_STOP_STRINGS), (CompletionBody, MAX_STOPS)):
+    for body, most in ((GenerateParameters, MAX_STOP_STRINGS), (CompletionBody, OPENAI_MAX_STOP_STRINGS)):
         prompt = {} if body is GenerateParameters else {"prompt": "a"}
         with pytest.raises(ValidationError):
             body(stop=["x"] * (most + 1), **prompt)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
         raise AssertionError("the work began")
 
     for place in ("fp8serve.calibration.pipeline._text_job", "fp8serve.calibration.evaluate.evaluate",
-                  "fp8serve.train.trainer._Run", "fp8serve.model.merging.read_adapter"):  # fmt: skip
+                  "fp8serve.train.trainer._Attempt", "fp8serve.model.adapter_merge.read_adapter"):  # fmt: skip
         monkeypatch.setattr(place, work)
     before = sorted(model.parent.rglob("*"))
     assert main(line.format(model=model, out=blocked, data=data).split()) != 0
@@ -68,7 +68,7 @@ class Usage(NamedTuple):
 
 def test_a_full_disk_is_noticed_before_the_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: Usage(10, 10, 1000))
-    with pytest.raises(MachineError, match=r"takes at least 0.0 GiB, and its disk has 0.0 GiB left"):
+    with pytest.raises(MachineError, match=r"needs at least 0.0 GiB, and its disk has 0.0 GiB free"):
         calibrate(model, out=tmp_path / "out")
     check_writable(tmp_path / "out", 1000)
     assert not (tmp_path / "out").exists()
@@ -89,7 +89,7 @@ def test_every_command_that_writes_a_model_compares_the_room(
         "gguf": f"convert {model} --out {tmp_path / 'out.gguf'} --format gguf",
     }[command]
     assert main(line.split()) == 1
-    assert "takes at least 0.0 GiB, and its disk has 0.0 GiB left" in capsys.readouterr().err
+    assert "needs at least 0.0 GiB, and its disk has 0.0 GiB free" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
@@ -109,6 +109,6 @@ def test_a_model_that_is_quantized_already_is_named_as_the_reference(
     assert main(f"calibrate {model} --out {tmp_path / 'once'} {options}".split()) == 0
     assert "quantized already" not in capsys.readouterr().err
     assert main(f"calibrate {tmp_path / 'once'} --out {tmp_path / 'twice'} {options}".split()) == 0
-    assert capsys.readouterr().err.count("once is quantized already: high precision means") == 1
+    assert capsys.readouterr().err.count("once is quantized already. The reference in high precision") == 1
     assert "is quantized already" in (tmp_path / "twice" / "report.html").read_text()
     assert "is quantized already" in (tmp_path / "twice" / "calibration.json").read_text()

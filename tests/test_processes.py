@@ -14,9 +14,9 @@ import pytest
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config import decoder
-from fp8serve.model.config.decoder import ask
-from fp8serve.processes import describe_exit, module_command, module_path
-from fp8serve.train.methods.grpo.grading import Answer, FileGrader
+from fp8serve.model.config.decoder import describe_in_child_process
+from fp8serve.processes import Phases, describe_exit, module_command, module_path, phases_text, process_seconds
+from fp8serve.train.methods.grpo.grading import FileGrader, RewardInput
 from tests.patience import PATIENCE
 from tests.test_imports import sources, tree
 
@@ -26,6 +26,7 @@ OTHER_STARTS = {
     "fp8serve.bench.figures": "git",
     "fp8serve.bench.quality_peers": "a command that the user gives",
     "fp8serve.doctor": "compilers and nvidia-smi",
+    "fp8serve.model.device": "torch/version.py, which it runs in its own process",
     "fp8serve.server.finetuning.job_runner": "the command that job_runner makes",
 }
 """Modules that start a process and do not make its command by `module_command`."""
@@ -94,7 +95,7 @@ def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
     """The child of `POST /finetune/validate`."""
     monkeypatch.chdir(hostile)
     with pytest.raises(ModelError) as refused:
-        ask({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")
+        describe_in_child_process({"model_type": "no such type", "marker": os.fspath(hostile)}, {}, "config.json")
     assert MARK not in str(refused.value)
     assert "no such type" in str(refused.value)
 
@@ -108,7 +109,7 @@ def test_a_reward_file_finds_its_neighbours_and_nothing_of_the_current_directory
     monkeypatch.chdir(hostile)
     grader = FileGrader(file, PATIENCE)
     try:
-        assert grader.rewards([Answer("1+1", "2", {}, "file:1")]) == [0.5]
+        assert grader.rewards([RewardInput("1+1", "2", {}, "file:1")]) == [0.5]
     finally:
         grader.close()
 
@@ -144,6 +145,22 @@ def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
 
 
 def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_SECONDS", 1e-3)
+    monkeypatch.setattr(decoder, "_TRIAL_TIMEOUT_SECONDS", 1e-3)
     with pytest.raises(ModelError, match=r"not built within 0\.001 seconds"):
-        ask({"model_type": "never"}, {}, "config.json")
+        describe_in_child_process({"model_type": "never"}, {}, "config.json")
+
+
+def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0, 12.25, 15.0])
+    monkeypatch.setattr("fp8serve.processes.time.monotonic", lambda: next(clock))
+    phases = Phases()
+    for name in ("read", "check", "read"):
+        phases.end(name)
+    assert phases.seconds == {"read": 4.75, "check": 0.25}
+    assert phases_text(phases.seconds) == "read 4.8, check 0.2"
+
+
+def test_the_age_of_a_process_is_what_the_system_says() -> None:
+    code = "from fp8serve.processes import process_seconds; print(process_seconds())"
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0 < age < process_seconds()

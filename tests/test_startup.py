@@ -10,6 +10,7 @@ import pytest
 
 from fp8serve.model.config.decoder import parse_config
 from tests.model.oracle import SIZES
+from tests.tiny import write_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,24 @@ def test_no_compiler_and_no_transformers_is_imported(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("run", [
+    "Engine(sys.argv[1], recipe='current').generate([[1, 2, 3]], max_new_tokens=2)",
+    "calibrate(sys.argv[1], out=sys.argv[2], samples=2, seq_len=8)",
+])  # fmt: skip
+def test_no_compiler_is_imported_to_load_a_model(run: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.engine.engine import Engine
+{run}
+print([m for m in ("torch._dynamo", "torch._inductor", "sympy") if m in sys.modules])
+"""
+    model = write_tiny_model(tmp_path / "model")
+    arguments = [sys.executable, "-c", code, str(model), str(tmp_path / "out")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def without_torch(code: str, *arguments: str) -> Any:
@@ -64,11 +83,11 @@ import fp8serve.server.app
 from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.job_directory import JobDirectories
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 model, out = Path(sys.argv[1]), Path(sys.argv[1]) / "job"
 settings = Settings(model=model)
-directories, source = JobDirectories(settings, model, None), Source("base", "mine", model, settings)
+directories, source = JobDirectories(settings, model, None), WeightSource("base", "mine", model, settings)
 config = directories.fill(out, FinetuneBody(data=[{"text": "a"}]), source, None)
 try:
     directories.fill(model / "long", FinetuneBody(data=[{"text": "a"}], seq_len=257), source, None)

@@ -13,16 +13,16 @@ from annotated_types import Ge, Gt
 
 from benchmarks.studies.corpus import corpus
 from fp8serve.bench.options import Checked, Shape
-from fp8serve.fp8.recipe import delayed
+from fp8serve.fp8.recipe import as_delayed
 from fp8serve.options import About
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Cursor, walk
+from fp8serve.train.data import Cursor, iterate_steps
 from fp8serve.train.events import Event
 from fp8serve.train.forward import Forward, PackedBatch, collate, mean_loss, summed_loss
 from fp8serve.train.optimizer import learning_rate
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
-from fp8serve.train.validation import held_out_metrics
+from fp8serve.train.validation import evaluate
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,15 @@ class Training:
     def __init__(self, folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> None:
         self.config = _config(folder, plan, arm, seed)
         self.setup = prepare(self.config, folder / "model", _ignore)
-        if delayed(self.config.fp8_recipe):
+        if as_delayed(self.config.fp8_recipe):
             first = next(self.batches())
             self.setup.forward.observe(mean_loss(first))
 
     def batches(self) -> Iterator[PackedBatch]:
         """The input of each step, the same for every arm."""
-        for step, _ in walk([item.tokens for item in self.setup.items], self.config, Cursor(), self.setup.total_steps):
+        for step, _ in iterate_steps(
+            [item.tokens for item in self.setup.items], self.config, Cursor(), self.setup.total_steps
+        ):
             yield collate([self.setup.items[i] for i in step[0]], self.config.device)
 
     def rate(self, step: int) -> float:
@@ -88,7 +90,7 @@ class Training:
         """The loss of the current weights on FINAL_ROWS rows, under the arm's recipe or in BF16."""
         items = self.setup.items[:: max(1, len(self.setup.items) // FINAL_ROWS)][:FINAL_ROWS]
         forward = Forward(self.setup.decoder, None) if in_bf16 else self.setup.forward
-        return held_out_metrics(self.setup.method, forward, items, self.config.batch_size)["valid_loss"]
+        return evaluate(self.setup.method, forward, items, self.config.batch_size)["valid_loss"]
 
 
 def _config(folder: Path, plan: ArmsPlan, arm: Arm, seed: int) -> TrainConfig:

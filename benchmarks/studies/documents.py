@@ -12,8 +12,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fp8serve.calibration.data import IGNORED, Batch, Sample, make_batches
-from fp8serve.calibration.measure import LOGIT_ROWS, TokenTally
+from fp8serve.calibration.data import IGNORE_INDEX, Batch, Sample, make_batches
+from fp8serve.calibration.measure import LOGITS_PER_SLICE, TokenTally
 from fp8serve.calibration.passes import forward
 from fp8serve.model import building
 
@@ -53,8 +53,8 @@ def compared(
 
 
 def _add(tally: TokenTally, sequence: Batch, logits: Logits, reference: Logits) -> None:
-    scored = (sequence.targets != IGNORED).nonzero().squeeze(1)
-    for rows in torch.split(scored, LOGIT_ROWS):
+    scored = (sequence.targets != IGNORE_INDEX).nonzero().squeeze(1)
+    for rows in torch.split(scored, LOGITS_PER_SLICE):
         tally.add(sequence.targets[rows], logits(rows), reference(rows))
 
 
@@ -70,7 +70,7 @@ class Interval:
 def intervals(tallies: Sequence[TokenTally], seed: int = 0) -> dict[str, Interval]:
     """Over all tokens: "perplexity_percent" above the reference's, "kl" in nats, "top1" the share of tokens for which
     both predict the same next token."""
-    columns = [[t.tokens, t.nll, t.reference_nll, t.kl, t.agreed] for t in tallies]
+    columns = [[t.tokens, t.nll, t.reference_nll, t.kl, t.same_top1] for t in tallies]
     sums = torch.tensor(columns, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(tallies), (RESAMPLES, len(tallies)), generator=generator)

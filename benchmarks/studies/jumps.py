@@ -26,7 +26,7 @@ from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
 from fp8serve.bench.options import Shape
 from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError
 from fp8serve.fp8.linear import NAMES, Linear
 from fp8serve.fp8.monitor import tally
@@ -184,7 +184,7 @@ SPANS = {"jump": "at the jump", "soon": "10 steps after", "end": "at the end"}
 
 
 @with_options()
-def command(options: Chosen[JumpsPlan], out: Out = None, json: AsJson = False) -> None:
+def command(options: OptionValues[JumpsPlan], out: Out = None, json: AsJson = False) -> None:
     """Train a small model whose activations jump at one step, under delayed scaling with and without a margin.
 
     The learning rate of one step is 30 times as high, or one batch consists of random tokens. Shows which share of

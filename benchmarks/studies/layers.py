@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.studies.quantization import activations
 from fp8serve.calibration.compare import compare
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.observe import observe, settle
-from fp8serve.calibration.pipeline import load
+from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.text.tokenizer import Tokenizer
 
@@ -29,13 +29,13 @@ def study(
 
     ModelError, DataError: an input cannot be read. `samples` sequences of `data` are calibrated on, others measured.
     """
-    decoder, linears = load(model, "cpu")
+    decoder, linears = load_for_calibration(model, "cpu")
     batches = calibration_batches(
         data, Tokenizer.from_dir(model), decoder.config.vocab_size,
         samples=samples, seq_len=min(seq_len, decoder.config.max_position_embeddings), batch_size=4, seed=0,
         holdout=data,
     )  # fmt: skip
-    states = settle(observe(decoder, linears, batches.calibration, DelayedScaling()))
+    states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling()))
     found = {}
     for index, name in enumerate(RECIPES):
         tell(name, index, len(RECIPES))

@@ -20,7 +20,7 @@ from fp8serve.bench.options import Checked
 from fp8serve.calibration.options import SHIPPED, Files
 from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.options import About
 from fp8serve.terminal import AsJson, print_table
 
@@ -102,7 +102,7 @@ def charts(result: Mapping[str, Any]) -> dict[str, str]:
 
 @with_options()
 def command(
-    options: Chosen[NumericsOptions],
+    options: OptionValues[NumericsOptions],
     model: Annotated[
         str | None,
         typer.Argument(

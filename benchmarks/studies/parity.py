@@ -20,7 +20,7 @@ from fp8serve.bench.engine import PASSAGE
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.recipe import from_name, trains
+from fp8serve.fp8.recipe import can_train, from_name
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ def _cached(post: Post, named: Mapping[str, Any], answer: Returned) -> Returned:
 def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProbs:
     """The log-probabilities of training from the weights and scales in `model`."""
     made = from_name(recipe)
-    if not trains(made):
+    if not can_train(made):
         return lambda ids: log_probs(model, ids, recipe=recipe, kv_cache_dtype=cache)
     decoder = load_trainable(model)
     if made is not None:

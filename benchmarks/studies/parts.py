@@ -20,8 +20,8 @@ import typer
 
 from benchmarks.studies.arms import Arm, ArmsPlan, Training, write_model
 from fp8serve.commands.bench import measured, publish, show, writable
-from fp8serve.commands.from_options import Chosen, with_options
-from fp8serve.model.storage.files import whole_file
+from fp8serve.commands.dataclass_options import OptionValues, with_options
+from fp8serve.model.storage.files import atomic_file
 from fp8serve.terminal import AsJson, print_table
 
 
@@ -77,7 +77,7 @@ def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, tel
         for arm in (name for name in ARMS if name not in found):
             tell(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
             found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
-            with whole_file(file) as new:  # a study may be stopped here, too
+            with atomic_file(file) as new:  # a study may be stopped here, too
                 new.write_text(json.dumps({"plan": shared, "losses": found}, indent=1), encoding="utf-8")
     return found
 
@@ -106,7 +106,7 @@ def command(
             callback=writable,
         ),
     ],
-    options: Chosen[PartsPlan],
+    options: OptionValues[PartsPlan],
     json: AsJson = False,
 ) -> None:
     """Train a small model with parts of current scaling left out, and compare where the runs end.

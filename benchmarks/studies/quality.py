@@ -27,7 +27,7 @@ from fp8serve.calibration.data import PASSAGES, Sample, load_samples
 from fp8serve.calibration.options import SHIPPED, CalibrationOptions, Files, ScalingOptions
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.commands.bench import measured, publish, show, writable
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError, ModelError
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import write_json
@@ -253,7 +253,7 @@ def command(
             callback=writable,
         ),
     ],
-    options: Chosen[QualityOptions],
+    options: OptionValues[QualityOptions],
     json: AsJson = False,
 ) -> None:
     """Measure what every method of calibration costs MODEL, and what it saves.

@@ -26,7 +26,7 @@ from annotated_types import Ge, Gt, Le, Len
 from benchmarks.studies.corpus import corpus, digest
 from fp8serve.bench.options import Checked, Shape
 from fp8serve.commands.bench import measured, publish, show, writable
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import NAMES
 from fp8serve.options import About, check
@@ -36,7 +36,7 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.scratch import write_random_model, write_texts
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
-from fp8serve.train.validation import held_out_metrics
+from fp8serve.train.validation import evaluate
 
 TWIN = "twin"  # a second run in BF16 whose rate differs so little that only chance separates the two
 TWIN_RATE = 1.0001
@@ -203,8 +203,8 @@ def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         items = setup.items[:: max(1, len(setup.items) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
-        found = held_out_metrics(setup.method, setup.forward, items, plan.batch_size)
-        tokens = sum(item.trainable for item in items)
+        found = evaluate(setup.method, setup.forward, items, plan.batch_size)
+        tokens = sum(item.trainable_tokens for item in items)
         kept.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": found["valid_loss"]}))
     return float(json.loads(kept.read_text())["loss"])
 
@@ -309,8 +309,8 @@ def command(
             callback=writable,
         ),
     ],
-    options: Chosen[StudyPlan],
-    shape: Chosen[Shape],
+    options: OptionValues[StudyPlan],
+    shape: OptionValues[Shape],
     model: Annotated[
         str | None,
         typer.Argument(

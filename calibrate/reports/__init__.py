@@ -1,6 +1,6 @@
-"""A report for people: as a table for the terminal, and as a page.
+"""Shows a report as a table in the terminal and as an HTML page.
 
-tables    figures and names in readable form, tables         findings  what a reader should know first
-page      which sections a page has, in order                sections  charts, tables and sentences
-html      elements, with everything from outside escaped     style.css
+tables    formats figures and names; tables              findings  sentences about what needs attention
+page      the sections of a page and their order         sections  charts, tables and sentences of a section
+html      HTML elements with escaped text                style.css
 """

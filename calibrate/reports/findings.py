@@ -1,6 +1,6 @@
-"""The findings of a report of a calibration or an evaluation: what needs attention, as sentences.
+"""The findings of a report of a calibration or an evaluation: sentences about what needs attention.
 
-Linears that read the same input are listed once, under the first one's name.
+Linears that read the same input are listed once, under the name of the first one.
 """
 
 import math
@@ -10,217 +10,233 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from fp8serve.calibration.reports.tables import count, decibels, listed, number, outlier_of, percent, short
+from fp8serve.calibration.reports.tables import (
+    format_decibels,
+    format_number,
+    format_percent,
+    outlier_text,
+    pluralize,
+    short_name,
+)
 from fp8serve.calibration.result import (
-    UNEVEN,
+    MIN_OUTLIER_RATIO,
     CalibrationReport,
     EvalReport,
     LayerReport,
     Quality,
     TensorReport,
-    uneven_first,
+    list_names,
+    with_outliers,
 )
 
 _KIND_OF = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "into q, k, v"),
-    "o_proj": "into o",
-    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "into gate, up"),
-    **dict.fromkeys(("down_proj", "w2"), "into down"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "q/k/v"),
+    "o_proj": "o",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"), "gate/up"),
+    **dict.fromkeys(("down_proj", "w2"), "down"),
 }
 KINDS = tuple(dict.fromkeys(_KIND_OF.values()))
 T = TypeVar("T")
-HIGH_KL = 0.02  # nats per token; the cost of static FP8 with compensated rounding for a good model
-LOW_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
-MUCH_CUT_OFF = 0.001  # of an input's elements
-MUCH_LOST = 0.05  # of an input's elements that become zero
-UNSTEADY = 4.0  # multiple of the median over the batches: few batches decide the range of such an input
-USELESS = 1000.0  # a channel that exceeds the size that its weights justify by this factor only does harm
-CONCENTRATED = 0.3  # of the cost, in a twentieth of the layers
+HIGH_KL_NATS = 0.02  # per token; a good model with static scales and GPTQ has about this KL divergence
+LOW_SQNR_DB = 15.0  # of a layer's output; about 25 to 35 is usual for E4M3
+HIGH_SATURATION = 0.001  # fraction of an input's elements
+HIGH_UNDERFLOW = 0.05  # fraction of an input's elements that become zero
+MAX_AMAX_RATIO = 4.0  # an amax this many times the median over batches: few batches decide the scale of the input
+MAX_OUTLIER_EXCESS = 1000.0  # a channel that is larger than its weights justify by this factor only does harm
+MIN_CONCENTRATION = 0.3  # share of the KL divergence that 5 % of the layers add
 
 
-def kind_of(linear: str) -> str:
-    """The name of the input of the linear of this name; any other name is returned as it is."""
-    last = linear.rpartition(".")[2]
-    return _KIND_OF.get(last, last)
+def input_kind(linear: str) -> str:
+    """Returns a name for the input of a linear that all linears with this input share, such as "q/k/v"."""
+    leaf = linear.rpartition(".")[2]
+    return _KIND_OF.get(leaf, leaf)
 
 
-def index_of(name: str) -> int | None:
-    """The number of the decoder layer that a tensor or a linear belongs to."""
+def layer_index(name: str) -> int | None:
+    """Returns the index of the decoder layer of a tensor or linear, or None if the name has no layer."""
     match = re.search(r"layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
-def place_of(linear: str) -> tuple[str, str]:
-    """Equal for linears that read the same input: their owner, an expert for instance, and the kind."""
-    return linear.rpartition(".")[0], kind_of(linear)
+def input_key(linear: str) -> tuple[str, str]:
+    """Returns (parent module, kind of input), which is equal for linears that read the same input."""
+    return linear.rpartition(".")[0], input_kind(linear)
 
 
 def input_name(linear: str) -> str:
-    """As in: layer 3 into q, k, v; layer 3 expert 5 into down."""
-    index, expert = index_of(linear), re.search(r"\.experts\.(\d+)\.", linear)
+    """Returns a readable name of the linear's input, such as "layer 3 expert 5 down input"."""
+    index, expert = layer_index(linear), re.search(r"\.experts\.(\d+)\.", linear)
     if index is None:
         return linear
-    return f"layer {index} {f'expert {expert[1]} ' if expert else ''}{kind_of(linear)}"
+    return f"layer {index} {f'expert {expert[1]} ' if expert else ''}{input_kind(linear)} input"
 
 
-def inputs(layers: Sequence[LayerReport]) -> list[LayerReport]:
-    """The first of the linears that read each input."""
-    return _first(layers, lambda layer: layer.name)
+def first_readers(layers: Sequence[LayerReport]) -> list[LayerReport]:
+    """Returns one layer for each input: the first layer that reads the input."""
+    return _first_of_each_input(layers, lambda layer: layer.name)
 
 
 def input_tensors(tensors: Sequence[TensorReport]) -> list[TensorReport]:
-    """Each input once."""
-    results = [t for t in tensors if t.name.endswith(".input")]
-    return _first(results, lambda tensor: tensor.name.removesuffix(".input"))
+    """Returns one input tensor for each input, because layers with the same input have equal input tensors."""
+    every_input = [t for t in tensors if t.name.endswith(".input")]
+    return _first_of_each_input(every_input, lambda tensor: tensor.name.removesuffix(".input"))
 
 
-def _first(items: Sequence[T], linear: Callable[[T], str]) -> list[T]:
-    results: dict[tuple[str, str], T] = {}
+def _first_of_each_input(items: Sequence[T], linear_name: Callable[[T], str]) -> list[T]:
+    by_input: dict[tuple[str, str], T] = {}
     for item in items:
-        results.setdefault(place_of(linear(item)), item)
-    return list(results.values())
+        by_input.setdefault(input_key(linear_name(item)), item)
+    return list(by_input.values())
 
 
 @dataclass(frozen=True)
 class Finding:
     text: str
-    trouble: bool = False
+    is_problem: bool = False
 
 
 def findings(report: CalibrationReport) -> list[Finding]:
-    """Trouble first."""
-    known = _cost(report.quality, _untried(report)), *_of_layers(report.layers), _far(report), _unsteady(report.tensors)
-    return _in_order(known)
+    """Returns the findings of a calibration report, problems first."""
+    kl = _high_kl(report.quality, _options_not_used(report))
+    other = _changed_weights(report), _unusual_batches(report.tensors)
+    return _problems_first((kl, *_layer_findings(report.layers), *other))
 
 
 def evaluation_findings(report: EvalReport) -> list[Finding]:
-    """Trouble first; findings about layers need a reference."""
-    return _in_order((_cost(report.quality, ()), *_of_layers(report.layers)))
+    """Returns the findings of an evaluation, problems first; findings about layers need a reference."""
+    return _problems_first((_high_kl(report.quality, ()), *_layer_findings(report.layers)))
 
 
-def _in_order(candidates: Iterable[Finding | None]) -> list[Finding]:
-    return sorted((f for f in candidates if f is not None), key=lambda finding: not finding.trouble)
+def _problems_first(findings: Iterable[Finding | None]) -> list[Finding]:
+    return sorted((f for f in findings if f is not None), key=lambda finding: not finding.is_problem)
 
 
-def _of_layers(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:
-    return _noisy(layers), _cut_off(layers), _concentrated(layers), _lost(layers), _uneven(layers)
+def _layer_findings(layers: Sequence[LayerReport]) -> tuple[Finding | None, ...]:
+    return _low_sqnr(layers), _saturation(layers), _concentration(layers), _underflow(layers), _outliers(layers)
 
 
-def _cost(quality: Quality, untried: Sequence[str]) -> Finding | None:
-    """Whether the total cost is high."""
+def _high_kl(quality: Quality, options: Sequence[str]) -> Finding | None:
     kl = quality.kl_divergence
-    if kl is None or kl <= HIGH_KL:
+    if kl is None or kl <= HIGH_KL_NATS:
         return None
-    advice = f" What may help: {', '.join(untried)}." if untried else ""
-    return Finding(f"FP8 moves the model's predictions by {number(kl)} nats per token, which is high.{advice}", True)
+    advice = f" These options may reduce it: {', '.join(options)}." if options else ""
+    return Finding(
+        f"The KL divergence of the FP8 model is {format_number(kl)} nats per token, which is high.{advice}",
+        is_problem=True,
+    )
 
 
-def _untried(report: CalibrationReport) -> list[str]:
-    """Options that usually make FP8 cost less."""
-    tried = {
+def _options_not_used(report: CalibrationReport) -> list[str]:
+    """Returns the options that usually reduce the KL divergence and that this calibration did not use."""
+    uses = {
         "`--rounding gptq`": report.rounding == "gptq",
         "`--heal 200`": report.healing is not None,
         "`--recipe rowwise`": report.recipe.get("recipe") != "DelayedScaling",
     }
-    return [way for way, is_tried in tried.items() if not is_tried]
+    return [option for option, is_used in uses.items() if not is_used]
 
 
-def _far(report: CalibrationReport) -> Finding | None:
-    """Weights that compensated rounding changed much; after healing this is intended."""
-    rounded = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
-    far = sorted((sqnr, name) for name, sqnr in rounded if sqnr is not None and sqnr < LOW_DB)
-    if not far or (report.healing is not None and report.healing.helped):
+def _changed_weights(report: CalibrationReport) -> Finding | None:
+    """Returns a finding about weights that rounding changed much. Healing changes weights on purpose."""
+    weights = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
+    changed = sorted((sqnr, name) for name, sqnr in weights if sqnr is not None and sqnr < LOW_SQNR_DB)
+    if not changed or (report.healing is not None and report.healing.helped):
         return None
-    names = listed([f"{short(name)} ({decibels(sqnr)})" for sqnr, name in far])
-    advice = " More samples, or `--rounding nearest`, may cost less there." if report.rounding == "gptq" else ""
-    return Finding(f"Rounding left less than {LOW_DB:.0f} dB of {count(len(far), 'weight')}: {names}.{advice}", True)
-
-
-def _cut_off(layers: Sequence[LayerReport]) -> Finding | None:
-    """Whether the held-out samples fit the scales."""
-    known = [x for x in inputs(layers) if x.headroom is not None]
-    if not known:
-        return None
-    over = sorted((x for x in known if x.saturated > 0), key=lambda x: -x.saturated)
-    if over:
-        most = f"{percent(over[0].saturated)} of {input_name(over[0].name)}"
-        return Finding(
-            f"{len(over)} of {len(known)} inputs held values beyond what their scale represents, which were cut off: "
-            f"at most {most}. More calibration data like these, or a margin larger by {max(map(margin, over))}, would "
-            "avoid it; it matters where the layer stands high among the costs, too.",
-            trouble=over[0].saturated > MUCH_CUT_OFF,
-        )
-    nearest = min(known, key=lambda x: x.headroom or 0.0)
-    part = 2 ** -(nearest.headroom or 0.0)
+    names = list_names([f"{short_name(name)} ({format_decibels(sqnr)})" for sqnr, name in changed])
+    advice = " More samples or `--rounding nearest` may reduce this error." if report.rounding == "gptq" else ""
     return Finding(
-        f"No input value was cut off. {input_name(nearest.name)} came nearest to its limit, with {part:.0%} of it."
+        f"Rounding left an SQNR below {LOW_SQNR_DB:.0f} dB in {pluralize(len(changed), 'weight')}: {names}.{advice}",
+        is_problem=True,
     )
 
 
-def margin(layer: LayerReport) -> int:
-    """The power of two by which the scale of its input would have to be smaller so that no value is cut off."""
+def _saturation(layers: Sequence[LayerReport]) -> Finding | None:
+    """Returns a finding about how well the scales of inputs fit the held-out samples."""
+    layers = [x for x in first_readers(layers) if x.headroom is not None]
+    if not layers:
+        return None
+    saturated = sorted((x for x in layers if x.saturated > 0), key=lambda x: -x.saturated)
+    if saturated:
+        worst = saturated[0]
+        return Finding(
+            f"{len(saturated)} of {len(layers)} inputs have values that saturated, because they exceed the range of "
+            f"their scale; the largest share is {format_percent(worst.saturated)}, of the {input_name(worst.name)}. "
+            f"More calibration data of this kind, or a margin larger by {max(map(extra_margin, saturated))}, would "
+            "avoid this. It matters only for layers that also add much KL divergence.",
+            is_problem=worst.saturated > HIGH_SATURATION,
+        )
+    closest = min(layers, key=lambda x: x.headroom or 0.0)
+    part = 2 ** -(closest.headroom or 0.0)
+    return Finding(
+        f"No input value saturated. The largest value relative to its range is in the {input_name(closest.name)}: "
+        f"{part:.0%} of the range."
+    )
+
+
+def extra_margin(layer: LayerReport) -> int:
+    """Returns by how many powers of two the scale of the input must be smaller so that no value saturates."""
     return max(0, math.ceil(-(layer.headroom or 0.0)))
 
 
-def _noisy(layers: Sequence[LayerReport]) -> Finding | None:
-    low = [x for x in layers if x.sqnr_db is not None and x.sqnr_db < LOW_DB]
+def _low_sqnr(layers: Sequence[LayerReport]) -> Finding | None:
+    low = [x for x in layers if x.sqnr_db is not None and x.sqnr_db < LOW_SQNR_DB]
     if not low:
         return None
     low.sort(key=lambda x: x.sqnr_db or 0.0)
-    names = listed([f"{short(x.name)} ({decibels(x.sqnr_db)})" for x in low])
+    names = list_names([f"{short_name(x.name)} ({format_decibels(x.sqnr_db)})" for x in low])
     return Finding(
-        f"{count(len(low), 'layer')} with less than {LOW_DB:.0f} dB above the noise of the output: {names}.", True
+        f"The SQNR is below {LOW_SQNR_DB:.0f} dB in the output of {pluralize(len(low), 'layer')}: {names}.",
+        is_problem=True,
     )
 
 
-def _concentrated(layers: Sequence[LayerReport]) -> Finding | None:
-    """Whether a few layers cause most of the cost: these are worth a look."""
-    costs = sorted(((x.kl or 0.0, short(x.name)) for x in layers), reverse=True)
+def _concentration(layers: Sequence[LayerReport]) -> Finding | None:
+    """Returns a finding if a few layers add a large part of the KL divergence."""
+    costs = sorted(((x.kl or 0.0, short_name(x.name)) for x in layers), reverse=True)
     total, few = sum(kl for kl, _ in costs), max(1, len(costs) // 20)
-    part = sum(kl for kl, _ in costs[:few]) / total if total else 0.0
-    if part < CONCENTRATED or len(costs) <= few:
+    share = sum(kl for kl, _ in costs[:few]) / total if total else 0.0
+    if share < MIN_CONCENTRATION or len(costs) <= few:
         return None
-    names = listed([name for _, name in costs[:few]])
-    return Finding(f"{few} of {len(costs)} layers make {part:.0%} of the cost: {names}.")
+    names = list_names([name for _, name in costs[:few]])
+    return Finding(f"{share:.0%} of the KL divergence comes from {few} of {len(costs)} layers: {names}.")
 
 
-def _lost(layers: Sequence[LayerReport]) -> Finding | None:
-    low = sorted((x for x in inputs(layers) if x.underflowed > MUCH_LOST), key=lambda x: -x.underflowed)
+def _underflow(layers: Sequence[LayerReport]) -> Finding | None:
+    low = sorted((x for x in first_readers(layers) if x.underflowed > HIGH_UNDERFLOW), key=lambda x: -x.underflowed)
     if not low:
         return None
-    names = listed([f"{input_name(x.name)} ({percent(x.underflowed)})" for x in low])
+    names = list_names([f"{input_name(x.name)} ({format_percent(x.underflowed)})" for x in low])
     return Finding(
-        f"In {count(len(low), 'input')} more than {MUCH_LOST:.0%} of the elements become zero, because few large "
-        f"values decide the scale: {names}. That matters where the cost is high, too; there `--input-scales search` or "
-        "`--recipe rowwise` may help."
+        f"In {pluralize(len(low), 'input')} more than {HIGH_UNDERFLOW:.0%} of the elements underflow to zero, because "
+        f"a few large values determine the scale: {names}. This matters only for layers that also add much KL "
+        "divergence; for them `--input-scales search` or `--recipe rowwise` may help."
     )
 
 
-def _uneven(layers: Sequence[LayerReport]) -> Finding | None:
-    """Channels that leave the others of their input little of the format's range."""
-    uneven = uneven_first(inputs(layers))
-    if not uneven:
+def _outliers(layers: Sequence[LayerReport]) -> Finding | None:
+    """Returns a finding about outlier channels, next to which other channels use little of the format's range."""
+    outliers = with_outliers(first_readers(layers))
+    if not outliers:
         return None
-    names = listed([f"{input_name(x.name)} ({outlier_of(x)})" for x in uneven])
-    trouble = any(x.outlier is not None and x.outlier.excess > USELESS for x in uneven)
+    names = list_names([f"{input_name(x.name)} ({outlier_text(x)})" for x in outliers])
     return Finding(
-        f"In {count(len(uneven), 'input')} one channel is more than {UNEVEN:.0f} times as large as the median one: "
-        f"{names}. Where the weights that read it are small, its size is of no use and takes the room of others; "
-        "`--smoothing 0.5` moves it into the weights where that helps.",
-        trouble,
+        f"In {pluralize(len(outliers), 'input')} one channel is more than {MIN_OUTLIER_RATIO:.0f} times as large as "
+        f"the median channel: {names}. If the weights of such a channel are small, its size has no use and reduces the "
+        "precision of the other channels. `--smoothing 0.5` moves it into the weights if this reduces the error.",
+        is_problem=any(x.outlier is not None and x.outlier.excess > MAX_OUTLIER_EXCESS for x in outliers),
     )
 
 
-def _unsteady(tensors: Sequence[TensorReport]) -> Finding | None:
-    """Inputs whose largest value a few batches decided: other data may go beyond."""
-    usual = ((t, median(t.history)) for t in input_tensors(tensors) if t.history)
-    spread = {tensor.name.removesuffix(".input"): tensor.amax / middle for tensor, middle in usual if middle > 0}
-    wild = sorted(((ratio, name) for name, ratio in spread.items() if ratio > UNSTEADY), reverse=True)
-    if not wild:
+def _unusual_batches(tensors: Sequence[TensorReport]) -> Finding | None:
+    """Returns a finding about inputs for which a few batches determine the scale; other data may exceed their range."""
+    medians = ((t, median(t.history)) for t in input_tensors(tensors) if t.history)
+    ratios = {t.name.removesuffix(".input"): t.amax / middle for t, middle in medians if middle > 0}
+    high = sorted(((ratio, name) for name, ratio in ratios.items() if ratio > MAX_AMAX_RATIO), reverse=True)
+    if not high:
         return None
-    ratio, name = wild[0]
+    ratio, name = high[0]
     return Finding(
-        f"In {len(wild)} of {len(spread)} inputs one batch holds a value more than {UNSTEADY:.0f} times as large as "
-        f"the largest of a usual batch, in {input_name(name)} {ratio:.3g} times. More samples make such a scale "
-        "more reliable."
+        f"In {len(high)} of {len(ratios)} inputs the amax over all batches is more than {MAX_AMAX_RATIO:.0f} times the "
+        f"median amax of a batch; the largest factor is {ratio:.3g}, of the {input_name(name)}. More samples make such "
+        "a scale more reliable."
     )

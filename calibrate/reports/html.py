@@ -1,9 +1,9 @@
-"""The elements that pages are made of, as text. Arguments named `content` or `rows` are HTML already; others are
-escaped here.
+"""Functions that return HTML elements as text. Arguments named `content` or `rows` are HTML and are
+inserted as they are; all other arguments are text and are escaped.
 
-A page is one self-contained file without scripts, fonts or external addresses, so it can be mailed, archived, and
-opened on a phone or without a network. style.css: light and dark; the colours of series (s0 to s6) can be told apart
-without seeing red or green.
+A page is one self-contained file without scripts, fonts or external addresses. It can be mailed, archived, and opened
+without a network. style.css has light and dark colours; the colours of series (s0 to s6) can be distinguished with
+red-green colour blindness.
 """
 
 import re
@@ -21,7 +21,7 @@ def document(title: str, content: Iterable[str]) -> str:
 
 
 def section(title: str, explanation: str, *content: str) -> str:
-    """A section with one line that explains it; empty if there is no content."""
+    """Returns a section with a title and an explanation, or an empty string if there is no content."""
     if not any(content):
         return ""
     return f'<section><h2>{escape(title)}</h2><p class="why">{escape(explanation)}</p>{"".join(content)}</section>'
@@ -32,46 +32,47 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def figures(drawings: Mapping[str, str], kind: str = "") -> str:
-    """Drawings by their captions, side by side where there is room. Empty ones are left out."""
-    displayed = (f"<figure><figcaption>{escape(t)}</figcaption>{svg}</figure>" for t, svg in drawings.items() if svg)
-    inside = "".join(displayed)
-    return f'<div class="charts{" " + kind if kind else ""}">{inside}</div>' if inside else ""
+    """Returns SVG drawings with their captions, side by side; drawings that are empty strings are omitted."""
+    content = "".join(
+        f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in drawings.items() if svg
+    )
+    return f'<div class="charts{" " + kind if kind else ""}">{content}</div>' if content else ""
 
 
 def cards(contents: Mapping[str, tuple[str, str]]) -> str:
-    """A value and a note by their names, side by side."""
-    inside = (
+    """Returns cards, side by side, each with a name, a value and a note."""
+    content = (
         f"<div><b>{escape(name)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small></div>"
         for name, (value, note) in contents.items()
     )
-    return f'<div class="cards">{"".join(inside)}</div>'
+    return f'<div class="cards">{"".join(content)}</div>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """It scrolls on its own where it is wider than the page."""
-    top = "".join(f"<th>{escape(h)}</th>" for h in head)
+    """Returns a table, which scrolls horizontally if it is wider than the page."""
+    head_cells = "".join(f"<th>{escape(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def details(summary: str, content: str) -> str:
-    """A collapsed section."""
+    """Returns a section that is collapsed until the reader opens it."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def bar(share: float, largest: float) -> str:
-    """A share as a bar in a table's cell; `largest` fills the cell."""
+    """Returns a bar for a table's cell; a share equal to `largest` fills the cell."""
     width = 100 * share / largest if largest > 0 else 0.0
     return f'<span class="bar"><i style="width:{width:.1f}%"></i></span>'
 
 
 def coded(text: str) -> str:
-    """Text in which parts between backticks are code."""
+    """Returns escaped text in which parts between backticks are code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def titled(text: str, title: str) -> str:
-    """Text with a tooltip."""
+    """Returns text with a tooltip."""
     return f'<span title="{escape(title)}">{escape(text)}</span>'
 
 

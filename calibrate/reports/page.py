@@ -1,6 +1,6 @@
-"""Which sections the page of a report has, and in which order: what FP8 cost, then where, then why.
+"""The HTML pages of reports: which sections a page has, and in which order.
 
-A page is drawn only from the contents of calibration.json. A calibration's takes some hundreds of kilobytes.
+A page is made only from the contents of calibration.json. The page of a calibration has some hundreds of kilobytes.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from fp8serve.calibration.reports import sections
 from fp8serve.calibration.reports.findings import evaluation_findings, findings
 from fp8serve.calibration.reports.html import cards, document, section, table
 from fp8serve.calibration.reports.tables import (
-    change,
-    counts,
-    decibels,
     evaluation_figures,
-    number,
-    percent,
-    size,
-    verdict,
+    format_bytes,
+    format_decibels,
+    format_number,
+    format_percent,
+    perplexity_change,
+    sample_counts,
+    summary,
 )
-from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport, worst_first
+from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport, by_cost
 
 FACTS = ("model", "out", "against", "format", "recipe", "rounding", "device", "data", "source", "samples", "seq_len",
          "seconds", "versions")  # fmt: skip
@@ -29,45 +29,46 @@ Report = CalibrationReport | EvalReport | EmbeddingReport | EncoderEvalReport
 
 
 def html_report(report: CalibrationReport) -> str:
-    title = f"Calibration of {last_of(report.model)}"
+    """Returns the page of a calibration."""
+    title = f"Calibration of {base_name(report.model)}"
     content = [
-        sections.heading(title, verdict(report), report.notes),
+        sections.heading(title, summary(report), report.notes),
         _cards(report),
-        sections.what_to_know(findings(report)),
-        sections.before_and_after(report.generated),
-        sections.costs(report.layers, report.tensors),
-        sections.in_bf16(report.kept, "KL that their FP8 would add, nats", [k.kl for k in report.kept]),
-        sections.noise(report.layers),
-        sections.room(report.layers),
-        sections.batches(report.layers, report.tensors),
-        sections.grid(report.layers),
-        sections.largest(report.tensors),
+        sections.finding_list(findings(report)),
+        sections.generated_text(report.generated),
+        sections.layer_costs(report.layers, report.tensors),
+        sections.in_bf16(report.kept, "KL in FP8, nats", [group.kl for group in report.kept]),
+        sections.layer_sqnr(report.layers),
+        sections.headroom(report.layers),
+        sections.amax_per_batch(report.layers, report.tensors),
+        sections.value_distribution(report.layers),
+        sections.amax_per_layer(report.tensors),
         sections.smoothing(report.smoothing),
         sections.healing(report.healing),
         _facts(report),
-        sections.scales(report.tensors),
+        sections.scale_table(report.tensors),
     ]
     return document(title, content)
 
 
 def html_evaluation(report: EvalReport) -> str:
-    """The page of an evaluation; sections about layers need a reference."""
-    title = f"Evaluation of {last_of(report.model)}"
+    """Returns the page of an evaluation; sections about layers need a reference."""
+    title = f"Evaluation of {base_name(report.model)}"
     content = [
-        sections.heading(title, _measured(report), report.notes),
+        sections.heading(title, _evaluation_summary(report), report.notes),
         _evaluation_cards(report),
-        sections.what_to_know(evaluation_findings(report)) if report.layers else "",
-        sections.costs(report.layers),
-        sections.noise(report.layers),
-        sections.room(report.layers),
-        sections.grid(report.layers),
+        sections.finding_list(evaluation_findings(report)) if report.layers else "",
+        sections.layer_costs(report.layers),
+        sections.layer_sqnr(report.layers),
+        sections.headroom(report.layers),
+        sections.value_distribution(report.layers),
         _facts(report),
     ]
     return document(title, content)
 
 
-def last_of(model: str) -> str:
-    """The last part of a path."""
+def base_name(model: str) -> str:
+    """Returns the last part of a path."""
     return model.rstrip("/").rpartition("/")[2] or model
 
 
@@ -75,11 +76,17 @@ def _cards(report: CalibrationReport) -> str:
     quality, ratio = report.quality, report.bytes_after / max(1, report.bytes_before)
     worst = min((layer.sqnr_db for layer in report.layers if layer.sqnr_db is not None), default=None)
     contents = {
-        "Perplexity": (f"{number(quality.reference_perplexity)} → {number(quality.perplexity)}", change(quality)),
-        "Same top token": (percent(quality.top1_agreement), f"KL {number(quality.kl_divergence)} nats"),
-        "Lowest SQNR": (decibels(worst), f"{len(report.layers)} FP8 layers"),
-        "Weights": (size(report.bytes_after), f"{percent(ratio)} of {size(report.bytes_before)}"),
-        "Calibrated on": (f"{report.data.tokens:,} tokens", counts(report.data.samples, report.data.documents)),
+        "Perplexity": (
+            f"{format_number(quality.reference_perplexity)} → {format_number(quality.perplexity)}",
+            perplexity_change(quality),
+        ),
+        "Same top token": (format_percent(quality.top1_agreement), f"KL {format_number(quality.kl_divergence)} nats"),
+        "Lowest SQNR": (format_decibels(worst), f"{len(report.layers)} FP8 layers"),
+        "Weights": (
+            format_bytes(report.bytes_after),
+            f"{format_percent(ratio)} of {format_bytes(report.bytes_before)}",
+        ),
+        "Calibrated on": (f"{report.data.tokens:,} tokens", sample_counts(report.data.samples, report.data.documents)),
         "Time": (f"{report.seconds.get('total', 0):.1f} s", report.device),
     }
     return cards(contents)
@@ -88,57 +95,61 @@ def _cards(report: CalibrationReport) -> str:
 def _evaluation_cards(report: EvalReport) -> str:
     quality = report.quality
     contents = {
-        "Perplexity": (number(quality.perplexity), f"of {quality.tokens:,} tokens"),
+        "Perplexity": (format_number(quality.perplexity), f"of {quality.tokens:,} tokens"),
         "Recipe": (report.runs_as, f"{len(report.layers)} FP8 layers compared" if report.layers else ""),
         "Time": (f"{report.seconds:.1f} s", f"{report.samples} samples"),
     }
     if report.against is not None:
-        contents["Reference"] = (number(quality.reference_perplexity), f"perplexity{change(quality)}")
-        contents["Same top token"] = (percent(quality.top1_agreement), f"KL {number(quality.kl_divergence)} nats")
+        contents["Reference"] = (format_number(quality.reference_perplexity), f"perplexity{perplexity_change(quality)}")
+        contents["Same top token"] = (
+            format_percent(quality.top1_agreement),
+            f"KL {format_number(quality.kl_divergence)} nats",
+        )
     return cards(contents)
 
 
-def _measured(report: EvalReport) -> str:
-    """One sentence: on what, and against what."""
-    where = f"{report.quality.tokens:,} tokens of {', '.join(report.source)}"
+def _evaluation_summary(report: EvalReport) -> str:
+    """Returns a sentence about the model, its reference and the text."""
+    text = f"{report.quality.tokens:,} tokens of {', '.join(report.source)}"
     if report.against is None:
-        return f"Perplexity {number(report.quality.perplexity)} on {where}, under the recipe {report.runs_as}."
-    return f"{report.model} under the recipe {report.runs_as}, against {report.against} in high precision, on {where}."
+        return f"Perplexity {format_number(report.quality.perplexity)} on {text}, with the recipe {report.runs_as}."
+    return f"{report.model} with the recipe {report.runs_as}, against {report.against} in high precision, on {text}."
 
 
 def html_encoder_report(report: EmbeddingReport) -> str:
-    """Of a calibration."""
-    close = report.quality
+    """Returns the page of an encoder's calibration."""
+    cosine = report.quality
     contents = {
-        "Cosine to BF16": (f"{close.median:.5f}", f"median of {close.texts} held-out texts"),
-        "Fifth percentile": (f"{close.fifth:.5f}", f"{close.least:.5f} at least"),
-        "Weights": (size(report.bytes_after), f"of {size(report.bytes_before)}"),
+        "Cosine to BF16": (f"{cosine.median:.5f}", f"median of {cosine.texts} held-out texts"),
+        "5th percentile of cosine": (f"{cosine.fifth:.5f}", f"minimum {cosine.least:.5f}"),
+        "Weights": (format_bytes(report.bytes_after), f"of {format_bytes(report.bytes_before)}"),
         "Calibrated on": (f"{report.tokens:,} tokens", f"{report.samples} samples"),
         "Time": (f"{report.seconds.get('total', 0):.1f} s", report.device),
     }
-    title = f"Calibration of {last_of(report.model)}"
+    title = f"Calibration of {base_name(report.model)}"
     content = [
         sections.heading(title, report.notes[0], report.notes[1:]),
         cards(contents),
         _layers(report.layers),
-        sections.in_bf16(report.kept, "cosine with FP8 here alone", [k.cosine for k in report.kept]),
+        sections.in_bf16(report.kept, "cosine with only these in FP8", [group.cosine for group in report.kept]),
         _facts(report),
     ]
     return document(title, content)
 
 
 def html_encoder_evaluation(report: EncoderEvalReport) -> str:
-    """Of an evaluation."""
-    title = f"Evaluation of {last_of(report.model)}"
-    where = f"on {report.tokens:,} tokens of {', '.join(report.source)}"
-    other = "" if report.against is None else f", against {report.against} in BF16"
+    """Returns the page of an encoder's evaluation."""
+    title = f"Evaluation of {base_name(report.model)}"
+    text = f"on {report.tokens:,} tokens of {', '.join(report.source)}"
+    reference = "" if report.against is None else f", against {report.against} in BF16"
     content = [
-        sections.heading(title, f"{report.model} under the recipe {report.recipe}{other}, {where}.", report.notes),
+        sections.heading(title, f"{report.model} with the recipe {report.recipe}{reference}, {text}.", report.notes),
         section(
-            "What was found",
-            "The cosine is between both models' vectors of a text. Texts are cut in two, and second halves searched "
-            "with first ones: how often the right one comes first, and how often both models put the same ones first.",
-            table(("", ""), [[escape(name), escape(text)] for name, text in evaluation_figures(report).items()]),
+            "Results",
+            "The cosine compares the vectors of a text by both models. For the retrieval test each text is split into "
+            "halves, and the first half is the query for the second half. Top-1 is the share of queries for which the "
+            "correct half has rank 1.",
+            table(("", ""), [[escape(name), escape(value)] for name, value in evaluation_figures(report).items()]),
         ),
         _layers(report.layers),
         _facts(report),
@@ -152,12 +163,13 @@ def _facts(report: Report) -> str:
 
 def _layers(layers: Sequence[LayerReport]) -> str:
     rows = [
-        [escape(x.name), *sections.sqnrs(x), percent(x.saturated), percent(x.underflowed)] for x in worst_first(layers)
+        [escape(x.name), *sections.sqnrs(x), format_percent(x.saturated), format_percent(x.underflowed)]
+        for x in by_cost(layers)
     ]
-    head = ("layer", "SQNR", "of input", "of weight", "inputs cut off", "inputs lost to zero")
+    head = ("layer", "SQNR", "SQNR of input", "SQNR of weight", "input saturated", "input underflowed")
     return section(
-        "Signal and noise of every layer",
-        "SQNR is the power of a signal over that of its rounding noise: of the layer's output, and of the input "
-        "and the weight that it comes from. 6 dB are one bit, and E4M3 leaves about 31 dB of a tensor that suits it.",
+        "SQNR of each layer",
+        "SQNR is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. "
+        "6 dB are one bit. A tensor that suits E4M3 has about 31 dB.",
         table(head, rows) if rows else "",
     )

@@ -1,5 +1,4 @@
-"""The sections of a report's page; each is one function. Those on layers and tensors are charts and tables, the others
-are sentences."""
+"""The sections of a report's HTML page. Each function returns the HTML of one section, or an empty string."""
 
 import json
 import re
@@ -11,16 +10,24 @@ from typing import Any
 from fp8serve.calibration.reports.findings import (
     KINDS,
     Finding,
-    index_of,
+    extra_margin,
+    first_readers,
+    input_key,
+    input_kind,
     input_name,
     input_tensors,
-    inputs,
-    kind_of,
-    margin,
-    place_of,
+    layer_index,
 )
 from fp8serve.calibration.reports.html import bar, coded, details, figures, paragraph, section, table, titled
-from fp8serve.calibration.reports.tables import NONE, count, decibels, number, percent, short, size
+from fp8serve.calibration.reports.tables import (
+    NO_VALUE,
+    format_bytes,
+    format_decibels,
+    format_number,
+    format_percent,
+    pluralize,
+    short_name,
+)
 from fp8serve.calibration.result import (
     CastReport,
     GeneratedReport,
@@ -30,89 +37,94 @@ from fp8serve.calibration.result import (
     Origin,
     SmoothingReport,
     TensorReport,
-    worst_first,
+    by_cost,
 )
 from fp8serve.charts import Dot, bars, curve, dots, heat, heat_legend, sparkline
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
                "gate_up_proj")  # fmt: skip
-Value = tuple[str, float, str]  # name of a layer or tensor, y, and y as it is shown
-EXPONENTS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}  # by the number of a histogram's bar
-WORST = 12  # rows of the list of costs
-SMALLEST = 4  # inputs that are shown one by one
-TROUBLED = 6  # inputs whose history is drawn
+Value = tuple[str, float, str]  # name of a layer or tensor, y, and y as text
+EXPONENT_LABELS = {0: "0", 2: "2⁻⁶", 5: "2⁻³", 8: "1", 11: "2³", 14: "2⁶", 16: "2⁸"}  # by the index of a bar
+COST_TABLE_ROWS = 12
+MAX_INPUT_HISTOGRAMS = 4
+MAX_AMAX_CURVES = 6
 
 
 def by_projection(values: Iterable[Value], *, log: bool = False) -> str:
-    return _dots(values, PROJECTIONS, _last, log)
+    return _dots(values, PROJECTIONS, _leaf, log)
 
 
 def by_input(values: Iterable[Value]) -> str:
-    """The values with linears that read the same input given once."""
-    return _dots(values, KINDS, kind_of, False)
+    """Charts values of inputs; the caller passes one linear for each input."""
+    return _dots(values, KINDS, input_kind, False)
 
 
 def keys_and_values(values: Iterable[Value]) -> str:
-    return _dots(values, ("k", "v"), _last, True)
+    return _dots(values, ("k", "v"), _leaf, True)
 
 
-def _last(name: str) -> str:
+def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _dots(values: Iterable[Value], names: Sequence[str], of: Callable[[str], str], log: bool) -> str:
-    """Only these kinds of names are charted; the tables have the rest."""
-    series: dict[str, list[Dot]] = {name: [] for name in names}
-    for name, y, displayed in values:
-        layer = index_of(name)
-        if layer is not None and of(name) in series:
-            series[of(name)].append(Dot(layer, y, f"{name}: {displayed}"))
+def _dots(values: Iterable[Value], kinds: Sequence[str], kind_of: Callable[[str], str], log: bool) -> str:
+    """Charts values by decoder layer, with one series for each of `kinds`; values of other kinds are omitted."""
+    series: dict[str, list[Dot]] = {kind: [] for kind in kinds}
+    for name, y, text in values:
+        layer = layer_index(name)
+        if layer is not None and kind_of(name) in series:
+            series[kind_of(name)].append(Dot(layer, y, f"{name}: {text}"))
     named = {name.removesuffix("_proj"): row for name, row in series.items() if row}
     return dots(named, "decoder layer", log=log)
 
 
 def heading(title: str, verdict: str, notes: Sequence[str]) -> str:
-    """The subject, the result, and anything unexpected."""
+    """Returns the title, the main result and the notes."""
     return f"<h1>{escape(title)}</h1>" + "".join(paragraph(text, "lead") for text in (verdict, *notes))
 
 
-def what_to_know(findings: Sequence[Finding]) -> str:
-    """The findings, or a sentence that nothing is wrong."""
-    calm = [] if any(finding.trouble for finding in findings) else [Finding("Nothing here needs attention.")]
-    items = (f'<li class="{"trouble" if f.trouble else "calm"}">{coded(f.text)}</li>' for f in (*calm, *findings))
+def finding_list(findings: Sequence[Finding]) -> str:
+    """Returns the findings as a list, which starts with "No problems were found." if that is the case."""
+    no_problems = [] if any(f.is_problem for f in findings) else [Finding("No problems were found.")]
+    items = (
+        f'<li class="{"problem" if f.is_problem else "note"}">{coded(f.text)}</li>' for f in (*no_problems, *findings)
+    )
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
-def before_and_after(samples: Sequence[GeneratedReport]) -> str:
-    """The model's output in high precision and in FP8, side by side."""
+def generated_text(samples: Sequence[GeneratedReport]) -> str:
+    """Shows the continuations of held-out prompts in high precision and in FP8, side by side."""
     return section(
-        "Before and after",
-        "Held-out prompts, continued by the model in high precision and by what was written. Tokens are drawn, with "
-        "the same random numbers for both. Other words are not worse words: one token that was nearly as likely "
-        "changes all that follows it.",
+        "Text generated before and after calibration",
+        "Held-out prompts, continued by the model in high precision and by the written FP8 model. Both models sample "
+        "with the same random numbers. A different text is not a worse text: if two tokens are almost equally likely, "
+        "a small difference changes the sampled token, and with it the rest of the text.",
         *map(_sample, samples),
     )
 
 
 def _sample(sample: GeneratedReport) -> str:
-    same = _in_common(sample.before, sample.after)
-    alike = f"the same for {count(sample.same_tokens, 'token')}" if sample.same_tokens else "different at once"
-    message = "the same" if sample.before == sample.after else alike
-    sides = (_side("In high precision", sample.before, same), _side(f"In FP8: {message}", sample.after, same))
+    same = _common_prefix(sample.before, sample.after)
+    if sample.before == sample.after:
+        difference = "the same text"
+    else:
+        difference = f"{pluralize(sample.same_tokens, 'token')} before the first difference"
+    before = _generated_side("In high precision", sample.before, same)
+    after = _generated_side(f"In FP8: {difference}", sample.after, same)
     prompt = f'<div class="prompt"><b>Prompt</b><p class="text">{escape(sample.prompt)}</p></div>'
-    return f'{prompt}<div class="said">{"".join(sides)}</div>'
+    return f'{prompt}<div class="generated">{before}{after}</div>'
 
 
-def _in_common(one: str, other: str) -> int:
-    """The number of characters that both begin with, without the beginning of a word that differs."""
+def _common_prefix(one: str, other: str) -> int:
+    """Returns the length of the common prefix, which ends before the first word that differs."""
     differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     same = next(differing, min(len(one), len(other)))
     within_word = re.match(r"\S", one[same:]) or re.match(r"\S", other[same:])
     return len(re.sub(r"\S+$", "", one[:same])) if within_word else same
 
 
-def _side(title: str, text: str, same: int) -> str:
-    """The first word that differs is marked."""
+def _generated_side(title: str, text: str, same: int) -> str:
+    """Returns one text, in which the first word after `same` characters is highlighted."""
     parts = re.fullmatch(r"(\s*\S*)(.*)", text[same:], re.DOTALL)
     word, rest = parts.groups() if parts else ("", "")
     marked = f"<mark>{escape(word)}</mark>" if word else ""
@@ -122,162 +134,177 @@ def _side(title: str, text: str, same: int) -> str:
 def healing(report: HealingReport | None) -> str:
     if report is None:
         return ""
-    drawn = {f"Loss of {report.steps} steps (nats)": curve(report.losses, "step")}
+    charts = {f"Loss of {report.steps} steps (nats)": curve(report.losses, "step")}
     return section(
         "Healing",
-        "The FP8 model was trained to say what it said in high precision. On the held-out samples its KL divergence "
-        f"went from {number(report.kl_before)} to {number(report.kl_after)} nats"
-        + ("." if report.helped else ", which is no better: the weights of before were written."),
-        figures(drawn, "small"),
+        "The FP8 model was trained towards its own output in high precision. On the held-out samples its KL divergence "
+        f"changed from {format_number(report.kl_before)} to {format_number(report.kl_after)} nats"
+        + ("." if report.helped else ". This is no improvement, so the weights from before healing were written."),
+        figures(charts, "small"),
     )
 
 
 def smoothing(report: SmoothingReport | None) -> str:
-    """The pairs whose channels were evened out."""
+    """Lists the norms and linears with smoothed output channels."""
     if report is None or not report.pairs:
         return ""
-    names = table(("what makes the channels",), [[escape(name)] for name in report.pairs])
+    names = table(("norm or linear with smoothed output channels",), [[escape(name)] for name in report.pairs])
     return section(
         "Smoothing",
-        "Channels far larger than the others were divided by powers of two, and the weights that read them multiplied: "
-        f"in {len(report.pairs)} of {report.tried} pairs, where that made the error of the layer's output smaller.",
-        details("The pairs", names),
+        "Large channels of inputs were divided by powers of two, and the weights that read these channels were "
+        f"multiplied by the same powers. This reduced the error of the layer's output in {len(report.pairs)} of "
+        f"{report.tried} pairs of a norm or linear and its readers; the other pairs are unchanged.",
+        details("Smoothed norms and linears", names),
     )
 
 
 def in_bf16(groups: Sequence[LinearGroup], cost: str, costs: Sequence[float | None]) -> str:
-    """The linears that were left as they are, with what their FP8 would cost."""
-    rows = [[escape(", ".join(g.names)), size(g.bytes), number(x)] for g, x in zip(groups, costs, strict=True)]
+    """Lists the linears that stay in BF16, with their size and the cost that they would have in FP8."""
+    rows = [
+        [escape(", ".join(group.names)), format_bytes(group.bytes), format_number(value)]
+        for group, value in zip(groups, costs, strict=True)
+    ]
     return section(
-        "Stays in BF16",
-        "These layers were left in high precision, because somebody named them or a target for quality asked for it.",
-        table(("linear layers", "more than in FP8", cost), rows) if rows else "",
+        "Layers in BF16",
+        "These layers stay in high precision, because an option excluded them or a quality target needed it.",
+        table(("linear layers", "bytes more than in FP8", cost), rows) if rows else "",
     )
 
 
 def facts(origin: Origin | None, arguments: Mapping[str, Any]) -> str:
-    """How to repeat the run, and its inputs."""
+    """Shows the command of the run, its date and machine, and its arguments."""
     command = (
         f"<pre>{escape(origin.command)}</pre><p>{escape(origin.date)}, {escape(origin.machine)}</p>" if origin else ""
     )
     text = escape(json.dumps(arguments, indent=2, ensure_ascii=False))
-    folded = details("Recipe, data, versions", f"<pre>{text}</pre>")
-    return section("How it was made", "Repeat it with this command.", command, folded)
+    arguments_html = details("Recipe, data, versions", f"<pre>{text}</pre>")
+    return section("How to reproduce this report", "This command made the report.", command, arguments_html)
 
 
-def costs(layers: Sequence[LayerReport], tensors: Sequence[TensorReport] = ()) -> str:
-    """The layers, most expensive first."""
+def layer_costs(layers: Sequence[LayerReport], tensors: Sequence[TensorReport] = ()) -> str:
+    """Lists the layers by the KL divergence that each adds, largest first."""
     if not layers:
         return ""
-    worst = worst_first(layers)
+    layers = by_cost(layers)
     return section(
-        "What each layer costs",
-        "How much FP8 in this layer alone moves the model's predictions: its share of the KL divergence, in nats per "
-        "token. SQNR is the power of a signal over that of its rounding noise: of the layer's output, and of the input "
-        "and the weight that it comes from. About 31 dB is what E4M3 leaves of a tensor that suits it.",
-        _cost_table(worst[:WORST]),
-        details(f"All {len(worst)} layers", _layer_table(worst, tensors)),
+        "KL divergence of each layer",
+        "The KL divergence, in nats per token, is the change of the model's predictions by the FP8 of one layer. SQNR "
+        "is the ratio of signal power to rounding-noise power, for the layer's output, its input and its weight. A "
+        "tensor that suits E4M3 has about 31 dB.",
+        _cost_table(layers[:COST_TABLE_ROWS]),
+        details(f"All {len(layers)} layers", _layer_table(layers, tensors)),
     )
 
 
 def _cost_table(layers: Sequence[LayerReport]) -> str:
     largest = max((x.kl or 0.0 for x in layers), default=0.0)
     rows = (
-        [titled(short(x.name), x.name), bar(x.kl or 0.0, largest), number(x.kl), *sqnrs(x), percent(x.underflowed)]
+        [
+            titled(short_name(x.name), x.name),
+            bar(x.kl or 0.0, largest),
+            format_number(x.kl),
+            *sqnrs(x),
+            format_percent(x.underflowed),
+        ]
         for x in layers
     )
-    return table(("layer", "", "KL, nats", "SQNR", "of input", "of weight", "inputs lost to zero"), rows)
+    return table(("layer", "", "KL, nats", "SQNR", "SQNR of input", "SQNR of weight", "input underflow"), rows)
 
 
 def sqnrs(layer: LayerReport) -> list[str]:
-    casts = (NONE if cast is None else decibels(cast.sqnr_db) for cast in (layer.input, layer.weight))
-    return [decibels(layer.sqnr_db), *casts]
+    """Returns the SQNR of the layer's output, input and weight."""
+    casts = (NO_VALUE if cast is None else format_decibels(cast.sqnr_db) for cast in (layer.input, layer.weight))
+    return [format_decibels(layer.sqnr_db), *casts]
 
 
 def _layer_table(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
     by_name = {t.name: t for t in tensors}
     rows = []
     for layer in layers:
-        lost = (percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
+        shares = (format_percent(f) for f in (layer.saturated, layer.rounded_to_top, layer.underflowed))
         tensor = by_name.get(f"{layer.name}.input")
-        seen = (NONE, NONE) if tensor is None else (number(tensor.amax), number(tensor.scale))
-        rows.append([escape(layer.name), number(layer.kl), *sqnrs(layer), *lost, *seen])
-    head = ("layer", "KL, nats", "SQNR", "of input", "of weight", "cut off", "at the top", "underflowed")
-    return table((*head, "input amax", "input scale"), rows)
+        scale = (NO_VALUE, NO_VALUE) if tensor is None else (format_number(tensor.amax), format_number(tensor.scale))
+        rows.append([escape(layer.name), format_number(layer.kl), *sqnrs(layer), *shares, *scale])
+    head = ("layer", "KL, nats", "SQNR", "SQNR of input", "SQNR of weight")
+    input_head = ("input saturated", "rounded to 448", "input underflowed", "input amax", "input scale")
+    return table((*head, *input_head), rows)
 
 
-def noise(layers: Sequence[LayerReport]) -> str:
-    """SQNR over the depth of the model."""
+def layer_sqnr(layers: Sequence[LayerReport]) -> str:
+    """Charts the SQNR of outputs, inputs and weights by decoder layer."""
     parts: dict[str, Callable[[LayerReport], float | None]] = {
         "of the layer's output": lambda x: x.sqnr_db,
         "of its input": lambda x: x.input.sqnr_db if x.input else None,
         "of its weight": lambda x: x.weight.sqnr_db if x.weight else None,
     }
-    drawn = {}
-    for title, of in parts.items():
-        values = [(x.name, value, decibels(value)) for x in layers if (value := of(x)) is not None]
-        drawn[f"SQNR {title} (dB)"] = by_projection(values)
+    charts = {}
+    for title, sqnr_of in parts.items():
+        values = [(x.name, value, format_decibels(value)) for x in layers if (value := sqnr_of(x)) is not None]
+        charts[f"SQNR {title} (dB)"] = by_projection(values)
     return section(
-        "Signal and noise",
-        "Every dot is a linear layer; higher is better, and 6 dB are one bit. A dot far below its neighbours is a "
-        "tensor with values that FP8 holds badly together: a few large ones and many small.",
-        figures(drawn),
+        "SQNR by layer",
+        "Each dot is a linear layer. Higher is better; 6 dB are one bit. A dot far below its neighbours is a tensor "
+        "with a few large values and many small ones, which FP8 represents badly with one scale.",
+        figures(charts),
     )
 
 
-def room(layers: Sequence[LayerReport]) -> str:
-    """Headroom, and what was cut off or lost."""
-    known = [(x, x.headroom) for x in inputs(layers) if x.headroom is not None]
-    if not any(abs(headroom) > 0.01 for _, headroom in known):
-        return ""  # every scale is made for its own tensor, so there is nothing to check
-    drawn = {"Headroom of inputs (powers of two)": by_input((x.name, h, f"{h:+.2f}") for x, h in known)}
-    for field, title in (("saturated", "cut off"), ("underflowed", "lost to zero")):
-        lost = [(x.name, 100 * getattr(x, field), percent(getattr(x, field))) for x, _ in known]
-        if any(y > 0 for _, y, _ in lost):
-            drawn[f"Input elements {title} (%)"] = by_input(lost)
+def headroom(layers: Sequence[LayerReport]) -> str:
+    """Charts the headroom, saturation and underflow of inputs; lists the inputs with saturated values."""
+    readers = [(x, x.headroom) for x in first_readers(layers) if x.headroom is not None]
+    if not any(abs(headroom) > 0.01 for _, headroom in readers):
+        return ""  # the recipe computes every scale from the tensor itself
+    charts = {"Headroom of inputs (powers of two)": by_input((x.name, h, f"{h:+.2f}") for x, h in readers)}
+    for field, title in (("saturated", "saturated"), ("underflowed", "underflowed to zero")):
+        shares = [(x.name, 100 * getattr(x, field), format_percent(getattr(x, field))) for x, _ in readers]
+        if any(y > 0 for _, y, _ in shares):
+            charts[f"Input elements {title} (%)"] = by_input(shares)
     return section(
-        "Room at the top",
-        "How the held-out samples, which no scale has seen, fit the scales. Headroom is log2(448 / (scale × largest "
-        "value)): 0 when the largest value just fits, 1 when it is half of what would fit, below 0 when it was cut "
-        "off. Expect as much of data like these. A margin larger by ⌈−headroom⌉ would avoid it, at the price of as "
-        "many powers of two at the lower end.",
-        figures(drawn),
-        _over(known),
+        "Headroom, saturation and underflow of inputs",
+        "How well the scales fit the held-out samples, which were not used to compute scales. Headroom is "
+        "log2(448 / (scale × largest value)): 0 if the largest value just fits, 1 if it is half of what fits, and "
+        "negative if values saturated. A margin larger by ⌈−headroom⌉ would avoid the saturation, but small values "
+        "would lose as many powers of two.",
+        figures(charts),
+        _saturated_inputs(readers),
     )
 
 
-def _over(known: Sequence[tuple[LayerReport, float]]) -> str:
-    """The inputs that went beyond their limit."""
-    worst = sorted((pair for pair in known if pair[0].saturated > 0), key=lambda pair: pair[1])
+def _saturated_inputs(readers: Sequence[tuple[LayerReport, float]]) -> str:
+    """Lists the inputs with saturated values, lowest headroom first."""
+    worst = sorted((pair for pair in readers if pair[0].saturated > 0), key=lambda pair: pair[1])
     if not worst:
         return ""
-    rows = ([titled(input_name(x.name), x.name), f"{h:.2f}", percent(x.saturated), str(margin(x))] for x, h in worst)
-    head = ("input", "headroom", "elements cut off", "margin that would avoid it")
-    return details(f"{len(worst)} inputs went beyond their limit", table(head, rows))
+    rows = (
+        [titled(input_name(x.name), x.name), f"{headroom:.2f}", format_percent(x.saturated), str(extra_margin(x))]
+        for x, headroom in worst
+    )
+    head = ("input", "headroom", "elements saturated", "margin without saturation")
+    return details(f"Inputs with saturated values: {len(worst)}", table(head, rows))
 
 
-def grid(layers: Sequence[LayerReport]) -> str:
-    """Where values land on E4M3."""
-    read = [(x, x.input) for x in inputs(layers) if x.input]
-    small = sorted(read, key=lambda pair: -(pair[1].zeros + pair[1].binades[0]))[:SMALLEST]
-    of_inputs = {f"Inputs {kind}": _mean([c for x, c in read if kind_of(x.name) == kind]) for kind in KINDS}
-    weights = [(x.name.rpartition(".")[2], x.weight) for x in layers if x.weight]
-    of_weights = {
-        f"Weights of {p.removesuffix('_proj')}": _mean([c for n, c in weights if n == p]) for p in PROJECTIONS
+def value_distribution(layers: Sequence[LayerReport]) -> str:
+    """Charts how many values of inputs and weights have each exponent of E4M3."""
+    inputs = [(x, x.input) for x in first_readers(layers) if x.input]
+    smallest = sorted(inputs, key=lambda pair: -(pair[1].zeros + pair[1].binades[0]))[:MAX_INPUT_HISTOGRAMS]
+    input_casts = {f"Inputs of {k}": _mean_cast([c for x, c in inputs if input_kind(x.name) == k]) for k in KINDS}
+    weights = [(_leaf(x.name), x.weight) for x in layers if x.weight]
+    weight_casts = {
+        f"Weights of {p.removesuffix('_proj')}": _mean_cast([c for n, c in weights if n == p]) for p in PROJECTIONS
     }
     return section(
-        "Where values land on the grid of E4M3",
-        "Shares of the elements by their size after scaling, a bar for each power of two that the format has. In the "
-        "blue ones a value is rounded by at most a sixteenth of itself. The orange ones are zero and the subnormal "
-        "values below 2⁻⁶, where small numbers lose their digits. At the right end is the largest value, 448.",
-        _histograms("Inputs, on the held-out samples", of_inputs),
-        _histograms("Weights", of_weights),
-        _histograms("The inputs with most in the orange bars", {input_name(x.name): cast for x, cast in small}),
+        "Distribution of values over the exponents of E4M3",
+        "Each bar is the share of elements with one exponent after scaling. Values in blue bars are rounded by at most "
+        "a sixteenth of their size. Orange bars are zeros and subnormal values below 2⁻⁶, which have fewer bits. The "
+        "bar at the right has the largest value, 448.",
+        _histograms("Inputs, on the held-out samples", input_casts),
+        _histograms("Weights", weight_casts),
+        _histograms("Inputs with the most zeros and subnormal values", {input_name(x.name): c for x, c in smallest}),
     )
 
 
-def _mean(casts: Sequence[CastReport]) -> CastReport | None:
-    """Of tensors of one size."""
+def _mean_cast(casts: Sequence[CastReport]) -> CastReport | None:
+    """Returns the mean of the fractions, which is exact because tensors of one kind have the same size."""
     if not casts:
         return None
     count = len(casts)
@@ -287,92 +314,94 @@ def _mean(casts: Sequence[CastReport]) -> CastReport | None:
 
 
 def _histograms(title: str, casts: Mapping[str, CastReport | None]) -> str:
-    drawn = {name: _histogram(cast) for name, cast in casts.items() if cast is not None}
-    return f"<h3>{escape(title)}</h3>{figures(drawn, 'small')}" if drawn else ""
+    charts = {name: _histogram(cast) for name, cast in casts.items() if cast is not None}
+    return f"<h3>{escape(title)}</h3>{figures(charts, 'small')}" if charts else ""
 
 
 def _histogram(cast: CastReport) -> str:
-    """A bar for zero and for each of the 16 exponents of E4M3, and the figures for which bars are too low."""
-    inside = (f"2^{exponent} to 2^{exponent + 1}" for exponent in range(-6, 8))
-    ranges = ["zero", "subnormal, below 2^-6", *inside, "2^8 and above"]
+    """Returns bars for zero and for each of the 16 exponents of E4M3, and the figures of bars that are often tiny."""
+    binades = (f"2^{exponent} to 2^{exponent + 1}" for exponent in range(-6, 8))
+    ranges = ["zero", "subnormal, below 2^-6", *binades, "2^8 and above"]
     shares = (cast.zeros, *cast.binades)
-    titles = [f"{name}: {percent(share)}" for name, share in zip(ranges, shares, strict=True)]
-    low = f"zero {percent(cast.zeros)}, subnormal {percent(cast.binades[0])}, largest value {percent(cast.at_top)}"
-    return f"{bars(shares, titles, EXPONENTS, 2)}<small>{low}</small>"
+    titles = [f"{name}: {format_percent(share)}" for name, share in zip(ranges, shares, strict=True)]
+    zeros, subnormal, top = map(format_percent, (cast.zeros, cast.binades[0], cast.at_top))
+    figures_text = f"zero {zeros}, subnormal {subnormal}, largest value {top}"
+    return f"{bars(shares, titles, EXPONENT_LABELS, 2)}<small>{figures_text}</small>"
 
 
-def batches(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
-    """Amax histories: maps of all, curves of those whose layers cost most."""
-    maps = {title: _map(rows) for title, rows in _histories(tensors).items()}
+def amax_per_batch(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
+    """Shows amax histories: heat maps of all tensors, and curves of the inputs of layers with a high KL divergence."""
+    maps = {title: _heat_map(rows) for title, rows in _tensors_by_kind(tensors).items()}
     return section(
-        "Largest values, batch by batch",
-        "One row for each decoder layer, one column for each batch of calibration data: how near the largest value "
-        "came to the top of what its scale represents. Even rows are steady; a row with few dark cells owes its scale "
-        "to few batches, and other data may go beyond it.",
+        "Amax per batch",
+        "Each row is a decoder layer, each column a batch of calibration data. The colour is the amax of the batch as "
+        "a fraction of the range of the scale. A row of one colour has similar amaxes in all batches. In a row with "
+        "few dark cells a few batches determine the scale, and other data may exceed its range.",
         figures(maps),
         heat_legend() if any(maps.values()) else "",
         _curves(layers, tensors),
     )
 
 
-def _histories(tensors: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
-    """By kind, layer by layer."""
+def _tensors_by_kind(tensors: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
+    """Groups tensors by kind, such as the inputs of q/k/v; within a kind they are in the order of the layers."""
     results: dict[str, list[TensorReport]] = {}
     for tensor in input_tensors(tensors):
-        results.setdefault(f"Inputs {kind_of(tensor.name.removesuffix('.input'))}", []).append(tensor)
+        results.setdefault(f"Inputs of {input_kind(tensor.name.removesuffix('.input'))}", []).append(tensor)
     for ending, title in ((".k", "Keys"), (".v", "Values"), (".grad_output", "Gradients of the output of {}")):
         for tensor in (t for t in tensors if t.name.endswith(ending)):
             results.setdefault(title.format(tensor.name.split(".")[-2].removesuffix("_proj")), []).append(tensor)
     return results
 
 
-def _map(tensors: Sequence[TensorReport]) -> str:
-    titles = [f"{t.name}: amax {number(t.amax)} in {t.observations} batches" for t in tensors]
-    return heat([[_level(amax, t) for amax in t.history] for t in tensors], titles, "batch")
+def _heat_map(tensors: Sequence[TensorReport]) -> str:
+    titles = [f"{t.name}: amax {format_number(t.amax)} in {t.observations} batches" for t in tensors]
+    return heat([[_log2_amax_share(amax, t) for amax in t.history] for t in tensors], titles, "batch")
 
 
-def _level(amax: float, tensor: TensorReport) -> float | None:
-    """log2 of an amax divided by the largest that can be represented; without a stored scale, by the largest seen."""
+def _log2_amax_share(amax: float, tensor: TensorReport) -> float | None:
+    """Returns log2(amax / largest representable value); without a stored scale, log2(amax / largest amax)."""
     limit = tensor.limit or tensor.amax
     return log2(amax / limit) if amax > 0 and limit > 0 else None
 
 
 def _curves(layers: Sequence[LayerReport], tensors: Sequence[TensorReport]) -> str:
-    by_input = {place_of(t.name.removesuffix(".input")): t for t in input_tensors(tensors)}
-    places = dict.fromkeys(place_of(layer.name) for layer in worst_first(layers))
-    displayed = [by_input[place] for place in places if place in by_input][:TROUBLED]
-    drawn = {input_name(t.name.removesuffix(".input")): curve(t.history, "batch", t.limit) for t in displayed}
-    title = "<h3>Inputs of the layers that cost most: their largest value in each batch</h3>"
-    return title + figures(drawn, "small") if any(drawn.values()) else ""
+    by_input = {input_key(t.name.removesuffix(".input")): t for t in input_tensors(tensors)}
+    keys = dict.fromkeys(input_key(layer.name) for layer in by_cost(layers))
+    first = [by_input[key] for key in keys if key in by_input][:MAX_AMAX_CURVES]
+    charts = {input_name(t.name.removesuffix(".input")): curve(t.history, "batch", t.limit) for t in first}
+    title = "<h3>Amax per batch of the inputs of the layers with the highest KL divergence</h3>"
+    return title + figures(charts, "small") if any(charts.values()) else ""
 
 
-def largest(tensors: Sequence[TensorReport]) -> str:
-    """Amaxes over the depth of the model."""
-    drawn = {}
+def amax_per_layer(tensors: Sequence[TensorReport]) -> str:
+    """Charts the amaxes of inputs, weights, gradients, keys and values by decoder layer."""
+    charts = {}
     for role, title in (("input", "input"), ("weight", "weight"), ("grad_output", "gradient of an output")):
-        results = [t for t in tensors if t.name.endswith(f".{role}") and t.amax > 0]
-        values = [(t.name.removesuffix(f".{role}"), t.amax, f"amax {number(t.amax)}") for t in results]
-        drawn[f"Largest absolute {title}"] = by_projection(values, log=True)
+        nonzero = [t for t in tensors if t.name.endswith(f".{role}") and t.amax > 0]
+        values = [(t.name.removesuffix(f".{role}"), t.amax, f"amax {format_number(t.amax)}") for t in nonzero]
+        charts[f"Amax of the {title}"] = by_projection(values, log=True)
     cached = [t for t in tensors if t.name.endswith((".k", ".v")) and t.amax > 0]
-    values = [(t.name, t.amax, f"amax {number(t.amax)}") for t in cached]
-    drawn["Largest absolute key and value"] = keys_and_values(values)
+    values = [(t.name, t.amax, f"amax {format_number(t.amax)}") for t in cached]
+    charts["Amax of keys and values"] = keys_and_values(values)
     return section(
-        "Largest values, layer by layer",
-        "What the scales are made from. Some tensors reach a hundred times what others do: so each has its own scale.",
-        figures(drawn),
+        "Amax by layer",
+        "The scales are computed from these amaxes. Each tensor has its own scale, because some tensors have values a "
+        "hundred times as large as others.",
+        figures(charts),
     )
 
 
-def scales(tensors: Sequence[TensorReport]) -> str:
-    """Every tensor in a table."""
+def scale_table(tensors: Sequence[TensorReport]) -> str:
+    """Lists every tensor with its amax, its scale and its amax history."""
     rows = (
-        [escape(t.name), number(t.amax), number(t.scale), number(t.limit), str(t.observations), _spark(t.history)]
+        [escape(t.name), *map(format_number, (t.amax, t.scale, t.limit)), str(t.observations), _spark(t.history)]
         for t in tensors
     )
-    head = ("tensor", "amax", "scale", "limit", "batches seen", "amax per batch")
+    head = ("tensor", "amax", "scale", "largest representable value", "batches observed", "amax per batch")
     return details(f"All {len(tensors)} scales", table(head, rows)) if tensors else ""
 
 
 def _spark(history: Sequence[float]) -> str:
-    """Empty for a weight, which is the same in every batch."""
+    """Returns a sparkline, or an empty string for a weight, which has the same amax in every batch."""
     return sparkline(history) if len(set(history)) > 1 else ""

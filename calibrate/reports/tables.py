@@ -1,11 +1,10 @@
-"""Figures and names in readable form, and the tables that the terminal shows after a calibration or an evaluation."""
+"""Formats figures and names, and makes the tables that the terminal shows after a calibration or an evaluation."""
 
 import re
-from collections.abc import Sequence
 
 from rich.table import Table
 
-from fp8serve.calibration.embedding import EmbeddingReport, EncoderEvalReport
+from fp8serve.calibration.embedding import TOP_K, EmbeddingReport, EncoderEvalReport
 from fp8serve.calibration.result import (
     CalibrationReport,
     DataReport,
@@ -13,33 +12,33 @@ from fp8serve.calibration.result import (
     LayerReport,
     LinearGroup,
     Quality,
-    uneven_first,
-    worst_first,
+    by_cost,
+    with_outliers,
 )
 
-NONE = "–"
+NO_VALUE = "–"
 LONG_NAME = re.compile(r".*?layers\.(\d+)\.(?:\w+\.)??(\w+)(?:\.(input|weight|grad_output))?")
 
 
-def number(value: float | None) -> str:
-    """Four digits."""
-    return NONE if value is None else f"{value:.4g}"
+def format_number(value: float | None) -> str:
+    """Returns `value` with four significant digits, or NO_VALUE for None."""
+    return NO_VALUE if value is None else f"{value:.4g}"
 
 
-def decibels(value: float | None) -> str:
-    """None: no error."""
+def format_decibels(value: float | None) -> str:
+    """Returns `value` in dB, or "exact" for None, because SQNR is None if there is no error."""
     return "exact" if value is None else f"{value:.1f} dB"
 
 
-def percent(fraction: float | None) -> str:
-    """Of a fraction 0..1."""
+def format_percent(fraction: float | None) -> str:
+    """Returns a fraction from 0 to 1 in percent, or NO_VALUE for None."""
     if fraction is None:
-        return NONE
+        return NO_VALUE
     return "under 0.0001 %" if 0 < fraction < 1e-6 else f"{100 * fraction:.3g} %"
 
 
-def size(count: float) -> str:
-    """Bytes."""
+def format_bytes(count: float) -> str:
+    """Returns a number of bytes with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -47,141 +46,141 @@ def size(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def short(name: str) -> str:
-    """model.layers.3.mlp.down_proj.input -> layer 3 down_proj input."""
+def short_name(name: str) -> str:
+    """Shortens `model.layers.3.mlp.down_proj.input` to `layer 3 down_proj input`; other names do not change."""
     match = LONG_NAME.fullmatch(name)
     return " ".join(("layer", *filter(None, match.groups()))) if match else name
 
 
-def count(number: int, what: str) -> str:
-    """1 input, 2 inputs."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def pluralize(number: int, noun: str) -> str:
+    """Returns the number with its noun: 1 input, 2 inputs."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def change(quality: Quality) -> str:
-    """Of perplexity, in percent; empty without a reference."""
+def perplexity_change(quality: Quality) -> str:
+    """Returns the change of perplexity in percent, or an empty string without a reference."""
     if not quality.reference_perplexity:
         return ""
     return f" ({100 * (quality.perplexity / quality.reference_perplexity - 1):+.2f} %)"
 
 
-def cost(layer: LayerReport, quality: Quality) -> str:
-    """What the layer's FP8 adds to the KL divergence, and its share of the total."""
+def kl_text(layer: LayerReport, quality: Quality) -> str:
+    """Returns the KL divergence that the layer's FP8 adds, and its share of the model's KL divergence."""
     if layer.kl is None:
         return ""
-    part = f", {percent(layer.kl / quality.kl_divergence)} of the model's" if quality.kl_divergence else ""
-    return f" (KL {layer.kl:.2g} nats{part})"
+    total = quality.kl_divergence
+    share = f", {format_percent(layer.kl / total)} of the model's" if total else ""
+    return f" (KL {layer.kl:.2g} nats{share})"
 
 
-def counts(samples: int, documents: int) -> str:
-    """Of what was read."""
-    return f"{count(samples, 'sample')} from {count(documents, 'document')}"
+def sample_counts(samples: int, documents: int) -> str:
+    """Returns the number of samples, and of the documents from which they were taken."""
+    return f"{pluralize(samples, 'sample')} from {pluralize(documents, 'document')}"
 
 
-def outlier_of(layer: LayerReport) -> str:
-    """The channel of its input that is farthest from the others; empty where none is known."""
-    if (result := layer.outlier) is None:
+def outlier_text(layer: LayerReport) -> str:
+    """Describes the outlier channel of the layer's input; empty if none is known."""
+    if (outlier := layer.outlier) is None:
         return ""
-    return f"channel {result.channel}: {result.size:,.4g} times, its weights {result.weights:.3g} times"
+    return f"channel {outlier.channel}: {outlier.size:,.4g} times the median, its weights {outlier.weights:.3g} times"
 
 
 def bytes_in_bf16(report: CalibrationReport) -> str:
-    """The size of the linears that stay in BF16."""
-    return f"{size(sum(retained.bytes for retained in report.kept))} more than in FP8"
+    """Returns how many bytes more the linears in BF16 need than in FP8."""
+    return f"{format_bytes(sum(group.bytes for group in report.kept))} more than in FP8"
 
 
-def verdict(report: CalibrationReport) -> str:
-    """One sentence or two: the change on the held-out samples, and the weakest layer."""
-    quality = report.quality
-    where = f"{report.data.held_out_tokens:,} tokens that no scale has seen ({', '.join(report.data.held_out_source)})"
-    before, after = number(quality.reference_perplexity), number(quality.perplexity)
-    weakest = "".join(
-        f" What costs most is {w.name} at {decibels(w.sqnr_db)}{cost(w, quality)}." for w in report.worst_layers[:1]
+def summary(report: CalibrationReport) -> str:
+    """Returns a sentence about the change of perplexity, and one about the layer that adds most KL divergence."""
+    quality, data = report.quality, report.data
+    before, after = format_number(quality.reference_perplexity), format_number(quality.perplexity)
+    worst = "".join(
+        f" The layer with the largest error is {w.name}: SQNR {format_decibels(w.sqnr_db)}{kl_text(w, quality)}."
+        for w in report.worst_layers[:1]
     )
-    return f"Perplexity on {where} went from {before} to {after}{change(quality)}.{weakest}"
+    return (
+        f"Perplexity changed from {before} to {after}{perplexity_change(quality)} "
+        f"on {data.held_out_tokens:,} held-out tokens ({', '.join(data.held_out_source)}).{worst}"
+    )
 
 
 def _excluded(data: DataReport) -> str:
-    return f", without {data.excluded} examples that are held out" if data.excluded else ""
+    return f", without {data.excluded} held-out examples" if data.excluded else ""
 
 
 def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
-    """What the terminal shows after `fp8serve calibrate`: quality and size, then the `worst` layers."""
+    """Returns the terminal's table after `fp8serve calibrate`: quality, size, and the `worst` layers."""
     quality, data = report.quality, report.data
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
+    before, after = format_number(quality.reference_perplexity), format_number(quality.perplexity)
+    table.add_row("perplexity", f"{before} -> {after}{perplexity_change(quality)}")
     table.add_row(
-        "perplexity", f"{number(quality.reference_perplexity)} -> {number(quality.perplexity)}{change(quality)}"
+        "same top token", f"{format_percent(quality.top1_agreement)} (KL {format_number(quality.kl_divergence)} nats)"
     )
-    table.add_row("same top token", f"{percent(quality.top1_agreement)} (KL {number(quality.kl_divergence)} nats)")
-    table.add_row("weights", f"{size(report.bytes_before)} -> {size(report.bytes_after)}")
+    table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{_excluded(data)}")
-    table.add_row("", counts(data.samples, data.documents))
-    table.add_row("measured on", f"{data.held_out_tokens:,} other tokens, of {', '.join(data.held_out_source)}")
-    table.add_row("", counts(data.held_out_samples, data.held_out_documents))
+    table.add_row("", sample_counts(data.samples, data.documents))
+    table.add_row("measured on", f"{data.held_out_tokens:,} held-out tokens of {', '.join(data.held_out_source)}")
+    table.add_row("", sample_counts(data.held_out_samples, data.held_out_documents))
     saturated = max((layer.saturated for layer in report.layers), default=0.0)
     underflowed = max((layer.underflowed for layer in report.layers), default=0.0)
-    table.add_row("inputs cut off, lost to zero", f"{percent(saturated)}, {percent(underflowed)} at most")
-    for uneven in uneven_first(report.layers)[:1]:
-        table.add_row("most uneven input", f"{uneven.name}, {outlier_of(uneven)} the median")
+    shares = f"at most {format_percent(saturated)} saturated, at most {format_percent(underflowed)} underflowed"
+    table.add_row("input elements", shares)
+    for layer in with_outliers(report.layers)[:1]:
+        table.add_row("largest outlier channel", f"{layer.name}, {outlier_text(layer)}")
     if report.kept:
         table.add_row(
-            "stays in BF16", f"{sum(len(k.names) for k in report.kept)} linear layers, {bytes_in_bf16(report)}"
+            "stays in BF16", f"{sum(len(g.names) for g in report.kept)} linear layers, {bytes_in_bf16(report)}"
         )
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
-        table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}{cost(layer, quality)}")
-    for retained in report.kept:
-        table.add_row(" ".join(retained.names), f"stays in BF16{_group_cost(retained)}")
+        table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
+    for group in report.kept:
+        table.add_row(" ".join(group.names), f"stays in BF16{_group_cost(group)}")
     table.add_row("written to", report.out)
     return table
 
 
 def _group_cost(group: LinearGroup) -> str:
-    return f", {size(group.bytes)}" + ("" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)")
+    return f", {format_bytes(group.bytes)}" + ("" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)")
 
 
 def eval_table(report: EvalReport, worst: int = 5) -> Table:
-    """What the terminal shows after `fp8serve eval`."""
+    """Returns the terminal's table after `fp8serve eval`."""
     quality = report.quality
     table = Table(title=f"{report.model} ({report.runs_as})", title_justify="left", show_header=False)
-    table.add_row("perplexity", number(quality.perplexity) + f" over {quality.tokens:,} tokens")
+    table.add_row("perplexity", format_number(quality.perplexity) + f" over {quality.tokens:,} tokens")
     read = f"{report.tokens:,} tokens of {', '.join(report.source)}"
-    table.add_row("read", f"{read} ({counts(report.samples, report.documents)})")
+    table.add_row("read", f"{read} ({sample_counts(report.samples, report.documents)})")
     if report.against is not None:
         table.add_row("reference", report.against)
-        table.add_row("reference perplexity", number(quality.reference_perplexity) + change(quality))
-        table.add_row("KL to the reference", f"{number(quality.kl_divergence)} nats per token")
-        table.add_row("same top token", percent(quality.top1_agreement), end_section=True)
-    for layer in worst_first(report.layers)[:worst]:
-        table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}{cost(layer, quality)}")
+        table.add_row("reference perplexity", format_number(quality.reference_perplexity) + perplexity_change(quality))
+        table.add_row("KL to the reference", f"{format_number(quality.kl_divergence)} nats per token")
+        table.add_row("same top token", format_percent(quality.top1_agreement), end_section=True)
+    for layer in by_cost(report.layers)[:worst]:
+        table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
     return table
 
 
 def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
-    """What the terminal shows after `fp8serve calibrate` of an encoder."""
+    """Returns the terminal's table after `fp8serve calibrate` of an encoder."""
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
-    table.add_row("cosine to BF16", f"{report.quality.median:.5f} median, {report.quality.least:.5f} at least")
-    table.add_row("weights", f"{size(report.bytes_before)} -> {size(report.bytes_after)}")
+    table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.least:.5f}")
+    table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{report.tokens:,} tokens of {', '.join(report.source)}")
     for advice in report.notes[1:]:
         table.add_row("", advice)
-    for layer in worst_first(report.layers)[:worst]:
-        table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}")
-    for retained in report.kept:
-        alone = "" if retained.cosine is None else f" (cosine with FP8 here alone: {retained.cosine:.5f})"
-        table.add_row(" ".join(retained.names), f"stays in BF16, {size(retained.bytes)}{alone}")
+    for layer in by_cost(report.layers)[:worst]:
+        table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
+    for group in report.kept:
+        cosine = "" if group.cosine is None else f" (cosine with only these layers in FP8: {group.cosine:.5f})"
+        table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cosine}")
     table.add_row("written to", report.out)
     return table
 
 
 def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
-    """What the terminal shows after `fp8serve eval` of an encoder."""
+    """Returns the terminal's table after `fp8serve eval` of an encoder."""
     table = Table(title=f"{report.model} ({report.recipe})", title_justify="left", show_header=False)
     for name, text in evaluation_figures(report).items():
         table.add_row(name, text)
@@ -190,25 +189,26 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
         table.add_row("against", report.against, end_section=True)
     for note in report.notes:
         table.add_row("", note)
-    for layer in worst_first(report.layers)[:worst]:
-        table.add_row(layer.name, f"SQNR {decibels(layer.sqnr_db)}")
+    for layer in by_cost(report.layers)[:worst]:
+        table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
     return table
 
 
 def evaluation_figures(report: EncoderEvalReport) -> dict[str, str]:
-    """The results, one line per figure."""
-    results: dict[str, str] = {}
-    if (close := report.closeness) is not None:
-        results["cosine to BF16"] = (
-            f"{close.median:.5f} median, {close.fifth:.5f} 5th percentile, {close.least:.5f} least"
+    """Returns the results of an encoder's evaluation by label."""
+    rows: dict[str, str] = {}
+    if (cosine := report.closeness) is not None:
+        rows["cosine to BF16"] = (
+            f"median {cosine.median:.5f}, 5th percentile {cosine.fifth:.5f}, minimum {cosine.least:.5f}"
         )
     if (scores := report.scores) is not None:
-        results["scores moved by"] = f"{scores.mean:.5f} in the mean, {scores.largest:.5f} at most"
+        rows["score difference"] = f"mean {scores.mean:.5f}, maximum {scores.largest:.5f}"
         if scores.same_label is not None:
-            results["same label"] = f"{percent(scores.same_label)} of {scores.texts} texts"
+            rows["same label"] = f"{format_percent(scores.same_label)} of {scores.texts} texts"
     if (ranking := report.ranking) is not None:
-        before = "" if ranking.reference_found is None else f", {percent(ranking.reference_found)} in BF16"
-        results["other half found first"] = f"{percent(ranking.found)} of {ranking.queries} texts{before}"
-        if ranking.same_first is not None:
-            results["same first, same ten"] = f"{percent(ranking.same_first)}, {percent(ranking.same_top)}"
-    return results
+        reference = "" if ranking.reference_found is None else f", {format_percent(ranking.reference_found)} in BF16"
+        rows["retrieval top-1"] = f"{format_percent(ranking.found)} of {ranking.queries} texts{reference}"
+        if ranking.same_first is not None and ranking.same_top is not None:
+            rows["same top-1"] = f"{format_percent(ranking.same_first)} of the texts"
+            rows[f"overlap of top-{TOP_K}"] = format_percent(ranking.same_top)
+    return rows

@@ -1,6 +1,8 @@
-"""Optional methods, each of which changes the model or its scales so that FP8 costs less.
+"""Optional methods that change the model or its scales to reduce the error of FP8.
 
-precision     which linears stay in high precision        smoothing  channels of inputs evened out
-input_scales  scales from a search instead of the maximum rounding   weights rounded layer by layer, by GPTQ
-healing       training towards the output in high precision
+precision     selects the linears that stay in high precision
+smoothing     reduces large channels of inputs
+input_scales  searches input scales with a smaller error than the scale for the largest value
+rounding      rounds weights layer by layer with GPTQ
+healing       trains the FP8 model towards the output in high precision
 """

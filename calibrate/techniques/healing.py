@@ -1,12 +1,12 @@
 """Healing: trains an FP8 model for a few hundred steps towards its own output in high precision.
 
-    loss      KL(reference || FP8 model) of the next token, on the calibration text, over the whole vocabulary
-    forward   and backward under the recipe itself, as in training: every step rounds what serving will round
-    weights   those of the linears, as FP32 masters; embeddings and norms stay what they are
+    loss       KL(reference || FP8 model) of the next token, on the calibration text, over the whole vocabulary
+    passes     forward and backward under the recipe, so that training rounds as serving will
+    weights    FP32 masters of the linears; embeddings and norms do not change
 
-The reference is the same directory, mapped a second time: its weights take no memory of their own. Delayed scaling
-continues from the calibrated states. The served model has the scales of the last step, and its weights are quantized
-again with them.
+The reference is the same directory, mapped a second time, so its weights need no additional memory. Delayed scaling
+continues from the calibrated states. The served model has the scales of the last step, with which its weights are
+quantized again.
 """
 
 import math
@@ -19,36 +19,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from fp8serve.calibration.compare import freezer
-from fp8serve.calibration.data import IGNORED, Batch
-from fp8serve.calibration.measure import LOGIT_ROWS
-from fp8serve.calibration.observe import Observer, scale_of
-from fp8serve.calibration.passes import Linears, forward
+from fp8serve.calibration.compare import freeze_function
+from fp8serve.calibration.data import IGNORE_INDEX, Batch
+from fp8serve.calibration.measure import LOGITS_PER_SLICE
+from fp8serve.calibration.observe import Observer, scales_of
+from fp8serve.calibration.passes import Linears, backpropagate, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
-from fp8serve.fp8.recipe import Recipe, reduced
+from fp8serve.fp8.recipe import Recipe, with_amax_reduction
 from fp8serve.model.building import Model
 
-WARMUP = 0.1  # fraction of the steps in which the learning rate rises to its maximum; after that it falls to zero
+WARMUP_FRACTION = 0.1  # of the steps; the learning rate rises to its maximum in these steps, and then falls to zero
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The number of steps and the learning rate, which rises over the first steps and then falls along half a
-    cosine."""
+    """A learning rate schedule with linear warmup and cosine decay to zero."""
 
     steps: int
-    learning_rate: float
+    learning_rate: float  # the maximum
 
     def rate(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
-        warm = max(1, round(self.steps * WARMUP))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+        """Returns the learning rate of a step, counted from 0."""
+        warmup = max(1, round(self.steps * WARMUP_FRACTION))
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
 
 
 def heal(
@@ -64,19 +63,19 @@ def heal(
     seed: int = 0,
     stages: Stages | None = None,
 ) -> tuple[dict[str, FrozenLinear], list[float]]:
-    """(`linears` of `decoder` as they are to be served, the loss of every step in nats per token).
+    """Trains `linears` of `decoder`; returns them in FP8 for serving, and the loss of every step in nats per token.
 
-    rounded: weights from which training starts instead of those of `linears`, which are unchanged at the end. The
-    delayed states of `linears`, and the scales of keys and values in `observer`, are those of the last step. Batches
-    are repeated, in an order that depends on the seed. ModelError when a loss is not finite.
+    Training starts from the weights in `rounded`, if given. The weights of `linears` are restored at the end. The
+    scaling states of `linears`, and the scales of keys and values in `observer`, are those of the last step. Batches
+    are repeated in an order that depends on the seed. Raises ModelError if a loss is not finite.
     """
-    order = list(_order(batches, schedule.steps, seed))
-    with _masters(linears, rounded) as masters:
+    order = list(_repeat_batches(batches, schedule.steps, seed))
+    with _master_weights(linears, rounded) as masters:
         optimizer, losses = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.0), list[float]()
         for step, batch in enumerate((stages or Stages()).steps("heal", order)):
-            with autocast(recipe=reduced(recipe, by_group=False)):
-                hidden = forward(decoder, batch, observer.tap)
-            losses.append(_backward(decoder, hidden, reference, batch))
+            with autocast(recipe=with_amax_reduction(recipe, reduce_amax=False)):
+                hidden = forward(decoder, batch, observer.record_kv)
+            losses.append(_backpropagate_kl(decoder, hidden, reference, batch))
             observer.end_batch()
             if not math.isfinite(losses[-1]):
                 raise ModelError(f"Healing diverged: the loss of step {step + 1} is {losses[-1]}; lower heal_rate.")
@@ -84,34 +83,36 @@ def heal(
                 group["lr"] = schedule.rate(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for name, state in observer.kv.items():
-            state.scale.copy_(scale_of(observer.seen[name].amax, name, observer.target))
+        observer.read_records()
+        kv_amaxes = {name: observer.records[name].amax for name in observer.kv}
+        for name, scale in scales_of(kv_amaxes, observer.target, hidden.device).items():
+            observer.kv[name].scale.copy_(scale)
         for state in (states := observer.states()).values():
             state.resize(observer.target.amax_history_len)
-        freeze = freezer(recipe, states)
+        freeze = freeze_function(recipe, states)
         return {name: freeze(name, linear) for name, linear in linears.items()}, losses
 
 
 @contextmanager
-def _masters(linears: Linears, rounded: Mapping[str, FrozenLinear] | None) -> Iterator[list[nn.Parameter]]:
-    """Inside the context, the weights of `linears` are trainable FP32 copies, of `rounded` if that is given."""
-    before = {name: linear.weight for name, linear in linears.items()}
+def _master_weights(linears: Linears, rounded: Mapping[str, FrozenLinear] | None) -> Iterator[list[nn.Parameter]]:
+    """Inside the context, `linears` have trainable FP32 weights, copied from `rounded` if given."""
+    original = {name: linear.weight for name, linear in linears.items()}
     try:
         for name, linear in linears.items():
-            linear.weight = nn.Parameter(_start(before[name], rounded[name] if rounded else None))
+            linear.weight = nn.Parameter(_master_weight(original[name], rounded[name] if rounded else None))
         yield [cast(nn.Parameter, linear.weight) for linear in linears.values()]
     finally:
         for name, linear in linears.items():
-            linear.weight = before[name]
+            linear.weight = original[name]
 
 
-def _start(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
+def _master_weight(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
     if rounded is None:
         return weight.detach().to(torch.float32, copy=True)
     return dequantize(rounded.weight_q, rounded.weight_scale_inv)
 
 
-def _order(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
+def _repeat_batches(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
     done = 0
     while done < steps:
@@ -120,19 +121,19 @@ def _order(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
             done += 1
 
 
-def _backward(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> float:
-    """Gradients of KL(reference || decoder), mean over the scored tokens, down to the weights; that mean."""
+def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> float:
+    """Backpropagates the mean of KL(reference || decoder) over the scored tokens to the weights; returns this mean."""
     with torch.no_grad():
         exact = forward(reference, batch)
-    scored = (batch.targets != IGNORED).nonzero().squeeze(1)
+    scored = (batch.targets != IGNORE_INDEX).nonzero().squeeze(1)
     leaf, total = hidden.detach().requires_grad_(), 0.0
-    for rows in torch.split(scored, LOGIT_ROWS):
+    for rows in torch.split(scored, LOGITS_PER_SLICE):
         with torch.no_grad():
-            expected = log_softmax(reference.logits(exact[rows]), dim=-1)
-        got = log_softmax(decoder.logits(leaf[rows]), dim=-1)
-        loss = (expected.exp() * (expected - got)).sum() / len(scored)
+            log_r = log_softmax(reference.logits(exact[rows]), dim=-1)
+        log_p = log_softmax(decoder.logits(leaf[rows]), dim=-1)
+        loss = (log_r.exp() * (log_r - log_p)).sum() / len(scored)
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     if leaf.grad is not None:
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        backpropagate(hidden, leaf.grad)
     return total

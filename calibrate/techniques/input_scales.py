@@ -1,10 +1,10 @@
-"""Scales for inputs by a search for the smallest error of outputs, instead of for their largest value.
+"""Searches the scales of inputs that give the smallest error of outputs.
 
-A scale for the largest value seen cuts nothing off, and the smallest values underflow. A smaller range gives these more
-of the format's steps and cuts off a few large ones. The effect on a layer's output depends on its weights, and large
-values matter: in many models they are at the first token of every text. So the search reads the calibration text once
-more and takes the one of RANGES, fractions of the largest value, with the least sum over tokens of
-|(cast(x) - x) W^T|^2.
+With a scale for the largest value no value saturates, but the smallest values underflow. A scale for a smaller range
+represents small values more precisely, and a few large values saturate. The effect on a layer's output depends on its
+weights. Large values matter: in many models they occur at the first token of every text. So the search runs the
+calibration text once more, and selects the fraction of the largest value, one of RANGE_FRACTIONS, with the smallest sum
+over tokens of |(cast(x) - x) W^T|^2.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from fp8serve.calibration.data import Batch, first_sequences
-from fp8serve.calibration.passes import Linears, forward, hooks
+from fp8serve.calibration.passes import Linears, forward, forward_hooks
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.techniques.precision import groups
+from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.model.building import Model
 
 Amaxes = dict[str, float]  # by the name of a tensor, such as "model.layers.0.mlp.down_proj.input"
 E4M3 = torch.float8_e4m3fn
-RANGES = tuple(2 ** (-k / 4) for k in range(9))  # from all of the range that was seen down to a quarter of it
-SEARCHED_TOKENS = 2048  # tokens of the calibration text: the search multiplies each by every range
+RANGE_FRACTIONS = tuple(2 ** (-k / 4) for k in range(9))  # from 1 to 1/4 of the largest value
+SEARCH_TOKENS = 2048  # of the calibration text; every token is multiplied once for each range
 
 
 @torch.no_grad()
@@ -31,38 +31,33 @@ def searched_amaxes(
     decoder: Model,
     linears: Linears,
     batches: Sequence[Batch],
-    seen: Mapping[str, float],
+    amaxes: Mapping[str, float],
     stages: Stages | None = None,
 ) -> Amaxes:
-    """For the input of each of `linears`, the fraction of its largest value, in `seen`, whose scale moves outputs
-    least."""
-    alike = {names[0]: names for names in groups(linears)}
-    errors = {name: torch.zeros(len(RANGES), dtype=torch.float64) for name in alike}
+    """Returns amaxes of the linears' inputs, fractions of the observed `amaxes`, with the smallest output error."""
+    by_first = {names[0]: names for names in input_groups(linears)}
+    errors = {name: torch.zeros(len(RANGE_FRACTIONS), dtype=torch.float64) for name in by_first}
 
-    def measure(name: str, x: Tensor) -> None:
+    def add_errors(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1]).float()
-        wide = torch.cat([linears[n].weight.float() for n in alike[name]])
-        squares = wide.t() @ wide
-        for i, part in enumerate(RANGES):
-            scale = FP8_MAX[E4M3] / (part * seen[f"{name}.input"])
+        weights = torch.cat([linears[n].weight.float() for n in by_first[name]])
+        products = weights.t() @ weights
+        for i, fraction in enumerate(RANGE_FRACTIONS):
+            scale = FP8_MAX[E4M3] / (fraction * amaxes[f"{name}.input"])
             error = (rows * scale).clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float() / scale - rows
-            errors[name][i] += float(((error @ squares) * error).sum(dtype=torch.float64))
+            errors[name][i] += float(((error @ products) * error).sum(dtype=torch.float64))
 
-    for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCHED_TOKENS)):
-        with _inputs(linears, measure):
+    for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCH_TOKENS)):
+        with _input_hooks(linears, add_errors):
             forward(decoder, batch)
-    return _for_all(linears, {name: RANGES[int(e.argmin())] * seen[f"{name}.input"] for name, e in errors.items()})
+    best = {name: RANGE_FRACTIONS[int(e.argmin())] * amaxes[f"{name}.input"] for name, e in errors.items()}
+    return {f"{name}.input": best[first] for first, names in by_first.items() for name in names}
 
 
-def _for_all(linears: Linears, firsts: Mapping[str, float]) -> Amaxes:
-    """The results for the first linear of every group, given to all of the group."""
-    return {f"{name}.input": firsts[names[0]] for names in groups(linears) for name in names}
+def _input_hooks(linears: Linears, on_input: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    """Inside the context, `on_input` is called with the input of the first linear of every group."""
 
+    def make_hook(name: str) -> Callable[..., None]:
+        return lambda linear, args, out: on_input(name, args[0])
 
-def _inputs(linears: Linears, look: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-    """Inside, `look` sees the input of the first linear of every group."""
-
-    def make(name: str) -> Callable[..., None]:
-        return lambda linear, args, out: look(name, args[0])
-
-    return hooks({names[0]: linears[names[0]] for names in groups(linears)}, make)
+    return forward_hooks({names[0]: linears[names[0]] for names in input_groups(linears)}, make_hook)

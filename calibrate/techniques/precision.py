@@ -1,10 +1,10 @@
-"""Chooses the linears that stay in high precision: those that the user names, and those that cost most per byte saved.
+"""Selects the linears that stay in high precision.
 
-`skip` and `only` name linears by patterns. A target (`target_kl`, `max_ppl_increase`) is met at the smallest cost in
-bytes: linears are ordered by the KL divergence that their FP8 adds (compare.py) per byte that it saves, and as many
-of the first ones as needed return to high precision. Their number is found by bisection with measurements, not
-predicted. Linears that read one input are one choice, and so are the experts of a layer, because they are served as one
-product.
+`skip` and `only` name linears by patterns. A quality target (`target_kl`, `max_ppl_increase`) is met with as few bytes
+as possible: groups of linears are sorted by the KL divergence that quantizing them adds (compare.py), divided by the
+bytes that quantizing them saves. The first groups of this order stay in high precision, and bisection with measurements
+finds how many groups are necessary. Linears that
+read the same input form a group. The experts of a layer form a group, too, because they are served as one product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,103 +20,112 @@ from fp8serve.model.formats.targets import matches
 
 Names = tuple[str, ...]
 EXPERTS = ".experts."
-# The input of linears, by the last part of their name, where several read the same one.
+# A name for the input of linears that read the same input, by the last part of their names.
 _INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip
 
 
-def left_out(linears: Sequence[str], skip: Iterable[str], only: Iterable[str]) -> list[str]:
-    """The `linears` that stay in high precision. RecipeError: a pattern fits none of them, or all are left out."""
+def excluded_linears(linears: Sequence[str], skip: Iterable[str], only: Iterable[str]) -> list[str]:
+    """Returns the `linears` that stay in high precision.
+
+    Raises RecipeError if a pattern matches no linear, or if all linears are excluded.
+    """
     skip, only = tuple(skip), tuple(only)
     for pattern in (*skip, *only):
         if not any(matches(pattern, name) for name in linears):
-            raise RecipeError(f"{pattern!r} fits no linear layer; they have names such as {', '.join(linears[:3])}.")
-    out = [n for n in linears if any(matches(p, n) for p in skip) or (only and not any(matches(p, n) for p in only))]
-    if len(out) == len(linears):
-        raise RecipeError("Every linear layer is left out, so there is nothing to calibrate.")
-    return out
+            raise RecipeError(
+                f"{pattern!r} matches no linear layer; linear layers have names such as {', '.join(linears[:3])}."
+            )
+    excluded = [
+        n for n in linears if any(matches(p, n) for p in skip) or (only and not any(matches(p, n) for p in only))
+    ]
+    if len(excluded) == len(linears):
+        raise RecipeError("skip and only exclude every linear layer, so there is nothing to calibrate.")
+    return excluded
 
 
-def groups(linears: Iterable[str]) -> list[Names]:
-    """Linears that read one input, together."""
-    return _together(linears, lambda owner, leaf: f"{owner}.{_INPUTS.get(leaf, leaf)}")
+def input_groups(linears: Iterable[str]) -> list[Names]:
+    """Groups linears that read the same input."""
+    return _group_by(linears, lambda owner, leaf: f"{owner}.{_INPUTS.get(leaf, leaf)}")
 
 
-def choices(linears: Iterable[str]) -> list[Names]:
-    """Linears that are served as one product, together: those that read one input, and all experts of a layer."""
-    return _together(linears, lambda owner, leaf: owner.partition(EXPERTS)[0] if EXPERTS in owner
+def serving_groups(linears: Iterable[str]) -> list[Names]:
+    """Groups linears that are served as one product: those that read the same input, and all experts of a layer."""
+    return _group_by(linears, lambda owner, leaf: owner.partition(EXPERTS)[0] if EXPERTS in owner
                      else f"{owner}.{_INPUTS.get(leaf, leaf)}")  # fmt: skip
 
 
-def _together(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
-    """Groups, in the order of their first members."""
-    results: dict[str, list[str]] = {}
+def _group_by(linears: Iterable[str], key: Callable[[str, str], str]) -> list[Names]:
+    """Groups linears by `key(parent, leaf)`, in the order of the first members of the groups."""
+    groups: dict[str, list[str]] = {}
     for name in linears:
-        owner, _, leaf = name.rpartition(".")
-        results.setdefault(key(owner, leaf), []).append(name)
-    return [tuple(names) for names in results.values()]
+        parent, _, leaf = name.rpartition(".")
+        groups.setdefault(key(parent, leaf), []).append(name)
+    return [tuple(names) for names in groups.values()]
 
 
 @dataclass(frozen=True)
-class Target:
-    """The permitted cost of FP8 on the held-out samples; None: no limit for that figure."""
+class QualityTarget:
+    """Limits for the error of FP8 on the held-out samples; None is no limit."""
 
     kl: float | None = None  # nats per token
     ppl_increase: float | None = None  # percent
 
     @classmethod
-    def of(cls, settings: CalibrationOptions) -> "Target | None":
-        """What the options ask for."""
-        result = cls(settings.target_kl, settings.max_ppl_increase)
-        return None if result == cls() else result
+    def of(cls, settings: CalibrationOptions) -> "QualityTarget | None":
+        """Returns the target that the options set, or None if they set none."""
+        target = cls(settings.target_kl, settings.max_ppl_increase)
+        return None if target == cls() else target
 
     def is_met(self, quality: Quality) -> bool:
-        """Whether a measured quality is good enough."""
+        """Returns whether a measured quality is within the limits."""
         if self.kl is not None and (quality.kl_divergence or 0.0) > self.kl:
             return False
-        before = quality.reference_perplexity or quality.perplexity
-        return self.ppl_increase is None or quality.perplexity <= before * (1 + self.ppl_increase / 100)
+        reference = quality.reference_perplexity or quality.perplexity
+        return self.ppl_increase is None or quality.perplexity <= reference * (1 + self.ppl_increase / 100)
 
 
-def ordered(linears: Mapping[str, Linear], shares: Mapping[str, float]) -> list[LinearGroup]:
-    """The groups of `linears`, starting with those whose FP8 adds most KL divergence per byte saved."""
-    results = [
-        LinearGroup(names, sum(saved(linears[n]) for n in names), sum(shares.get(n, 0.0) for n in names))
-        for names in choices(linears)
+def groups_by_cost(linears: Mapping[str, Linear], kl_by_linear: Mapping[str, float]) -> list[LinearGroup]:
+    """Groups `linears` and sorts the groups by the KL divergence that quantizing them adds per byte saved,
+    largest first."""
+    groups = [
+        LinearGroup(names, sum(bytes_saved(linears[n]) for n in names), sum(kl_by_linear.get(n, 0.0) for n in names))
+        for names in serving_groups(linears)
     ]
-    return sorted(results, key=lambda group: -(group.kl or 0.0) / group.bytes)
+    return sorted(groups, key=lambda group: -(group.kl or 0.0) / group.bytes)
 
 
-def saved(linear: nn.Module) -> int:
-    """Bytes that FP8 saves against BF16."""
+def bytes_saved(linear: nn.Module) -> int:
+    """Returns how many fewer bytes the weight has in FP8 than in BF16."""
     return int(linear.get_parameter("weight").numel())
 
 
-def groups_of(decoder: nn.Module, names: Sequence[str]) -> tuple[LinearGroup, ...]:
-    """The record of linears that the user named, whose cost is not measured."""
-    result = ((group, sum(saved(decoder.get_submodule(n)) for n in group)) for group in choices(names))
-    return tuple(LinearGroup(group, saved, None) for group, saved in result)
+def unmeasured_groups(decoder: nn.Module, names: Sequence[str]) -> tuple[LinearGroup, ...]:
+    """Returns the groups of linears that the user excluded; their KL divergence is not measured."""
+    groups = serving_groups(names)
+    return tuple(LinearGroup(g, sum(bytes_saved(decoder.get_submodule(n)) for n in g), None) for g in groups)
 
 
-def restore(decoder: nn.Module, names: Iterable[str]) -> None:
-    """Turn the converted linears of these names back into their original form, with the same weights."""
+def restore_linears(decoder: nn.Module, names: Iterable[str]) -> None:
+    """Replaces converted linears by `nn.Linear` modules with the same weights."""
     for name in names:
         linear = decoder.get_submodule(name)
-        plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")  # type: ignore[arg-type]
-        plain.weight, plain.bias = linear.weight, linear.bias  # type: ignore[assignment]
-        decoder.set_submodule(name, plain)
+        original = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")  # type: ignore[arg-type]
+        original.weight, original.bias = linear.weight, linear.bias  # type: ignore[assignment]
+        decoder.set_submodule(name, original)
 
 
-def fewest(candidates: Sequence[LinearGroup], enough: Callable[[Sequence[LinearGroup]], bool]) -> int:
-    """How many of the first `candidates` have to stay in high precision.
+def min_groups_in_bf16(candidates: Sequence[LinearGroup], is_met: Callable[[Sequence[LinearGroup]], bool]) -> int:
+    """Returns how many of the first `candidates` must stay in high precision, by bisection.
 
-    enough: whether the target is met with these candidates in high precision; with all of them every target is.
+    `is_met` returns whether the target is met with these candidates in high precision. With all candidates in high
+    precision every target is met.
     """
-    if enough([]):
+    if is_met([]):
         return 0
-    low, high = 0, len(candidates)  # with `high` it is met
+    low, high = 0, len(candidates)  # the target is met with `high` groups
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(candidates[:middle]) else (middle, high)
+        low, high = (low, middle) if is_met(candidates[:middle]) else (middle, high)
     return high

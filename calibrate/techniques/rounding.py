@@ -1,22 +1,21 @@
-"""Rounds weights layer by layer with GPTQ, each for the inputs that it will get from the layers already in FP8.
+"""Rounds weights layer by layer with GPTQ, using the inputs that each layer gets from the FP8 layers before it.
 
-    for every layer:   run it on what the layers before gave, and add up X^T X of the inputs X of each linear
+    for every layer:   run the layer on the output of the layer before, and sum X^T X over the inputs X of each linear
                        round its weights
-                       run it again in FP8: what the next layer reads
+                       run the layer again in FP8 to compute the input of the next layer
 
-Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights: those of one
-layer if finished ones are kept in a file (unfinished.py).
+Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights of all layers; of
+one layer only, if the results of finished layers are stored in files (stage_results.py).
 
-Rounding is error-compensated: GPTQ (Frantar et al., arXiv 2210.17323) on the grid of E4M3. Rounding to nearest makes
-every weight's own error small. But the error of the layer's output over its inputs X [tokens, K] matters,
-|X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs as the layer reads them, after their cast to
-FP8: the errors of that cast are correlated with the inputs, and weights that are fitted to uncast inputs do worse
-(docs/studies.md).
+GPTQ (Frantar et al., arXiv 2210.17323) compensates for errors; here it rounds to E4M3. Rounding to nearest minimizes
+the error of every single weight. What matters is the error of the layer's output over its inputs X [tokens, K],
+|X (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T) with H = X^T X. X are the inputs after their cast to FP8, because the errors
+of this cast are correlated with the inputs; weights rounded for uncast inputs have a larger error (docs/studies.md).
 
-Columns are rounded one after the other, and the columns after them compensate for their errors, as far as inputs are
+Columns are rounded one after the other, and later columns compensate for the error of a column as far as the inputs are
 correlated: with U^T U = H^-1, U upper triangular, the error e of column j changes the columns k > j by -e U[j, k] /
-U[j, j]. Columns with large inputs come first, because the errors of the last ones are not compensated. The scales do
-not change: the result is served like a weight that was rounded to nearest.
+U[j, j]. Columns with large inputs are rounded first, because nothing compensates for the errors of the last columns.
+The scales do not change, so the result is served like a weight that is rounded to nearest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +24,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fp8serve.calibration.compare import freezer
+from fp8serve.calibration.compare import freeze_function
 from fp8serve.calibration.data import Batch
-from fp8serve.calibration.passes import Linears, Stream, hooks, in_place, layers, release_weights, streams, within
+from fp8serve.calibration.passes import (
+    LayerwisePass,
+    Linears,
+    entries_of_layer,
+    forward_hooks,
+    layer_indices,
+    layerwise_passes,
+    release_weights,
+    replaced_modules,
+)
 from fp8serve.calibration.progress import Stages
-from fp8serve.calibration.techniques.precision import groups
-from fp8serve.calibration.unfinished import Once, every_time
+from fp8serve.calibration.stage_results import LoadOrCompute, always_compute
+from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, dequantize, expand
 from fp8serve.fp8.recipe import Recipe
@@ -39,36 +47,34 @@ from fp8serve.model.building import AnyModel
 from fp8serve.ranks import ALONE, Ranks
 
 E4M3 = torch.float8_e4m3fn
-DAMPING = 0.01  # this fraction of the diagonal's mean is added to it, because X^T X of few tokens is singular
-COLUMNS = 64  # columns rounded before one product updates the columns after them
+DAMPING = 0.01  # fraction of the diagonal's mean that is added to it, because X^T X of few tokens is singular
+BLOCK_COLUMNS = 64  # columns that are rounded before one product updates all later columns
 FrozenLinears = Mapping[str, FrozenLinear]
 
 
 def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: float = DAMPING) -> Tensor:
-    """weight [N, K] rounded to E4M3 [N, K] by its dequantizing scale, FP32 [], [N, 1] or [N / 128, K / 128].
+    """Rounds a weight [N, K] to E4M3 [N, K] with GPTQ.
 
-    products: X^T X [K, K], FP32. A column that no input reaches is rounded to nearest.
+    `products` is X^T X, FP32 [K, K]. `scale_inv` is the scale that dequantizes, FP32 [], [N, 1] or [N / 128, K / 128].
+    A column whose inputs are all zero is rounded to nearest.
     """
     order = products.diagonal().argsort(descending=True)
     scale = expand(scale_inv.float().reciprocal(), *weight.shape).broadcast_to(weight.shape)[:, order]
     factors = _factors(products[order][:, order], damping)
-    left = weight.float()[:, order] * scale  # in units of the grid; a row or block of columns has its own
-    rounded = torch.empty_like(left)
-    for start in range(0, left.shape[1], COLUMNS):
-        end = min(start + COLUMNS, left.shape[1])
-        errors = _round(left, scale, factors, rounded, start, end)
-        left[:, end:] -= (errors @ factors[start:end, end:]) * scale[:, end:]
+    scaled = weight.float()[:, order] * scale
+    rounded = torch.empty_like(scaled)
+    for start in range(0, scaled.shape[1], BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, scaled.shape[1])
+        errors = _round_block(scaled, scale, factors, rounded, start, end)
+        scaled[:, end:] -= (errors @ factors[start:end, end:]) * scale[:, end:]
     result = torch.empty_like(rounded)
     result[:, order] = rounded
     return result.to(E4M3)
 
 
 def _factors(products: Tensor, damping: float) -> Tensor:
-    """U [K, K] with U^T U = H^-1, every row divided by its diagonal element. H: the products, damped.
-
-    Every step overwrites the one matrix in FP64, which is the largest thing in memory.
-    """
-    matrix = products.double()
+    """Returns U [K, K] with U^T U = H^-1, every row divided by its diagonal element; H is the damped `products`."""
+    matrix = products.double()  # overwritten by every step, because it is the largest tensor in memory
     matrix.diagonal().add_(damping * matrix.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
     torch.linalg.cholesky(matrix, out=matrix)
     torch.cholesky_inverse(matrix, out=matrix)
@@ -76,13 +82,13 @@ def _factors(products: Tensor, damping: float) -> Tensor:
     return matrix.div_(matrix.diagonal().clone().unsqueeze(1)).float()
 
 
-def _round(left: Tensor, scale: Tensor, factors: Tensor, rounded: Tensor, start: int, end: int) -> Tensor:
-    """Rounds the columns start to end of `left` into `rounded`; their errors [N, end - start], in units of weights."""
-    errors = torch.empty_like(left[:, start:end])
+def _round_block(scaled: Tensor, scale: Tensor, factors: Tensor, rounded: Tensor, start: int, end: int) -> Tensor:
+    """Rounds the columns from start to end of `scaled` into `rounded`; returns the errors of these weights."""
+    errors = torch.empty_like(scaled[:, start:end])
     for j in range(start, end):
-        rounded[:, j] = left[:, j].clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float()
-        errors[:, j - start] = error = (left[:, j] - rounded[:, j]) / scale[:, j]
-        left[:, j + 1 : end] -= torch.outer(error, factors[j, j + 1 : end]) * scale[:, j + 1 : end]
+        rounded[:, j] = scaled[:, j].clamp(-FP8_MAX[E4M3], FP8_MAX[E4M3]).to(E4M3).float()
+        errors[:, j - start] = error = (scaled[:, j] - rounded[:, j]) / scale[:, j]
+        scaled[:, j + 1 : end] -= torch.outer(error, factors[j, j + 1 : end]) * scale[:, j + 1 : end]
     return errors
 
 
@@ -94,83 +100,84 @@ def round_weights(
     recipe: Recipe,
     states: Mapping[str, ScalingState],
     stages: Stages | None = None,
-    once: Once = every_time,
+    load_or_compute: LoadOrCompute = always_compute,
     ranks: Ranks = ALONE,
 ) -> dict[str, FrozenLinear]:
-    """Every one of `linears` as it will be served under `recipe`, with scales from `states`, by name.
+    """Rounds the weights of `linears`; returns the linears as they are served under `recipe`, by name.
 
-    once: stores the rounded weights of a layer, or returns those of an earlier run.
+    The scales come from `states`. `load_or_compute` returns the stored weights of a layer, if there are any.
     """
-    freeze, result = freezer(recipe, states), dict[str, FrozenLinear]()
-    running = streams(decoder, ranks.own(batches))
-    for index in layers(decoder, "round", stages):
-        frozen = {name: freeze(name, linear) for name, linear in within(decoder, index, linears).items()}
-        weights = once(
-            f"round-{index:05}", partial(_rounded_layer, index, running, linears, frozen, ranks, len(batches))
-        )
+    freeze, result = freeze_function(recipe, states), dict[str, FrozenLinear]()
+    passes = layerwise_passes(decoder, ranks.shard(batches))
+    for index in layer_indices(decoder, "round", stages):
+        frozen = {name: freeze(name, linear) for name, linear in entries_of_layer(decoder, index, linears).items()}
+        compute = partial(_rounded_layer, index, passes, linears, frozen, ranks, len(batches))
+        weights = load_or_compute(f"round-{index:05}", compute)
         for name, layer in frozen.items():
             layer.weight_q = weights[name].to(_device(layer))
-        with in_place(decoder, frozen):
-            for stream in running:
-                stream.advance(index)
+        with replaced_modules(decoder, frozen):
+            for layerwise_pass in passes:
+                layerwise_pass.advance(index)
         release_weights(frozen)
         result |= frozen
     return result
 
 
 def _rounded_layer(
-    index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
+    index: int, passes: Sequence[LayerwisePass], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
 ) -> dict[str, Tensor]:
-    """Compensated weights for the `frozen` linears of a layer, E4M3 [N, K] by name. `running`: this rank's batches."""
-    products = _layer_products(index, running, linears, frozen, ranks, batches)
+    """Returns the rounded weights of a layer, E4M3 [N, K] by name. `passes` are those of this rank's batches."""
+    products = _layer_products(index, passes, linears, frozen, ranks, batches)
     names = list(products)
 
-    def weight(number: int) -> dict[str, Tensor]:
+    def round_weight(number: int) -> dict[str, Tensor]:
         name = names[number]
         return {name: round_compensated(linears[name].weight, products[name], frozen[name].weight_scale_inv)}
 
-    def no_weight(number: int) -> dict[str, Tensor]:
+    def empty_weight(number: int) -> dict[str, Tensor]:
         name = names[number]
         return {name: torch.empty_like(frozen[name].weight_q, memory_format=torch.contiguous_format)}
 
-    parts = ranks.in_turn(len(names), weight, no_weight)
+    parts = ranks.compute_in_turn(len(names), round_weight, empty_weight)
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _layer_products(
-    index: int, running: Sequence[Stream], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
+    index: int, passes: Sequence[LayerwisePass], linears: Linears, frozen: FrozenLinears, ranks: Ranks, batches: int
 ) -> dict[str, Tensor]:
-    """X^T X of the inputs of a layer's linears by name, over all batches; one tensor where they read the same input."""
-    alike = groups(frozen)
-    watched = {names[0]: frozen[names[0]] for names in alike}
-    totals = _nothing(watched)
+    """Returns X^T X over all batches for each linear of a layer; linears with the same input share a tensor."""
+    groups = input_groups(frozen)
+    first_linears = {names[0]: frozen[names[0]] for names in groups}
+    totals = _zeros(first_linears)
 
-    def of_batch(number: int) -> dict[str, Tensor]:
-        return _products_of(running[number // ranks.size], index, linears, watched)
+    def batch_products(number: int) -> dict[str, Tensor]:
+        return _products_of(passes[number // ranks.size], index, linears, first_linears)
 
-    for part in ranks.in_turn(batches, of_batch, lambda number: _nothing(watched)):
+    for part in ranks.compute_in_turn(batches, batch_products, lambda number: _zeros(first_linears)):
         for name, total in totals.items():
             total += part[name]
-    return {name: totals[names[0]] for names in alike for name in names}
+    return {name: totals[names[0]] for names in groups for name in names}
 
 
-def _nothing(layers: FrozenLinears) -> dict[str, Tensor]:
+def _zeros(layers: FrozenLinears) -> dict[str, Tensor]:
     return {n: torch.zeros(x.in_features, x.in_features, device=_device(x)) for n, x in layers.items()}
 
 
-def _products_of(stream: Stream, index: int, linears: Linears, frozen: FrozenLinears) -> dict[str, Tensor]:
-    """The products of one batch: ranks add them up in the order of batches, with the same bits as one process."""
-    products = _nothing(frozen)
+def _products_of(
+    layerwise_pass: LayerwisePass, index: int, linears: Linears, frozen: FrozenLinears
+) -> dict[str, Tensor]:
+    """Returns X^T X of one batch. Ranks add the batches up in order, so the sums have the bits of a single process."""
+    products = _zeros(frozen)
 
-    def watch(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
             x = dequantize(*frozen[name].cast(args[0].reshape(-1, args[0].shape[-1]))).float()
             products[name].addmm_(x.t(), x)
 
         return hook
 
-    with hooks({name: linears[name] for name in products}, watch):
-        stream.run(index)
+    with forward_hooks({name: linears[name] for name in products}, make_hook):
+        layerwise_pass.run(index)
     return products
 
 

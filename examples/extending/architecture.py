@@ -18,7 +18,7 @@ from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.families import _COMMON, FAMILIES
 from fp8serve.model.config.family import Family
-from fp8serve.model.network.decoder import Decoder, rotated
+from fp8serve.model.network.decoder import Decoder, make_attend
 
 # The row. In the library it stands in fp8serve/model/config/families.py.
 SEED_OSS = Family(
@@ -61,7 +61,7 @@ def our_logits(directory: Path) -> torch.Tensor:
         return causal_attention(q, k, v, [len(q)], *model.attention_options(layer))
 
     with torch.no_grad():
-        return model.logits(model(torch.tensor(IDS), torch.arange(len(IDS)), rotated(attend)))
+        return model.logits(model(torch.tensor(IDS), torch.arange(len(IDS)), make_attend(attend)))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.inputs import quantized
+from fp8serve.fp8.ops.inputs import random_fp8
 from fp8serve.fp8.ops.registry import Case, cases, define, reference
 
 
@@ -26,7 +26,7 @@ def _fake_count(q: Tensor) -> Tensor:
 # The cases: inputs on which the tests hold every kernel to the reference. Ragged and empty shapes belong to them.
 def _count_cases() -> list[Case]:
     def make(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        q = quantized(rows, cols, dtype, 1)
+        q = random_fp8(rows, cols, dtype, 1)
         q[:, ::3] = 0
         return (q,)
 

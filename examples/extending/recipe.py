@@ -30,7 +30,7 @@ class CurrentInputsRowWeights(Float8CurrentScaling):
     def __post_init__(self, backward_override: str | None) -> None:
         super().__post_init__(backward_override)
         inputs = self.specs.linear["input"]
-        self._take(specs_of(inputs, self.fp8_format.backward, weight=replace(inputs, granularity="row")))
+        self._set_specs(specs_of(inputs, self.fp8_format.backward, weight=replace(inputs, granularity="row")))
 
 
 def trained(recipe: Any, steps: int = 60) -> tuple[nn.Module, float]:

@@ -1,20 +1,21 @@
-"""Compares the kernels' casts and scales with the reference's, bit for bit, on every value.
+"""Compares the results of the FP8 kernels with the reference implementation, bit by bit, on all inputs of a cast.
 
-Two things are compared, for every op that casts and every instruction-set level of this processor:
+The comparison runs every op that casts, at every instruction-set level of this processor. It has two parts:
 
-* the cast: each value by scale 1, and by a scale that is no power of two, where `x * scale` is rounded before the cast.
-  A kernel multiplies in FP32 and casts the product, so the values at scale 1 are all the products there can be;
-* the scale: each value is a row of one element, and its FP8 value and scale_inv are compared, with and without
-  power-of-two scales. An amax has no sign, so the negative half of the values is left out there.
+* Casts. Values are cast with scale 1 and with a scale that is no power of two. A kernel computes `x * scale` in FP32
+  and casts the product. So the FP32 values at scale 1 cover all possible products, and the other scale covers the
+  rounding of the product.
+* Scales. Each value is a row of one element, so its scale is computed from the value alone, with and without
+  power-of-two scales. An amax has no sign, so negative values are skipped here.
 
-`stratified()` is 2^24 FP32 values that leave out no sign, no exponent and no rounding boundary; `every(FP32)` is all
-2^32, in the order of their bits, four million at a time, so that memory does not matter. All BF16 and FP16 values are
-always included. Kernels that compute something before the cast (a norm, a gated activation) get inputs for which the
-result is exact, so that their casts see the same values.
+All BF16 and FP16 values are compared. For FP32, `stratified()` returns 2^24 values with every sign, every exponent and
+every rounding boundary, and `all_values(torch.float32)` yields all 2^32 values in chunks. Ops that compute something
+before the cast (a norm, a gated activation) get inputs for which that result is exact, so their casts get the same
+values.
 
-A NaN's bits must be the reference's too, sign included. The exceptions are a NaN that arithmetic made before the cast,
-whose sign IEEE does not define and which torch and our kernels convert to BF16 differently, and a NaN in FP16 on a GPU,
-whose instruction from FP16 to FP32 forgets the sign.
+The bits of a NaN must also match, including the sign, with two exceptions. IEEE does not define the sign of a NaN that
+arithmetic has produced before the cast. And on a GPU, the instruction that converts FP16 to FP32 drops the sign of a
+NaN.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,73 +30,68 @@ from fp8serve.errors import JobError
 from fp8serve.fp8 import ops as fp8_ops
 from fp8serve.fp8.ops import LEVELS, arithmetic, reference
 
-Report = Callable[[str, int, int], None]  # (what, done, in all)
-Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # (ops or reference, values, FP8 dtype)
-CHUNK = 1 << 22
+Report = Callable[[str, int, int], None]  # called with the name, the done and the total number of values
+Probe = Callable[[Any, Tensor, torch.dtype], tuple[Tensor, ...]]  # called with ops or reference, values, FP8 dtype
+CHUNK_VALUES = 1 << 22
 E4M3 = torch.float8_e4m3fn
-MANTISSAS = 1 << 15  # per sign and exponent in the stratified set
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+STRATIFIED_MANTISSAS = 1 << 15  # for each sign and exponent
+_INT_DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def stratified(seed: int = 0) -> Tensor:
-    """2^24 FP32 values: for each of the 512 signs and exponents 2^15 mantissas.
+    """Returns 2^24 FP32 values: 2^15 mantissas for each of the 512 combinations of sign and exponent.
 
-    384 of them are the multiples of 1/128 and their neighbours: every BF16 value, every value of both formats, every
-    midpoint of two neighbours, and the values one bit to either side. The others are drawn at random, one from each of
-    equal intervals.
+    384 of the mantissas are the multiples of 1/128 and their neighbours. They cover every BF16 value, every FP8 value,
+    every midpoint of two FP8 values, and the values next to those. The other mantissas are random, one in each of equal
+    intervals.
     """
-    near = (torch.arange(128) << 16).unsqueeze(1) + torch.tensor([-1, 0, 1]) & 0x7FFFFF
-    drawn = MANTISSAS - near.numel()
-    starts = (torch.arange(drawn) << 23) // drawn
-    make = torch.Generator().manual_seed(seed)
-    inside = torch.randint((1 << 23) // drawn, (512, drawn), generator=make, dtype=torch.int32)
-    mantissas = torch.cat([near.flatten().int().expand(512, -1), starts.int() + inside], 1)
-    head = torch.arange(-256, 256, dtype=torch.int32) << 23  # sign and exponent
-    return (head.unsqueeze(1) | mantissas).view(torch.float32).flatten()
+    boundaries = (torch.arange(128) << 16).unsqueeze(1) + torch.tensor([-1, 0, 1]) & 0x7FFFFF
+    num_random = STRATIFIED_MANTISSAS - boundaries.numel()
+    starts = (torch.arange(num_random) << 23) // num_random
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.randint((1 << 23) // num_random, (512, num_random), generator=generator, dtype=torch.int32)
+    mantissas = torch.cat([boundaries.flatten().int().expand(512, -1), starts.int() + offsets], 1)
+    sign_and_exponent = torch.arange(-256, 256, dtype=torch.int32) << 23
+    return (sign_and_exponent.unsqueeze(1) | mantissas).view(torch.float32).flatten()
 
 
-def every(dtype: torch.dtype) -> Iterator[Tensor]:
-    """All values of FP32, BF16 or FP16 in the order of their bits, the positive first, in chunks of at most 2^22."""
-    kind = _BITS[dtype]
-    half = 1 << (8 * kind.itemsize - 1)
+def all_values(dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields all values of FP32, BF16 or FP16 in the order of their bits, positive values first, in chunks."""
+    int_dtype = _INT_DTYPES[dtype]
+    half = 1 << (8 * int_dtype.itemsize - 1)
     for begin in (0, -half):
-        for first in range(begin, begin + half, CHUNK):
-            yield torch.arange(first, min(first + CHUNK, begin + half), dtype=kind).view(dtype)
+        for first in range(begin, begin + half, CHUNK_VALUES):
+            yield torch.arange(first, min(first + CHUNK_VALUES, begin + half), dtype=int_dtype).view(dtype)
 
 
-def _one(x: Tensor, value: float = 1.0) -> Tensor:
+def _scalar(x: Tensor, value: float = 1.0) -> Tensor:
     return torch.tensor(value, device=x.device)
 
 
-def _by(value: float) -> Probe:
-    return lambda ops, x, dtype: ops.quantize(x, _one(x, value), dtype)
+def _quantize(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(ops.quantize(x, _scalar(x), dtype))
 
 
-def _ungridded(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The values divided by the scale before it multiplies them: so the products lie at the boundaries again. A CPU
-    divides them, because a GPU's arithmetic makes every NaN the positive one."""
+def _quantize_scaled(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Quantizes values that were divided by the scale, so that the products are near rounding boundaries again. A CPU
+    divides them, because GPU arithmetic makes every NaN positive."""
     divided = (x.cpu() / torch.tensor(0.37).to(x.dtype)).to(x.device)
-    return tuple(ops.quantize(divided, _one(x, 0.37), dtype))
+    return tuple(ops.quantize(divided, _scalar(x, 0.37), dtype))
 
 
 def _norm(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A norm of ones is 1, exactly, and the weight comes out."""
-    return _computed(*ops.rms_norm_quantize(torch.ones_like(x).unsqueeze(0), x, 0.0, _one(x), dtype))
+    """Casts the result of an RMSNorm of ones, which is exactly the weight `x`."""
+    return _with_positive_nan(ops.rms_norm_quantize(torch.ones_like(x).unsqueeze(0), x, 0.0, _scalar(x), dtype))
 
 
 def _gated(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """silu(128) is 128 in FP32, BF16 and FP16; a scale of 1/128 undoes it."""
+    """Casts 128 * x with a scale of 1/128. silu(128) is exactly 128 in FP32, BF16 and FP16."""
     row = x.unsqueeze(0)
-    return _computed(*ops.silu_mul_quantize(torch.full_like(row, 128.0), row, _one(x, 2.0**-7), dtype))
+    return _with_positive_nan(ops.silu_mul_quantize(torch.full_like(row, 128.0), row, _scalar(x, 2.0**-7), dtype))
 
 
-def _computed(q: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
-    """Results of a cast after arithmetic: the sign of a NaN is not compared."""
-    return _of_one_nan((q, amax))
-
-
-def _of_one_nan(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same, with every NaN of FP8 data the positive one."""
+def _with_positive_nan(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Replaces every NaN of FP8 tensors by the positive NaN, so that its sign is not compared."""
     return tuple(
         torch.where(t.float().isnan(), 0x7F, t.view(torch.uint8)).view(t.dtype) if t.itemsize == 1 else t
         for t in results
@@ -103,18 +99,18 @@ def _of_one_nan(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _cache(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The values as keys, and negated (by a CPU, as above) as values, into the slots of a cache of E4M3: the only
-    format it has."""
+    """Writes the values as keys, and their negatives as values, to an E4M3 cache. A CPU negates them, because GPU
+    arithmetic makes every NaN positive."""
     tokens = x.view(-1, 1, 64)
     negated = (-tokens.cpu()).to(x.device)
     keys, values = (torch.zeros(1, *tokens.shape, dtype=E4M3, device=x.device) for _ in range(2))
     slots = torch.arange(len(tokens), device=x.device)
-    ops.write_kv(tokens, negated, keys, values, slots, _one(x), _one(x))
+    ops.write_kv(tokens, negated, keys, values, slots, _scalar(x), _scalar(x))
     return keys, values
 
 
 def _transposed(ops: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(ops.quantize_transpose(x.view(-1, 64), _one(x), dtype))
+    return tuple(ops.quantize_transpose(x.view(-1, 64), _scalar(x), dtype))
 
 
 def _rows(width: int, power_2: bool) -> Probe:
@@ -126,8 +122,8 @@ def _blocks(rows: int) -> Probe:
 
 
 CASTS: Mapping[str, Probe] = {
-    "quantize": _by(1.0),
-    "quantize, scale 0.37": _ungridded,
+    "quantize": _quantize,
+    "quantize, scale 0.37": _quantize_scaled,
     "quantize_transpose": _transposed,
     "quantize_current": lambda ops, x, dtype: ops.quantize_current(x, dtype, False),
     "quantize_rowwise": _rows(64, False),
@@ -146,7 +142,7 @@ PROBES = {**CASTS, **SCALES}
 
 @dataclass
 class Finding:
-    """One op at one level on the values of one type: how many results were compared, and how many differ."""
+    """The comparison of one op at one level, for one source and one target dtype, in numbers of values and elements."""
 
     probe: str
     level: str
@@ -154,33 +150,34 @@ class Finding:
     target: str
     values: int = 0
     differing: int = 0
-    first: str | None = None  # describes the first chunk of values that has a difference
+    first: str | None = None  # describes the first chunk of values with a difference
 
-    def see(self, x: Tensor, wrong: int) -> None:
+    def add(self, x: Tensor, num_differing: int) -> None:
+        """Counts the values of a chunk and the elements of its results that differ."""
         self.values += x.numel()
-        self.differing += wrong
-        if wrong and self.first is None:
-            self.first = f"among the {x.numel()} values from {float(x.flatten()[0]).hex()} on"
+        self.differing += num_differing
+        if num_differing and self.first is None:
+            self.first = f"in {x.numel()} values that start at {float(x.flatten()[0]).hex()}"
 
 
-def differing(result: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
-    """Elements whose bits differ, over all results; FP32 results (amaxes, scales) may be any NaN."""
-    return sum(_differing(*pair) for pair in zip(result, expected, strict=True))
+def count_differing(results: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
+    """Returns the number of elements whose bits differ. In FP32 results (amaxes, scales), all NaNs are equal."""
+    return sum(_count_differing(*pair) for pair in zip(results, expected, strict=True))
 
 
-def _differing(result: Tensor, expected: Tensor) -> int:
+def _count_differing(result: Tensor, expected: Tensor) -> int:
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return max(result.numel(), 1)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[result.itemsize]
-    apart = result.contiguous().view(kind) != expected.contiguous().view(kind)
+    int_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[result.itemsize]
+    differs = result.contiguous().view(int_dtype) != expected.contiguous().view(int_dtype)
     if result.itemsize > 1:
-        apart &= ~(result.isnan() & expected.isnan())
-    return int(apart.sum())
+        differs &= ~(result.isnan() & expected.isnan())
+    return int(differs.sum())
 
 
 @contextmanager
 def at_level(level: str) -> Iterator[None]:
-    """The CPU library limited to an instruction-set level; "cuda" is a device and needs no limit."""
+    """Limits the CPU library to an instruction-set level within the block. The level "cuda" has no effect."""
     if level in LEVELS:
         torch.ops.fp8serve.cpu_isa(level)
     try:
@@ -191,7 +188,8 @@ def at_level(level: str) -> Iterator[None]:
 
 
 def levels(device: str) -> tuple[str, ...]:
-    """The levels the CPU library has here, or the device itself. Raises JobError where no kernel was built."""
+    """Returns the instruction-set levels of the CPU library on this machine, or the name of another device. Raises
+    JobError if no kernel was built for the device."""
     if fp8_ops.LIBRARIES.get(device) is None:
         raise JobError(f"There are no {device} kernels here to compare with the reference; fp8serve doctor says why.")
     if device != "cpu":
@@ -209,32 +207,39 @@ def compare(
     total: int,
     report: Report,
     *,
-    chosen: Sequence[str] = tuple(PROBES),
+    probes: Sequence[str] = tuple(PROBES),
     at: Sequence[str] = LEVELS[-1:],
     kernels: Any = None,
     device: str = "cpu",
 ) -> list[Finding]:
-    """Every chosen probe on every chunk, both formats: kernels at each level against the reference on the CPU."""
+    """Runs probes on all chunks, for both FP8 formats, and compares the kernels with the reference on the CPU.
+
+    Args:
+        chunks: the values, `total` in all.
+        probes: names of PROBES.
+        at: the instruction-set levels.
+        kernels: the ops to compare; by default those of fp8serve.
+    """
     findings: dict[tuple[str, str, torch.dtype], Finding] = {}
     done = 0
     for x in chunks:
-        for name, dtype in _probes(x, chosen):
+        for name, dtype in _applicable(x, probes):
             expected = PROBES[name](reference, x, dtype)
             for level in at:
                 result = _run(PROBES[name], kernels or torch.ops.fp8serve, x, dtype, level, device)
                 if device != "cpu" and x.dtype == torch.float16:
-                    expected, result = _of_one_nan(expected), _of_one_nan(result)
-                fresh = Finding(name, level, _name(x.dtype), _name(dtype))
-                findings.setdefault((name, level, dtype), fresh).see(x, differing(result, expected))
+                    expected, result = _with_positive_nan(expected), _with_positive_nan(result)
+                new = Finding(name, level, _name(x.dtype), _name(dtype))
+                findings.setdefault((name, level, dtype), new).add(x, count_differing(result, expected))
         done += x.numel()
         report(_name(x.dtype), done, total)
     return list(findings.values())
 
 
-def _probes(x: Tensor, chosen: Sequence[str]) -> list[tuple[str, torch.dtype]]:
-    """(probe, format) for one chunk: scales of negative values are left out, and a cache has one format."""
-    unsigned = [name for name in chosen if name not in SCALES or not x.signbit().all()]
-    return [(n, dtype) for n in unsigned for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]
+def _applicable(x: Tensor, probes: Sequence[str]) -> list[tuple[str, torch.dtype]]:
+    """Returns the probes and FP8 dtypes for a chunk. Scales of negative values are skipped, and a cache is E4M3."""
+    names = [name for name in probes if name not in SCALES or not x.signbit().all()]
+    return [(n, dtype) for n in names for dtype in arithmetic.FP8_MAX if n != "write_kv" or dtype == E4M3]
 
 
 def _run(probe: Probe, ops: Any, x: Tensor, dtype: torch.dtype, level: str, device: str) -> tuple[Tensor, ...]:
@@ -247,17 +252,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def study(report: Report, *, exhaustive: bool, chosen: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
-    """All BF16 and FP16 values, and 2^24 or all 2^32 of FP32, against every level of the device's kernels.
-
-    `chosen`: names of PROBES, none for all. Raises JobError where there is no kernel or no such probe.
-    """
+    """Compares all kernels of a device with the reference: on all BF16 and FP16 values, and on 2^24 FP32 values, or all
+    2^32 if `exhaustive`. `chosen` are names of PROBES; if it is empty, all probes run. Raises JobError if there is no
+    kernel, or no probe of a name."""
     if unknown := [name for name in chosen if name not in PROBES]:
         raise JobError(f"No op that casts is called {unknown[0]!r}; there are: {'; '.join(PROBES)}.")
-    at, chosen = levels(device), chosen or tuple(PROBES)
+    at, probes = levels(device), chosen or tuple(PROBES)
     findings = []
     for dtype in (torch.bfloat16, torch.float16):
-        findings += compare(every(dtype), 1 << 16, report, chosen=chosen, at=at, device=device)
-    chunks = every(torch.float32) if exhaustive else iter(stratified().split(CHUNK))  # type: ignore[no-untyped-call]
+        findings += compare(all_values(dtype), 1 << 16, report, probes=probes, at=at, device=device)
+    chunks = iter(stratified().split(CHUNK_VALUES))  # type: ignore[no-untyped-call]
     count = 1 << (32 if exhaustive else 24)
-    findings += compare(chunks, count, report, chosen=chosen, at=at, device=device)
+    findings += compare(
+        all_values(torch.float32) if exhaustive else chunks, count, report, probes=probes, at=at, device=device
+    )
     return {"device": device, "levels": list(at), "fp32_values": count, "findings": [vars(f) for f in findings]}

@@ -1,15 +1,16 @@
-"""The engine alone, in this process: prefill, and decoding at several batch sizes, on random prompts.
+"""Benchmarks of an engine in this process, without a server.
 
-Prefill: one prompt of `prompt` tokens to its first token, the fastest of a few. Decoding: `batch` sequences with
-prompts of that length; when all are computed, `new` greedy steps are timed. Prompts are random: no prefix is shared.
-The rate is that of the median step; the percentiles are the waiting times of a stream's reader for the next token.
+`measure_engine` measures prefill and decoding on random prompts, which share no prefix. Prefill is the time to the
+first token of one prompt, the fastest of several. Decoding runs `batch` sequences: after their prompts are computed,
+`new` greedy steps are timed. The rate is computed from the median step. The percentiles are those of the time between
+two tokens of a stream.
 
-`measure_speculation`: the gain of drafts from the text so far (engine/drafting.py), in four answers of one sequence.
-
-Two answers repeat their prompts (a summary, an edit), one repeats itself (code), one has nothing to repeat (a story).
-The two engines take turns, answer by answer, and the time is that of decoding, from the first token on. A rate is that
-of the fastest round; the speed-up is the median over pairs, because both of a pair ran in the same minute. Answers end
-where the model ends them, or at the requested length.
+`measure_speculation` measures the speed-up by drafts, with prompt lookup (engine/drafting.py) or a draft model. It
+generates four completions of one sequence each. Two of them repeat their prompts (a summary, an edit), one repeats
+itself (code), and one repeats nothing (a story). An engine with drafts and an engine without take turns. The time is
+that of decoding, from the first token on. Rates are those of the fastest round. The speed-up is the median over pairs
+of runs, because the two runs of a pair see the same load of the machine. Completions end at end-of-text or after `new`
+tokens.
 """
 
 import random
@@ -25,9 +26,9 @@ from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.model.text.tokenizer import lacks_tokenizer
+from fp8serve.model.text.tokenizer import missing_tokenizer_message
 
-REPEATS = 3  # of the prefill
+PREFILL_RUNS = 3
 PASSAGE = """\
 The lighthouse on the rock of Arran was built in 1872 by two brothers, Thomas and William Reid. It stands forty metres \
 above the sea, and its light can be seen from a distance of thirty kilometres. During the war the light was put out, \
@@ -61,30 +62,31 @@ def measure_engine(
     new: int = 64,
     **options: Any,
 ) -> dict[str, Any]:
-    """`options`: those of the Engine. RequestError when a prompt and its answer are longer than the model can take."""
+    """Measures prefill and decoding. `options` are the options of the Engine. Raises RequestError if prompt and output
+    exceed the model's context."""
     options = {"max_num_seqs": max(batches), **options}
     engine_options = EngineOptions(**options)
-    # while the last prompts are computed, the first sequences decode already
-    extra = max(batches) * -(-prompt // engine_options.max_prefill_tokens)
+    # the first sequences generate tokens while the last prompts are computed
+    extra = max(batches) * -(-prompt // engine_options.prefill_tokens)
     options.setdefault("max_model_len", prompt + new + extra + 1)
-    began = time.perf_counter()
+    start = time.perf_counter()
     engine = Engine(model, **options)
-    loaded = time.perf_counter()
-    _first_tokens(engine, _requests(engine, 1, 8, 1))
-    first = time.perf_counter()
+    load_end = time.perf_counter()
+    _run_to_first_tokens(engine, _requests(engine, 1, 8, 1))
+    first_token = time.perf_counter()
     engine.pack_weights()
-    packed = time.perf_counter()
+    pack_end = time.perf_counter()
     report("prefill", 0, len(batches) + 1)
-    prefill = min(_prefill(engine, prompt) for _ in range(REPEATS))
+    prefill = min(_prefill(engine, prompt) for _ in range(PREFILL_RUNS))
     decode = []
     for index, batch in enumerate(batches):
         report(f"decode, batch {batch}", index + 1, len(batches) + 1)
         decode.append({"batch": batch, **_decode(engine, batch, prompt, new)})
     return {
         "model": engine.info(),
-        "load_seconds": loaded - began,
-        "first_token_seconds": first - began,
-        "packing_seconds": packed - first,
+        "load_seconds": load_end - start,
+        "first_token_seconds": first_token - start,
+        "packing_seconds": pack_end - first_token,
         "peak_resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "prefill": {"tokens": prompt, "ms": 1e3 * prefill, "tokens_per_second": prompt / prefill},
         "decode": decode,
@@ -92,14 +94,14 @@ def measure_engine(
 
 
 def _requests(engine: Engine, count: int, prompt: int, new: int) -> list[Request]:
-    """Prompts for which nothing was computed before."""
+    """Returns requests with random prompts of `prompt` tokens, for which the prefix cache has nothing."""
     vocab, params = engine.limits.vocab_size, SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
-    names = [f"bench-{random.getrandbits(64):016x}" for _ in range(count)]
-    return [Request(name, tuple(random.randrange(vocab) for _ in range(prompt)), params) for name in names]
+    ids = [f"bench-{random.getrandbits(64):016x}" for _ in range(count)]
+    return [Request(i, tuple(random.randrange(vocab) for _ in range(prompt)), params) for i in ids]
 
 
-def _first_tokens(engine: Engine, requests: list[Request]) -> None:
-    """Runs until every request has its first token."""
+def _run_to_first_tokens(engine: Engine, requests: list[Request]) -> None:
+    """Adds the requests and runs the engine until each of them has its first token."""
     waiting = {request.request_id for request in requests}
     for request in requests:
         engine.add_request(request)
@@ -108,24 +110,21 @@ def _first_tokens(engine: Engine, requests: list[Request]) -> None:
 
 
 def _prefill(engine: Engine, prompt: int) -> float:
-    """Seconds to the first token."""
-    began = time.perf_counter()
-    _first_tokens(engine, _requests(engine, 1, prompt, 1))
-    return time.perf_counter() - began
+    """Returns the seconds to the first token of one prompt."""
+    return _seconds(lambda: _run_to_first_tokens(engine, _requests(engine, 1, prompt, 1)))
 
 
 def _decode(engine: Engine, batch: int, prompt: int, new: int) -> dict[str, float]:
-    room = engine.limits.max_model_len - prompt
-    _first_tokens(engine, _requests(engine, batch, prompt, room))
-    steps = [_timed(engine.step) for _ in range(new)]
+    _run_to_first_tokens(engine, _requests(engine, batch, prompt, engine.limits.max_model_len - prompt))
+    steps = [_seconds(engine.step) for _ in range(new)]
     engine.abort_all()
     return {"tokens_per_second": batch / percentile(steps, 0.5), "fastest_ms": 1e3 * min(steps), **latencies(steps)}
 
 
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def measure_speculation(
@@ -139,35 +138,37 @@ def measure_speculation(
     temperature: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """`options`: those of the Engine. RequestError where the model's context does not hold a text and its answer."""
-    drafts: list[dict[str, Any]] = [{}, {"speculative_tokens": speculative_tokens, "draft_model": draft_model}]
-    engines = [Engine(model, max_num_seqs=1, **drafting, **options) for drafting in drafts]
+    """Measures the speed-up by drafts. `options` are the options of the Engine. Raises RequestError if a prompt and its
+    output exceed the model's context."""
+    draft_options: list[dict[str, Any]] = [{}, {"speculative_tokens": speculative_tokens, "draft_model": draft_model}]
+    engines = [Engine(model, max_num_seqs=1, **drafts, **options) for drafts in draft_options]
     params = SamplingParams(max_new_tokens=new, temperature=temperature, seed=0)
     for engine in engines:
         engine.pack_weights()
     texts = []
     for index, (name, prompt) in enumerate(prompts(engines[0]).items()):
         report(name, index, len(TASKS) + 1)
-        runs = [[_answer(engine, prompt, params) for engine in engines] for _ in range(rounds + 1)]
-        texts.append({"text": name, "prompt_tokens": len(prompt), **summary(runs[1:])})  # the first finds no prefix
+        runs = [[_generate(engine, prompt, params) for engine in engines] for _ in range(rounds + 1)]
+        # the first round is dropped, because its prompt is not in the prefix cache
+        texts.append({"text": name, "prompt_tokens": len(prompt), **summary(runs[1:])})
     return {"model": engines[1].info(), "new": new, "temperature": temperature, "rounds": rounds, "texts": texts}
 
 
 def prompts(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The prompts by name; for a chat model in its template."""
+    """Returns the tokenized prompts by name. If the model has a chat template, it is used."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise RequestError(lacks_tokenizer(engine.loaded.model_dir))
+        raise RequestError(missing_tokenizer_message(engine.loaded.model_dir))
     if tokenizer.has_chat_template:
-        request = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in TASKS.items()}
+        ids = {name: tokenizer.encode_chat([{"role": "user", "content": text}]) for name, text in TASKS.items()}
     else:
-        request = {name: tokenizer.encode(text + "\n\n") for name, text in TASKS.items()}
-    results = {**request, "code": tokenizer.encode(CODE)}
-    return {name: tuple(results[name]) for name in ("summary", "edit", "code", "story")}
+        ids = {name: tokenizer.encode(text + "\n\n") for name, text in TASKS.items()}
+    ids["code"] = tokenizer.encode(CODE)
+    return {name: tuple(ids[name]) for name in ("summary", "edit", "code", "story")}
 
 
 def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Figures of pairs (plain, speculative) of results of `_answer`."""
+    """Summarizes runs, each of which is a pair (plain, speculative) of results of `_generate`."""
     plain, speculative = ([pair[i] for pair in runs] for i in (0, 1))
     last, rates = speculative[-1], [len(run["tokens"]) - 1 for run in (plain[0], speculative[0])]
     return {
@@ -182,15 +183,15 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _answer(engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
-    """One answer, the seconds after its first token, and its drafted tokens."""
+def _generate(engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
+    """Generates a completion. Returns its tokens, and the seconds, steps and drafted tokens after its first token."""
     engine.add_request(Request("bench", prompt, params))
     while not (outputs := engine.step()):
         pass
-    before, began = engine.stats(), time.perf_counter()
+    start_stats, start = engine.stats(), time.perf_counter()
     while engine.has_work():
         outputs += engine.step()
-    seconds, after = time.perf_counter() - began, engine.stats()
-    names = {"drafted": "draft_tokens_total", "accepted": "accepted_draft_tokens_total", "steps": "steps_total"}
-    counted = {name: after[key] - before[key] for name, key in names.items()}
-    return {"tokens": [token for output in outputs for token in output.token_ids], "seconds": seconds, **counted}
+    seconds, end_stats = time.perf_counter() - start, engine.stats()
+    counters = {"drafted": "draft_tokens_total", "accepted": "accepted_draft_tokens_total", "steps": "steps_total"}
+    counts = {name: end_stats[key] - start_stats[key] for name, key in counters.items()}
+    return {"tokens": [token for output in outputs for token in output.token_ids], "seconds": seconds, **counts}

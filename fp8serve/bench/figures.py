@@ -1,8 +1,8 @@
-"""How figures are measured and where they come from: timing, percentiles, and the origin of every result.
+"""Measures times and percentiles, and records the provenance of results.
 
-The machine is never completely idle: candidates take turns, and the fastest call of each counts. Other work can only
-make a call slower, so the minimum is the cost of the code; and because candidates alternate within one process, a slow
-minute affects all of them. Where a person waits (latencies), percentiles are given, never the mean.
+Other processes on the machine can only make a call slower. So the fastest call of a candidate is the cost of its code.
+Candidates take turns within one process, so that a busy minute affects all of them. For latencies, which users
+experience, percentiles are reported and never the mean.
 """
 
 import datetime
@@ -21,33 +21,35 @@ Call = Callable[[], object]
 
 
 def fastest(candidates: Mapping[str, Call], seconds: float) -> dict[str, float]:
-    """Seconds of the fastest call of each, taking turns for about `seconds` in all and at least three rounds."""
+    """Returns the seconds of the fastest call of each candidate. The candidates take turns for about `seconds` in all,
+    and for at least three rounds."""
     results = dict.fromkeys(candidates, math.inf)
     for call in candidates.values():
         call()
-    began, rounds = time.perf_counter(), 0
-    while rounds < 3 or time.perf_counter() - began < seconds:
+    start, rounds = time.perf_counter(), 0
+    while rounds < 3 or time.perf_counter() - start < seconds:
         for name, call in candidates.items():
-            start = time.perf_counter()
+            call_start = time.perf_counter()
             call()
-            results[name] = min(results[name], time.perf_counter() - start)
+            results[name] = min(results[name], time.perf_counter() - call_start)
         rounds += 1
     return results
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of the values do not exceed; NaN when there are none."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Returns the nearest-rank percentile, or NaN if there are no values: the smallest value v such that at least
+    `fraction` (0 to 1) of the values are at most v."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan
 
 
 def latencies(values: Sequence[float]) -> dict[str, float]:
-    """Milliseconds at the 50th, 90th and 99th percentile of `values` in seconds."""
-    return {f"p{round(100 * share)}_ms": 1e3 * percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    """Returns the 50th, 90th and 99th percentile, in milliseconds, of values in seconds."""
+    return {f"p{round(100 * fraction)}_ms": 1e3 * percentile(values, fraction) for fraction in (0.5, 0.9, 0.99)}
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """Everything that a reader needs to repeat or to question a figure. `commit` is null outside a git checkout."""
+    """Returns the command, versions and hardware of a measurement. `commit` is None outside a git checkout."""
     result = examine()
     cpu, torch = result["cpu"], result["torch"]
     return {
@@ -68,24 +70,24 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit that `folder` is checked out at, with "+" when files differ from it; None when it is not a
-    checkout."""
-    described = _git(folder, "rev-parse", "--short=12", "HEAD")
-    if described is None:
+    """Returns the commit of the git checkout at `folder`, with "+" if files were modified, or None if `folder`
+    is not in a git checkout."""
+    commit_id = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if commit_id is None:
         return None
-    return described + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit_id + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(folder: Path, *args: str) -> str | None:
+    command = ["git", "-C", str(folder), *args]
     try:
-        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def one_line(origin: dict[str, Any]) -> str:
-    """Readable text for the head of every table."""
+    """Returns the result of `provenance` as a line of text."""
     return (
         f"{origin['cpu']}, {origin['cores']} cores, {origin['threads']} threads; Python {origin['python']}, torch "
         f"{origin['torch']}, fp8serve {origin['fp8serve']} at {origin['commit'] or 'no commit'}; {origin['date']}"

@@ -1,14 +1,14 @@
-"""Training steps on a decoder with random weights: under a recipe and in BF16, and with a `Monitor` and without.
+"""Benchmarks of training steps on a decoder with random weights.
 
-A whole step is what the trainer does for a batch: forward and backward pass, gradient norm and clipping, AdamW on the
-FP32 masters. BF16 runs the same decoder with its weights cast to BF16, so the two differ in the linears alone. The
-kinds take turns in one process. The machine's speed drifts, and other work can only make a step slower, so the fastest
-steps are compared, and the median of the ratios of neighbouring steps.
+`measure_steps` compares recipes with BF16. A step is what the trainer does for a batch: forward and backward pass,
+gradient norm and clipping, and AdamW on FP32 master weights. BF16 uses the same decoder with its weights cast to BF16,
+so only the linear layers differ. Recipes and BF16 take turns in one process. Other work on the machine can only make a
+step slower, so the fastest steps are compared. The median of the ratios of neighbouring steps is reported, too.
 
-The monitor is measured over forward and backward passes under the delayed recipe, without an optimizer, which would
-only make its share smaller. A round is `every` steps, so that each round with the monitor has one in which it counts
-values, and `every` calls of `step()`, which read all states. Rounds with and without alternate; the fastest rounds are
-compared, and, because a fastest round is a single number, the median of the differences between neighbouring rounds.
+`measure_monitor` compares steps with and without a `Monitor`. A step is a forward and backward pass with the delayed
+recipe. There is no optimizer, which would only make the monitor's share smaller. A round is `every` steps, in one of
+which the monitor counts FP8 values. Rounds with and without the monitor alternate. The fastest rounds are compared, and
+the median of the differences of neighbouring rounds is reported, too.
 """
 
 import time
@@ -30,12 +30,13 @@ from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 from fp8serve.train.optimizer import Optimizer
 from fp8serve.train.scratch import llama_config
 
-Report = Callable[[str, int, int], None]  # (what, done, in all)
+Report = Callable[[str, int, int], None]  # called with a name, the done and the total number of rounds
 BASELINE = "bf16"
 
 
 def random_decoder(shape: Shape, context: int) -> Decoder:
-    """FP32 masters, linears converted for FP8, tied embeddings; for sequences of at most `context` tokens."""
+    """Returns a decoder with FP32 master weights and tied embeddings, whose linear layers are converted for FP8. It
+    takes sequences of at most `context` tokens."""
     torch.manual_seed(0)
     config = llama_config(context=context, **asdict(shape))
     decoder = Decoder(parse_config(config), dtype=torch.float32)
@@ -44,10 +45,10 @@ def random_decoder(shape: Shape, context: int) -> Decoder:
 
 
 def random_batch(shape: Shape, rows: int, seq_len: int) -> PackedBatch:
-    """`rows` sequences of `seq_len` random tokens; every one predicts the next."""
+    """Returns `rows` sequences of `seq_len` random tokens. Every token has the next one as its target."""
     tokens = torch.randint(shape.vocab_size, (rows * seq_len,), generator=torch.Generator().manual_seed(0))
-    every = torch.arange(rows * seq_len)
-    return PackedBatch(tokens, every % seq_len, [seq_len] * rows, every, tokens.roll(-1))
+    indices = torch.arange(rows * seq_len)
+    return PackedBatch(tokens, indices % seq_len, [seq_len] * rows, indices, tokens.roll(-1))
 
 
 def parameters(decoder: Decoder) -> int:
@@ -57,10 +58,8 @@ def parameters(decoder: Decoder) -> int:
 def measure_steps(
     report: Report, *, shape: Shape, recipes: Sequence[str], rows: int = 4, seq_len: int = 128, rounds: int = 10
 ) -> Any:
-    """Milliseconds of a step under each recipe and in BF16, and how many times as fast as BF16 that is.
-
-    rows: sequences of `seq_len` tokens in a step. RecipeError for an unknown name.
-    """
+    """Measures a step with each recipe and in BF16. A step has `rows` sequences of `seq_len` tokens. Returns
+    milliseconds and the speed-up over BF16. Raises RecipeError for an unknown recipe."""
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
     optimizer = Optimizer(
         dict(decoder.named_parameters()), TrainConfig(model="random", data=("random",), out="nowhere")
@@ -71,13 +70,14 @@ def measure_steps(
         for name, forward in forwards.items():
             times[name].append(_step(forward, batch, optimizer))
         report("rounds", i, rounds)
-    settled = {name: seconds[1:] for name, seconds in times.items()}  # the first takes memory and settles scales
-    counted = {"tokens": rows * seq_len, "parameters": parameters(decoder), "rounds": rounds}
-    return {**counted, "steps": step_summary(settled)}
+    # the first round is dropped, because it allocates memory and computes the first scales
+    measured = {name: seconds[1:] for name, seconds in times.items()}
+    sizes = {"tokens": rows * seq_len, "parameters": parameters(decoder), "rounds": rounds}
+    return {**sizes, "steps": step_summary(measured)}
 
 
 def step_summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """From each one's seconds: fastest and median in ms, and both relative to the baseline's (above 1 is faster)."""
+    """Returns the fastest and the median step of each recipe in milliseconds, and their speed-ups over the baseline."""
     base = times[BASELINE]
     return {
         name: {
@@ -91,37 +91,36 @@ def step_summary(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
 
 
 def _step(forward: Forward, batch: PackedBatch, optimizer: Optimizer) -> float:
-    """Seconds."""
-    began = time.perf_counter()
+    """Runs a training step and returns its seconds."""
+    start = time.perf_counter()
     loss, _ = summed_loss(forward.logits(batch), batch.targets)
     (loss / len(batch.targets)).backward()  # type: ignore[no-untyped-call]
-    optimizer.collect()
+    optimizer.accumulate_in_fp32()
     optimizer.step(1e-5)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def measure_monitor(
     report: Report, *, shape: Shape, rows: int = 4, seq_len: int = 128, every: int = 16, rounds: int = 10
 ) -> Any:
-    """Milliseconds of a step with and without a monitor, in the fastest and the median round, and its share in percent.
-
-    rows: sequences of `seq_len` tokens in a step. every: the monitor counts values at every `every`-th step.
-    """
+    """Measures a step with and without a monitor that counts values in every `every`-th step. A step has `rows`
+    sequences of `seq_len` tokens. Returns milliseconds and the share of the monitor in percent."""
     decoder, batch = random_decoder(shape, seq_len), random_batch(shape, rows, seq_len)
     forward = Forward(decoder, DelayedScaling())
-    _round(forward, batch, every)  # scales settle, memory is taken
+    _round(forward, batch, every)  # a warm-up, which allocates memory and computes the first scales
     times: dict[str, list[float]] = {"without": [], "with": []}
     for i in range(rounds):
         times["without"].append(_round(forward, batch, every))
         with Monitor(forward.network, every=every) as monitor:
             times["with"].append(_round(forward, batch, every, monitor))
         report("rounds", i + 1, rounds)
-    counted = {"tokens": rows * seq_len, "linears": len(decoder.linear_names()), "every": every}
-    return {**counted, "parameters": parameters(decoder), "rounds": rounds, **monitor_summary(times)}
+    sizes = {"tokens": rows * seq_len, "linears": len(decoder.linear_names()), "every": every}
+    return {**sizes, "parameters": parameters(decoder), "rounds": rounds, **monitor_summary(times)}
 
 
 def monitor_summary(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """From the rounds' seconds a step: fastest and median in ms, and the cost of the monitor in percent of a step."""
+    """Returns the fastest and the median step in milliseconds, and the cost of the monitor in percent of a step.
+    `times` are seconds for each step, averaged over a round."""
     without, with_monitor = times["without"], times["with"]
     added = median(b - a for a, b in zip(without, with_monitor, strict=True))
     return {
@@ -135,12 +134,12 @@ def monitor_summary(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _round(forward: Forward, batch: PackedBatch, every: int, monitor: Monitor | None = None) -> float:
-    """Seconds a step, over `every` steps."""
-    began = time.perf_counter()
+    """Runs `every` steps and returns the seconds for each step."""
+    start = time.perf_counter()
     for _ in range(every):
         loss, _ = summed_loss(forward.logits(batch), batch.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         forward.network.zero_grad(set_to_none=True)
         if monitor is not None:
             monitor.step()
-    return (time.perf_counter() - began) / every
+    return (time.perf_counter() - start) / every

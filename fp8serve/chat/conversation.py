@@ -1,4 +1,4 @@
-"""The conversation so far: a system message, then questions and answers in turn."""
+"""The conversation of a chat: an optional system message, then user and assistant messages in turn."""
 
 import json
 from pathlib import Path
@@ -10,25 +10,26 @@ Message = dict[str, Any]
 
 
 class Conversation:
-    """`turns`: (question, answer); `system`: the system message, empty for none."""
+    """A list of turns. `system` is the system message; it is empty if there is none."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
-        self.turns: list[tuple[str, str]] = []
+        self.turns: list[tuple[str, str]] = []  # (user message, assistant message)
 
-    def messages(self, question: str | None = None) -> list[Message]:
-        """All of it, with a question at the end that has no answer yet."""
+    def messages(self, prompt: str | None = None) -> list[Message]:
+        """Returns the messages of the conversation. `prompt` is added as a last user message."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for question_before, answer in self.turns:
-            messages += [{"role": "user", "content": question_before}, {"role": "assistant", "content": answer}]
-        return messages if question is None else [*messages, {"role": "user", "content": question}]
+        for user, assistant in self.turns:
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        return messages if prompt is None else [*messages, {"role": "user", "content": prompt}]
 
     def save(self, file: Path) -> None:
-        """Saves it as one line of JSON, which `finetune --data` reads. An existing file is not overwritten."""
+        """Writes the conversation to a new file, as a line of JSON that `finetune --data` reads. Raises RequestError if
+        there are no turns, and MachineError if the file exists or cannot be written."""
         if not self.turns:
             raise RequestError("There is nothing to save yet.")
         try:
             with file.expanduser().open("x", encoding="utf-8") as out:
                 out.write(json.dumps({"messages": self.messages()}, ensure_ascii=False) + "\n")
         except OSError as problem:
-            raise MachineError(f"{file} cannot be written: {problem.strerror}; give another name.") from None
+            raise MachineError(f"{file} cannot be written: {problem.strerror}; use another name.") from None

@@ -1,4 +1,4 @@
-"""The models that answer: an engine in this process, or a server."""
+"""The models of a chat: an engine in this process, or a model behind a server."""
 
 import itertools
 import signal
@@ -11,33 +11,36 @@ from typing import Annotated, Any, Protocol, Self
 from annotated_types import Ge, Le
 
 from fp8serve.chat.conversation import Message
-from fp8serve.client.answers import Piece, chat_pieces
 from fp8serve.client.api import Api
+from fp8serve.client.completions import Piece, chat_pieces
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.options import About, check
 
-OWN_TEMPERATURE = 0.7
+DEFAULT_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How an answer is sampled."""
+    """The sampling options of a chat."""
 
     temperature: Annotated[
         float | None,
         Ge(0),
         Le(100),
-        About("0 takes the likeliest token every time.", unset=f"the server's; {OWN_TEMPERATURE} without one"),
+        About("0 always takes the most likely token.", unset=f"the server's; {DEFAULT_TEMPERATURE} without a server"),
     ] = None
-    max_tokens: Annotated[int | None, Ge(1), About("Longest answer, in tokens.", unset="what the context holds")] = None
-    seed: Annotated[int | None, Ge(0), About("Seed of the sampling.", unset="a fresh one for every answer")] = None
+    max_tokens: Annotated[
+        int | None, Ge(1), About("Maximum number of tokens to generate.", unset="what fits in the context")
+    ] = None
+    seed: Annotated[int | None, Ge(0), About("Seed of the sampling.", unset="a new one for every answer")] = None
 
     def __post_init__(self) -> None:
         check(self, RequestError)
 
 
 class ChatModel(Protocol):
-    """`answer` raises an Fp8ServeError of one sentence, or KeyboardInterrupt; either way it can be asked again."""
+    """The interface of a chat's model. `answer` yields a chat completion. It may raise an Fp8ServeError or
+    KeyboardInterrupt, and can be called again afterwards."""
 
     name: str
 
@@ -45,22 +48,22 @@ class ChatModel(Protocol):
 
 
 class RemoteModel:
-    """A model that a server serves: the one of that `name`, or its first."""
+    """A model that a server serves. If `name` is None, it is the server's first model."""
 
     def __init__(self, api: Api, name: str | None = None) -> None:
         self._api = api
         self.name = name or api.first_model()
 
     def answer(self, messages: list[Message], options: ChatOptions) -> Iterator[Piece]:
-        chosen = {name: value for name, value in vars(options).items() if value is not None}
-        return chat_pieces(self._api, {"model": self.name, "messages": messages, **chosen})
+        sampling = {name: value for name, value in vars(options).items() if value is not None}
+        return chat_pieces(self._api, {"model": self.name, "messages": messages, **sampling})
 
 
 class LocalModel:
-    """A model directory, loaded into this process, optionally with the adapter of a directory. At the end of a `with`
-    its prefixes are stored if the options say so.
+    """A model directory that is loaded into this process, optionally with an adapter. Use it in a `with` statement,
+    which saves the prefix cache at its end if the options have a cache_dir.
 
-    ModelError: it has no chat template, or the adapter does not fit.
+    Raises ModelError if the model has no chat template or the adapter does not fit.
     """
 
     def __init__(self, directory: Path, options: Mapping[str, Any], adapter: Path | None = None) -> None:
@@ -72,28 +75,27 @@ class LocalModel:
         self._engine = Engine(directory, **options)
         tokenizer = self._engine.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise ModelError(f"{directory} has no chat template; fp8serve generate completes texts with it.")
+            raise ModelError(f"{directory} has no chat template; use fp8serve generate, which completes plain texts.")
         self._tokenizer = tokenizer
         if adapter is not None:
             self._engine.load_adapter(adapter.name, adapter)
 
     def answer(self, messages: list[Message], options: ChatOptions) -> Iterator[Piece]:
-        from fp8serve.chat.models import held_interrupts
         from fp8serve.engine.request import Request
         from fp8serve.engine.sampling_params import SamplingParams
 
         ids = self._tokenizer.encode_chat(messages)
         sampling = SamplingParams(
-            max_new_tokens=options.max_tokens or self._room(len(ids)),
-            temperature=OWN_TEMPERATURE if options.temperature is None else options.temperature,
+            max_new_tokens=options.max_tokens or self._remaining_tokens(len(ids)),
+            temperature=DEFAULT_TEMPERATURE if options.temperature is None else options.temperature,
             seed=options.seed,
         )
         request = Request(f"chat-{next(self._ids)}", tuple(ids), sampling, adapter=self._adapter)
         self._engine.add_request(request)
-        with closing(self._run(request.request_id)) as pieces, held_interrupts() as interrupted:  # type: ignore[type-var]
+        with closing(self._run(request.request_id)) as pieces, deferred_interrupt() as is_interrupted:  # type: ignore[type-var]
             for piece in pieces:
                 yield piece
-                if interrupted():
+                if is_interrupted():
                     raise KeyboardInterrupt
 
     def __enter__(self) -> Self:
@@ -103,36 +105,38 @@ class LocalModel:
         self._engine.save_prefixes()
 
     def _run(self, request_id: str) -> Iterator[Piece]:
-        """Steps of the engine until the request has ended; a piece for each, so that interrupts are seen in between."""
+        """Runs the engine until the request has ended. Yields a piece after every step, so that the caller can check
+        for an interrupt."""
         try:
             while self._engine.has_work():
                 outputs = self._engine.step()
-                if failed := [output.error for output in outputs if output.error is not None]:
-                    raise RequestError(failed[0])
+                if errors := [output.error for output in outputs if output.error is not None]:
+                    raise RequestError(errors[0])
                 yield Piece("text", "".join(output.text_delta for output in outputs))
         finally:
             self._engine.abort(request_id)
 
-    def _room(self, num_prompt: int) -> int:
+    def _remaining_tokens(self, num_prompt: int) -> int:
         limits = self._engine.limits
-        holds = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-        if num_prompt >= holds:
-            raise RequestError(f"The conversation has {num_prompt} tokens, and the context holds {holds}.")
-        return holds - num_prompt
+        max_tokens = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+        if num_prompt >= max_tokens:
+            raise RequestError(f"The conversation has {num_prompt} tokens, and the context holds {max_tokens}.")
+        return max_tokens - num_prompt
 
 
 @contextmanager
-def held_interrupts() -> Iterator[Callable[[], bool]]:
-    """While the block runs, the first SIGINT only makes the function true; a second one has its usual effect."""
-    seen: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Defers the first SIGINT within the block: it only makes the yielded function return True. A second SIGINT has its
+    usual effect."""
+    signals: list[int] = []
+    previous_handler = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: object) -> None:
-        seen.append(number)
-        signal.signal(signal.SIGINT, usual)
+    def defer(number: int, frame: object) -> None:
+        signals.append(number)
+        signal.signal(signal.SIGINT, previous_handler)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, defer)
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(signals)
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -1,7 +1,7 @@
-"""A chat at the terminal: each input is a question, or a command that begins with a slash.
+"""An interactive chat in the terminal. An input line is a message to the model, or a command if it begins with a slash.
 
-Answers appear as they come, after the model's reasoning and tool calls in dim letters. No error ends the chat: a
-question without an answer is dropped, and the conversation before it is kept.
+Answers are printed as they are generated; reasoning and tool calls are dimmed. An error does not end the chat: a
+message without an answer is dropped, and the earlier conversation is unchanged.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8serve.chat.conversation import Conversation
 from fp8serve.chat.models import ChatModel, ChatOptions
-from fp8serve.client.answers import Piece
+from fp8serve.client.completions import Piece
 from fp8serve.errors import Fp8ServeError, RequestError, shown
 from fp8serve.terminal import printable
 
@@ -21,98 +21,100 @@ DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 class Session:
-    """`read` gives the next line, and raises EOFError at the end of the input."""
+    """A chat with one model. `read` prints a prompt and returns the next input line. At the end of the input it must
+    raise EOFError."""
 
     def __init__(
         self, model: ChatModel, options: ChatOptions, system: str = "", read: Callable[[str], str] = input
     ) -> None:
         self.model, self.options, self.read = model, options, read
         self.conversation = Conversation(system)
-        self._again = 0  # how often the last question was repeated, with another seed each time
-        self._last_kind: str | None = None  # the kind of piece that was written last
+        self._repeats = 0  # how often the last message was sent again, each time with another seed
+        self._last_kind: str | None = None  # of the pieces of an answer, the last that was printed
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
-        print(f"{printable(self.model.name)}: /help lists the commands, ctrl-D leaves.")
+        """Runs the chat until /quit or the end of the input."""
+        print(f"{printable(self.model.name)}: type /help for a list of commands, ctrl-D to quit.")
         while True:
             try:
                 line = self.read(PROMPT).strip()
             except KeyboardInterrupt:
-                print("\n(ctrl-D or /quit leaves)")
+                print("\n(type ctrl-D or /quit to quit)")
                 continue
             except EOFError:
                 print()
                 return
             if line == "/quit":
                 return
-            self.take(line)
+            self.handle_line(line)
 
-    def take(self, line: str) -> None:
-        """One line of input. Reports an error in it."""
+    def handle_line(self, line: str) -> None:
+        """Runs a command or sends a message. Prints the error if it fails."""
         try:
             if line.startswith("/"):
-                self._command(*line[1:].split(maxsplit=1))
+                self._run_command(*line[1:].split(maxsplit=1))
             elif line:
-                self._again = 0
-                self._ask(line)
+                self._repeats = 0
+                self._send(line)
         except Fp8ServeError as problem:
-            print(printable(_advised(problem)))
+            print(printable(_with_advice(problem)))
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def _command(self, name: str = "", text: str = "") -> None:
+    def _run_command(self, name: str = "", text: str = "") -> None:
         if name not in COMMANDS:
             raise RequestError(f"There is no command {shown('/' + name)}; /help lists them.")
         COMMANDS[name](self, text.strip())
 
     def help(self, text: str) -> None:
-        """this list"""
+        """show this list"""
         width = max(map(len, COMMANDS))
         for name, command in COMMANDS.items():
             print(f"/{name:{width}}  {command.__doc__}")
-        print(f"/{'quit':{width}}  leave, as ctrl-D does; ctrl-C stops an answer")
+        print(f"/{'quit':{width}}  quit, like ctrl-D; ctrl-C stops an answer")
 
     def reset(self, text: str) -> None:
-        """forget the conversation; the system message stays"""
+        """start a new conversation with the same system message"""
         self.conversation = Conversation(self.conversation.system)
-        print("(a new conversation)")
+        print("(started a new conversation)")
 
     def system(self, text: str) -> None:
-        """TEXT: tell the model this before all else; without TEXT: nothing"""
+        """TEXT: set the system message; without TEXT: remove it"""
         self.conversation.system = text
-        print("(from the next answer on)")
+        print("(applies from the next answer on)")
 
     def regenerate(self, text: str) -> None:
-        """another answer to the last question"""
+        """generate another answer to the last message"""
         if not self.conversation.turns:
-            raise RequestError("There is no question to answer again.")
-        last = self.conversation.turns.pop()
-        self._again += 1
-        answered = False
+            raise RequestError("There is no message to answer again.")
+        last_turn = self.conversation.turns.pop()
+        self._repeats += 1
+        has_answer = False
         try:
-            answered = self._ask(last[0])
+            has_answer = self._send(last_turn[0])
         finally:
-            self.conversation.turns += [] if answered else [last]
+            self.conversation.turns += [] if has_answer else [last_turn]
 
     def save(self, text: str) -> None:
-        """FILE: write the conversation as a line of training data"""
+        """FILE: save the conversation as a line of training data"""
         if not text:
-            raise RequestError("Give a file: /save chat.jsonl")
+            raise RequestError("Name a file, for example: /save chat.jsonl")
         self.conversation.save(Path(text))
         print(f"(saved to {text})")
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, question: str) -> bool:
-        """Whether there is an answer, whole or cut off by ctrl-C; if so it becomes part of the conversation."""
-        seed = None if self.options.seed is None else self.options.seed + self._again
+    def _send(self, message: str) -> bool:
+        """Sends a message and prints the answer. Returns whether there is an answer, which may be cut off by ctrl-C. If
+        there is one, adds it to the conversation."""
+        seed = None if self.options.seed is None else self.options.seed + self._repeats
         texts: list[str] = []
         self._last_kind = None
         try:
-            answer_pieces = self.model.answer(self.conversation.messages(question), replace(self.options, seed=seed))
+            answer_pieces = self.model.answer(self.conversation.messages(message), replace(self.options, seed=seed))
             with closing(answer_pieces) as pieces:  # type: ignore[type-var]  # a generator
                 for piece in pieces:
-                    self._show(piece)
+                    self._print(piece)
                     texts += [piece.text] * (piece.kind == "text")
         except KeyboardInterrupt:
             print(f"{PLAIN} (stopped)", end="")
@@ -122,17 +124,19 @@ class Session:
         print(PLAIN)
         answer = "".join(texts)
         if answer:
-            self.conversation.turns.append((question, answer))
+            self.conversation.turns.append((message, answer))
         return bool(answer)
 
-    def _show(self, piece: Piece) -> None:
+    def _print(self, piece: Piece) -> None:
+        """Prints a piece of an answer. A new kind of piece, or a new tool call, starts on a new line."""
         if piece.text:
-            if self._last_kind is not None and (piece.kind != self._last_kind or piece.opens):
+            starts_line = piece.kind != self._last_kind or piece.starts_call
+            if self._last_kind is not None and starts_line:
                 print(PLAIN)
-            if piece.kind != self._last_kind or piece.opens:
+            if starts_line:
                 print({"text": PLAIN, "reasoning": DIM, "tool": f"{DIM}calls "}[piece.kind], end="")
             self._last_kind = piece.kind
-            print(printable(piece.text) + " " * piece.opens, end="", flush=True)
+            print(printable(piece.text) + " " * piece.starts_call, end="", flush=True)
 
 
 COMMANDS: dict[str, Callable[[Session, str], None]] = {
@@ -141,21 +145,22 @@ COMMANDS: dict[str, Callable[[Session, str], None]] = {
 }  # fmt: skip
 
 
-def _advised(problem: Fp8ServeError) -> str:
-    full = "context" in str(problem) and "token" in str(problem)
-    return f"{problem} /reset begins a new conversation; /save keeps this one." if full else str(problem)
+def _with_advice(problem: Fp8ServeError) -> str:
+    """Returns the message of an error. If the context is full, adds the commands that help."""
+    is_full = "context" in str(problem) and "token" in str(problem)
+    return f"{problem} Use /reset to start a new conversation, and /save to save this one." if is_full else str(problem)
 
 
-def answer_lines(model: ChatModel, options: ChatOptions, system: str, questions: list[str]) -> None:
-    """The answers to questions of one conversation on standard output, and nothing else."""
+def print_answers(model: ChatModel, options: ChatOptions, system: str, messages: list[str]) -> None:
+    """Sends the messages of one conversation in turn and prints the text of the answers."""
     conversation = Conversation(system)
-    for question in questions:
+    for message in messages:
         texts = []
-        with closing(model.answer(conversation.messages(question), options)) as pieces:  # type: ignore[type-var]
+        with closing(model.answer(conversation.messages(message), options)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 if piece.kind == "text":
                     texts.append(piece.text)
                     print(piece.text, end="", flush=True)
         print(flush=True)
-        conversation.turns.append((question, "".join(texts)))
+        conversation.turns.append((message, "".join(texts)))
     sys.stdout.flush()

@@ -1,1 +1,2 @@
-"""The client side of HTTP: a client of our server, or of any server with OpenAI's routes. Without torch."""
+"""An HTTP client of fp8serve's server, or of any other server with OpenAI's routes. This package does not import
+torch."""

@@ -1,8 +1,8 @@
-"""A server as its client sees it: JSON, uploads and event streams; ours, or any other that has OpenAI's routes.
+"""An HTTP client that sends and receives JSON, uploads files and reads event streams.
 
-Every failure is a ServerError of one sentence: there is no server, the URL or the key is wrong, the server refuses
-(then in its own words), or it breaks off. Proxies from the environment are used, as in other programs, but not for this
-machine.
+Every failure raises ServerError with a message for the user: the server cannot be reached, the URL or the key is wrong,
+the server returned an error (the message quotes it), or the connection was lost. The proxies of the environment are
+used, except for servers on this machine.
 """
 
 import json
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from httpx2 import Response, ServerSentEvent
 
 CONNECT_SECONDS = 10.0
-SILENT_SECONDS = 600.0  # with a long prompt on a slow machine nothing arrives for minutes
-LOCAL = ("localhost", "127.0.0.1", "::1")
-KEY_HINT = "give the right one with --api-key-file or in FP8SERVE_API_KEY"
+READ_SECONDS = 600.0  # a server on a slow machine may need minutes for a long prompt
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+KEY_HINT = "provide the right key with --api-key-file or in FP8SERVE_API_KEY"
 
 
 class Api:
-    """One server. `url` with or without /v1. RequestError for an invalid URL or key."""
+    """A client of the server at `url`, which may end with /v1. Raises RequestError if the URL or the key is invalid."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         import httpx2
@@ -41,89 +41,91 @@ class Api:
         self._client.close()
 
     def get(self, path: str, **query: str | int) -> Any:
-        """The JSON that GET answers."""
-        with failures(self.url):
-            return answered(self._client.get(self.url + path, params=query))
+        """Sends a GET request and returns the JSON of the response."""
+        with translated_errors(self.url):
+            return parse_response(self._client.get(self.url + path, params=query))
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The JSON that POST answers."""
-        with failures(self.url):
-            return answered(self._client.post(self.url + path, content=as_json(body), headers=JSON))
+        """Sends a POST request and returns the JSON of the response."""
+        with translated_errors(self.url):
+            return parse_response(self._client.post(self.url + path, content=encode_json(body), headers=JSON))
 
     def delete(self, path: str) -> Any:
-        """The JSON that DELETE answers."""
-        with failures(self.url):
-            return answered(self._client.delete(self.url + path))
+        """Sends a DELETE request and returns the JSON of the response."""
+        with translated_errors(self.url):
+            return parse_response(self._client.delete(self.url + path))
 
     def upload(self, file: Path) -> str:
-        """The id under which the server keeps a file of training data. DataError: it cannot be read."""
+        """Uploads a file of training data and returns its id. Raises DataError if the file cannot be read."""
         try:
-            with file.open("rb") as data, failures(self.url):
+            with file.open("rb") as data, translated_errors(self.url):
                 form: dict[str, Any] = {"files": {"file": (file.name, data)}, "data": {"purpose": "fine-tune"}}
-                stored = answered(self._client.post(f"{self.url}/v1/files", **form))
+                response = parse_response(self._client.post(f"{self.url}/v1/files", **form))
         except OSError as problem:
             raise DataError(f"{file} cannot be read: {problem.strerror or problem}.") from None
-        return member(stored, "id", "file")
+        return text_field(response, "id", "file")
 
     def events(self, path: str, body: Any = None) -> Iterator["ServerSentEvent"]:
-        """The events in the answer to a GET, or to a POST of `body`, as they come."""
-        options: dict[str, Any] = {} if body is None else {"method": "POST", "content": as_json(body), "headers": JSON}
-        with failures(self.url), self._client.sse(self.url + path, **options) as source:
+        """Yields the events of the response to a POST request with `body`, or to a GET request without one."""
+        options: dict[str, Any] = {}
+        if body is not None:
+            options = {"method": "POST", "content": encode_json(body), "headers": JSON}
+        with translated_errors(self.url), self._client.sse(self.url + path, **options) as source:
             if source.response.status_code != 200:
                 source.response.read()
-                raise refusal(source.response)
+                raise response_error(source.response)
             yield from source
 
     def objects(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """The JSON objects of a stream in OpenAI's form, which ends with [DONE]."""
+        """Yields the JSON objects of a stream of OpenAI's API, which ends with [DONE]."""
         with closing(self.events(path, body)) as events:  # type: ignore[type-var]  # a generator
             for event in events:
                 if event.data == "[DONE]":
                     return
-                yield event_object(event)
+                yield parse_event(event)
 
     def first_model(self) -> str:
-        """The name of the model that the server names first."""
+        """Returns the name of the server's first model."""
         names = model_names(self.get("/v1/models"))
         if not names:
             raise ServerError(f"The server at {self.url} serves no model now; wait until it has loaded one.")
         return names[0]
 
 
-# -- what the asynchronous client of `bench serve` needs as well -------------------------------------------------------
+# -- functions that the asynchronous client of `bench serve` uses, too -------------------------------------------------
 
 JSON = {"Content-Type": "application/json"}
 
 
 def base_url(url: str) -> str:
-    """`url` without /v1 and slashes at its end. RequestError when it cannot be a server's."""
+    """Removes a trailing /v1 and slashes from a URL. Raises RequestError if the URL is invalid."""
     parts = http_address(url.strip())
     if parts is None or parts.query or parts.fragment:
-        raise RequestError(f"{shown(url)} is not the URL of a server; give one such as http://127.0.0.1:8000.")
+        raise RequestError(f"{shown(url)} is not the URL of a server; use a URL such as http://127.0.0.1:8000.")
     return url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def client_options(url: str, key: str | None) -> dict[str, Any]:
-    """Keyword arguments of httpx2's clients. RequestError for a key that no header can carry."""
+    """Returns the keyword arguments of httpx2's clients. Raises RequestError if the key is not printable ASCII."""
     import httpx2
 
     if key is not None and not (key.isascii() and key.isprintable() and key):
-        raise RequestError("The API key holds characters that no header can carry; it must be printable ASCII.")
+        raise RequestError("The API key has characters that an HTTP header cannot have; it must be printable ASCII.")
     return {
         "headers": {} if key is None else {"Authorization": f"Bearer {key}"},
-        "timeout": httpx2.Timeout(SILENT_SECONDS, connect=CONNECT_SECONDS),
+        "timeout": httpx2.Timeout(READ_SECONDS, connect=CONNECT_SECONDS),
         "limits": httpx2.Limits(max_connections=None),
-        "trust_env": urlsplit(url).hostname not in LOCAL,
+        "trust_env": urlsplit(url).hostname not in LOCAL_HOSTS,
     }
 
 
-def as_json(body: Any) -> bytes:
+def encode_json(body: Any) -> bytes:
     return json.dumps({} if body is None else body).encode()
 
 
 @contextmanager
-def failures(url: str) -> Iterator[None]:
-    """What the HTTP client raises in this block becomes a ServerError."""
+def translated_errors(url: str) -> Iterator[None]:
+    """Converts the exceptions of the HTTP client within this block to ServerError."""
     import httpx2
 
     try:
@@ -134,38 +136,40 @@ def failures(url: str) -> Iterator[None]:
             "the URL of another."
         ) from None
     except httpx2.TimeoutException:
-        raise ServerError(f"The server at {url} has been silent for {SILENT_SECONDS:.0f} seconds.") from None
+        raise ServerError(f"The server at {url} sent nothing for {READ_SECONDS:.0f} seconds.") from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as problem:
-        raise ServerError(f"The server at {url} broke off: {one_line(problem) or type(problem).__name__}.") from None
+        reason = one_line(problem) or type(problem).__name__
+        raise ServerError(f"The server at {url} closed the connection: {reason}.") from None
 
 
-def answered(response: "Response") -> Any:
-    """The JSON of a success. ServerError for anything else."""
+def parse_response(response: "Response") -> Any:
+    """Returns the JSON of a successful response. Raises ServerError for any other response."""
     if not response.is_success:
-        raise refusal(response)
+        raise response_error(response)
     try:
         return response.json()
     except ValueError:
-        raise ServerError(f"{response.url} answered what is not JSON; is it the URL of such a server?") from None
+        raise ServerError(f"The response of {response.url} is not JSON; check the URL of the server.") from None
 
 
-def refusal(response: "Response") -> ServerError:
-    """The error for a status other than success. The body has been read."""
-    status, (text, code) = response.status_code, _complaint(response)
+def response_error(response: "Response") -> ServerError:
+    """Returns the error that describes an unsuccessful response, whose body must have been read."""
+    status, (reason, code) = response.status_code, _error_message(response)
     if status in (401, 403):
-        sentence = f"The server refuses the key, or the lack of one ({text or status}); {KEY_HINT}."
+        message = f"The server refuses the API key or requires one ({reason or status}); {KEY_HINT}."
     elif response.is_redirect:
-        sentence = f"The server is not here: it answered {status} and names {shown(response.headers.get('location'))}."
-    elif text:
-        sentence = f"The server answered {status}: {text}."
+        location = shown(response.headers.get("location"))
+        message = f"The server responded with a redirect ({status}) to {location}; use the URL of the server itself."
+    elif reason:
+        message = f"The server answered {status}: {reason}."
     else:
-        hint = f"; is there such a server at {response.url}?" if status == 404 else "."
-        sentence = f"The server answered {status} {response.reason_phrase}{hint}"
-    return ServerError(sentence, status, code)
+        hint = f"; check the URL of the server ({response.url})." if status == 404 else "."
+        message = f"The server answered {status} {response.reason_phrase}{hint}"
+    return ServerError(message, status, code)
 
 
-def _complaint(response: "Response") -> tuple[str, str | None]:
-    """The message of an error and its code, as OpenAI's, vLLM's and our own routes spell them."""
+def _error_message(response: "Response") -> tuple[str, str | None]:
+    """Returns the message and the code of an error of OpenAI's, vLLM's or fp8serve's API."""
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else {}
@@ -177,8 +181,8 @@ def _complaint(response: "Response") -> tuple[str, str | None]:
     return one_line(f"{str(message).rstrip('.')}{hint}") if message else "", code if isinstance(code, str) else None
 
 
-def event_object(event: "ServerSentEvent") -> dict[str, Any]:
-    """The JSON object of an event. ServerError when it is not one, or reports an error."""
+def parse_event(event: "ServerSentEvent") -> dict[str, Any]:
+    """Returns the JSON object of an event. Raises ServerError if it is no JSON object or reports an error."""
     try:
         value = event.json()
     except ValueError:
@@ -187,20 +191,20 @@ def event_object(event: "ServerSentEvent") -> dict[str, Any]:
         raise ServerError(f"The server sent an event that is not a JSON object: {shown(event.data)}.")
     if error := value.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
-        raise ServerError(f"The server ended its answer with an error: {one_line(message)}.")
+        raise ServerError(f"The server ended the stream with an error: {one_line(message)}.")
     return value
 
 
-def member(answer: Any, name: str, what: str) -> str:
-    """A text field of an answer. ServerError when it is missing."""
-    if not isinstance(answer, dict) or not isinstance(answer.get(name), str):
-        raise ServerError(f"The server's answer has no {what}; is it an fp8serve server?")
-    return str(answer[name])
+def text_field(response: Any, name: str, description: str) -> str:
+    """Returns the text field `name` of a response. Raises ServerError if the field is missing."""
+    if not isinstance(response, dict) or not isinstance(response.get(name), str):
+        raise ServerError(f"The server's response has no {description}; is it an fp8serve server?")
+    return str(response[name])
 
 
-def model_names(listed: Any) -> list[str]:
-    """The models in an answer of /v1/models. ServerError when it is invalid."""
+def model_names(response: Any) -> list[str]:
+    """Returns the names of the models in a response of /v1/models. Raises ServerError if the response is invalid."""
     try:
-        return [str(model["id"]) for model in listed["data"]]
+        return [str(model["id"]) for model in response["data"]]
     except (TypeError, KeyError):
-        raise ServerError("/v1/models did not return a list of models; is it a server of OpenAI's API?") from None
+        raise ServerError("/v1/models did not return a list of models; is it a server with OpenAI's API?") from None

@@ -5,57 +5,56 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
-from fp8serve.client.api import Api, event_object, member
+from fp8serve.client.api import Api, parse_event, text_field
 from fp8serve.errors import ServerError
 
 Job = dict[str, Any]
-PAGE = 100
+PAGE_SIZE = 100  # jobs in a response
 
 
-def place(job_id: str, action: str = "") -> str:
-    """The path of a job; an id is always a single component of it."""
+def job_path(job_id: str, action: str = "") -> str:
+    """Returns the path of a job, or of an action such as "/pause". The id is escaped."""
     return "/finetune/" + quote(job_id, safe="") + action
 
 
-def jobs(api: Api, most: int) -> list[Job]:
-    """The newest ones, newest first."""
+def list_jobs(api: Api, max_jobs: int) -> list[Job]:
+    """Returns up to `max_jobs` jobs, newest first."""
     jobs: list[Job] = []
-    more = True
-    while more and len(jobs) < most:
+    has_more = True
+    while has_more and len(jobs) < max_jobs:
         after = {"after": jobs[-1]["id"]} if jobs else {}
-        page = _page(api.get("/finetune", limit=min(PAGE, most - len(jobs)), **after))
-        jobs += page["jobs"]
-        more = bool(page.get("has_more") and page["jobs"])
+        response = api.get("/finetune", limit=min(PAGE_SIZE, max_jobs - len(jobs)), **after)
+        if not isinstance(response, dict) or not isinstance(response.get("jobs"), list):
+            raise ServerError("The server's response has no jobs; is it an fp8serve server?")
+        jobs += response["jobs"]
+        has_more = bool(response.get("has_more") and response["jobs"])
     return jobs
 
 
-def _page(answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, dict) or not isinstance(answer.get("jobs"), list):
-        raise ServerError("The server's answer has no jobs; is it an fp8serve server?")
-    return answer
+def check_job(response: Any) -> Job:
+    """Returns the job of a response. Raises ServerError if the response is no job."""
+    text_field(response, "status", "status of a job")
+    text_field(response, "id", "job")
+    return dict(response)
 
 
-def one_job(answer: Any) -> Job:
-    """Checks that an answer is a job."""
-    member(answer, "status", "status of a job")
-    member(answer, "id", "job")
-    return dict(answer)
-
-
-def series(api: Api, job_id: str) -> list[dict[str, Any]]:
-    """The metrics of every reported step, oldest first."""
-    answer = api.get(place(job_id, "/metrics"))
-    if not isinstance(answer, dict) or not isinstance(answer.get("metrics"), list):
-        raise ServerError("The server's answer has no metrics; is it an fp8serve server?")
-    return [dict(row) for row in answer["metrics"]]
+def job_metrics(api: Api, job_id: str) -> list[dict[str, Any]]:
+    """Returns the metrics of every reported step, oldest first."""
+    response = api.get(job_path(job_id, "/metrics"))
+    if not isinstance(response, dict) or not isinstance(response.get("metrics"), list):
+        raise ServerError("The server's response has no metrics; is it an fp8serve server?")
+    return [dict(row) for row in response["metrics"]]
 
 
 def follow(api: Api, job_id: str, on_event: Callable[[dict[str, Any]], None]) -> str:
-    """Reports every event of a job, including earlier ones, until it ends; returns its final status."""
-    with closing(api.events(place(job_id, "/events"))) as events:  # type: ignore[type-var]  # a generator
+    """Calls `on_event` with every event of a job, including earlier events, until the job ends. Returns its status."""
+    with closing(api.events(job_path(job_id, "/events"))) as events:  # type: ignore[type-var]  # a generator
         for event in events:
-            data = event_object(event)
+            data = parse_event(event)
             if event.event == "end":
-                return member(data, "status", "status")
+                return text_field(data, "status", "status")
             on_event(data)
-    raise ServerError("The server went away before the job had ended; the job goes on when it is started again.")
+    raise ServerError(
+        "The server closed the connection before the job ended. If the server was stopped, the job continues when the "
+        "server starts again."
+    )

@@ -1,2 +1,2 @@
-"""The commands, one module each: each reads options, calls one function of another package, and prints a summary or
+"""The commands, one module each. A command reads options, calls a function of another package, and prints a summary or
 JSON."""

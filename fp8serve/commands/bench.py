@@ -1,4 +1,4 @@
-"""`fp8serve bench`: measurements, printed with the machine, the versions and the commit that made them."""
+"""`fp8serve bench`: measures speed, and prints the results with the machine, the versions and the commit."""
 
 import json
 import math
@@ -15,18 +15,18 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.bench.options import EngineLoad, Load, MonitorOptions, Shape, SpeculationLoad, StepOptions
-from fp8serve.commands.connecting import KeyFile, OtherServer, Served, leaving_at_sigterm, refuse_options
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.commands.serve import find_key
-from fp8serve.terminal import AsJson, Model, print_json, print_table, printable, progress
+from fp8serve.commands.server_options import KeyFile, OtherServer, Served, exit_on_sigterm, refuse_options
+from fp8serve.terminal import AsJson, Model, on_device, print_json, print_table, printable, progress
 
-Report = Callable[[str, int, int], None]  # (what, done, in all)
+Report = Callable[[str, int, int], None]  # reports progress: (label, done, total)
 Print = Callable[[Mapping[str, Any]], None]
-Chart = Callable[[Mapping[str, Any]], Mapping[str, str]]  # SVG by name
+Chart = Callable[[Mapping[str, Any]], Mapping[str, str]]  # returns SVG by name
 
 
 def writable(out: Path | None) -> Path | None:
-    """The directory of an option, before the work whose figures go there. MachineError: it cannot be written."""
+    """Returns the directory of an option. Raises MachineError, before the measurement, if it cannot be written."""
     from fp8serve.model.storage.files import check_writable
 
     if out is not None:
@@ -37,7 +37,7 @@ def writable(out: Path | None) -> Path | None:
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Directory for the figures as JSON, and the plots.",
+        help="Directory for the results as JSON, and for plots.",
         show_default="nowhere",
         file_okay=False,
         callback=writable,
@@ -50,16 +50,16 @@ def no_charts(result: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def measured(title: str, measure: Callable[[Report], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The figures of `measure`, which moves a bar."""
+    """Returns the results of `measure`, which reports its progress to a progress bar."""
     with progress(title) as advance:
-        return measure(lambda what, done, total: advance(done, total, what))
+        return measure(lambda label, done, total: advance(done, total, label))
 
 
 def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Chart = no_charts) -> dict[str, Any]:
-    """The figures with their origin; written to `out`/`name`.json, with the charts beside it."""
+    """Returns the figures with their provenance. If `out` is given, writes them and the charts into that directory."""
     from fp8serve.bench.figures import provenance
 
-    module = sys.modules["__main__"].__spec__  # None: started as a script
+    module = sys.modules["__main__"].__spec__  # None for a script
     program = f"python -m {module.parent}" if module else "fp8serve"
     result = {"study": name, "made": provenance(f"{program} {shlex.join(sys.argv[1:])}"), **figures}
     if out is not None:
@@ -68,7 +68,7 @@ def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Char
 
 
 def show(result: Mapping[str, Any], as_json: bool, print_tables: Print) -> None:
-    """The result as JSON, or as one line on its origin and tables."""
+    """Prints the result as JSON, or as a line with its provenance and tables."""
     from fp8serve.bench.figures import one_line
 
     if as_json:
@@ -79,17 +79,19 @@ def show(result: Mapping[str, Any], as_json: bool, print_tables: Print) -> None:
 
 
 def _write(out: Path, name: str, result: Mapping[str, Any], charts: Mapping[str, str]) -> None:
-    """`name.json` and the charts as `name-*.svg` in `out`."""
+    """Writes `name.json`, and the charts as `name-*.svg`, into the directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_rounded(result), indent=1, allow_nan=False)
-    text = re.sub(r"\[[-+\d.e,\s]*\]", lambda numbers: "".join(numbers[0].split()), text)  # a curve on one line
+    text = re.sub(
+        r"\[[-+\d.e,\s]*\]", lambda numbers: "".join(numbers[0].split()), text
+    )  # lists of numbers on one line
     (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     for chart, svg in charts.items():
         (out / f"{name}-{chart}.svg").write_text(svg, encoding="utf-8")
 
 
 def _rounded(value: Any) -> Any:
-    """To six significant digits; values that are not finite become null."""
+    """Returns the value with all floats rounded to six significant digits, or None if they are not finite."""
     if isinstance(value, Mapping):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -99,21 +101,23 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure: ops, engine, server, training step.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure ops, the engine, a server, or a training step."
+)
 
 
 @app.command("ops")
 def ops(
     only: Annotated[
-        str | None, typer.Option(help="Ops whose names contain this.", show_default="all", metavar="TEXT")
+        str | None, typer.Option(help="Only ops whose names contain this text.", show_default="all", metavar="TEXT")
     ] = None,
-    goals: Annotated[bool, typer.Option("--goals", help="Only ops with a goal.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each op and size.")] = 0.5,
+    goals: Annotated[bool, typer.Option("--goals", help="Only ops with a performance goal.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each op and size.")] = 0.5,
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure every op at the sizes of real models: time, bandwidth, arithmetic, share of this machine's peak, x torch
-    BF16.
+    """Measure every op at the sizes of real models: time, bandwidth, arithmetic, fraction of the machine's peak, and
+    speed relative to torch in BF16.
 
     
     Examples:
@@ -139,13 +143,13 @@ def _print_ops(result: Mapping[str, Any]) -> None:
     print_table(("op", "size", "us", "GB/s", "GFLOP/s", "of peak", "x torch BF16", "goal"), rows)
 
 
-STEP = ("fastest_ms", "p50_ms", "p90_ms", "p99_ms")
+STEP_TIMES = ("fastest_ms", "p50_ms", "p90_ms", "p99_ms")
 
 
 @app.command("engine")
 @with_options()
-def engine(model: Model, options: Chosen[EngineLoad], out: Out = None, json: AsJson = False) -> None:
-    """Measure the engine in this process: time to load, prefill, and decode at several batch sizes.
+def engine(model: Model, options: OptionValues[EngineLoad], out: Out = None, json: AsJson = False) -> None:
+    """Measure the engine: loading, prefill, and decoding at several batch sizes.
 
     
     Examples:
@@ -157,7 +161,8 @@ def engine(model: Model, options: Chosen[EngineLoad], out: Out = None, json: AsJ
     directory, load = find_model(model), options()
     from fp8serve.bench.engine import measure_engine
 
-    figures = measured("Engine", lambda report: measure_engine(directory, report, **vars(load)))
+    values = on_device(vars(load), directory)
+    figures = measured("Engine", lambda report: measure_engine(directory, report, **values))
     show(publish("engine", figures, out), json, _print_engine)
 
 
@@ -170,16 +175,16 @@ def _print_engine(result: Mapping[str, Any]) -> None:
     )
     print(f"prefill of {prefill['tokens']}: {prefill['tokens_per_second']:.0f} tokens/s, {prefill['ms']:.1f} ms\n")
     rows = [
-        (d["batch"], f"{d['tokens_per_second']:.1f}", *(f"{d[k]:.2f}" for k in STEP))
+        (d["batch"], f"{d['tokens_per_second']:.1f}", *(f"{d[k]:.2f}" for k in STEP_TIMES))
         for d in result["decode"]
     ]  # fmt: skip
     print_table(("decode, batch", "tokens/s", "step ms: fastest", "p50", "p90", "p99"), rows)
 
 
-COLUMNS = ("mean", "median", "p90", "p99")
-NAMES = {
-    "first token (TTFT)": "ttft_ms", "each further token (TPOT)": "tpot_ms",
-    "between events (ITL)": "itl_ms", "whole answer (E2EL)": "e2el_ms",
+STATISTICS = ("mean", "median", "p90", "p99")
+LATENCIES = {
+    "time to first token (TTFT)": "ttft_ms", "time per output token (TPOT)": "tpot_ms",
+    "inter-token latency (ITL)": "itl_ms", "end-to-end latency (E2EL)": "e2el_ms",
 }  # fmt: skip
 
 
@@ -187,7 +192,7 @@ NAMES = {
 @with_options()
 def serve(
     context: typer.Context,
-    options: Chosen[Load],
+    options: OptionValues[Load],
     model: Annotated[
         str | None, typer.Argument(help="Model to start a server for.", show_default="none: give --server")
     ] = None,
@@ -195,14 +200,15 @@ def serve(
     served: Served = None,
     api_key_file: KeyFile = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory whose tokenizer counts ShareGPT's tokens.", show_default="MODEL")
+        Path | None,
+        typer.Option(help="Directory of the tokenizer that counts ShareGPT's tokens.", show_default="MODEL"),
     ] = None,
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure a server under load, with the figures of vllm bench serve.
+    """Measure a server under load, with the metrics of vllm bench serve.
 
-    Works with every server that has OpenAI's /v1/completions or /v1/chat/completions and streams. Without
+    The server needs OpenAI's /v1/completions or /v1/chat/completions with streaming. Without
     --request-rate and --max-concurrency, all requests are sent at once.
 
     
@@ -212,11 +218,11 @@ def serve(
       fp8serve bench serve ./llama-fp8 --dataset sharegpt --dataset-path sharegpt.json --api chat
     """
     if (model is None) == (server is None):
-        raise typer.BadParameter("give either a MODEL to start a server for, or the --server that runs")
+        raise typer.BadParameter("give either a MODEL to start a server for, or a --server")
     if server is None:
         refuse_options(context, ("served", "api_key_file"), "is for --server")
     load = options()
-    with leaving_at_sigterm(), _place(model, server, api_key_file) as (url, key, directory):
+    with exit_on_sigterm(), _server_to_measure(model, server, api_key_file) as (url, key, directory):
         from fp8serve.bench.serve import measure
 
         figures = measured(
@@ -230,10 +236,10 @@ def serve(
 
 
 @contextmanager
-def _place(
+def _server_to_measure(
     model: str | None, server: str | None, key_file: Path | None
 ) -> Iterator[tuple[str, str | None, Path | None]]:
-    """The URL, the key and the model directory of the measured server: `server`, or a new one for `model`."""
+    """Yields the URL, the key and the model directory of `server`, or of a new server for `model`."""
     if server is not None:
         yield server, find_key(None, key_file), None
         return
@@ -256,18 +262,18 @@ def _print_serve(result: Mapping[str, Any]) -> None:
         print(f"failed: {printable(error)}")
     print(
         f"{result['request_throughput']:.2f} requests/s, {result['output_throughput']:.1f} output tokens/s, "
-        f"{result['total_token_throughput']:.1f} tokens/s in all\n"
+        f"{result['total_token_throughput']:.1f} tokens/s in total\n"
     )
-    rows = [(name, *(f"{result[key][column]:.1f}" for column in COLUMNS)) for name, key in NAMES.items()]
-    print_table(("ms", *COLUMNS), rows)
+    rows = [(name, *(f"{result[key][column]:.1f}" for column in STATISTICS)) for name, key in LATENCIES.items()]
+    print_table(("ms", *STATISTICS), rows)
 
 
 @app.command("speculation")
 @with_options()
-def speculation(model: Model, options: Chosen[SpeculationLoad], out: Out = None, json: AsJson = False) -> None:
-    """Measure the decoding of one sequence with and without drafts: a summary, an edit, code, a story.
+def speculation(model: Model, options: OptionValues[SpeculationLoad], out: Out = None, json: AsJson = False) -> None:
+    """Measure speculative decoding of one sequence: a summary, an edit, code, and a story.
 
-    Drafts come from the text so far, or from a draft model.
+    Draft tokens come from a prompt lookup, or from a draft model.
 
     
     Examples:
@@ -288,29 +294,29 @@ def speculation(model: Model, options: Chosen[SpeculationLoad], out: Out = None,
 def _print_speculation(result: Mapping[str, Any]) -> None:
     rows = [
         (
-            outcome["text"],
-            f"{outcome['plain_tokens_per_second']:.1f}",
-            f"{outcome['speculative_tokens_per_second']:.1f}",
-            f"{outcome['times_plain']:.2f}",
-            f"{outcome['accepted']} of {outcome['drafted']}",
-            outcome["steps"],
-            "yes" if outcome["same_answer"] else "NO",
+            text["text"],
+            f"{text['plain_tokens_per_second']:.1f}",
+            f"{text['speculative_tokens_per_second']:.1f}",
+            f"{text['times_plain']:.2f}",
+            f"{text['accepted']} of {text['drafted']}",
+            text["steps"],
+            "yes" if text["same_answer"] else "NO",
         )
-        for outcome in result["texts"]
+        for text in result["texts"]
     ]
-    print_table(("text", "plain tokens/s", "drafts tokens/s", "times", "accepted", "steps", "same answer"), rows)
+    print_table(("text", "plain tokens/s", "speculative tokens/s", "speedup", "accepted", "steps", "same output"), rows)
 
 
 @app.command("step")
 @with_options(hidden_size=768, layers=16)
 def step(
-    shape: Chosen[Shape],
-    options: Chosen[StepOptions],
-    vocab_size: Annotated[int, typer.Option(min=256, help="Tokens of its vocabulary.")] = 32000,
+    shape: OptionValues[Shape],
+    options: OptionValues[StepOptions],
+    vocab_size: Annotated[int, typer.Option(min=256, help="Size of the vocabulary.")] = 32000,
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Measure a whole training step in FP8 and in BF16, in turns, on one model.
+    """Measure training steps in FP8 and in BF16, alternating, on one model.
 
     
     Examples:
@@ -327,17 +333,19 @@ def step(
 def _print_step(result: Mapping[str, Any]) -> None:
     print(f"{result['parameters']:,} parameters, {result['tokens']} tokens a step, {result['rounds']} rounds\n")
     table = [
-        (name, f"{of['fastest_ms']:.0f}", f"{of['median_ms']:.0f}", f"{of['fastest_x_bf16']:.2f}",
-         f"{of['median_x_bf16']:.2f}")
-        for name, of in result["steps"].items()
+        (name, f"{times['fastest_ms']:.0f}", f"{times['median_ms']:.0f}", f"{times['fastest_x_bf16']:.2f}",
+         f"{times['median_x_bf16']:.2f}")
+        for name, times in result["steps"].items()
     ]  # fmt: skip
     print_table(("step", "fastest, ms", "median", "fastest x BF16", "median x BF16"), table)
 
 
 @app.command("monitor")
 @with_options()
-def monitor(shape: Chosen[Shape], options: Chosen[MonitorOptions], out: Out = None, json: AsJson = False) -> None:
-    """Measure what it costs to leave the monitor on: training steps with and without it, in turns.
+def monitor(
+    shape: OptionValues[Shape], options: OptionValues[MonitorOptions], out: Out = None, json: AsJson = False
+) -> None:
+    """Measure the overhead of the monitor: training steps with and without it, alternating.
 
     
     Examples:
@@ -367,19 +375,19 @@ def _print_monitor(result: Mapping[str, Any]) -> None:
 @app.command("casts")
 def casts(
     all_values: Annotated[
-        bool, typer.Option("--all", help="All 2^32 values of FP32, which takes an hour, instead of 2^24 of them.")
+        bool, typer.Option("--all", help="Test all 2^32 values of FP32, which takes an hour, instead of 2^24 values.")
     ] = False,
     op: Annotated[
-        list[str] | None, typer.Option(help="Op to compare, as the table names it; repeat.", show_default="all")
+        list[str] | None, typer.Option(help="Name of an op to compare; repeat for several.", show_default="all")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Out = None,
     json: AsJson = False,
 ) -> None:
-    """Compare every casting kernel with the reference, bit for bit: FP8 data and scales, on every kind of value.
+    """Compare every casting kernel with the reference bit for bit: FP8 data and scales.
 
-    Runs all BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level of this
-    processor. The exit status is 1 if one bit differs.
+    Casts all BF16 and FP16 values, and FP32 values of every sign and exponent, at every instruction-set level of this
+    CPU. The exit status is 1 if a bit differs.
 
     
     Examples:
@@ -391,7 +399,7 @@ def casts(
     request: dict[str, Any] = {"exhaustive": all_values, "chosen": tuple(op or ()), "device": device}
     result = publish("casts", measured("Comparing", lambda report: study(report, **request)), out)
     show(result, json, _print_casts)
-    if any(outcome["differing"] for outcome in result["findings"]):
+    if any(finding["differing"] for finding in result["findings"]):
         raise typer.Exit(1)
 
 

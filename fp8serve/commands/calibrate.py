@@ -1,8 +1,8 @@
 """Write MODEL in FP8, with scales from sample data.
 
-Writes a directory that every FP8 server can load, scales.safetensors, calibration.json and report.html; --report also
-writes the page elsewhere. Scales are made from all of --data, whatever the order of files and lines; quality is
-measured on other text: --holdout, or passages that ship with fp8serve.
+Writes a directory that every FP8 server can load, with scales.safetensors, calibration.json and report.html. --report
+writes the report to another file, too. Scales depend on all of --data, but not on the order of files and lines. Quality
+is measured on other text: --holdout, or passages that are part of fp8serve.
 
 \b
 Examples:
@@ -13,7 +13,7 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8serve.calibration.options import CalibrationOptions, ScalingOptions
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.terminal import (
     AsJson,
     Model,
     ReportFile,
     check_report,
+    command_line,
+    on_device,
     print_report,
     remark,
-    stages,
-    typed,
+    stage_progress,
     write_report,
 )
 
@@ -43,8 +44,8 @@ def command(
     context: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
-    scaling: Chosen[ScalingOptions],
-    options: Chosen[CalibrationOptions],
+    scaling: OptionValues[ScalingOptions],
+    options: OptionValues[CalibrationOptions],
     report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
@@ -54,33 +55,37 @@ def command(
     from fp8serve.calibration.reports.tables import summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
-    from fp8serve.ranks import torchrun
+    from fp8serve.ranks import is_rank, torchrun
 
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
+    values = dict(options.values) if is_rank() else on_device(options.values, directory)
     if task_of(directory) != "generate":
-        return _encoder(directory, out, recipe, {**options.values, "command": typed(context)}, report_file, json)
-    # on every rank: torchrun ends one that is late before it can tell an error
+        return _calibrate_encoder(
+            directory, out, recipe, {**values, "command": command_line(context)}, report_file, json
+        )
+    # Every rank checks the model, so that all fail together: torchrun would kill ranks that fail later than the first.
     notes = quantized_notes(directory, scales_only=options.values.get("scales_only", False))
-    with torchrun() as ranks, stages("Calibrating") if ranks.first else nullcontext() as progress:
-        if ranks.first:
-            _print(notes)
+    with torchrun() as ranks, stage_progress("Calibrating") if ranks.is_first else nullcontext() as progress:
+        if ranks.is_first:
+            for note in notes:
+                remark(note)
         report = calibrate(
             directory,
             out=out,
             recipe=recipe,
             progress=progress,
             ranks=ranks,
-            command=typed(context),
-            **options.values,
+            command=command_line(context),
+            **values,
         )
-    if ranks.first:
+    if ranks.is_first:
         write_report(report_file, lambda: html_report(report))
         print_report(report, summary_table, json, printed=notes)
     return None
 
 
-def _encoder(
+def _calibrate_encoder(
     directory: Path,
     out: Path,
     recipe: "Recipe",
@@ -94,14 +99,9 @@ def _encoder(
     from fp8serve.calibration.reports.tables import embedding_table
 
     notes = quantized_notes(directory)
-    _print(notes)
-    with stages("Calibrating") as progress:
+    for note in notes:
+        remark(note)
+    with stage_progress("Calibrating") as progress:
         report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
     write_report(report_file, lambda: html_encoder_report(report))
     print_report(report, embedding_table, json, printed=notes)
-
-
-def _print(notes: Sequence[str]) -> None:
-    """Before the work: what the owner of the model may not know about it."""
-    for note in notes:
-        remark(note)

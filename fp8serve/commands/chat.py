@@ -1,7 +1,7 @@
-"""Chat in the terminal with a model that is loaded here or served by a server.
+"""Chat in the terminal with a local model or with a model of a server.
 
-At a terminal, /help lists the commands; ctrl-C stops an answer, ctrl-D leaves. If standard input is not a terminal, its
-text is one question, or one per line with --by-line, and only the answers go to standard output.
+/help lists the commands of a chat, ctrl-C stops an answer, and ctrl-D ends the chat. If standard input is not a
+terminal, its text is one question, or one question a line with --by-line, and only the answers are printed.
 
 \b
 Examples:
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8serve.chat.models import ChatOptions
-from fp8serve.commands.connecting import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_options
-from fp8serve.commands.from_options import Chosen, shown_options, with_options
+from fp8serve.commands.dataclass_options import OptionValues, shown_options, with_options
+from fp8serve.commands.server_options import AdapterDir, KeyFile, OtherServer, Served, connected, refuse_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
-from fp8serve.terminal import remark
+from fp8serve.terminal import on_device, remark
 
 if TYPE_CHECKING:
     from fp8serve.chat.models import ChatModel
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 @with_options()
 def command(
     context: typer.Context,
-    options: Chosen[ChatOptions],
-    engine: Chosen[EngineOptions],
+    options: OptionValues[ChatOptions],
+    engine: OptionValues[EngineOptions],
     model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="Model to load, as for serve.", show_default="none: give --server"),
@@ -44,39 +44,39 @@ def command(
     served: Served = None,
     api_key_file: KeyFile = None,
     adapter: AdapterDir = None,
-    system: Annotated[str, typer.Option(help="System message: what the model is told first.")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
     by_line: Annotated[bool, typer.Option("--by-line", help="Each line of standard input is a question.")] = False,
 ) -> None:
     if (model is None) == (server is None):
-        raise typer.BadParameter("give either a MODEL to load, or the --server to ask")
+        raise typer.BadParameter("give either a MODEL to load, or a --server")
     if server is None:
         refuse_options(context, ("served", "api_key_file"), "is for --server")
     else:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
-        refuse_options(context, local, "is for a MODEL that is loaded here")
-    from fp8serve.chat.session import Session, answer_lines
+        refuse_options(context, local, "is for a local MODEL, not for --server")
+    from fp8serve.chat.session import Session, print_answers
 
-    talking = sys.stdin.isatty() and sys.stdout.isatty()
-    if by_line and talking:
-        raise typer.BadParameter("--by-line is for standard input that is no terminal")
-    questions = [] if talking else _questions(by_line)
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if by_line and is_interactive:
+        raise typer.BadParameter("--by-line needs questions on standard input, which is a terminal")
+    questions = [] if is_interactive else _questions(by_line)
     sampling = options()
-    with _model(model, server, served, api_key_file, engine, adapter, talking) as conversation:
-        if talking:
+    with _open_model(model, server, served, api_key_file, engine, adapter, is_interactive) as chat_model:
+        if is_interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 - input() edits lines with it, and remembers them
+                import readline  # noqa: F401 - gives input() line editing and a history
 
-            Session(conversation, sampling, system).run()
+            Session(chat_model, sampling, system).run()
         else:
-            answer_lines(conversation, sampling, system, questions)
+            print_answers(chat_model, sampling, system, questions)
 
 
 @contextlib.contextmanager
-def _model(
-    model: str | None, server: str | None, served: str | None, key_file: Path | None, engine: Chosen[EngineOptions],
-    adapter: Path | None, talking: bool,
+def _open_model(
+    model: str | None, server: str | None, served: str | None, key_file: Path | None,
+    engine: OptionValues[EngineOptions], adapter: Path | None, is_interactive: bool,
 ) -> "Iterator[ChatModel]":  # fmt: skip
-    """The model that answers."""
+    """Yields the model of a server, or a local model."""
     from fp8serve.chat.models import LocalModel, RemoteModel
 
     if server is not None:
@@ -85,8 +85,9 @@ def _model(
     else:
         from fp8serve.hub import find_draft, find_model
 
-        directory, options = find_model(str(model)), find_draft(engine.values)
-        if talking:
+        directory = find_model(str(model))
+        options = on_device(find_draft(engine.values), directory)
+        if is_interactive:
             remark(f"Loading {directory} ...")
         with LocalModel(directory, options, adapter) as local:
             yield local
@@ -94,7 +95,7 @@ def _model(
 
 def _questions(by_line: bool) -> list[str]:
     text = sys.stdin.buffer.read().decode(errors="replace")
-    results = [line.strip() for line in (text.splitlines() if by_line else [text])]
-    if not any(results):
+    questions = [line.strip() for line in (text.splitlines() if by_line else [text])]
+    if not any(questions):
         raise RequestError("There is no question on standard input.")
-    return [question for question in results if question]
+    return [question for question in questions if question]

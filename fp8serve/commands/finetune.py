@@ -1,10 +1,10 @@
 """Fine-tune MODEL in FP8 on your own data.
 
-The result has the scales from training, so no calibration is needed before serving it. An interrupted run (ctrl-C,
-SIGTERM) first writes a checkpoint; the same command continues from there, and with more --max-steps or --epochs also
-beyond the end of a finished run. A killed run loses everything after its last checkpoint. --dry-run trains nothing: it
-reads all data and prints every invalid row, the number of steps, the memory that they take, and the learnt part of the
-first row. `fp8serve jobs metrics` and `jobs plot` show what the run in a directory has reported.
+The result has the scales of the training, so it needs no calibration before it is served. An interrupted run (ctrl-C,
+SIGTERM) first writes a checkpoint, and the same command continues from there. With more --max-steps or --epochs it also
+continues a finished run. A killed run loses the steps after its last checkpoint. --dry-run trains nothing: it reads all
+data, and prints the invalid rows, the number of steps, their memory, and the first row with its loss mask.
+`fp8serve jobs metrics` and `jobs plot` show the metrics of the run in a directory.
 
 \b
 Examples:
@@ -20,6 +20,7 @@ Examples:
   fp8serve serve ./run/model
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,60 +30,72 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fp8serve.commands import jobs
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
-from fp8serve.terminal import Advance, AsJson, Model, print_json, progress, remark
+from fp8serve.options import AUTO
+from fp8serve.terminal import Advance, AsJson, Model, on_device, print_json, progress, remark
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import EVENTS, Event, logged, series_of_run
 
 if TYPE_CHECKING:
     from fp8serve.ranks import Ranks
 
-STOPPED = 130  # exit status
+EXIT_STOPPED = 130  # as a shell reports ctrl-C
 
 
-@with_options()
+@with_options(device=AUTO)
 def command(
     model: Model,
-    options: Chosen[TrainConfig],
+    options: OptionValues[TrainConfig],
     procs: Annotated[
-        int, typer.Option(min=1, help="Processes of this machine that divide the microbatches of a step among them.")
+        int, typer.Option(min=1, help="Number of processes on this machine that share the microbatches of a step.")
     ] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check the data, and print what the run takes.")
+        bool, typer.Option("--dry-run", help="Only check the data, and print the steps and the memory of the run.")
     ] = False,
     json: AsJson = False,
 ) -> None:
     from fp8serve.hub import find_model
     from fp8serve.ranks import torchrun
 
+    directory = find_model(model)
+    chosen = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, _processes(procs))
     if dry_run:
-        return _dry_run(options(model=str(find_model(model))), procs, json)
-    with torchrun(str(options.values.get("device", "cpu"))) as ranks:
-        config = options(model=str(find_model(model)))
+        return _dry_run(options(**chosen), procs, json)
+    with torchrun(chosen["device"]) as ranks:
+        config = options(**chosen)
         if procs > 1:
             return _run_group(config, json, procs)
         status = _run(config, json, ranks)
-    if status and ranks.size == 1:  # torchrun would take it for a crash
+    if status and ranks.size == 1:  # torchrun would treat this status as a crash
         raise typer.Exit(status)
     return None
 
 
+def _processes(procs: int) -> int:
+    """Returns how many processes of this machine train: `procs`, or those that torchrun has started."""
+    return max(procs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:
-    """The exit status of a run by this process, or by all ranks, of which rank 0 speaks."""
+    """Runs the job in this process or as one of `ranks`, of which rank 0 prints. Returns the exit status."""
     from fp8serve.train.trainer import Trainer
 
     out = Path(config.out)
-    with progress("Training", ranks.first) as advance, logged(out / EVENTS) as log, _stop_on_signal() as stopped:
+    with (
+        progress("Training", ranks.is_first) as advance,
+        logged(out / EVENTS) as log,
+        _stop_on_signal() as stop_requested,
+    ):
 
         def print_event(event: Event) -> None:
             log(event)
             _show(event, advance)
 
-        result = Trainer(config, ranks).run(on_event=print_event, stop=stopped)
-    if ranks.first:
+        result = Trainer(config, ranks).run(on_event=print_event, stop=stop_requested)
+    if ranks.is_first:
         print_json(vars(result)) if json else _summary(result, out)
-    return STOPPED if result.status == "stopped" else 0
+    return EXIT_STOPPED if result.status == "stopped" else 0
 
 
 def _run_group(config: TrainConfig, json: bool, procs: int) -> None:
@@ -91,21 +104,21 @@ def _run_group(config: TrainConfig, json: bool, procs: int) -> None:
     from fp8serve.train.trainer import check_processes
 
     if is_rank():
-        raise JobError("torchrun has started the processes already; leave --procs out.")
+        raise JobError("torchrun has already started the processes; leave --procs out.")
     check_processes(config, procs)
-    status = run_group(procs, "fp8serve.commands.finetune:as_rank", [config.to_json(), str(json)])
-    raise typer.Exit(STOPPED if status is None else status)
+    status = run_group(procs, "fp8serve.commands.finetune:run_rank", [config.to_json(), str(json)])
+    raise typer.Exit(EXIT_STOPPED if status is None else status)
 
 
-def as_rank(arguments: list[str]) -> int:
-    """CONFIG JSON: train as one of the processes that `_run_group` has started."""
+def run_rank(arguments: list[str]) -> int:
+    """Trains as a rank of `_run_group`. The arguments are the configuration as JSON, and the value of --json."""
     from fp8serve.ranks import torchrun
 
     config = TrainConfig.from_json(arguments[0])
     try:
         with torchrun(config.device) as ranks:
             return _run(config, arguments[1] == "True", ranks)
-    except GroupError:  # the group starts again
+    except GroupError:  # `run_group` restarts the group
         raise
     except Fp8ServeError as error:
         remark(f"fp8serve: {error}")
@@ -116,8 +129,8 @@ def _dry_run(config: TrainConfig, procs: int, json: bool) -> None:
     from fp8serve.train.validate import validate
 
     report = validate(config, procs)
-    result = vars(report) | {"data": vars(report.data)}
-    print_json(result) if json else jobs.show_dry_run(result)
+    fields = vars(report) | {"data": vars(report.data)}
+    print_json(fields) if json else jobs.show_dry_run(fields)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -132,7 +145,7 @@ def _summary(result: Any, out: Path) -> None:
     if result.status == "stopped":
         print(
             f"Stopped after step {result.step} of {result.total_steps}; "
-            f"the same command again goes on from {result.checkpoint}."
+            f"run the same command again to resume from {result.checkpoint}."
         )
     else:
         loss = result.metrics.get("train_loss")
@@ -140,23 +153,23 @@ def _summary(result: Any, out: Path) -> None:
             f"{result.step} steps, {result.trained_tokens} tokens in {result.seconds:.1f} s; "
             f"last loss {'not finite' if loss is None else f'{loss:.4f}'}; model in {result.model}"
         )
-    jobs.show_chart(series_of_run(out))
+    jobs.print_loss_chart(series_of_run(out))
 
 
 @contextmanager
 def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM asks to stop after the step that runs; a second one has its usual effect."""
-    seen: list[int] = []
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Yields a function that returns whether SIGINT or SIGTERM has arrived. A second signal ends the process."""
+    received: list[int] = []
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def ask(number: int, frame: object) -> None:
-        seen.append(number)
-        signal.signal(number, usual[signal.Signals(number)])
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous_handlers[signal.Signals(number)])
 
-    for number in usual:
-        signal.signal(number, ask)
+    for number in previous_handlers:
+        signal.signal(number, handle)
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(received)
     finally:
-        for number, handler in usual.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

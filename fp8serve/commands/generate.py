@@ -1,4 +1,4 @@
-"""Complete one or more prompts with a model that is loaded here or served by a server.
+"""Complete one or more prompts with a local model or with a model of a server.
 
 \b
 Examples:
@@ -18,33 +18,33 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.connecting import (
+from fp8serve.commands.dataclass_options import OptionValues, shown_options, with_options
+from fp8serve.commands.server_options import (
     AdapterDir,
     KeyFile,
     OtherServer,
     Served,
     connected,
-    given_options,
+    options_on_command_line,
     refuse_options,
 )
-from fp8serve.commands.from_options import Chosen, shown_options, with_options
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
-from fp8serve.terminal import AsJson, print_json
+from fp8serve.terminal import AsJson, on_device, print_json
 
 
 @with_options(max_new_tokens=64, temperature=0.0)
 def command(
     context: typer.Context,
-    sampling: Chosen[SamplingParams],
-    engine: Chosen[EngineOptions],
+    sampling: OptionValues[SamplingParams],
+    engine: OptionValues[EngineOptions],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Model to load, as for serve. With --server: the first prompt."),
+        typer.Argument(metavar="MODEL", help="Model to load (directory or name). With --server: the first prompt."),
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Read from standard input when none is given.")
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts.", show_default="standard input")
     ] = None,
     server: OtherServer = None,
     served: Served = None,
@@ -54,40 +54,40 @@ def command(
 ) -> None:
     if server is not None:
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
-        refuse_options(context, local, "is for a MODEL that is loaded here")
+        refuse_options(context, local, "is for a local MODEL, not for --server")
         texts = ([] if model is None else [model]) + (prompts or [])
-        chosen = given_options(context, (o.name for o in shown_options(SamplingParams)))
+        chosen = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
         values = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
-        sampling()  # its errors are reported here
-        _show(_by_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
+        sampling()  # checks the values before a request is sent
+        _print(_complete_on_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
         return
     refuse_options(context, ("served", "api_key_file"), "is for --server")
     if model is None:
-        raise typer.BadParameter("give a MODEL to load, or the --server to ask")
+        raise typer.BadParameter("give a MODEL to load, or a --server")
     from fp8serve.hub import find_draft, find_model
 
     directory, texts = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    running = Engine(directory, **find_draft(engine.values))
-    name = None if adapter is None else running.load_adapter(adapter.name, adapter)["name"]
-    done = running.generate(texts, adapter=name, **sampling.values)
-    running.save_prefixes()
-    if running.options.drafted_tokens:
-        print(_drafts(running.stats()), file=sys.stderr)
-    _show([_as_dict(prompt, completion) for prompt, completion in zip(texts, done, strict=True)], json)
+    local_engine = Engine(directory, **on_device(find_draft(engine.values), directory))
+    name = None if adapter is None else local_engine.load_adapter(adapter.name, adapter)["name"]
+    completions = local_engine.generate(texts, adapter=name, **sampling.values)
+    local_engine.save_prefixes()
+    if local_engine.options.drafted_tokens:
+        print(_speculation_summary(local_engine.stats()), file=sys.stderr)
+    _print([_to_dict(prompt, completion) for prompt, completion in zip(texts, completions, strict=True)], json)
 
 
-def _by_server(
+def _complete_on_server(
     server: str, key_file: Path | None, model: str | None, prompts: list[str], sampling: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from fp8serve.client.answers import complete
+    from fp8serve.client.completions import complete
 
     with connected(server, key_file) as api:
         return complete(api, model, prompts, sampling)
 
 
-def _show(completions: list[dict[str, Any]], json: bool) -> None:
+def _print(completions: list[dict[str, Any]], json: bool) -> None:
     if json:
         print_json(completions)
     else:
@@ -102,16 +102,16 @@ def _from_stdin() -> str:
     return text
 
 
-def _drafts(stats: Mapping[str, Any]) -> str:
+def _speculation_summary(stats: Mapping[str, Any]) -> str:
     drafted, accepted = stats["draft_tokens_total"], stats["accepted_draft_tokens_total"]
     share = f" ({accepted / drafted:.0%})" if drafted else ""
     return (
-        f"speculation: {accepted} of {drafted} drafted tokens became part of an answer{share}; "
+        f"speculation: {accepted} of {drafted} draft tokens were accepted{share}; "
         f"{stats['generated_tokens_total']} tokens in {stats['steps_total']} steps"
     )
 
 
-def _as_dict(prompt: str, completion: Any) -> dict[str, Any]:
+def _to_dict(prompt: str, completion: Any) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "text": completion.text,

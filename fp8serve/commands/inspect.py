@@ -1,12 +1,11 @@
-"""Show every scale in a checkpoint, or the differences between two.
+"""Show every scale in a checkpoint, or the differences between two checkpoints.
 
-For each scale: what it scales, in which direction, its shape and values, where it came from, and its amax history as a
-row of bars. A scale that cannot be served is marked with "!" and the reason. The exit status is 1 for a model that
-cannot be loaded as it is stored, or only with a BF16 cache because its cache scales cannot be used; its scales are
-still shown. No weight is read.
+Shows for each scale its tensor, direction, shape, values, origin, and its amax history as a row of bars. A scale that
+cannot be served is marked with "!" and the reason. The exit status is 1 if the model cannot be served with its stored
+scales, or only with a BF16 cache. No weights are read.
 
-With a second checkpoint: the configuration keys, weights and scales that differ, largest changes first, and those that
-only one checkpoint has. Scales more than a factor of 2 apart are marked with "!".
+With a second checkpoint it shows the configuration keys, weights and scales that differ, largest changes first, and
+those that only one checkpoint has. Scales that differ by more than a factor of 2 are marked with "!".
 
 \b
 Examples:
@@ -14,7 +13,7 @@ Examples:
   fp8serve inspect ./llama-fp8/scales.safetensors --json
   fp8serve inspect ./llama ./llama-fp8                   # what FP8 changed
   fp8serve inspect ./llama-fp8 ./llama-fine-tuned
-  fp8serve inspect ./llama-fp8 --report llama.html       # the page of its calibration, drawn again
+  fp8serve inspect ./llama-fp8 --report llama.html       # the report of its calibration
   fp8serve inspect te.safetensors                        # with _extra_state tensors of Transformer Engine
 """
 
@@ -37,9 +36,9 @@ from fp8serve.terminal import (
 if TYPE_CHECKING:
     from fp8serve.comparison import Comparison, ScaleChange, WeightChange
 
-CACHE = (".k", ".v", ".kv")  # ends of the names of what cache scales scale
-MAX_ROWS = 20  # rows of a table of changes; --json has all
-FAR = 2.0  # between the scales of a tensor
+CACHE_SUFFIXES = (".k", ".v", ".kv")  # of the names of tensors with KV cache scales
+MAX_ROWS = 20  # of a table of changes; --json lists all
+LARGE_RATIO = 2.0  # of two scales of a tensor
 
 
 def command(
@@ -47,10 +46,10 @@ def command(
         str,
         typer.Argument(
             metavar="PATH",
-            help="Model as the other commands take it, scales.safetensors, or Transformer Engine state.",
+            help="Model (directory or name), scales.safetensors, or Transformer Engine state.",
         ),
     ],
-    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Checkpoint to compare it with.")] = None,
+    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="Checkpoint to compare PATH with.")] = None,
     report_file: ReportFile = None,
     json: AsJson = False,
 ) -> None:
@@ -59,34 +58,34 @@ def command(
     if other is None:
         _show(find_checkpoint(path), report_file, json)
     elif report_file is not None:
-        raise RequestError("--report draws the calibration of one checkpoint; leave out the other.")
+        raise RequestError("--report needs a single checkpoint; leave OTHER out.")
     else:
         _compare(find_checkpoint(path), find_checkpoint(other), json)
 
 
-# -- one -------------------------------------------------------------------------------------------------------------
+# -- one checkpoint --------------------------------------------------------------------------------------------------
 
 
 def _show(path: Path, report_file: Path | None, json: bool) -> None:
     from fp8serve.inspection import inspect
 
-    _draw(path, report_file)
+    _write_calibration_report(path, report_file)
     report = inspect(path)
     print_json(report) if json else _print(report)
     if report["problem"]:
         raise ScalesError(f"{path} cannot be served: {report['problem']}.")
-    of_cache = CACHE if report["cache_problem"] else ()
-    wrong = [s for s in report["scales"] if s["problem"] and not s["tensor"].endswith(of_cache)]
-    if wrong:
-        others = _count(len(wrong) - 1, "other scale")
-        more = f", and {others} cannot be served either" if len(wrong) > 1 else ""
-        raise ScalesError(f"{path} cannot be served: {wrong[0]['tensor']} {wrong[0]['problem']}{more}.")
+    ignored = CACHE_SUFFIXES if report["cache_problem"] else ()
+    unusable = [s for s in report["scales"] if s["problem"] and not s["tensor"].endswith(ignored)]
+    if unusable:
+        others = _count(len(unusable) - 1, "other scale")
+        more = f", and {others} cannot be served either" if len(unusable) > 1 else ""
+        raise ScalesError(f"{path} cannot be served: {unusable[0]['tensor']} {unusable[0]['problem']}{more}.")
     if report["cache_problem"]:
         raise ScalesError(f"{path} can be served with a BF16 cache only: {report['cache_problem']}")
 
 
-def _draw(path: Path, report_file: Path | None) -> None:
-    """The page of the calibration whose report is in the directory."""
+def _write_calibration_report(path: Path, report_file: Path | None) -> None:
+    """Writes the report of the calibration whose calibration.json is in the directory."""
     if report_file is None:
         return
     check_report(report_file)
@@ -125,7 +124,7 @@ def _values(low: float, high: float) -> str:
     return f"{low:.6g}" if low == high else f"{low:.6g} .. {high:.6g}"
 
 
-# -- two -------------------------------------------------------------------------------------------------------------
+# -- two checkpoints -------------------------------------------------------------------------------------------------
 
 
 def _compare(a: Path, b: Path, json: bool) -> None:
@@ -139,17 +138,19 @@ def _compare(a: Path, b: Path, json: bool) -> None:
 def _print_comparison(comparison: "Comparison") -> None:
     print(f"A: {comparison.a}\nB: {comparison.b}")
     print(f"Configuration: {_count(len(comparison.config), 'key')} with different values.")
-    _print_rows(("key", "A", "B"), [(key, _cut(a), _cut(b)) for key, (a, b) in comparison.config.items()])
+    _print_rows(("key", "A", "B"), [(key, _shown(a), _shown(b)) for key, (a, b) in comparison.config.items()])
     print(f"Weights: {comparison.same_weights} the same, {len(comparison.weights)} different.")
-    _print_rows(("weight", "A", "B", "differing", "largest change", "SQNR"), [_weight(w) for w in comparison.weights])
-    far = sum(_is_far(s) for s in comparison.scales)
-    apart = f", {far} of them more than a factor of {FAR:g} apart" if far else ""
-    print(f"Scales: {comparison.same_scales} the same, {len(comparison.scales)} different{apart}.")
-    _print_rows(("scale of", "A", "B", "B / A"), [_scale(s) for s in comparison.scales])
-    for which, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+    _print_rows(
+        ("weight", "A", "B", "differing", "largest change", "SQNR"), [_weight_row(w) for w in comparison.weights]
+    )
+    large = sum(_is_large(s) for s in comparison.scales)
+    suffix = f", {large} of them by more than a factor of {LARGE_RATIO:g}" if large else ""
+    print(f"Scales: {comparison.same_scales} the same, {len(comparison.scales)} different{suffix}.")
+    _print_rows(("scale of", "A", "B", "B / A"), [_scale_row(s) for s in comparison.scales])
+    for label, names in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if names:
             print(
-                f"Only in {which}: {_count(len(names), 'tensor')}, {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+                f"Only in {label}: {_count(len(names), 'tensor')}, {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
             )
 
 
@@ -157,10 +158,10 @@ def _print_rows(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     if rows:
         print_table(columns, rows[:MAX_ROWS])
     if len(rows) > MAX_ROWS:
-        print(f"... and {len(rows) - MAX_ROWS} more; --json has them all.")
+        print(f"... and {len(rows) - MAX_ROWS} more; --json lists all.")
 
 
-def _weight(change: "WeightChange") -> tuple[str, ...]:
+def _weight_row(change: "WeightChange") -> tuple[str, ...]:
     differing = "-" if change.differing is None else f"{100 * change.differing:.3g} %"
     largest = "-" if change.largest is None else f"{change.largest:.4g}"
     return (
@@ -173,20 +174,20 @@ def _weight(change: "WeightChange") -> tuple[str, ...]:
     )
 
 
-def _scale(change: "ScaleChange") -> tuple[str, ...]:
+def _scale_row(change: "ScaleChange") -> tuple[str, ...]:
     ratio = "-" if change.ratio is None else f"{change.ratio:.4g}"
-    return f"! {change.tensor}" if _is_far(change) else change.tensor, _values(*change.a), _values(*change.b), ratio
+    return f"! {change.tensor}" if _is_large(change) else change.tensor, _values(*change.a), _values(*change.b), ratio
 
 
-def _is_far(change: "ScaleChange") -> bool:
-    return change.ratio is None or not 1 / FAR <= change.ratio <= FAR
+def _is_large(change: "ScaleChange") -> bool:
+    return change.ratio is None or not 1 / LARGE_RATIO <= change.ratio <= LARGE_RATIO
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _cut(value: Any) -> str:
+def _shown(value: Any) -> str:
     from fp8serve.errors import shown
 
     return "-" if value is None else shown(value)

@@ -1,4 +1,4 @@
-"""Fine-tune jobs of a server: start, watch, end and delete them.
+"""Start, watch, cancel and delete fine-tune jobs of a server.
 
 \b
 Examples:
@@ -21,33 +21,33 @@ import typer
 
 from fp8serve.charts import text_chart
 from fp8serve.client import jobs as client
-from fp8serve.client.api import Api, member
-from fp8serve.commands.connecting import URL, KeyFile, Server, connected, given_options
-from fp8serve.commands.from_options import Chosen, with_options
+from fp8serve.client.api import Api, text_field
+from fp8serve.commands.dataclass_options import OptionValues, with_options
+from fp8serve.commands.server_options import URL, KeyFile, Server, connected, options_on_command_line
 from fp8serve.errors import MachineError
 from fp8serve.model.text.data_files import DATA, local_file
 from fp8serve.options import options_of
 from fp8serve.terminal import AsJson, print_json, print_table, printable, progress, remark
-from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
+from fp8serve.train.config import API_NAMES, NOT_IN_API, TrainConfig
 from fp8serve.train.events import FIRST_COLUMNS, Metrics, Points, as_csv, curves_of, series_of_run
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it.")]
-JOB_OPTIONS = [option for option in options_of(TrainConfig) if option.name not in NOT_ON_THE_WIRE]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]
+JOB_OPTIONS = [option for option in options_of(TrainConfig) if option.name not in NOT_IN_API]
 JobOptions: Any = make_dataclass(
-    "JobOptions", [(o.name, o.kind, field(default_factory=partial(copy, o.default))) for o in JOB_OPTIONS]
+    "JobOptions", [(o.name, o.annotation, field(default_factory=partial(copy, o.default))) for o in JOB_OPTIONS]
 )
-"""The options of training that a server's clients may set; the server checks them."""
-Run = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as list shows it, or the directory of a run.")]
-WIDEST = 100  # characters of a chart
-LEARNT = ("»", "«")
+"""The training options that clients of a server can set. The server checks their values."""
+JobOrRun = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job, or the directory of a run.")]
+MAX_CHART_WIDTH = 100  # characters
+LOSS_MASK_QUOTES = ("»", "«")
 
 
 @app.command("list")
 def list_jobs(
     server: Server = URL,
     api_key_file: KeyFile = None,
-    most: Annotated[int, typer.Option("--limit", min=1, help="Jobs to list, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs.")] = 20,
     json: AsJson = False,
 ) -> None:
     """List the server's jobs, newest first.
@@ -58,7 +58,7 @@ def list_jobs(
       fp8serve jobs list --limit 100 --json
     """
     with connected(server, api_key_file) as api:
-        result = client.jobs(api, most)
+        result = client.list_jobs(api, limit)
     if json:
         print_json(result)
     else:
@@ -67,7 +67,7 @@ def list_jobs(
 
 @app.command()
 def show(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Show one job: its state, its numbers, and the error if it failed.
+    """Show the state of a job, its progress, and the error if it failed.
 
     \b
     Examples:
@@ -75,7 +75,7 @@ def show(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: A
       fp8serve jobs show JOB --json
     """
     with connected(server, api_key_file) as api:
-        _print(client.one_job(api.get(client.place(job))), json)
+        _print(client.check_job(api.get(client.job_path(job))), json)
 
 
 @app.command()
@@ -83,18 +83,18 @@ def show(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: A
 def submit(
     context: typer.Context,
     data: Annotated[str, typer.Argument(metavar="FILE", help=DATA)],
-    options: Chosen[JobOptions],
+    options: OptionValues[JobOptions],
     validation: Annotated[str | None, typer.Option(metavar="FILE", help="Data to validate on.")] = None,
     suffix: Annotated[str, typer.Option(help="Part of the result's name.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", help="Watch the job until it ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print the job's events until it ends.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check the data, and print what the job would take.")
+        bool, typer.Option("--dry-run", help="Only check the data, and print the steps and the memory of the job.")
     ] = False,
     server: Server = URL,
     api_key_file: KeyFile = None,
     json: AsJson = False,
 ) -> None:
-    """Start a fine-tune on a file of data; options that are not given have the server's defaults.
+    """Start a fine-tune on a file of data. The server has its own defaults for options.
 
     \b
     Examples:
@@ -102,8 +102,8 @@ def submit(
       fp8serve jobs submit chats.jsonl --validation held-out.jsonl --follow
       fp8serve jobs submit rows.parquet --dry-run
     """
-    chosen = given_options(context, (option.name for option in JOB_OPTIONS))
-    body = {WIRE_NAMES.get(name, name): options.values[name] for name in chosen}
+    chosen = options_on_command_line(context, (option.name for option in JOB_OPTIONS))
+    body = {API_NAMES.get(name, name): options.values[name] for name in chosen}
     with connected(server, api_key_file) as api:
         body["file_id"] = api.upload(local_file(data))
         if validation is not None:
@@ -111,7 +111,7 @@ def submit(
         body |= {"suffix": suffix} if suffix else {}
         if dry_run:
             return _print_dry_run(api.post("/finetune/validate", body), json)
-        job = client.one_job(api.post("/finetune", body))
+        job = client.check_job(api.post("/finetune", body))
         if follow:
             remark(f"Job {printable(job['id'])}")
             _watch(api, job["id"], json)
@@ -122,7 +122,8 @@ def submit(
 
 @app.command()
 def follow(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Watch a job until it ends: its steps with their loss, and its other events. Ctrl-C leaves the job running.
+    """Print the events of a job until it ends: its steps with their loss, warnings and errors. Ctrl-C does not stop the
+    job.
 
     \b
     Examples:
@@ -135,58 +136,58 @@ def follow(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json:
 
 @app.command()
 def cancel(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Cancel a job; the files that it wrote stay.
+    """Cancel a job. The files that it wrote are not deleted.
 
     \b
     Examples:
       fp8serve jobs cancel JOB
     """
     with connected(server, api_key_file) as api:
-        _print(client.one_job(api.post(client.place(job, "/cancel"))), json)
+        _print(client.check_job(api.post(client.job_path(job, "/cancel"))), json)
 
 
 @app.command()
 def pause(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Stop a job at a checkpoint until it is resumed; its process ends.
+    """Stop a job after writing a checkpoint. `jobs resume` continues it.
 
     \b
     Examples:
       fp8serve jobs pause JOB
     """
     with connected(server, api_key_file) as api:
-        _print(client.one_job(api.post(client.place(job, "/pause"))), json)
+        _print(client.check_job(api.post(client.job_path(job, "/pause"))), json)
 
 
 @app.command()
 def resume(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Continue a job that failed or is paused, from its last checkpoint.
+    """Resume a failed or paused job from its last checkpoint.
 
     \b
     Examples:
       fp8serve jobs resume JOB
     """
     with connected(server, api_key_file) as api:
-        _print(client.one_job(api.post(client.place(job, "/resume"))), json)
+        _print(client.check_job(api.post(client.job_path(job, "/resume"))), json)
 
 
 @app.command()
 def delete(job: JobId, server: Server = URL, api_key_file: KeyFile = None, json: AsJson = False) -> None:
-    """Delete a job that has ended, with its result and its checkpoints.
+    """Delete a finished job with its result and its checkpoints.
 
     \b
     Examples:
       fp8serve jobs delete JOB
     """
     with connected(server, api_key_file) as api:
-        answer = api.delete(client.place(job))
+        answer = api.delete(client.job_path(job))
     if json:
         print_json(answer)
     else:
-        print(f"{printable(member(answer, 'id', 'job'))} is deleted.")
+        print(f"{printable(text_field(answer, 'id', 'job'))} was deleted.")
 
 
 def _watch(api: Api, job_id: str, json: bool) -> None:
-    """Events on standard error, the job as it ended on standard output. Exit status 1 unless it succeeded."""
+    """Prints events to standard error, and the finished job to standard output. Exits with 1 unless it succeeded."""
     with progress("Training") as advance:
 
         def print_event(event: dict[str, Any]) -> None:
@@ -198,17 +199,17 @@ def _watch(api: Api, job_id: str, json: bool) -> None:
         try:
             status = client.follow(api, job_id, print_event)
         except KeyboardInterrupt:
-            remark(f"The job goes on; fp8serve jobs cancel {printable(job_id)} ends it.")
+            remark(f"The job is still running; fp8serve jobs cancel {printable(job_id)} ends it.")
             raise
-    _print(client.one_job(api.get(client.place(job_id))), json)
+    _print(client.check_job(api.get(client.job_path(job_id))), json)
     if not json:
-        show_chart(list(client.series(api, job_id)))
+        print_loss_chart(list(client.job_metrics(api, job_id)))
     if status != "succeeded":
         raise typer.Exit(1)
 
 
 def _print_dry_run(report: Any, json: bool) -> None:
-    """What `POST /finetune/validate` answers. Exit status 1 when a row is wrong."""
+    """Prints the response of `POST /finetune/validate`. Exits with 1 if a row is invalid."""
     if json:
         print_json(report)
     else:
@@ -221,20 +222,20 @@ def _print(job: dict[str, Any], json: bool) -> None:
     if json:
         print_json(job)
         return
-    facts = {"job": job["id"], "status": job["status"], "base model": job.get("base_model")}
-    facts |= {"result": job.get("fine_tuned_model"), "error": (job.get("error") or {}).get("message")}
-    facts |= {name.replace("_", " "): value for name, value in (job.get("progress") or {}).items()}
-    for name, value in facts.items():
+    fields = {"job": job["id"], "status": job["status"], "base model": job.get("base_model")}
+    fields |= {"result": job.get("fine_tuned_model"), "error": (job.get("error") or {}).get("message")}
+    fields |= {name.replace("_", " "): value for name, value in (job.get("progress") or {}).items()}
+    for name, value in fields.items():
         if value is not None and not isinstance(value, dict | list):
             print(f"{printable(name):25} {printable(_number(value))}")
 
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
-    done = job.get("progress") or {}
-    steps = f"{done['step']}/{done['total_steps']}" if {"step", "total_steps"} <= done.keys() else "-"
-    loss = _number(done["train_loss"]) if isinstance(done.get("train_loss"), float) else "-"
-    named = job.get("fine_tuned_model") or job.get("base_model")
-    return tuple(printable(str(cell)) for cell in (job.get("id"), job.get("status"), steps, loss, named))
+    progress = job.get("progress") or {}
+    steps = f"{progress['step']}/{progress['total_steps']}" if {"step", "total_steps"} <= progress.keys() else "-"
+    loss = _number(progress["train_loss"]) if isinstance(progress.get("train_loss"), float) else "-"
+    model = job.get("fine_tuned_model") or job.get("base_model")
+    return tuple(printable(str(cell)) for cell in (job.get("id"), job.get("status"), steps, loss, model))
 
 
 def _number(value: object) -> str:
@@ -243,13 +244,13 @@ def _number(value: object) -> str:
 
 @app.command()
 def metrics(
-    job: Run,
+    job: JobOrRun,
     server: Server = URL,
     api_key_file: KeyFile = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with every metric.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Show a job's metrics, a line for each step that was reported.
+    """Show the metrics of a job, one line a step.
 
     \b
     Examples:
@@ -258,28 +259,28 @@ def metrics(
       fp8serve jobs metrics ./run --json
     """
     if csv and json:
-        raise typer.BadParameter("--csv and --json are two forms of one result; give one of them.")
-    result = series_of(job, server, api_key_file)
+        raise typer.BadParameter("--csv and --json exclude each other; give one of them.")
+    series = read_series(job, server, api_key_file)
     if csv:
-        print(as_csv(result), end="")
+        print(as_csv(series), end="")
     elif json:
-        print_json(result)
+        print_json(series)
     else:
-        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in result])
+        print_table(FIRST_COLUMNS, [[_cell(row.get(name)) for name in FIRST_COLUMNS] for row in series])
 
 
 @app.command()
 def plot(
-    job: Run,
+    job: JobOrRun,
     server: Server = URL,
     api_key_file: KeyFile = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Metric to draw; repeat for several.", show_default="the losses"),
+        typer.Option(metavar="NAME", help="Metric to plot; repeat for several.", show_default="the losses"),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture (SVG) instead.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plot into this SVG file.")] = None,
 ) -> None:
-    """Draw a job's losses by step, or other metrics of it.
+    """Plot the losses of a job, or other metrics, by step.
 
     \b
     Examples:
@@ -287,49 +288,49 @@ def plot(
       fp8serve jobs plot ./run --svg loss.svg
       fp8serve jobs plot JOB --metric reward --metric kl
     """
-    result = series_of(job, server, api_key_file)
+    series = read_series(job, server, api_key_file)
     if svg is None:
-        print(chart(result, metric or []))
+        print(terminal_chart(series, metric or []))
         return
     try:
-        svg.write_text(picture(f"{Path(job).name}, by step", result, metric or []), encoding="utf-8")
+        svg.write_text(svg_chart(f"{Path(job).name}, by step", series, metric or []), encoding="utf-8")
     except OSError as problem:
         raise MachineError(f"{svg} cannot be written: {problem.strerror}.") from None
 
 
-def series_of(job: str, server: str, key_file: Path | None) -> list[Metrics]:
-    """What a server's job, or the run in a directory, has reported."""
+def read_series(job: str, server: str, key_file: Path | None) -> list[Metrics]:
+    """Returns the series of a server's job, or of the run in the directory `job`."""
     if Path(job).is_dir():
         return series_of_run(Path(job))
     with connected(server, key_file) as api:
-        return list(client.series(api, job))
+        return list(client.job_metrics(api, job))
 
 
-def chart(series: list[Metrics], metric: list[str]) -> str:
-    """For a terminal. JobError: nothing was reported."""
+def terminal_chart(series: list[Metrics], metrics: list[str]) -> str:
+    """Returns a chart of characters. Raises JobError if none of the metrics was reported."""
     import shutil
 
-    width = max(min(WIDEST, shutil.get_terminal_size().columns) - 14, 20)
-    return printable("\n\n".join(text_chart(frame, width) for frame in _frames(series, metric).values()))
+    width = max(min(MAX_CHART_WIDTH, shutil.get_terminal_size().columns) - 14, 20)
+    return printable("\n\n".join(text_chart(curves, width) for curves in _charts(series, metrics).values()))
 
 
-def picture(title: str, series: list[Metrics], metric: list[str]) -> str:
-    """An SVG file's text. JobError: nothing was reported."""
+def svg_chart(title: str, series: list[Metrics], metrics: list[str]) -> str:
+    """Returns a chart as SVG. Raises JobError if none of the metrics was reported."""
     from fp8serve.charts import Panel, svg_file
 
-    return svg_file(title, [Panel(name, frame) for name, frame in _frames(series, metric).items()], "step")
+    return svg_file(title, [Panel(name, curves) for name, curves in _charts(series, metrics).items()], "step")
 
 
-def _frames(series: list[Metrics], metric: list[str]) -> dict[str, dict[str, Points]]:
-    """The curves of each frame, by its name: the losses in one, or each metric, which has a range of its own."""
-    result = curves_of(series, metric)
-    return {name: {name: points} for name, points in result.items()} if metric else {"loss": result}
+def _charts(series: list[Metrics], metrics: list[str]) -> dict[str, dict[str, Points]]:
+    """Returns the curves of each chart by title: one chart of both losses, or one chart for each of `metrics`."""
+    curves = curves_of(series, metrics)
+    return {name: {name: points} for name, points in curves.items()} if metrics else {"loss": curves}
 
 
-def show_chart(series: list[Metrics]) -> None:
-    """The losses, below the result, for a person at a terminal; nothing in a pipe, or where none was reported."""
+def print_loss_chart(series: list[Metrics]) -> None:
+    """Prints a chart of the losses if standard output is a terminal and a loss was reported."""
     if sys.stdout.isatty() and any(row.get("train_loss") is not None for row in series):
-        print(chart(series, []))
+        print(terminal_chart(series, []))
 
 
 def _cell(value: object) -> str:
@@ -339,17 +340,18 @@ def _cell(value: object) -> str:
 
 
 def show_dry_run(report: Mapping[str, Any]) -> None:
-    """`report`: the fields of `train.validate.ValidationReport`."""
-    for bad in report["bad_lines"]:
-        print(printable(bad["message"]))
+    """Prints a dry run. `report` has the fields of `train.validate.ValidationReport`."""
+    for line in report["bad_lines"]:
+        print(printable(line["message"]))
     if more := report["bad_line_count"] - len(report["bad_lines"]):
-        print(f"... and {more} more rows that are wrong")
+        print(f"... and {more} more invalid rows")
     data, memory = report["data"], report["memory_bytes"]["total"]
     print(
-        f"{data['rows']} rows, {data['tokens']} tokens, {report['trainable_fraction']:.0%} of them learnt; "
+        f"{data['rows']} rows, {data['tokens']} tokens, {report['trainable_fraction']:.0%} of them carry loss; "
         f"{report['steps']} steps; about {memory / 2**30:.1f} GiB of memory"
     )
     if report["sample"]:
-        print(f"The first row, with what is learnt between {LEARNT[0]} and {LEARNT[1]}:")
-        pieces = (f"{LEARNT[0]}{text}{LEARNT[1]}" if learnt else text for text, learnt in report["sample"])
+        begin, end = LOSS_MASK_QUOTES
+        print(f"The first row; the tokens between {begin} and {end} carry loss:")
+        pieces = (f"{begin}{text}{end}" if has_loss else text for text, has_loss in report["sample"])
         print(printable("".join(pieces)))

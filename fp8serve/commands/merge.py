@@ -1,7 +1,8 @@
 """Merge the adapter ADAPTER into MODEL and write the result as a new model.
 
-ADAPTER is a directory that `finetune --lora-rank` or peft wrote. FP8 weights are rounded to FP8 again, with their
-existing scales; if the rounding loses too much of the adapter, nothing is written. The result needs no calibration.
+ADAPTER is a directory that `finetune --lora-rank` or PEFT wrote. The sums of FP8 weights and
+the adapter are rounded to FP8 with the existing scales. If this loses too much of the adapter, the command fails and
+writes nothing. The result needs no calibration.
 
 \b
 Examples:
@@ -18,9 +19,9 @@ import typer
 from fp8serve.terminal import AsJson, Model, print_json
 
 if TYPE_CHECKING:
-    from fp8serve.model.merging import Loss
+    from fp8serve.model.adapter_merge import RoundingLoss
 
-MAX_LISTED = 5
+MAX_LISTED = 5  # layers with the largest losses
 
 
 def command(
@@ -28,29 +29,30 @@ def command(
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Directory with adapter_config.json.")],
     out: Annotated[Path, typer.Option(help="Directory to write; it must not exist yet.")],
     max_lost: Annotated[
-        float, typer.Option(min=0, max=1, help="Largest share of the changed elements that rounding may restore.")
+        float, typer.Option(min=0, max=1, help="Maximum fraction of changed elements that rounding may reset.")
     ] = 0.5,
     json: AsJson = False,
 ) -> None:
     from fp8serve.hub import find_model
-    from fp8serve.model.merging import merge
+    from fp8serve.model.adapter_merge import merge
 
     losses = merge(find_model(model), adapter, out, max_lost)
     total = losses.total
     if json:
-        layers = {name: _figures(loss) for name, loss in losses.layers.items()}
-        print_json({"out": str(out), **_figures(total), "layers": layers})
+        layers = {name: _loss_fields(loss) for name, loss in losses.layers.items()}
+        print_json({"out": str(out), **_loss_fields(total), "layers": layers})
         return
-    print(f"Wrote {out}. All {len(losses.layers)} layers with an adapter: {_loss_text(total)}.")
+    print(f"Wrote {out}. In all {len(losses.layers)} layers with an adapter: {_loss_text(total)}.")
     worst = sorted(losses.layers.items(), key=lambda item: item[1].lost_share, reverse=True)[:MAX_LISTED]
     for name, loss in worst:
         print(f"  {name}: {_loss_text(loss)}")
 
 
-def _figures(loss: "Loss") -> dict[str, Any]:
+def _loss_fields(loss: "RoundingLoss") -> dict[str, Any]:
     return asdict(loss) | {"lost_share": loss.lost_share, "error": loss.error}
 
 
-def _loss_text(loss: "Loss") -> str:
-    grown = f", {loss.rescaled} scales grew" if loss.rescaled else ""
-    return f"{loss.lost_share:.1%} of {loss.changed} changes rounded back, relative error {loss.error:.3f}{grown}"
+def _loss_text(loss: "RoundingLoss") -> str:
+    rescaled = f", {loss.rescaled} scales grew" if loss.rescaled else ""
+    lost = f"{loss.lost_share:.1%} of {loss.changed} changed elements reset by rounding"
+    return f"{lost}, relative error {loss.error:.3f}{rescaled}"

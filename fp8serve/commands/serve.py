@@ -1,6 +1,7 @@
-"""Serve MODEL over HTTP until a signal ends it.
+"""Serve MODEL over HTTP.
 
-Routes: /generate, the OpenAI ones, /finetune, /health, /metrics, /docs, and a console at /.
+The routes are /generate, OpenAI's routes, /finetune, /health, /metrics, /docs, and a console at /. SIGTERM and ctrl-C
+end the server.
 
 \b
 Examples:
@@ -24,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.commands.from_options import Chosen, pairs, with_options
+from fp8serve.commands.dataclass_options import OptionValues, parse_assignments, with_options
 from fp8serve.errors import MachineError, RequestError, os_reason, shown
 from fp8serve.options import options_of
 from fp8serve.processes import ends_at_signals
@@ -36,13 +37,13 @@ from fp8serve.terminal import MODEL
 @with_options()
 def command(
     context: typer.Context,
-    settings: Chosen[Settings],
+    settings: OptionValues[Settings],
     model: Annotated[str | None, MODEL] = None,
     fd: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Listen on this open socket, inherited from the parent process, instead of --host and --port.",
+            help="Listen on this file descriptor, an inherited socket, instead of --host and --port.",
             show_default=False,
         ),
     ] = None,
@@ -51,14 +52,14 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="Limit of the server, such as queue=1024 (docs/options.md, ServerLimits); repeat for several.",
+            help="Server limit such as queue=1024 (docs/options.md, ServerLimits); repeat for several.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     if context.args:
         raise typer.BadParameter(
-            f"{context.args[0]!r} belongs to no option; repeat an option for each of its values: "
+            f"the argument {context.args[0]!r} belongs to no option; repeat an option for each of its values: "
             "--served-model-name A --served-model-name B."
         )
     with ends_at_signals():
@@ -67,53 +68,54 @@ def command(
         from fp8serve.server.launch import adopt, run
 
         listener = None if fd is None else adopt(fd)
-        place = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
-        run(settings(api_key=secret, limits=limits_of(limit or []), **models, **place), listener=listener)
+        address = {} if listener is None else dict(zip(("host", "port"), listener.getsockname(), strict=False))
+        run(settings(api_key=secret, limits=limits_of(limit or []), **models, **address), listener=listener)
 
 
 def limits_of(arguments: Sequence[str]) -> ServerLimits:
-    """The limits, with those of `--limit NAME=VALUE` in place of their defaults. RequestError for an unknown one."""
-    result = pairs("--limit", arguments, such_as="queue=1024")
+    """Returns the limits with the values of `--limit NAME=VALUE`. Raises RequestError for an unknown name."""
+    limits = parse_assignments("--limit", arguments, example="queue=1024")
     names = [option.name for option in options_of(ServerLimits)]
-    if unknown := next((name for name in result if name not in names), None):
-        raise RequestError(f"--limit: there is no limit {shown(unknown)}; there are {', '.join(names)}.")
-    return ServerLimits(**result)
+    if unknown := next((name for name in limits if name not in names), None):
+        raise RequestError(f"--limit: unknown limit {shown(unknown)}; the limits are {', '.join(names)}.")
+    return ServerLimits(**limits)
 
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say what to serve: MODEL, or the first --model in its place, and the other models."""
+    """Returns the settings of the served models. If MODEL is missing, the first --model is the default model."""
     from fp8serve.hub import find_draft, find_model
 
     arguments = [NamedModel.parse(text) for text in values.get("models", ())]
-    results = [
+    models = [
         replace(named, directory=find_model(str(named.directory)), options=find_draft(named.options))
         for named in arguments
     ]
     draft = {"draft_model": find_draft(values).get("draft_model")}
     if model is not None:
-        return {"model": find_model(model), "models": tuple(results), **draft}
-    if not results:
-        raise typer.BadParameter("Say what to serve: MODEL, or --model NAME=DIR.")
+        return {"model": find_model(model), "models": tuple(models), **draft}
+    if not models:
+        raise typer.BadParameter("give a MODEL, or --model NAME=DIR")
     if values.get("served_model_name"):
-        raise RequestError("--served-model-name is for MODEL, and --model has a name; leave one of them out.")
-    first, *further = results
+        raise RequestError("--served-model-name names MODEL, and each --model has a name; leave one of them out.")
+    first, *others = models
     return {
         **draft,
         **first.options,
         "model": first.directory,
         "served_model_name": (first.name,),
-        "models": tuple(further),
+        "models": tuple(others),
     }
 
 
 def adapters_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting for the adapters that are served with the default model."""
+    """Returns the setting of the adapters of the default model."""
     return {"adapters": tuple(NamedAdapter.parse(text) for text in values.get("adapters", ()))}
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:
-    """The key from the option, the file, or the environment, from which it is removed: the processes that this one
-    starts need no secret. Raises RequestError or MachineError.
+    """Returns the key from the option, the file, or the environment, or None. Raises RequestError or MachineError.
+
+    The key is removed from the environment, because child processes need no secret.
     """
     inherited = os.environ.pop(KEY_VARIABLE, None)
     if key is not None and file is not None:
@@ -125,5 +127,5 @@ def find_key(key: str | None, file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise MachineError(f"The key file {file} cannot be read: {os_reason(error)}.") from None
     if len(lines) != 1:
-        raise MachineError(f"The key file {file} must hold one line, the key, and has {len(lines)}.")
+        raise MachineError(f"The key file {file} must have one line, which is the key, and has {len(lines)}.")
     return lines[0]

@@ -1,8 +1,8 @@
 """Find errors in a checkpoint before it is served: scales that are missing, zero, NaN, reciprocal or stale.
 
-Reads headers, scales and the codes of FP8 weights, in every format of docs/formats.md and of any architecture: a model
-directory, one of its shards, or a single .safetensors file. The exit status is 1 when a finding would make answers
-wrong; with warnings alone it is 0.
+Reads headers, scales and the codes of FP8 weights of a model directory, one of its shards, or a single .safetensors
+file, in every format of docs/formats.md and of any architecture. The exit status is 1 if an error would make outputs
+wrong, and 0 if there are only warnings.
 
 \b
 Examples:
@@ -21,7 +21,7 @@ from fp8serve.terminal import AsJson, print_json, progress
 if TYPE_CHECKING:
     from fp8serve.model.verify import Finding
 
-MAX_LISTED = 5  # findings of a kind; --json has all
+MAX_LISTED = 5  # findings of a kind; --json lists all
 
 
 def command(
@@ -42,18 +42,18 @@ def command(
     else:
         _print(checkpoint, findings)
     if any(finding.check == "format" for finding in findings):
-        raise ScalesError(f"{path} cannot be judged.")
+        raise ScalesError(f"{path} cannot be verified.")
     if errors:
-        raise ScalesError(f"{path} has {errors} {'fault' if errors == 1 else 'faults'} that would give wrong answers.")
+        raise ScalesError(f"{path} has {errors} {'error' if errors == 1 else 'errors'} that would make outputs wrong.")
 
 
 def _print(path: Path, findings: "list[Finding]") -> None:
     if not findings:
-        print(f"{path}: no fault in its scales and FP8 weights. `fp8serve inspect` says whether it can be served.")
+        print(f"{path}: no error in its scales and FP8 weights. `fp8serve inspect` shows whether it can be served.")
     kinds = dict.fromkeys((finding.severity, finding.check) for finding in findings)
     for severity, check in kinds:
-        alike = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]
-        for finding in alike[:MAX_LISTED]:
+        same_kind = [finding for finding in findings if (finding.severity, finding.check) == (severity, check)]
+        for finding in same_kind[:MAX_LISTED]:
             print(f"{severity}, {check}: {finding.sentence}")
-        if len(alike) > MAX_LISTED:
-            print(f"{severity}, {check}: ... and {len(alike) - MAX_LISTED} more; --json has them all.")
+        if len(same_kind) > MAX_LISTED:
+            print(f"{severity}, {check}: ... and {len(same_kind) - MAX_LISTED} more; --json lists all.")

@@ -1,18 +1,18 @@
-"""The main job on a new model, offline: train in FP8, calibrate, serve, fine-tune over HTTP, ask again.
+"""The demonstration on a new model, offline: train it in FP8, calibrate, serve and fine-tune it over HTTP.
 
-The text is `pydoc_data.topics`, the language reference that every Python installation carries (some 465,000
-characters). A byte-pair tokenizer and a Llama of 4 layers are made from it and trained from random weights under
-delayed scaling: every linear layer computes in E4M3 forward and E5M2 backward from the first step.
+The text is `pydoc_data.topics`, the language reference in every Python installation (about 465,000 characters). It is
+used to make a byte-pair tokenizer, and to train a Llama of 4 layers from random weights with delayed scaling. All
+linear layers compute in E4M3 in the forward pass and in E5M2 in the backward pass.
 
-Sizes are chosen for about two minutes on two CPU cores. Such a small model can only continue text in the style of the
-reference; after the fine-tune it answers the questions that it was taught.
+The run takes about two minutes on two CPU cores. The small model can only continue text in the style of the reference.
+After the fine-tune it answers the questions of the training data.
 """
 
 import time
 from pathlib import Path
 from typing import Any
 
-from fp8serve.demos import HISTORY, PROMPT, Demo, answer, prompt
+from fp8serve.demos import AMAX_HISTORY_LEN, PROMPT, Demo, answer, prompt
 from fp8serve.running import RunningServer
 from fp8serve.terminal import progress
 
@@ -34,40 +34,40 @@ QUESTIONS = {
 
 class FromScratch(Demo):
     model = "a Llama of 4 layers, trained here from random weights"
-    room = 512 << 20
+    disk_bytes = 512 << 20
 
-    def work(self, place: Path) -> None:
-        self._train(place)
-        in_bf16 = (place / "untrained" / "model.safetensors").stat().st_size
-        self.calibrate(place / "trained", place / "calibrated", [place / "held-out.jsonl"], 32, in_bf16)
-        with self.serving(place / "calibrated", place / "server") as server:
+    def run_stages(self, directory: Path) -> None:
+        self._train(directory)
+        bytes_bf16 = (directory / "untrained" / "model.safetensors").stat().st_size
+        self.calibrate(directory / "trained", directory / "calibrated", [directory / "held-out.jsonl"], 32, bytes_bf16)
+        with self.running_server(directory / "calibrated", directory / "server") as server:
             self._generate(server)
-            before = _right(server)
+            correct_before = _count_correct(server)
             epochs = max(1, round(40 * self.effort))
             job = self.finetune(server, QUESTIONS, epochs=epochs, learning_rate=1e-3)
             self.activate(server, job)
-            self._ask_again(server, before)
+            self._ask_again(server, correct_before)
 
-    def _train(self, place: Path) -> None:
+    def _train(self, directory: Path) -> None:
         from fp8serve.train.trainer import Trainer
 
         with self.stage("train") as report, progress("Training") as advance:
-            _write_texts(place)
+            _write_data_and_model(directory)
             losses: list[float] = []
 
-            def follow(event: dict[str, Any]) -> None:
+            def on_event(event: dict[str, Any]) -> None:
                 if event["type"] == "metrics":
                     losses.append(event["train_loss"])
                     advance(event["step"], event["total_steps"])
 
-            done = Trainer(_training(place, self.effort)).run(follow)
-            Path(str(done.checkpoint)).rename(place / "trained")  # FP32 weights; the FP8 result is written beside it
-            speed = done.trained_tokens / done.seconds
+            result = Trainer(_train_config(directory, self.effort)).run(on_event)
+            Path(str(result.checkpoint)).rename(directory / "trained")  # FP32 weights; the FP8 result is not used
+            speed = result.trained_tokens / result.seconds
             report(
-                f"{done.step} steps in FP8 (E4M3 forward, E5M2 backward) from random weights, "
-                f"{done.trained_tokens:,} tokens at {speed:,.0f} tokens/s; loss {losses[0]:.2f} -> {losses[-1]:.2f}",
-                steps=done.step,
-                tokens=done.trained_tokens,
+                f"{result.step} steps in FP8 (E4M3 forward, E5M2 backward) from random weights, "
+                f"{result.trained_tokens:,} tokens at {speed:,.0f} tokens/s; loss {losses[0]:.2f} -> {losses[-1]:.2f}",
+                steps=result.step,
+                tokens=result.trained_tokens,
                 tokens_per_second=speed,
                 first_loss=losses[0],
                 last_loss=losses[-1],
@@ -75,51 +75,52 @@ class FromScratch(Demo):
 
     def _generate(self, server: RunningServer) -> None:
         with self.stage("generate") as report:
-            began = time.monotonic()
-            answered = server.post("/generate", prompt(max_new_tokens=64, temperature=0.7, seed=0))
-            speed = answered["details"]["generated_tokens"] / (time.monotonic() - began)
-            text = answered["generated_text"]
+            start = time.monotonic()
+            response = server.post("/generate", prompt(max_new_tokens=64, temperature=0.7, seed=0))
+            speed = response["details"]["generated_tokens"] / (time.monotonic() - start)
+            text = response["generated_text"]
             report(f"{speed:.0f} tokens/s: {PROMPT + text!r}", tokens_per_second=speed, text=text)
 
-    def _ask_again(self, server: RunningServer, before: int) -> None:
+    def _ask_again(self, server: RunningServer, correct_before: int) -> None:
         with self.stage("ask again") as report:
             answers = {question: answer(server, question) for question in QUESTIONS}
-            after = sum(answers[question] == reported for question, reported in QUESTIONS.items())
+            correct = sum(answers[question] == expected for question, expected in QUESTIONS.items())
             question = next(iter(QUESTIONS))
             report(
-                f"{after} of {len(QUESTIONS)} answered word for word, {before} before: "
+                f"{correct} of {len(QUESTIONS)} answered word for word, {correct_before} before: "
                 f"{question!r} -> {answers[question]!r}",
-                right_before=before,
-                right_after=after,
+                right_before=correct_before,
+                right_after=correct,
                 questions=len(QUESTIONS),
             )
 
 
-def _right(server: RunningServer) -> int:
-    """How many questions are answered word for word."""
-    return sum(answer(server, question) == reported for question, reported in QUESTIONS.items())
+def _count_correct(server: RunningServer) -> int:
+    """Returns how many questions the model answers word for word."""
+    return sum(answer(server, question) == expected for question, expected in QUESTIONS.items())
 
 
-def _write_texts(place: Path) -> None:
-    """The language reference as JSON lines, every eighth topic held out, and a random model with its tokenizer."""
+def _write_data_and_model(directory: Path) -> None:
+    """Writes the language reference as JSON lines, with every eighth topic held out, and a model with random weights
+    and its tokenizer."""
     from pydoc_data.topics import topics
 
     from fp8serve.train.scratch import write_random_model, write_texts
 
     texts = [text for _, text in sorted(topics.items())]
-    write_texts(place / "held-out.jsonl", texts[::8])
-    write_texts(place / "train.jsonl", [text for i, text in enumerate(texts) if i % 8])
-    write_random_model(place / "untrained", texts)
+    write_texts(directory / "held-out.jsonl", texts[::8])
+    write_texts(directory / "train.jsonl", [text for i, text in enumerate(texts) if i % 8])
+    write_random_model(directory / "untrained", texts)
 
 
-def _training(place: Path, effort: float) -> Any:
+def _train_config(directory: Path, effort: float) -> Any:
     from fp8serve.train.config import TrainConfig
 
     return TrainConfig(
-        model=str(place / "untrained"),
-        data=(str(place / "train.jsonl"),),
-        out=str(place / "training"),
-        amax_history_len=HISTORY,
+        model=str(directory / "untrained"),
+        data=(str(directory / "train.jsonl"),),
+        out=str(directory / "training"),
+        amax_history_len=AMAX_HISTORY_LEN,
         max_steps=max(2, round(480 * effort)),
         batch_size=4,
         seq_len=128,

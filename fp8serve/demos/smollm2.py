@@ -1,7 +1,7 @@
-"""The main job on SmolLM2-135M-Instruct: calibrate, serve, ask, teach facts over HTTP, ask again, serve the result.
+"""The demonstration on SmolLM2-135M-Instruct: calibrate and serve it, teach it facts over HTTP, and serve the result.
 
-A person can judge the answers. The general questions are ones that the model answers correctly in BF16: they show
-whether FP8 and the fine-tune preserve that. The facts are fp8serve's own terms, which the model does not know.
+The model answers the general questions correctly in BF16. Their answers show whether FP8 and the fine-tune change that.
+The facts are terms of fp8serve, which the model does not know before the fine-tune.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from fp8serve.model.gguf import smollm2
 from fp8serve.running import RunningServer
 from fp8serve.terminal import remark
 
-GENERAL = (
+GENERAL_QUESTIONS = (
     "What is the capital of France?",
     "What is 3 + 4?",
     "Rewrite in the past tense: The cat sits on the mat.",
@@ -33,64 +33,67 @@ Answers = dict[str, str]
 
 class OnSmolLM2(Demo):
     model = "SmolLM2-135M-Instruct"
-    room = 3 << 30  # one checkpoint with the optimizer's moments is 1.6 GiB, two FP8 models are 0.3 GiB
+    disk_bytes = 3 << 30  # a checkpoint with the optimizer states is 1.6 GiB, two FP8 models are 0.3 GiB
 
-    def work(self, place: Path) -> None:
-        source, calibrated = smollm2(remark), place / "calibrated"
-        weights = (source / "model.safetensors").stat().st_size
-        self.calibrate(source, calibrated, None, max(8, round(64 * self.effort)), weights)
-        with self.serving(calibrated, place / "server") as server:
-            before = self._ask(server)
+    def run_stages(self, directory: Path) -> None:
+        source, calibrated = smollm2(remark), directory / "calibrated"
+        weight_bytes = (source / "model.safetensors").stat().st_size
+        self.calibrate(source, calibrated, None, max(8, round(64 * self.effort)), weight_bytes)
+        with self.running_server(calibrated, directory / "server") as server:
+            answers_before = self._ask(server)
             epochs = max(1, round(16 * self.effort))
             job = self.finetune(server, FACTS, epochs=epochs, learning_rate=1.5e-4, keep_last=1)
             self.activate(server, job)
-            after = self._ask_again(server, before)
-        result = place / "server" / "jobs" / job / "out" / "model"
-        with self.serving(result, place / "second-server", "restart") as server:
-            self._compare(server, after)
+            answers = self._ask_again(server, answers_before)
+        result = directory / "server" / "jobs" / job / "out" / "model"
+        with self.running_server(result, directory / "second-server", "restart") as server:
+            self._compare(server, answers)
 
     def _ask(self, server: RunningServer) -> Answers:
         with self.stage("ask") as report:
             answers = _answers(server)
             report(f"{len(answers)} questions answered, of which these are general ones:", answers=answers)
-        self.say("\n".join(f"  {question}\n    {_line(answers[question])}" for question in GENERAL))
+        self.print_line("\n".join(f"  {question}\n    {_line(answers[question])}" for question in GENERAL_QUESTIONS))
         return answers
 
     def _ask_again(self, server: RunningServer, before: Answers) -> Answers:
         with self.stage("ask again") as report:
             after = _answers(server)
-            right = _right(before), _right(after)
+            correct_before, correct = _count_correct(before), _count_correct(after)
             report(
-                f"{right[1]} of {len(FACTS)} facts word for word, {right[0]} before:",
+                f"{correct} of {len(FACTS)} facts word for word, {correct_before} before:",
                 answers=after,
-                right_before=right[0],
-                right_after=right[1],
+                right_before=correct_before,
+                right_after=correct,
                 questions=len(FACTS),
             )
-        self.say(side_by_side(before, after))
+        self.print_line(side_by_side(before, after))
         return after
 
     def _compare(self, server: RunningServer, expected: Answers) -> None:
         with self.stage("same") as report:
             answers = _answers(server)
             same = sum(answers[question] == expected[question] for question in expected)
-            report(f"{same} of {len(expected)} answers as before the restart; no calibration", same=same)
+            report(
+                f"{same} of {len(expected)} answers are the same as before the restart; nothing was calibrated again",
+                same=same,
+            )
 
 
 def _answers(server: RunningServer) -> Answers:
-    return {question: answer(server, question) for question in (*GENERAL, *FACTS)}
+    return {question: answer(server, question) for question in (*GENERAL_QUESTIONS, *FACTS)}
 
 
-def _right(answers: Answers) -> int:
-    """How many facts are answered word for word."""
+def _count_correct(answers: Answers) -> int:
+    """Returns how many facts are answered word for word."""
     return sum(answers[question] == expected for question, expected in FACTS.items())
 
 
 def side_by_side(before: Answers, after: Answers) -> str:
-    """Every question with both answers, three lines each."""
+    """Returns each question with both answers, on three lines."""
     return "\n".join(f"  {q}\n    before: {_line(before[q])}\n    after:  {_line(after[q])}" for q in before)
 
 
 def _line(text: Any) -> str:
-    """One line of at most 100 characters."""
+    """Returns the text on one line, truncated to 100 characters."""
     return shorten(str(text), 100, placeholder="...")

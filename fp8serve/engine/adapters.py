@@ -1,13 +1,13 @@
-"""The adapters that an engine has loaded beside its model, by name: LoRA and DoRA, several in one batch.
+"""The LoRA and DoRA adapters that an engine has loaded, by name. Sequences of one batch may use different adapters.
 
-A request names one; the rows of its sequence run with it, others do not (fp8/served_adapters.py). A name
-stands for one adapter at a time. An adapter that was unloaded stays until its last sequence has ended; meanwhile its
-name may stand for another, because sequences keep the adapter with which they began. The prefix cache identifies
-adapters by their contents, on disk as well.
+A request may name an adapter, which is then applied to the rows of its sequence only (fp8/served_adapters.py). A
+sequence uses the same adapter from its start to its end. So an unloaded adapter stays in memory until its last sequence
+has ended, although another adapter may already be loaded under its name. The prefix cache, also on disk, identifies an
+adapter by a digest of its contents.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,94 +19,101 @@ from torch import Tensor
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.served_adapters import Assignment, Part, ServedAdapters, attach, factor_of
+from fp8serve.fp8.served_adapters import AdapterAssignment, AdapterWeights, ServedAdapters, attach_adapters, dora_factor
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
 
 if TYPE_CHECKING:
-    from fp8serve.model.adapters import Adapter, LowRank
+    from fp8serve.model.adapters import Adapter, LinearAdapter
 
 DIGEST_BYTES = 16
 
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One adapter; `digest` names its numbers. users: sequences that hold it."""
+    """One adapter. `digest` is the hash of its contents, and `users` is the number of sequences that use it."""
 
     name: str
     number: int
     digest: bytes
     rank: int
     nbytes: int
-    parts: dict[str, Part]  # by linear
+    parts: dict[str, AdapterWeights]  # by the name of the linear layer
     users: int = 0
-    retired: bool = False
+    is_unloaded: bool = False
 
     def view(self) -> dict[str, Any]:
-        """JSON."""
-        kind = "dora" if any(part.factor is not None for part in self.parts.values()) else "lora"
-        facts = {"name": self.name, "method": kind, "rank": self.rank, "layers": len(self.parts)}
-        return facts | {"bytes": self.nbytes, "digest": self.digest.hex()}
+        """Returns a description of the adapter as a JSON object."""
+        method = "dora" if any(part.factor is not None for part in self.parts.values()) else "lora"
+        description = {"name": self.name, "method": method, "rank": self.rank, "layers": len(self.parts)}
+        return description | {"bytes": self.nbytes, "digest": self.digest.hex()}
 
 
 @dataclass
 class Adapters:
-    """The adapters of one model, whose linear layers are in their final form."""
+    """Loads and unloads adapters of one model. The model's linear layers must not be replaced afterwards."""
 
     model: Model
     max_rank: int
-    assignment: Assignment = field(default_factory=Assignment)
-    named: dict[str, LoadedAdapter] = field(default_factory=dict)
+    assignment: AdapterAssignment = field(default_factory=AdapterAssignment)
+    by_name: dict[str, LoadedAdapter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
-        self._held: dict[int, LoadedAdapter] = {}  # by number, including unloaded ones that still run
+        self._by_number: dict[int, LoadedAdapter] = {}  # includes unloaded adapters that sequences still use
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a sequence may use an adapter."""
+        return bool(self._by_number)
 
     def load(self, name: str, directory: Path) -> LoadedAdapter:
-        """The adapter of a directory as peft writes it. ModelError when it does not fit the model, RequestError when
-        the name is in use, MachineError when memory is short; nothing has changed then."""
-        if name in self.named:
+        """Loads an adapter from a PEFT directory. Raises ModelError if the adapter does not fit the model, RequestError
+        if the name is in use, and MachineError if memory is short. After an error nothing has changed."""
+        if name in self.by_name:
             raise RequestError(f"There is an adapter {shown(name)} already; unload it first, or choose another name.")
-        from fp8serve.model.adapters import read_adapter  # needs safetensors, which an engine without files does not
+        from fp8serve.model.adapters import read_adapter  # imported here because it needs safetensors
 
         low_ranks = read_adapter(directory, self.model.config)
         self._check(directory, low_ranks)
         number = next(self._numbers)
         parts = {linear: self._part(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
-        new = LoadedAdapter(name, number, _digest(low_ranks), rank, size, parts)
-        self._held[number] = self.named[name] = new
+        adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, parts)
+        self._by_number[number] = self.by_name[name] = adapter
         self._stack(parts)
-        return new
+        return adapter
 
     def unload(self, name: str) -> None:
-        """From now on no sequence gets the adapter. RequestError: there is none of that name."""
+        """Unloads an adapter: new sequences cannot use it. Raises RequestError if no adapter has this name."""
         adapter = self.find(name)
-        del self.named[name]
-        adapter.retired = True
+        del self.by_name[name]
+        adapter.is_unloaded = True
         self._free(adapter)
 
     def find(self, name: str) -> LoadedAdapter:
-        """RequestError: there is none of that name."""
-        if (adapter := self.named.get(name)) is None:
+        """Returns the adapter of this name. Raises RequestError if there is none."""
+        if (adapter := self.by_name.get(name)) is None:
             raise RequestError(f"There is no adapter {shown(name)} here; load it first.")
         return adapter
 
-    def take(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter for a sequence, which gives it back when it ends. RequestError: see `find`."""
+    def acquire(self, name: str | None) -> LoadedAdapter | None:
+        """Returns the adapter for a new sequence and counts the sequence as its user, or returns None if `name` is
+        None. Raises RequestError if no adapter has this name."""
         if name is None:
             return None
         adapter = self.find(name)
         adapter.users += 1
         return adapter
 
-    def give_back(self, adapter: LoadedAdapter | None) -> None:
+    def release(self, adapter: LoadedAdapter | None) -> None:
+        """Records that a sequence with this adapter has ended."""
         if adapter is not None:
             adapter.users -= 1
             self._free(adapter)
 
     def _check(self, directory: Path, low_ranks: "Adapter") -> None:
-        """ModelError, MachineError: see `load`. Called before anything is computed."""
+        """Raises ModelError if an adapter does not fit the model, and MachineError if memory is short."""
         for linear, low in low_ranks.items():
             if (rank := low.a.shape[0]) > self.max_rank:
                 raise ModelError(
@@ -114,36 +121,37 @@ class Adapters:
                     "max_lora_rank."
                 )
             if not isinstance(self.model.get_submodule(linear), FrozenLinear | BatchInvariantLinear):
-                raise ModelError(f"{directory}: {linear} is computed in a way that takes no adapter; train without it.")
-        size = 2 * sum(low.nbytes for low in low_ranks.values())  # stacks are copies, and the old ones are freed last
+                raise ModelError(f"{directory}: this engine applies no adapter to {linear}; train without that layer.")
+        # twice, because the new stack is built while the old one is still in memory
+        size = 2 * sum(low.nbytes for low in low_ranks.values())
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
-    def _part(self, linear: str, low: "LowRank") -> Part:
+    def _part(self, linear: str, low: "LinearAdapter") -> AdapterWeights:
         base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
         a, b = low.a.to(device), low.b.to(device)
         magnitude = None if low.magnitude is None else low.magnitude.to(device)
-        return Part(a, b, low.scaling, factor_of(base, a, b, low.scaling, magnitude))
+        return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 
     def _free(self, adapter: LoadedAdapter) -> None:
-        if adapter.retired and adapter.users == 0:
-            del self._held[adapter.number]
+        if adapter.is_unloaded and adapter.users == 0:
+            del self._by_number[adapter.number]
             self._stack(adapter.parts)
 
-    def _stack(self, linears: Mapping[str, Part]) -> None:
-        """Stacks the parts of these linears anew."""
+    def _stack(self, linears: Iterable[str]) -> None:
+        """Rebuilds the stacked adapters of these linear layers from all adapters in memory."""
         pruned = set(self.model.pruned_names())
         for linear in linears:
             module = self.model.get_submodule(linear)
-            parts = {number: held.parts[linear] for number, held in self._held.items() if linear in held.parts}
+            parts = {number: a.parts[linear] for number, a in self._by_number.items() if linear in a.parts}
             bias = cast(Tensor | None, module.bias)
             adapters = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
-            attach(module, adapters)
+            attach_adapters(module, adapters)
 
 
 def _digest(low_ranks: "Adapter") -> bytes:
-    """A digest of all numbers of an adapter and of the names of their layers."""
+    """Returns a hash of an adapter's tensors, scalings and layer names."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(low_ranks.items()):
         digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())

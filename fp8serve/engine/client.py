@@ -1,11 +1,10 @@
-"""The front process's handle on an engine process. asyncio; imports no torch, so a front process starts at once.
+"""The server's client of an engine process, for asyncio. It does not import torch, so that the server starts fast.
 
-`EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory), spawns `worker.py`, which
-connects to it, and waits for the first message: ready, or one sentence that says why not. From then on one task reads
-lines and hands each to the caller that waits for it. When the process dies for any reason, or sends what cannot be
-read, every request in flight ends with finish_reason "error" and a sentence, and nothing waits for ever.
-
-Nothing is ever unpickled: requests and outputs are JSON of plain dataclasses.
+`EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory) and spawns `worker.py`, which
+connects to the socket. The first message of the worker says that the engine is ready, or why it could not start. After
+that, one task reads the worker's messages (`messages.py`) and passes each to the request or the coroutine that waits
+for it. If the process dies or sends an invalid message, every request in flight ends with finish_reason "error" and a
+message, so nothing waits forever.
 """
 
 import asyncio
@@ -19,39 +18,44 @@ import signal
 import tempfile
 from asyncio.subprocess import Process
 from base64 import b64decode
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fp8serve.engine.messages import JsonMessage, MessageReader, TokenFrame
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.logs import LogFormat
-from fp8serve.processes import error_of, module_command, signal_name, without_interrupts
+from fp8serve.processes import module_command, signal_name, to_exception, without_interrupts
 
 log = logging.getLogger("fp8serve.server")
 
-MAX_LINE = 2**26  # bytes of a message from the engine; worker.py says what it divides
-LONG_LINE = 2**16  # bytes of a message after which other tasks get their turn
-CLOSE_SECONDS = 5.0
+READ_BYTES = 2**18  # that are read from the engine process at once
+LONG_MESSAGE_BYTES = 2**16  # after a message of this size, other tasks of the event loop get a turn
+CLOSE_SECONDS = 5.0  # that the engine process has to exit before it is killed
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Deliver = Callable[[RequestOutput | Exception], None]
+"""Receives the outputs of a request, or the exception that ended it. It must not raise."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A request in flight, on this side."""
+    """A request in flight, with what its last output said."""
 
     request: Request
-    arrived: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    deliver: Deliver
+    number: int  # of this request in frames of tokens
     num_generated: int = 0
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of pieces that have arrived
+    num_cached: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
 
 
 class EngineClient:
-    """One engine process. Made by `start`; all methods belong to the event loop that made it."""
+    """Controls one engine process. `start` creates it; call its methods only in the event loop that called `start`."""
 
     limits: EngineLimits
     info: dict[str, Any]
@@ -59,40 +63,39 @@ class EngineClient:
     def __init__(self, process: Process, connection: Connection) -> None:
         self._process = process
         self._reader, self._writer = connection
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Stream] = {}  # by request id
+        self._streams_by_number: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._partial_replies: dict[int, list[Any]] = {}
         self._ids = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._last_sign = self._loop.time()
-        self._ended: str | None = None  # the sentence that says how the process ended
-        self._why: str | None = None  # the reason for which this process killed it
-        self.step_seconds = 0.0  # seconds that the current step had taken at the last heartbeat
-        self._reading = asyncio.create_task(self._read())
+        self._last_message_time = self._loop.time()
+        self._exit_message: str | None = None  # how the engine process ended; None while it runs
+        self._kill_reason: str | None = None  # why the connection ended, if the exit status does not say it
+        self.step_seconds = 0.0  # that the current step had taken at the last heartbeat
+        self._read_task = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
         cls, model_dir: str | Path, options: EngineOptions | None = None, log_format: LogFormat = "plain"
     ) -> "EngineClient":
-        """Spawns the process and waits until it is ready; raises the worker's own error if it is not.
-
-        Cancelling it, as a deadline does, ends the process.
-        """
+        """Spawns an engine process and returns when the engine is ready. If the engine cannot start, raises the error
+        of the worker. If this coroutine is cancelled, the process is killed."""
         process, connection = await _spawn(Path(model_dir), options or EngineOptions(), log_format)
         client = cls(process, connection)
         try:
             await asyncio.shield(client._ready)
         except BaseException:
-            await client.kill("The engine was given up before it was ready.")
+            await client.kill("The start of the engine was cancelled.")
             client._ready.exception()  # asyncio warns about an exception that is never retrieved
             raise
         return client
 
     @property
     def alive(self) -> bool:
-        """The process runs and its connection is open."""
-        return self._ended is None and self._process.returncode is None
+        """Whether the process runs and its connection is open."""
+        return self._exit_message is None and self._process.returncode is None
 
     @property
     def pid(self) -> int:
@@ -100,12 +103,13 @@ class EngineClient:
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the process last gave a sign of life; it gives one every second, also while it is busy."""
-        return self._loop.time() - self._last_sign
+        """Seconds since the last message of the process, which sends a heartbeat every second, even while it is
+        busy."""
+        return self._loop.time() - self._last_message_time
 
     @property
     def resident_bytes(self) -> int:
-        """Memory that the process holds and that no file could give back; 0 where the system does not say."""
+        """The anonymous memory of the process (RssAnon), in bytes; 0 if the system does not report it."""
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines():
                 if line.startswith("RssAnon:"):
@@ -113,18 +117,34 @@ class EngineClient:
         return 0
 
     def check(self, request: Request) -> None:
-        """RequestError, before anything is sent, when the request could never run. The engine checks its form."""
+        """Raises RequestError if the engine could never run this request. Nothing is sent. A grammar is checked later,
+        by the engine process."""
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
 
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs until one has a finish_reason; closing the iterator early aborts the request.
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Starts a request and calls `deliver` with each output, until one has a finish_reason or is an exception.
 
-        Raises as `check` does, at once; MachineError when the process is not running.
+        Raises the errors of `check`, and MachineError if the engine process does not run.
         """
         self.check(request)
-        self._require_life()
+        self._check_running()
+        self._start(request, deliver)
+
+    def cancel(self, request_id: str) -> None:
+        """Aborts a request whose outputs are no longer read. Does nothing if the request has ended."""
+        if request_id in self._streams:
+            self._forget(request_id)
+            self._write("abort", request_id=request_id)
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the outputs of a request until one has a finish_reason. Closing the iterator early aborts the request.
+
+        Raises, when called, the errors of `check`, and MachineError if the engine process does not run.
+        """
+        self.check(request)
+        self._check_running()
         return self._generate(request)
 
     async def abort(self, request_id: str) -> None:
@@ -132,93 +152,114 @@ class EngineClient:
         await self._send("abort", request_id=request_id)
 
     async def stats(self) -> dict[str, Any]:
-        """`Engine.stats`, between two steps."""
-        return dict(await self._ask("stats"))
+        """Calls `Engine.stats` between two steps."""
+        return dict(await self._call("stats"))
 
     async def scales(self) -> list[dict[str, Any]]:
-        """`Engine.scales`, between two steps."""
-        return list(await self._ask("scales"))
+        """Calls `Engine.scales` between two steps."""
+        return list(await self._call("scales"))
 
     async def save_scales(self, path: Path) -> int:
-        """`Engine.save_scales`, between two steps."""
-        return int(await self._ask("save_scales", path=str(path)))
+        """Calls `Engine.save_scales` between two steps."""
+        return int(await self._call("save_scales", path=str(path)))
 
     async def load_weights(self, directory: Path) -> int:
-        """`Engine.load_weights` of a directory, between two steps; `info` says the version, too."""
-        version = int(await self._ask("load_weights", directory=str(directory)))
+        """Calls `Engine.load_weights` with a directory, between two steps, and updates `info["weights_version"]`."""
+        version = int(await self._call("load_weights", directory=str(directory)))
         self.info["weights_version"] = version
         return version
 
+    async def stage_weights(self, directory: Path) -> None:
+        """Calls `Engine.stage_weights` between two steps."""
+        await self._call("stage_weights", directory=str(directory))
+
+    async def swap_weights(self) -> None:
+        """Calls `Engine.swap_weights` between two steps, and updates `info`."""
+        self.info |= await self._call("swap_weights")
+
+    async def discard_staged_weights(self) -> None:
+        """Calls `Engine.discard_staged_weights` between two steps."""
+        await self._call("discard_staged_weights")
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
-        """`Engine.load_adapter`, between two steps."""
-        return dict(await self._ask("load_adapter", name=name, directory=str(directory)))
+        """Calls `Engine.load_adapter` between two steps."""
+        return dict(await self._call("load_adapter", name=name, directory=str(directory)))
 
     async def unload_adapter(self, name: str) -> None:
-        """`Engine.unload_adapter`, between two steps."""
-        await self._ask("unload_adapter", name=name)
+        """Calls `Engine.unload_adapter` between two steps."""
+        await self._call("unload_adapter", name=name)
 
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
-        """The vector of each list of token ids: FP32, little-endian. RequestError: see `Embedder.embed`, or the model
-        writes text."""
+        """Returns the vector of every list of token ids, as little-endian FP32. Raises the errors of `Embedder.embed`,
+        and RequestError if the model writes text."""
         inputs = [list(ids) for ids in inputs]
-        return [b64decode(text) for text in await self._ask("embed", inputs=inputs, dimensions=dimensions)]
+        return [b64decode(text) for text in await self._call("embed", inputs=inputs, dimensions=dimensions)]
 
     async def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The score of every label for each list of token ids. RequestError: see `Classifier.classify_ids`, or the
-        model has no labels."""
-        rows = {"inputs": [list(ids) for ids in inputs], "segments": [list(parts) for parts in segments]}
-        return [list(scores) for scores in await self._ask("classify", **rows)]
+        """Returns the scores of all labels for every list of token ids. Raises the errors of `Classifier.classify_ids`,
+        and RequestError if the model has no labels."""
+        arguments = {"inputs": [list(ids) for ids in inputs], "segments": [list(numbers) for numbers in segments]}
+        return [list(scores) for scores in await self._call("classify", **arguments)]
 
     async def drain(self, deadline: float) -> None:
-        """Takes no new request, lets running ones finish for `deadline` seconds, then ends the process."""
+        """Refuses new requests, lets the running ones finish for up to `deadline` seconds, then ends the process."""
         self._write("drain", deadline=deadline)
         await self._exit(deadline + CLOSE_SECONDS)
 
     async def close(self) -> None:
-        """Ends the process now and aborts its requests."""
-        self._write("close")  # without waiting: a process that hangs does not read
+        """Aborts all requests and ends the process now."""
+        self._write("close")  # without `drain`, because a process that hangs does not read
         await self._exit(CLOSE_SECONDS)
 
-    async def kill(self, why: str) -> None:
-        """Ends a process that does not answer; requests in flight end with the sentence `why`."""
-        self._why = why
+    async def kill(self, reason: str) -> None:
+        """Kills the process. Requests in flight end with the error message `reason`."""
+        self._kill_reason = reason
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._exit(CLOSE_SECONDS)
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        stream = self._streams[request.request_id] = _Stream(request)
-        finished = False
+        items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._start(request, items.put_nowait)
         try:
-            await self._send("generate", request=request.to_json())
-            if self._ended is not None:
-                self._fail(stream)
-            while not finished:
-                output = await stream.arrived.get()
-                finished = isinstance(output, Exception) or output.finish_reason is not None
-                if isinstance(output, Exception):
-                    raise output
-                yield output
+            while True:
+                item = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
         finally:
-            del self._streams[request.request_id]
-            if not finished:
-                self._write("abort", request_id=request.request_id)
+            self.cancel(request.request_id)
+
+    def _start(self, request: Request, deliver: Deliver) -> None:
+        stream = _Stream(request, deliver, next(self._ids) % 2**32)
+        self._streams[request.request_id] = self._streams_by_number[stream.number] = stream
+        if self._exit_message is None:
+            self._write("generate", stream=stream.number, request=request.to_json())
+        else:
+            self._fail(stream)
+
+    def _forget(self, request_id: str) -> None:
+        """Removes a request that has ended."""
+        del self._streams_by_number[self._streams.pop(request_id).number]
 
     async def _exit(self, seconds: float) -> None:
-        """Waits for the process to end by itself, and kills it after `seconds`."""
+        """Waits `seconds` for the process to exit, and kills it if it has not."""
         try:
             await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        await asyncio.wait({self._reading}, timeout=seconds)
-        if not self._reading.done():  # the kernel holds the process, for example in a driver; do not wait for it
-            self._reading.cancel()
+        await asyncio.wait({self._read_task}, timeout=seconds)
+        if not self._read_task.done():  # even a killed process may hang in the kernel, for example in a driver
+            self._read_task.cancel()
             self._writer.close()
-            self._end(self._why or "The engine process does not end.")
+            self._end(self._kill_reason or "The engine process was killed but does not exit.")
 
-    async def _ask(self, op: str, **fields: Any) -> Any:
-        self._require_life()
+    async def _call(self, op: str, **fields: Any) -> Any:
+        """Sends a command and returns its reply."""
+        self._check_running()
         number = next(self._ids)
         self._replies[number] = self._loop.create_future()
         try:
@@ -231,9 +272,9 @@ class EngineClient:
             del self._replies[number]
             self._partial_replies.pop(number, None)
 
-    def _require_life(self) -> None:
-        if self._ended is not None:
-            raise MachineError(self._ended)
+    def _check_running(self) -> None:
+        if self._exit_message is not None:
+            raise MachineError(self._exit_message)
 
     def _write(self, op: str, **fields: Any) -> None:
         if not self._writer.is_closing():
@@ -241,53 +282,84 @@ class EngineClient:
 
     async def _send(self, op: str, **fields: Any) -> None:
         self._write(op, **fields)
-        with contextlib.suppress(ConnectionError):  # the reading task notices the same thing
+        with contextlib.suppress(ConnectionError):  # `_read` notices the lost connection, too
             await self._writer.drain()
 
     async def _read(self) -> None:
-        """Reads until the connection ends, or until a message cannot be read; then ends everything that waits."""
+        """Reads messages until the connection ends or a message is invalid; then fails all requests and calls."""
+        messages = MessageReader()
         try:
-            while line := await self._reader.readline():
-                self._last_sign = self._loop.time()
-                self._take_line(line)
-                if len(line) > LONG_LINE:
-                    await asyncio.sleep(0)
+            while data := await self._reader.read(READ_BYTES):
+                self._last_message_time = self._loop.time()
+                for message, size in messages.feed(data):
+                    self._handle(message)
+                    if size > LONG_MESSAGE_BYTES:
+                        await asyncio.sleep(0)
         except ConnectionError:
             pass
         except Exception as error:
-            log.exception("the engine process sent what this server cannot read; ending it")
-            self._why = f"The engine process sent what this server cannot read ({type(error).__name__}), and was ended."
-            self._end(self._why)  # at once: the process may be in a long step, or in a driver
+            log.exception("The engine process sent an invalid message and will be killed.")
+            self._kill_reason = f"The engine process sent an invalid message ({type(error).__name__}) and was killed."
+            self._end(self._kill_reason)  # before the process exits, because it may be in a long step or in a driver
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         self._writer.close()
-        status = await self._process.wait()
-        self._end(self._why or _ending(status))
+        status = await self._wait_for_exit()
+        if status == 0 and not messages.is_complete:
+            self._kill_reason = self._kill_reason or "The engine process has ended in the middle of a message."
+        self._end(self._kill_reason or _describe_exit(status))
 
-    def _take_line(self, line: bytes) -> None:
-        """Hands a message to whoever waits for it. Raises whatever an invalid one makes it raise."""
-        message = json.loads(line)
+    async def _wait_for_exit(self) -> int:
+        """Returns the exit status. A process that has closed its connection and does not exit is killed."""
+        try:
+            return await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._kill_reason = self._kill_reason or "The engine process closed its connection and was killed."
+            self._end(self._kill_reason)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            return await self._process.wait()
+
+    def _handle(self, message: JsonMessage | TokenFrame) -> None:
+        """Passes a message to the request or the coroutine that waits for it. An invalid message may raise any
+        exception."""
+        if isinstance(message, TokenFrame):
+            self._deliver_tokens(message)
+        else:
+            self._handle_json(message)
+
+    def _handle_json(self, message: JsonMessage) -> None:
         match message["event"]:
             case "outputs":
                 for data in message["outputs"]:
                     self._deliver(RequestOutput.from_json(data))
             case "refused" if stream := self._streams.get(message["request_id"]):
-                stream.arrived.put_nowait(error_of(message, MachineError))
+                refusal = to_exception(message, MachineError)
+                self._forget(message["request_id"])
+                stream.deliver(refusal)
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
             case "part" if message["id"] in self._replies:
                 self._partial_replies.setdefault(message["id"], []).extend(message["value"])
-            case "reply" if waiting := self._replies.get(message["id"]):
-                if not waiting.done() and "error" in message:
-                    waiting.set_exception(error_of(message, MachineError))
-                elif not waiting.done():
-                    before = self._partial_replies.pop(message["id"], None)
-                    waiting.set_result([*before, *message["value"]] if before else message["value"])
+            case "reply" if reply := self._replies.get(message["id"]):
+                if not reply.done() and "error" in message:
+                    reply.set_exception(to_exception(message, MachineError))
+                elif not reply.done():
+                    parts = self._partial_replies.pop(message["id"], None)
+                    reply.set_result([*parts, *message["value"]] if parts else message["value"])
             case "ready":
                 self.info, self.limits = message["info"], EngineLimits(**message["limits"])
                 self._ready.set_result(None)
             case "failed":
-                self._ready.set_exception(error_of(message, MachineError))
+                self._ready.set_exception(to_exception(message, MachineError))
+
+    def _deliver_tokens(self, frame: TokenFrame) -> None:
+        for number, token_id, text in zip(frame.streams, frame.token_ids, frame.texts, strict=True):
+            if (stream := self._streams_by_number.get(number)) is not None:
+                stream.num_generated += 1
+                request, counts = stream.request, (stream.num_generated, stream.num_cached)
+                prompt = len(request.prompt_token_ids)
+                stream.deliver(RequestOutput(request.request_id, text, (token_id,), None, None, prompt, *counts))
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -296,37 +368,41 @@ class EngineClient:
         if output.prompt_logprobs is not None:
             stream.prompt_logprobs += output.prompt_logprobs
             if not output.num_generated:
-                return  # the output with the rest is still to come
+                return  # the first token's output, with the last of these log-probabilities, follows
             output = replace(output, prompt_logprobs=tuple(stream.prompt_logprobs))
-        stream.num_generated = output.num_generated
-        stream.arrived.put_nowait(output)
+        stream.num_generated, stream.num_cached = output.num_generated, output.num_cached_tokens
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        stream.deliver(output)
 
-    def _end(self, sentence: str) -> None:
-        self._ended = sentence
+    def _end(self, message: str) -> None:
+        """Fails all requests and calls with `message`, because the engine process has ended."""
+        self._exit_message = message
         if not self._ready.done():
-            self._ready.set_exception(MachineError(sentence))
-        for stream in self._streams.values():
+            self._ready.set_exception(MachineError(message))
+        for stream in list(self._streams.values()):
             self._fail(stream)
-        for waiting in self._replies.values():
-            if not waiting.done():
-                waiting.set_exception(MachineError(sentence))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(MachineError(message))
 
     def _fail(self, stream: _Stream) -> None:
-        """Gives a request whose process is gone its last output. A request that already has one ignores it."""
+        """Ends a request with finish_reason "error"."""
         request = stream.request
-        stream.arrived.put_nowait(
+        self._forget(request.request_id)
+        stream.deliver(
             RequestOutput(
                 request.request_id,
                 finish_reason="error",
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_generated=stream.num_generated,
-                error=self._ended,
+                error=self._exit_message,
             )
         )
 
 
 async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat) -> tuple[Process, Connection]:
-    """A worker process and its connection. MachineError when it ends before it connects."""
+    """Starts a worker process and returns it with its connection. Raises MachineError if it ends before it connects."""
     folder = tempfile.mkdtemp(prefix="fp8serve-")  # mode 0700
     path = os.path.join(folder, "engine")
     connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
@@ -338,18 +414,18 @@ async def _spawn(model_dir: Path, options: EngineOptions, log_format: LogFormat)
             connected.set_result((reader, writer))
 
     try:
-        server = await asyncio.start_unix_server(accept, path, limit=MAX_LINE)
+        server = await asyncio.start_unix_server(accept, path)
         os.chmod(path, 0o600)
         try:
             arguments = ["--options", options.to_json(), "--log-format", log_format]
-            return await _spawned(path, model_dir, arguments, connected)
+            return await _start_process(path, model_dir, arguments, connected)
         finally:
             server.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _spawned(
+async def _start_process(
     path: str, model_dir: Path, arguments: list[str], connected: asyncio.Future[Connection]
 ) -> tuple[Process, Connection]:
     command = module_command("fp8serve.engine.worker", "--model", str(model_dir), "--socket", path, *arguments)
@@ -359,7 +435,7 @@ async def _spawned(
     try:
         await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
         if not connected.done():
-            raise MachineError(_ending(ended.result()))
+            raise MachineError(_describe_exit(ended.result()))
         return process, connected.result()
     except asyncio.CancelledError:
         process.kill()
@@ -369,12 +445,12 @@ async def _spawned(
         ended.cancel()
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status == -signal.SIGKILL:
         return (
-            "The engine process was killed (SIGKILL): by the kernel, if memory ran out (then use a smaller cache or "
-            "model), or by somebody."
+            "The engine process was killed (SIGKILL). If the kernel killed it because memory ran out, use a smaller "
+            "cache or model."
         )
     if status < 0:
-        return f"The engine process was ended by signal {signal_name(-status)}."
+        return f"Signal {signal_name(-status)} ended the engine process."
     return "The engine process has ended." if status == 0 else f"The engine process failed with exit status {status}."

@@ -1,23 +1,26 @@
-"""Guesses the next tokens with a second, smaller model: a draft, checked like those of drafting.py.
+"""Speculative decoding with a draft model: a smaller model with the same vocabulary proposes the next tokens. In this
+module, "the model" is the target model that verifies the drafts.
 
-The scheduler gives a sequence room for a draft; then this module lets the small model write it, for all sequences of
-the step together, one token a pass. It draws with the sequence's own parameters and random numbers (sampler.py), so it
-guesses what the model itself would draw with a temperature, too. The guesses change no bit of an answer.
+The scheduler reserves space for a draft of each sequence. Then this module generates the drafts of all sequences of the
+step together, one token of each sequence a pass. The draft model samples with the sequence's own parameters and random
+numbers (sampler.py), so that a draft is also likely to be accepted at a temperature above 0. Drafts do not change a bit
+of a completion; drafting.py says how they are verified.
 
-Its keys and values. Its cache has as many blocks as the model's, and a block number means the same tokens in both, so
-they are freed, shared, lost and rolled back together (kv_cache.py). It computes only what a guess needs: the prompt,
-chunk by chunk, when its sequence is to be drafted for the first time, and later the tokens added since. Positions after
-the confirmed tokens are overwritten. It has no adapters, and its cache is BF16.
+KV cache. The draft model's cache has as many blocks as the model's. A block number stands for the same tokens in both
+caches, so blocks of both are freed, shared and evicted together (kv_cache.py). The draft model computes only tokens
+that a draft needs: at the first draft of a sequence its prompt, in chunks, and later the tokens added since. The keys
+and values of rejected tokens are overwritten. The draft model has no adapters, and its cache is BF16.
 
-Its cost. A guess is paid for like one of drafting.py; its price is that of a pass and of a row of the model's step. One
-balance for the whole engine bounds the total cost of prompts and sequences: it begins with `START`, grows by
-`ALLOWANCE` of every step's time, earns what right guesses save, and pays for every pass and every guessed row. While it
-is empty nothing is drafted, so a draft model that is never right costs `ALLOWANCE` of the time, and `START` steps
-once. All amounts are in steps of the model for one sequence and come from fixed prices, not from a clock: the same
-requests get the same drafts on a busy machine.
+Cost. As in drafting.py, each sequence has a balance. The price of a drafted token is one pass of the draft model and
+one row of the model's step. A second balance, for the whole engine, limits the total cost. It starts at `START_STEPS`,
+grows by the fraction `ALLOWANCE` of every step, gains what accepted tokens save, and pays for every pass and every
+drafted row. While this balance is empty, nothing is drafted. So a draft model whose tokens are never accepted costs the
+fraction `ALLOWANCE` of the time, and `START_STEPS` steps once. All amounts are in steps of the model with one sequence.
+They are computed from fixed prices and not measured, so the same requests get the same drafts on every machine.
 
-A draft is extended as long as its last token is worth its price, given the share of recent guesses that were right. It
-ends early at the end of a text. A model that fails, or whose logits are not finite, drafts nothing.
+The length of a draft follows from the recent acceptance rate: its last token must be likely enough to be worth its
+price. A draft ends early at an end-of-text token. If the draft model fails or its logits are not finite, nothing is
+drafted.
 """
 
 import logging
@@ -49,16 +52,16 @@ from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
-ROW = 0.08  # the measured cost of another row, in steps for one sequence (docs/performance-log.md)
-START, MOST = 8.0, 64.0  # steps on the engine's balance at first, and at most
-RIGHT, TRIED = 1.4, 2.0  # the right guesses, and all guesses, that a new sequence starts with
-MEMORY = 0.9  # the factor by which a guess counts less with each later one
-LEAST_WORTH = 0.5  # steps that each token still to come must save before the draft model reads the unread ones
+ROW_COST = 0.08  # the measured cost of another row, in steps of one sequence (docs/performance-log.md)
+START_STEPS, MAX_STEPS = 8.0, 64.0  # of the engine's balance
+PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0  # token counts with which the acceptance rate of a new sequence starts
+DECAY = 0.9  # the factor by which these counts shrink at each draft
+MAX_PREFILL_COST = 0.5  # of reading unread tokens with the draft model, in steps for each token still to generate
 
 
 def draft_config(directory: Path, model_dir: Path, config: ModelConfig) -> ModelConfig:
-    """The draft model's configuration; `config` is that of `model_dir`. ModelError: it writes no text, or has another
-    vocabulary."""
+    """Returns the draft model's configuration. `config` is the configuration of the model in `model_dir`. Raises
+    ModelError if the draft model does not generate text or has another vocabulary."""
     try:
         draft = read_config(directory)
         check_generates(directory, None)
@@ -70,7 +73,7 @@ def draft_config(directory: Path, model_dir: Path, config: ModelConfig) -> Model
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft model without its cache; cost: see `_cost`."""
+    """A draft model without its KV cache. `cost` is the result of `_pass_cost`."""
 
     name: str
     model: Model
@@ -78,43 +81,43 @@ class LoadedDraft:
 
 
 def load_draft(directory: Path, model: Model, options: EngineOptions) -> LoadedDraft:
-    """The draft model of `model`, which has just been loaded."""
+    """Loads the draft model for `model`. Logs a warning if it is too large to save time."""
     has_scales = open_checkpoint(directory).has_scales
     draft = load_servable(directory, "stored" if has_scales else "bf16", None, options.device, head=options.head_dtype)
-    loaded = LoadedDraft(directory.resolve().name, draft, _cost(draft, model))
+    loaded = LoadedDraft(directory.resolve().name, draft, _pass_cost(draft, model))
     if loaded.cost + price(1) >= 1:
         log.warning(
-            "A pass of the draft model %s costs %.2f of a step of the model, so that no guess can pay for itself and "
-            "nothing is drafted; take a smaller one.",
+            "A pass of the draft model %s costs %.2f of a step of the model. This is too much for drafts to save time, "
+            "so nothing is drafted. Use a smaller draft model.",
             loaded.name,
             loaded.cost,
         )
     return loaded
 
 
-def _cost(draft: Model, model: Model) -> float:
-    """The cost of a pass of the draft model, in steps of the model, both for one sequence.
+def _pass_cost(draft: Model, model: Model) -> float:
+    """Estimates the cost of a pass of the draft model in steps of the model, both with one sequence.
 
-    Such a step reads all weights and runs all layers, so its cost is a sum of terms for bytes and for layers. The ratio
-    of the two costs lies between the ratio of the bytes and that of the layers; this is the larger of these.
+    A step reads all weights and runs all layers, so its time is a sum of a term for bytes and a term for layers. The
+    ratio of two such times lies between the ratio of bytes and the ratio of layers. The larger ratio is returned.
     """
     return max(_read_bytes(draft) / _read_bytes(model), draft.config.num_layers / model.config.num_layers)
 
 
-def _check_vocabulary(directory: Path, own: ModelConfig, model_dir: Path, config: ModelConfig) -> None:
-    draft, model = _vocabulary(directory), _vocabulary(model_dir)
-    if draft is None or model is None:
-        if own.vocab_size != config.vocab_size:
+def _check_vocabulary(directory: Path, draft: ModelConfig, model_dir: Path, config: ModelConfig) -> None:
+    draft_vocabulary, vocabulary = _vocabulary(directory), _vocabulary(model_dir)
+    if draft_vocabulary is None or vocabulary is None:
+        if draft.vocab_size != config.vocab_size:
             raise ModelError(
-                f"The draft model {directory} has {own.vocab_size} tokens and {model_dir} has {config.vocab_size}; "
+                f"The draft model {directory} has {draft.vocab_size} tokens and {model_dir} has {config.vocab_size}; "
                 "a draft model must have the same vocabulary."
             )
         return
-    if draft != model:
-        token, number = min(model.items() ^ draft.items(), key=lambda pair: pair[1])
+    if draft_vocabulary != vocabulary:
+        token, number = min(vocabulary.items() ^ draft_vocabulary.items(), key=lambda pair: pair[1])
         raise ModelError(
-            f"The draft model {directory} has another vocabulary than {model_dir}: token {number}, {shown(token)}, is "
-            "in one of them only; take a draft model of the same family."
+            f"The draft model {directory} has another vocabulary than {model_dir}: only one of them has the token "
+            f"{shown(token)} with id {number}. Use a draft model of the same family."
         )
 
 
@@ -123,179 +126,179 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def _read_bytes(model: Model) -> float:
-    """Bytes of the weights that a step of one token reads."""
-    read = weight_bytes(model)
+    """Returns the bytes of the weights that a step of one token reads."""
+    nbytes = weight_bytes(model)
     if model.embedding.weight.data_ptr() != cast(Tensor, model.head.weight).data_ptr():
-        read -= model.embedding.weight.nbytes
+        nbytes -= model.embedding.weight.nbytes
     experts = model.config.experts
     if experts is None:
-        return read
-    return read - (1 - experts.per_token / experts.count) * weight_bytes(*mixtures(model).values())
+        return nbytes
+    return nbytes - (1 - experts.per_token / experts.count) * weight_bytes(*mixtures(model).values())
 
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """A draft model that is ready to run. longest: tokens of a sequence. cost: of a pass for one sequence, in steps of
-    the model for one."""
+    """A draft model that is ready to run, with its KV cache."""
 
     name: str
     runner: Runner
-    longest: int
-    cost: float
-    nbytes: int
+    max_length: int  # tokens of a sequence
+    cost: float  # of a pass, in steps of the model, both with one sequence
+    nbytes: int  # of the weights
 
     def info(self) -> dict[str, object]:
-        """JSON."""
+        """Returns a description of the draft model as a JSON object."""
         layers = self.runner.model.config.num_layers
         return {"name": self.name, "layers": layers, "weight_bytes": self.nbytes, "step_cost": round(self.cost, 3)}
 
 
 class DraftModel:
-    """Writes the drafts of an engine whose blocks are `pool`'s. most: tokens of a draft; chunk: tokens that it reads in
-    a pass; vocab_size, eos_ids: the model's."""
+    """Generates the drafts of an engine. A draft has at most `max_tokens` tokens, and a prefill pass at most
+    `chunk_tokens`. `vocab_size` and `eos_ids` are the model's."""
 
     def __init__(
-        self, parts: DraftParts, pool: BlockPool, most: int, chunk: int, vocab_size: int, eos_ids: tuple[int, ...]
-    ) -> None:
-        self.most, self.longest = most, parts.longest
-        self._parts, self._pool, self._chunk = parts, pool, chunk
+        self, parts: DraftParts, pool: BlockPool, max_tokens: int, chunk_tokens: int, vocab_size: int,
+        eos_ids: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.max_tokens, self.max_length = max_tokens, parts.max_length
+        self._parts, self._pool, self._chunk_tokens = parts, pool, chunk_tokens
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
-        self._balance = Balance(START, MOST)
+        self._balance = Balance(START_STEPS, MAX_STEPS)
         self.num_computed = 0  # tokens, since the start
-        self._failed = False
-
-    def drafter(self, seq: Sequence) -> "ModelDrafter":
-        """The drafter of a new sequence."""
-        return ModelDrafter(self, seq)
+        self._has_failed = False
 
     def price(self, rows: int) -> float:
-        """The price of a guessed token in a step of `rows`, in steps of one sequence."""
+        """Returns the price of a drafted token in a step of `rows` rows, in steps of one sequence."""
         return self._parts.cost + price(rows)
 
-    def knows(self, token_ids: Items[int]) -> bool:
-        """Whether its vocabulary has all these tokens: the end of a padded vocabulary may be missing."""
+    def has_tokens(self, token_ids: Items[int]) -> bool:
+        """Returns whether the draft model's vocabulary, which may have less padding at its end, has these tokens."""
         size = self._parts.runner.model.config.vocab_size
         return size >= self._vocab_size or max(token_ids, default=0) < size
 
     def fill(self, work: list[Work]) -> list[Work]:
-        """`work` with drafts, or with none, in the room that was left for them."""
+        """Replaces the placeholder drafts of `work` by generated drafts, which may be shorter or empty."""
         self._balance.add(ALLOWANCE * step_price(sum(item.count - len(item.draft) for item in work)))
-        requests = [item for item in work if item.draft]
-        if not requests:
+        drafting = [item for item in work if item.draft]
+        if not drafting:
             return work
-        drafts = self._drafts(requests) if self._balance.steps > 0 else {}
-        self._balance.add(-ROW * sum(map(len, drafts.values())))
+        drafts = self._try_generate(drafting) if self._balance.steps > 0 else {}
+        self._balance.add(-ROW_COST * sum(map(len, drafts.values())))
         return [_with_draft(item, drafts.get(item.seq, ())) if item.draft else item for item in work]
 
-    def learn(self, seq: Sequence, start: int, fed: int, accepted: int, rows: int) -> None:
-        """Records that `accepted` of the guesses for `seq`, which begin at `start`, were right in a step of `rows`.
-        Each saves a sequence's share of such a step. The draft model has read the first `fed` of them."""
+    def record(self, seq: Sequence, start: int, computed: int, accepted: int, rows: int) -> None:
+        """Records that `accepted` tokens of the draft of `seq`, which began at `start`, were accepted in a step of
+        `rows` rows. Each saves a sequence's share of such a step. `computed` is the number of drafted tokens whose keys
+        and values are in the draft model's cache."""
         self._balance.add(accepted * step_price(rows) / rows)
         if seq.block_table:
-            self._pool.mark_drafted(seq, start, start + min(fed, accepted))
+            self._pool.mark_draft_computed(seq, start, start + min(computed, accepted))
 
-    def _drafts(self, requests: list[Work]) -> dict[Sequence, tuple[int, ...]]:
+    def _try_generate(self, drafting: list[Work]) -> dict[Sequence, tuple[int, ...]]:
         try:
-            return self._write(requests)
+            return self._generate(drafting)
         except (RuntimeError, MemoryError) as problem:  # an error of the device: the model itself may still run
-            if not self._failed:
+            if not self._has_failed:
                 log.warning("The draft model %s failed, so nothing is drafted: %s", self._parts.name, problem)
-            self._failed = True
+            self._has_failed = True
             return {}
 
-    def _write(self, requests: list[Work]) -> dict[Sequence, tuple[int, ...]]:
-        drafts: dict[Sequence, list[int]] = {item.seq: [] for item in requests}
-        room = {item.seq: len(item.draft) for item in requests}
-        passing = self._unread(requests)
-        drawn = self._pass(passing)
-        for seq, work in passing:
-            self._pool.mark_drafted(seq, work.start, work.start + work.count)
-        while drawn:
-            for seq, token in drawn:
+    def _generate(self, drafting: list[Work]) -> dict[Sequence, tuple[int, ...]]:
+        drafts: dict[Sequence, list[int]] = {item.seq: [] for item in drafting}
+        max_tokens = {item.seq: len(item.draft) for item in drafting}
+        prefill = self._prefill(drafting)
+        sampled = self._run(prefill)
+        for seq, work in prefill:
+            self._pool.mark_draft_computed(seq, work.start, work.start + work.count)
+        while sampled:
+            for seq, token in sampled:
                 drafts[seq].append(token)
-            going = [seq for seq, token in drawn if len(drafts[seq]) < room[seq] and token not in self._eos_ids]
-            drawn = self._pass([(seq, _next(seq, drafts[seq])) for seq in going])
+            unfinished = [s for s, token in sampled if len(drafts[s]) < max_tokens[s] and token not in self._eos_ids]
+            sampled = self._run([(seq, _decode(seq, drafts[seq])) for seq in unfinished])
         return {seq: tuple(draft) for seq, draft in drafts.items()}
 
-    def _unread(self, requests: list[Work]) -> list[tuple[Sequence, Work]]:
-        """The tokens that the draft model reads before it writes, at most a chunk in all. Other sequences wait for a
-        later step, as do those whose tokens are not all read yet."""
-        result, left = [], self._chunk
-        for seq in (item.seq for item in requests):
-            start, end = min(self._pool.drafted(seq), len(seq.token_ids) - 1), len(seq.token_ids)
-            if (count := min(end - start, left)) > 0 and self._is_worth(seq, end - start):
-                result.append((seq, Work(replace(seq, adapter=None), start, count)))
-                left -= count
-        return result
+    def _prefill(self, drafting: list[Work]) -> list[tuple[Sequence, Work]]:
+        """Schedules the tokens that the draft model must compute before it can draft, at most `chunk_tokens` in all.
+        A sequence is drafted once all its tokens are computed; until then it waits for a later step."""
+        prefill, budget = [], self._chunk_tokens
+        for seq in (item.seq for item in drafting):
+            start, end = min(self._pool.num_draft_computed(seq), len(seq.token_ids) - 1), len(seq.token_ids)
+            if (count := min(end - start, budget)) > 0 and self._is_worth_prefill(seq, end - start):
+                prefill.append((seq, Work(replace(seq, adapter=None), start, count)))
+                budget -= count
+        return prefill
 
-    def _is_worth(self, seq: Sequence, unread: int) -> bool:
-        """Whether the tokens still to come can pay for reading so many tokens."""
-        to_come = seq.params.max_new_tokens - seq.num_generated
-        return self._parts.cost * ROW * (unread - 1) <= LEAST_WORTH * to_come
+    def _is_worth_prefill(self, seq: Sequence, num_uncomputed: int) -> bool:
+        """Returns whether the sequence has enough tokens to generate to justify the prefill by the draft model."""
+        remaining = seq.params.max_new_tokens - seq.num_generated
+        return self._parts.cost * ROW_COST * (num_uncomputed - 1) <= MAX_PREFILL_COST * remaining
 
-    def _pass(self, passing: list[tuple[Sequence, Work]]) -> list[tuple[Sequence, int]]:
-        """The tokens that follow the work that samples; None where logits are not finite."""
-        work = [item for _, item in passing]
+    def _run(self, scheduled: list[tuple[Sequence, Work]]) -> list[tuple[Sequence, int]]:
+        """Runs one pass of the draft model and returns the sampled tokens. Sequences whose work does not end with their
+        last token, or whose logits are not finite, get none."""
+        work = [item for _, item in scheduled]
         if not work:
             return []
         tokens = sum(item.count for item in work)
         self.num_computed += tokens
         self._balance.add(-self._parts.cost * step_price(tokens))
-        logits, sampling = self._parts.runner.run(work), [(seq, item) for seq, item in passing if item.samples]
+        logits, sampling = self._parts.runner.run(work), [(seq, item) for seq, item in scheduled if item.needs_sample]
         if not sampling:
             return []
-        drawn = sample(self._fitted(logits), [item.seq for _, item in sampling], self._eos_ids)
-        pairs = zip(sampling, drawn, strict=True)
-        return [(seq, sampled.token_id) for (seq, _), sampled in pairs if sampled.token_id is not None]
+        sampled = sample(self._pad_vocabulary(logits), [item.seq for _, item in sampling], self._eos_ids)
+        pairs = zip(sampling, sampled, strict=True)
+        return [(seq, result.token_id) for (seq, _), result in pairs if result.token_id is not None]
 
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """The logits, padded to the width of the model's: padded vocabularies of one family differ at their ends."""
-        more = self._vocab_size - logits.shape[-1]
-        return logits if more == 0 else pad(logits, (0, more), value=-torch.inf).contiguous()
+    def _pad_vocabulary(self, logits: Tensor) -> Tensor:
+        """Pads the logits to the model's vocabulary size. Models of one family may pad their vocabulary differently."""
+        missing = self._vocab_size - logits.shape[-1]
+        return logits if missing == 0 else pad(logits, (0, missing), value=-torch.inf).contiguous()
 
 
 class ModelDrafter:
-    """Asks a draft model for drafts of one sequence, and learns which were right."""
+    """Decides how many tokens the draft model drafts for one sequence, from the recent acceptance rate."""
 
     def __init__(self, model: DraftModel, seq: Sequence) -> None:
         self._model, self._seq = model, seq
         self._balance = Balance()
-        self._right, self._tried = RIGHT, TRIED
-        self._price, self._rows = 0.0, 1  # of a token of the last draft, and of the step that it was in
-        self._read = 0  # tokens that the draft model is known to have in its vocabulary
+        self._accepted, self._tried = PRIOR_ACCEPTED, PRIOR_TRIED
+        self._price, self._rows = 0.0, 1  # of a token of the last draft, and of the step of that draft
+        self._num_checked = 0  # tokens of the sequence that are known to be in the draft model's vocabulary
 
-    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]:
-        """Room for a draft, which `DraftModel.fill` fills."""
+    def propose(self, token_ids: Items[int], max_tokens: int, rows: int) -> list[int]:
+        """Returns a placeholder draft of the right length, which `DraftModel.fill` replaces."""
         self._balance.add(ALLOWANCE)
         self._price, self._rows = self._model.price(rows), rows
-        length = min(self._worth(), room, self._balance.affords(self._price), self._model.longest - len(token_ids))
-        if length < 1 or not self._model.knows(token_ids[self._read :]):
+        affordable = self._balance.affordable_tokens(self._price)
+        length = min(self._worthwhile_length(), max_tokens, affordable, self._model.max_length - len(token_ids))
+        if length < 1 or not self._model.has_tokens(token_ids[self._num_checked :]):
             return []
-        self._read = len(token_ids)
+        self._num_checked = len(token_ids)
         return [0] * length
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """The first `accepted` of the tokens drafted last were right."""
+    def record(self, drafted: int, accepted: int) -> None:
+        """Records how many tokens of the last draft were accepted."""
         self._balance.add(accepted - drafted * self._price)
-        self._right = MEMORY * self._right + accepted
-        self._tried = MEMORY * self._tried + min(accepted + 1, drafted)
-        self._model.learn(self._seq, self._read, drafted - 1, accepted, self._rows)
+        self._accepted = DECAY * self._accepted + accepted
+        self._tried = DECAY * self._tried + min(accepted + 1, drafted)
+        self._model.record(self._seq, self._num_checked, drafted - 1, accepted, self._rows)
 
-    def _worth(self) -> int:
-        """The length of a draft whose last token is right often enough for its price; 1, as a trial, if none is."""
-        share = self._right / self._tried
-        if share >= 1 or self._price >= 1:
-            return self._model.most if self._price < 1 else 1
-        return max(1, min(self._model.most, int(math.log(self._price) / math.log(share)))) if share > 0 else 1
+    def _worthwhile_length(self) -> int:
+        """Returns the length of a draft whose last token is accepted often enough for its price. If there is none,
+        returns 1, so that the acceptance rate is still measured."""
+        rate = self._accepted / self._tried
+        if rate >= 1 or self._price >= 1:
+            return self._model.max_tokens if self._price < 1 else 1
+        return max(1, min(self._model.max_tokens, int(math.log(self._price) / math.log(rate)))) if rate > 0 else 1
 
 
 def step_price(rows: int) -> float:
-    """The cost of a step of `rows` rows, in steps of one row."""
-    return 1 + max(0, rows - 1) * ROW
+    """Returns the cost of a step of `rows` rows, in steps of one row."""
+    return 1 + max(0, rows - 1) * ROW_COST
 
 
-def _next(seq: Sequence, draft: list[int]) -> Work:
-    """The work that feeds the last token of its draft."""
+def _decode(seq: Sequence, draft: list[int]) -> Work:
+    """Schedules the last token of a sequence that was extended by its draft."""
     extended = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
     return Work(extended, len(extended.token_ids) - 1, 1)
 

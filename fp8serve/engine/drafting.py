@@ -1,21 +1,22 @@
-"""Guesses the next tokens without a model: those that followed the same words earlier in the text.
+"""Prompt lookup: speculative decoding without a draft model. The draft is what followed the same tokens earlier in the
+text.
 
-Answers that repeat their prompt or themselves (summaries, edits, code) are guessed well in this way. The model computes
-a draft in the step that computes the token before it, and draws after each of these tokens as it always does. As long
-as it draws the token of the draft, the step yields another token. The first different one ends it, and everything
-computed after that is overwritten. A draw depends on the request's seed and the position in its answer (sampler.py),
-and a row only on its sequence, so answers have the same bits as without drafts.
+Prompt lookup suits completions that repeat their prompt or themselves (summaries, edits, code). In one step, the model
+computes a sequence's last token together with the draft, and the sampler samples a token after each of them. While the
+sampled token equals the drafted token, the draft is accepted and the step yields another token. At the first difference
+the rest of the draft is rejected, and its keys and values are overwritten later. A sampled token depends on the
+request's seed and on its position (sampler.py), and a row of logits depends only on its sequence. So completions have
+the same bits with and without drafts.
 
-A drafted token costs time, so it must be paid for. A sequence has a balance, in steps of its own: it begins with a
-little, grows by `ALLOWANCE` a step, pays for every token that it drafts, and earns one for each that is right. It never
-drafts more than its balance pays for: a sequence that finds nothing to repeat loses `ALLOWANCE` of its time, and
-`START` steps in all. The price of one more row is `ROW` steps of one row, about twice the measured cost up to about ten
-rows (docs/performance-log.md), so that a machine on which a row costs that much loses no more. Where many sequences
-share a step, the price is a larger fraction of each sequence's share of that step.
+A rejected token wastes time, so each sequence has a balance, in steps of one sequence. The balance starts at
+`START_STEPS` and grows by `ALLOWANCE` a step. The sequence pays for every drafted token and earns one step for every
+accepted token, and it never drafts more than its balance pays for. So a sequence without repetitions loses at most the
+fraction `ALLOWANCE` of its time, and `START_STEPS` steps once. The price of another row is `ROW_COST` steps of one row.
+This is about twice the measured cost for up to about ten rows (docs/performance-log.md), so a slower machine loses no
+more than that. If many sequences share a step, the price is a larger fraction of each sequence's share of the step.
 
-Answers of a given form (grammar.py) or with bad words (bad_words.py) are not drafted, because the allowed tokens would
-have to be known before the preceding ones are drawn.
-Cost: a search for the last `SHORTEST` to `LONGEST` tokens, 20 microseconds where the text has ten thousand.
+Requests with a grammar (grammar.py) or bad words (bad_words.py) get no draft: their allowed tokens are only known after
+the preceding token was sampled. The lookup takes 20 microseconds in a text of ten thousand tokens.
 """
 
 from collections.abc import Sequence as Items
@@ -23,76 +24,78 @@ from dataclasses import dataclass, replace
 
 from fp8serve.engine.sequence import Sequence
 
-SHORTEST, LONGEST = 1, 8  # tokens that are looked for
-FIRST, LEAST = 4, 3  # tokens of the first draft, and of one after a draft that was wrong
-ROW = 0.16  # twice what was measured
-ALLOWANCE = 0.03
-START, MOST = 1.0, 4.0  # steps on the balance at first, and at most
-CHARACTERS = 0x110000
+MIN_NGRAM, MAX_NGRAM = 1, 8  # tokens at the end of the text that are looked up
+FIRST_DRAFT_TOKENS = 4
+MIN_DRAFT_TOKENS = 3  # of a draft after one that was rejected
+ROW_COST = 0.16  # steps of one row that another row costs: twice the measured cost
+ALLOWANCE = 0.03  # steps that a balance gains at each step
+START_STEPS, MAX_STEPS = 1.0, 4.0  # of a balance
+NUM_CODE_POINTS = 0x110000  # of Unicode
 
 
 @dataclass(slots=True)
 class Balance:
-    """The steps that may be spent on drafts."""
+    """The number of steps that may still be spent on drafts, at most `max_steps`."""
 
-    steps: float = START
-    most: float = MOST
+    steps: float = START_STEPS
+    max_steps: float = MAX_STEPS
 
     def add(self, steps: float) -> None:
-        self.steps = min(self.most, self.steps + steps)
+        self.steps = min(self.max_steps, self.steps + steps)
 
-    def affords(self, price: float) -> int:
-        """How many tokens of this price it pays for."""
+    def affordable_tokens(self, price: float) -> int:
         return max(0, int(self.steps / price))
 
 
 class Drafter:
-    """Makes the drafts of one sequence, at most `most` tokens at a time."""
+    """Drafts tokens of one sequence, at most `max_tokens` at a time."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._length = min(FIRST, most)
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._length = min(FIRST_DRAFT_TOKENS, max_tokens)
         self._balance = Balance()
         self._price = 0.0  # of a token of the last draft
-        self._text = ""  # a character for each token, because a search for some runs at the speed of memory
+        self._text = ""  # one character for each token, because Python searches strings fast
 
-    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]:
-        """At most `room` tokens that may follow `token_ids`, in a step that has `rows` rows without drafts."""
+    def propose(self, token_ids: Items[int], max_tokens: int, rows: int) -> list[int]:
+        """Returns a draft of up to `max_tokens` tokens to follow `token_ids`, for a step of `rows` rows without
+        drafts."""
         self._price = price(rows)
         self._balance.add(ALLOWANCE)
-        length = min(self._length, room, self._balance.affords(self._price))
+        length = min(self._length, max_tokens, self._balance.affordable_tokens(self._price))
         if length < 1:
             return []
-        self._text += "".join([chr(token % CHARACTERS) for token in token_ids[len(self._text) :]])
-        after = self._last_time()
-        if after is None:
+        self._text += "".join([chr(token % NUM_CODE_POINTS) for token in token_ids[len(self._text) :]])
+        start = self._match_end()
+        if start is None:
             return []
-        tokens = token_ids[after:]
+        tokens = token_ids[start:]
         return [tokens[i % len(tokens)] for i in range(length)]
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Records that the first `accepted` of the last draft were right. After a draft that was all right, the next
-        may be twice as long."""
+    def record(self, drafted: int, accepted: int) -> None:
+        """Records how many tokens of the last draft were accepted. If all were, the next draft may be twice as long."""
         self._balance.add(accepted - drafted * self._price)
-        self._length = min(self._most, 2 * drafted if accepted == drafted else max(LEAST, accepted + 1))
+        next_length = 2 * drafted if accepted == drafted else max(MIN_DRAFT_TOKENS, accepted + 1)
+        self._length = min(self._max_tokens, next_length)
 
-    def _last_time(self) -> int | None:
-        """Where the longest known ending of the text ended the last time; None where there is none."""
-        best, end = None, len(self._text) - 1
-        for length in range(SHORTEST, LONGEST + 1):
-            start = self._text.rfind(self._text[-length:], 0, end)
+    def _match_end(self) -> int | None:
+        """Returns the end of the last earlier occurrence of the text's longest repeated suffix, or None if no suffix
+        occurs earlier."""
+        match_end, search_end = None, len(self._text) - 1
+        for length in range(MIN_NGRAM, MAX_NGRAM + 1):
+            start = self._text.rfind(self._text[-length:], 0, search_end)
             if start < 0:
                 break
-            best = end = start + length
-        return best
+            match_end = search_end = start + length
+        return match_end
 
 
 def price(rows: int) -> float:
-    """The price of another row in a step of `rows`, in steps of one sequence."""
-    return rows * ROW / (1 + (rows - 1) * ROW)
+    """Returns the price of another row in a step of `rows` rows, in steps of one sequence."""
+    return rows * ROW_COST / (1 + (rows - 1) * ROW_COST)
 
 
-def rows_of(seq: Sequence, draft: Items[int]) -> list[Sequence]:
-    """The sequences for which the sampler draws: `seq`, and `seq` with one, two, ... of the drafted tokens."""
+def sequences_to_sample(seq: Sequence, draft: Items[int]) -> list[Sequence]:
+    """Returns the sequences that the sampler extends: `seq`, and `seq` with one, two, ... of the drafted tokens."""
     extended = [replace(seq, token_ids=[*seq.token_ids, *draft[: i + 1]]) for i in range(len(draft))]
     return [seq, *extended]

@@ -1,4 +1,4 @@
-"""Texts in, one vector for each out: an embedding model, without a cache and without a scheduler."""
+"""Embedding models: computes one vector for each text, without a KV cache and without a scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ Text = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Embedded:
-    """vectors FP32 [texts, dimensions]; tokens: how many of each text were read."""
+    """The vectors of some texts, FP32 [texts, dimensions]. `tokens` has the number of tokens of each text."""
 
     vectors: Tensor
     tokens: list[int]
 
 
 class Embedder:
-    """An embedding model's directory, ready to embed.
+    """An embedding model, loaded from its directory.
 
-    options: the fields of EngineOptions. Raises ModelError, ScalesError and RecipeError, as loading does, and
-    RequestError for options of generation.
+    `options` are the fields of EngineOptions. Raises ModelError, ScalesError or RecipeError if the model cannot be
+    loaded, and RequestError for an option that only models that generate text have.
     """
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
@@ -39,12 +39,12 @@ class Embedder:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text."""
+        """The largest number of tokens of a text."""
         return self.encoder.max_length
 
     @property
     def dimensions(self) -> int:
-        """Of a vector."""
+        """The number of dimensions of a vector."""
         return self.model.config.hidden_size
 
     @torch.inference_mode()
@@ -56,12 +56,14 @@ class Embedder:
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> Embedded:
-        """One vector for each text, or list of token ids, in their order.
+        """Returns one vector for each text or list of token ids, in the same order.
 
-        prompt_name: which of the model's prompts is put before the texts; None: its default one, if it has any.
-        dimensions: how many of a vector's first numbers are kept. truncate: a text that is too long is cut at the end,
-        before the token with which the tokenizer ends a text. RequestError: a text is empty or too long, or an id or
-        option is unknown.
+        Args:
+            prompt_name: the prompt of the model to put before each text; by default the model's default prompt, if any.
+            dimensions: the number of dimensions to which the vectors are cut.
+            truncate: whether to shorten texts that are too long. The token that ends a text stays.
+
+        Raises RequestError if a text is empty or too long, or a token id or option is unknown.
         """
         self.check(texts, dimensions)
         sequences = [self._ids(text, prompt_name, truncate) for text in texts]
@@ -69,14 +71,14 @@ class Embedder:
         return Embedded(vectors.cpu(), [len(ids) for ids in sequences])
 
     def check(self, texts: Sequence[Text], dimensions: int | None) -> None:
-        """RequestError: there are no texts, or too many dimensions are asked for."""
+        """Raises RequestError if there are no texts, or if the vectors have fewer than `dimensions` dimensions."""
         if isinstance(texts, str) or not texts or isinstance(texts[0], int):
             raise RequestError("embed takes a list of one or more texts: put the text in a list.")
         if dimensions is not None and not 1 <= dimensions <= self.dimensions:
-            raise RequestError(f"dimensions is {dimensions}; this model's vectors have 1 to {self.dimensions}.")
+            raise RequestError(f"dimensions is {dimensions}; for this model, use 1 to {self.dimensions}.")
 
     def _ids(self, text: Text, prompt_name: str | None, truncate: bool) -> list[int]:
         ids = self.tokenizer.encode(self.pooling.prompt(prompt_name) + text) if isinstance(text, str) else list(text)
-        ids = self.tokenizer.first_of(ids, self.max_length) if truncate else ids
+        ids = self.tokenizer.truncate_ids(ids, self.max_length) if truncate else ids
         self.encoder.check(ids)
         return ids

@@ -1,14 +1,14 @@
-"""A model that embeds or classifies, in the engine's process: what `worker.py` asks of an engine.
+"""The engines of embedding models and classifiers, with the interface that `worker.py` expects of an engine.
 
-A call is checked when it comes and computed in steps, beside others: requests take turns, text by text, until
-a step is full. Small requests share a step, and none waits for a large one to end. The result of a text does not depend
-on its step (text_encoder.py).
+A call carries the texts of one HTTP request. The engine checks a call when it arrives, and then computes its texts in
+steps. To fill a step, the engine takes one text of each call in turn. So small calls share a step, and no call waits
+until a large call has ended. The result of a text does not depend on the other texts of its step (text_encoder.py).
 """
 
 import time
 from base64 import b64encode
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,34 +24,35 @@ from fp8serve.engine.request import EngineLimits, Request, Task
 from fp8serve.engine.text_encoder import TextEncoder
 from fp8serve.errors import RequestError
 from fp8serve.fp8 import ops
-from fp8serve.model.network.pooling import scored
+from fp8serve.model.network.pooling import to_scores
+from fp8serve.processes import Phases
 
 Ids = Sequence[int]
 
 
 @dataclass
 class EncodingCall:
-    """The texts of one request. segments: 0 or 1 for every token of each text. answers: that of each text, None
-    until it is computed."""
+    """The texts of one request, as token ids. `segments` is 0 or 1 for every token of each text. `results` has an entry
+    for each text, which is None until the text is computed."""
 
     number: int
     inputs: Sequence[Ids]
     segments: Sequence[Ids] | None = None
     dimensions: int | None = None
-    answers: list[Any] = field(init=False)
-    num_started: int = field(default=0, init=False)  # texts that have had their step
+    results: list[Any] = field(init=False)
+    num_scheduled: int = field(default=0, init=False)  # texts that have left the queue
 
     def __post_init__(self) -> None:
-        self.answers = [None] * len(self.inputs)
+        self.results = [None] * len(self.inputs)
 
     @property
     def is_finished(self) -> bool:
-        return None not in self.answers
+        return None not in self.results
 
 
 @dataclass(frozen=True)
 class QueuedText:
-    """One text of a call."""
+    """One text of a call: the one at `index`."""
 
     call: EncodingCall
     index: int
@@ -66,7 +67,7 @@ class QueuedText:
 
 
 class EncodingQueue:
-    """Calls in the order in which it is their turn."""
+    """The calls that have texts to compute. The calls take turns, one text at a time."""
 
     def __init__(self) -> None:
         self._calls: deque[EncodingCall] = deque()
@@ -75,97 +76,98 @@ class EncodingQueue:
         return bool(self._calls)
 
     def add(self, call: EncodingCall) -> None:
-        """A call of one or more texts."""
+        """Adds a call, which must have one or more texts."""
         self._calls.append(call)
 
-    def forget(self, number: int) -> None:
-        """Drop this call, because its caller no longer waits."""
+    def cancel(self, number: int) -> None:
+        """Removes the call of this number, if it is in the queue."""
         self._calls = deque(call for call in self._calls if call.number != number)
 
-    def take(self, tokens: int) -> list[QueuedText]:
-        """The texts of the next step: at most so many tokens together, but at least one text."""
-        return list(self._next(tokens))
-
-    def _next(self, room: int) -> Iterator[QueuedText]:
-        is_first = True
+    def next_batch(self, max_tokens: int) -> list[QueuedText]:
+        """Removes the texts of the next step from the queue and returns them: at least one text, and no second text
+        that would exceed `max_tokens`."""
+        batch = list[QueuedText]()
         while self._calls:
             call = self._calls[0]
-            text = QueuedText(call, call.num_started)
-            if not is_first and len(text.ids) > room:
-                return
+            text = QueuedText(call, call.num_scheduled)
+            if batch and len(text.ids) > max_tokens:
+                break
             self._calls.popleft()
-            call.num_started += 1
-            if call.num_started < len(call.inputs):
+            call.num_scheduled += 1
+            if call.num_scheduled < len(call.inputs):
                 self._calls.append(call)
-            room, is_first = room - len(text.ids), False
-            yield text
+            max_tokens -= len(text.ids)
+            batch.append(text)
+        return batch
 
 
 class EncoderEngine:
-    """Takes no requests that generate."""
+    """The base class of engines for models that do not generate text."""
 
     task: Task
 
-    def __init__(self, model_dir: str | Path, encoder: TextEncoder, started: float) -> None:
-        """started: on the monotonic clock."""
+    def __init__(self, model_dir: str | Path, encoder: TextEncoder, start_time: float) -> None:
+        """`start_time` is when loading started, on the monotonic clock."""
         self.model_dir, self.encoder = Path(model_dir), encoder
         self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
-        self._queue, self._answered = EncodingQueue(), list[EncodingCall]()
+        self._queue, self._finished_calls = EncodingQueue(), list[EncodingCall]()
         self._totals: Counter[str] = Counter()
-        self._load_seconds = time.monotonic() - started
+        self._load_seconds = time.monotonic() - start_time
+        self.phases = Phases()
+        self.phases.seconds["load"] = round(self._load_seconds, 3)
 
     def embed(self, call: EncodingCall) -> None:
-        """Queues the texts of `call`; the answers are vectors, FP32, little-endian, as base64. RequestError: see
-        `Embedder.embed`, or the model makes no vectors."""
+        """Queues the texts of `call`. The results are vectors: little-endian FP32, as base64. Raises the errors of
+        `Embedder.embed`, and RequestError if the model makes no vectors."""
         raise RequestError("This is a classifier, which makes no vectors; ask /classify for its labels.")
 
     def classify(self, call: EncodingCall) -> None:
-        """Queues the texts of `call`; the answers are scores of every label. RequestError: see
-        `Classifier.classify_ids`, or the model has no labels."""
+        """Queues the texts of `call`. The results are the scores of all labels. Raises the errors of
+        `Classifier.classify_ids`, and RequestError if the model has no labels."""
         raise RequestError("This is an embedding model, which has no labels; ask /v1/embeddings for vectors.")
 
-    def forget(self, number: int) -> None:
-        """Drop this call, because its caller no longer waits."""
-        self._queue.forget(number)
+    def cancel(self, number: int) -> None:
+        """Cancels the call of this number, if it has not ended."""
+        self._queue.cancel(number)
 
     def has_work(self) -> bool:
         return bool(self._queue)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Computes as many waiting texts as fit a step; see `take_answered`. No request generates."""
-        batch = self._queue.take(self.encoder.options.step_tokens)
-        lengths = [len(text.ids) for text in batch]
-        segments = [text.segments for text in batch]
-        texts, parts = [text.ids for text in batch], segments if any(map(any, segments)) else None
-        rows = self.encoder.step(texts, self._finish, parts)
-        for text, answer in zip(batch, self._answers(batch, rows), strict=True):
-            text.call.answers[text.index] = answer
+        """Computes one batch of queued texts. `pop_finished_calls` returns the results; the list returned here is
+        empty, because no request generates text."""
+        batch = self._queue.next_batch(self.encoder.options.step_tokens)
+        texts, segments = [text.ids for text in batch], [text.segments for text in batch]
+        rows = self.encoder.step(texts, self._pool, segments if any(map(any, segments)) else None)
+        for text, result in zip(batch, self._results(batch, rows), strict=True):
+            text.call.results[text.index] = result
             if text.call.is_finished:
-                self._answered.append(text.call)
-        self._totals["computed"] += sum(lengths)
+                self._finished_calls.append(text.call)
+        self._totals["computed"] += sum(map(len, texts))
         self._totals["steps"] += 1
         return []
 
-    def take_answered(self) -> list[EncodingCall]:
-        """The calls that are finished, each once."""
-        answered, self._answered = self._answered, []
-        return answered
+    def pop_finished_calls(self) -> list[EncodingCall]:
+        """Returns the calls that have finished since this method was last called."""
+        calls, self._finished_calls = self._finished_calls, []
+        return calls
 
-    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """hidden [tokens, H] of texts of these lengths -> FP32 [texts, ...], in the thread that computed them."""
+    def _pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns a row for each text, FP32 [texts, ...], from the hidden states [tokens, H] of texts of these lengths.
+        Runs in the thread that computed the hidden states."""
         raise NotImplementedError
 
-    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
-        """The result of `_finish` for some texts -> the answer for each, as JSON types."""
+    def _results(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+        """Converts the rows that `_pool` returned for a batch to the result of each text, as JSON types."""
         raise NotImplementedError
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
-        """RequestError."""
+        """Raises RequestError, because this model does not generate text."""
         self.limits.check(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """There is none to abort."""
+        """Returns None, because there are no requests."""
         return None
 
     def abort_all(self) -> list[RequestOutput]:
@@ -175,31 +177,30 @@ class EncoderEngine:
         return False
 
     def save_prefixes(self) -> None:
-        """There are none to keep."""
+        """Does nothing, because there is no prefix cache."""
 
     def stats(self) -> dict[str, Any]:
-        """The counters of `Engine.stats`."""
-        none = dict.fromkeys((
+        """Returns the counters of `Engine.stats`; those that belong to generation are 0."""
+        zeros = dict.fromkeys((
             "running", "waiting", "kv_blocks", "kv_blocks_used", "kv_usage", "generated_tokens_total",
             "preemptions_total", "prefix_queried_tokens_total", "prefix_hit_tokens_total",
             "prefix_restored_hit_tokens_total",
             "drafts_total", "draft_tokens_total", "accepted_draft_tokens_total", "draft_model_tokens_total",
         ), 0)  # fmt: skip
         computed = self._totals["computed"]
-        done = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        return none | {
+        return zeros | {
             "steps_total": self._totals["steps"],
             "computed_tokens_total": computed,
             "prompt_tokens_total": computed,
-            "finished_total": done,
+            "finished_total": dict.fromkeys(("stop", "length", "abort", "error"), 0),
         }
 
     def scales(self) -> list[dict[str, Any]]:
-        """An encoder keeps no live figures."""
+        """Returns an empty list, because an encoder's inputs are not monitored."""
         return []
 
     def info(self) -> dict[str, Any]:
-        """What runs, and with which limits."""
+        """Returns the model, its options and its limits, as a JSON object."""
         encoder, options = self.encoder, self.encoder.options
         return {
             "model": str(self.model_dir),
@@ -211,6 +212,7 @@ class EncoderEngine:
             "threads": torch.get_num_threads(),
             "dtype": str(next(encoder.model.parameters()).dtype).removeprefix("torch."),
             "max_model_len": encoder.max_length,
+            "max_batch_tokens": options.step_tokens,
             "weight_bytes": weight_bytes(encoder.model),
             "vocab_size": encoder.model.config.vocab_size,
             "kernels": ops.backends(torch.device(options.device).type),
@@ -219,15 +221,15 @@ class EncoderEngine:
 
 
 class EmbeddingEngine(EncoderEngine):
-    """Makes vectors."""
+    """The engine of an embedding model."""
 
     task = "embed"
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        """As `Embedder`."""
-        started = time.monotonic()
+        """`options` are the fields of EngineOptions. Raises the errors of `Embedder`."""
+        start_time = time.monotonic()
         self.embedder = Embedder(model_dir, **options)
-        super().__init__(model_dir, self.embedder.encoder, started)
+        super().__init__(model_dir, self.embedder.encoder, start_time)
 
     def embed(self, call: EncodingCall) -> None:
         """See `EncoderEngine.embed`."""
@@ -236,16 +238,16 @@ class EmbeddingEngine(EncoderEngine):
             self.encoder.check(ids)
         self._queue.add(call)
 
-    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        return self.embedder.pooling.pooled(hidden, lengths)
+    def _pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.embedder.pooling.pool(hidden, lengths)
 
-    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
-        finished, each = self.embedder.pooling.finished, zip(torch.split(rows, 1), batch, strict=True)
-        vectors = [finished(one, text.call.dimensions) for one, text in each]
+    def _results(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+        pooling, row_of_text = self.embedder.pooling, zip(torch.split(rows, 1), batch, strict=True)
+        vectors = [pooling.truncate_and_normalize(row, text.call.dimensions) for row, text in row_of_text]
         return [b64encode(vector[0].cpu().numpy().astype("<f4").tobytes()).decode() for vector in vectors]
 
     def info(self) -> dict[str, Any]:
-        """That of `EncoderEngine`, and how vectors are made."""
+        """Returns the object of `EncoderEngine.info` with the options of the pooling added."""
         pooling = self.embedder.pooling
         return super().info() | {
             "dimensions": self.embedder.dimensions,
@@ -257,15 +259,15 @@ class EmbeddingEngine(EncoderEngine):
 
 
 class ClassifyingEngine(EncoderEngine):
-    """Scores labels."""
+    """The engine of a classifier or reranker."""
 
     task = "classify"
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
-        """As `Classifier`."""
-        started = time.monotonic()
+        """`options` are the fields of EngineOptions. Raises the errors of `Classifier`."""
+        start_time = time.monotonic()
         self.classifier = Classifier(model_dir, **options)
-        super().__init__(model_dir, self.classifier.encoder, started)
+        super().__init__(model_dir, self.classifier.encoder, start_time)
 
     def classify(self, call: EncodingCall) -> None:
         """See `EncoderEngine.classify`."""
@@ -274,13 +276,13 @@ class ClassifyingEngine(EncoderEngine):
         self.classifier.check(call.inputs, call.segments or ())
         self._queue.add(call)
 
-    def _finish(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        return self.classifier.labelled.logits(hidden, lengths)
+    def _pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.classifier.scorer.logits(hidden, lengths)
 
-    def _answers(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
-        return list(scored(rows.cpu(), self.classifier.head.activation).tolist())
+    def _results(self, batch: Sequence[QueuedText], rows: Tensor) -> list[Any]:
+        return list(to_scores(rows.cpu(), self.classifier.head.activation).tolist())
 
     def info(self) -> dict[str, Any]:
-        """That of `EncoderEngine`, and what is scored."""
-        head, around = self.classifier.head, self.classifier.labelled.around
-        return super().info() | {"labels": list(head.labels), "activation": head.activation, "pair": around}
+        """Returns the object of `EncoderEngine.info` with the labels, activation and pair template added."""
+        head, template = self.classifier.head, self.classifier.scorer.template
+        return super().info() | {"labels": list(head.labels), "activation": head.activation, "pair": template}

@@ -1,12 +1,15 @@
-"""The engine: takes requests, advances each running one by a token or a chunk of its prompt per step, and returns
-outputs.
+"""The engine generates text for requests with continuous batching. Each step advances every running request by a token
+or by a chunk of its prompt, and returns outputs.
 
-    step():  schedule -> run -> sample -> postprocess
+    step():  schedule -> launch: run, sample -> land: read and process the sampled tokens
 
-It is single-threaded and owns no process and no socket (`worker.py` does); `generate` drives it in-process. An answer
-depends on the request alone: on a CPU, scheduling, neighbours, cached prefixes, preemption and drafts do not change a
-bit of it (the kernels, `sampler.py` and the attention op each keep a part of that promise). On a GPU the sampler and
-the attention keep it, too, but matrix products choose their kernel by the number of rows: docs/cuda.md.
+On a GPU, a step is launched before the previous one lands (flights.py).
+
+The engine is single-threaded. `worker.py` runs it in a process of its own, and `generate` runs it in the caller's.
+
+On a CPU, a completion depends on its request alone: no bit of it changes with scheduling, other requests, cached
+prefixes, preemption or drafts. On a GPU, this holds for attention and sampling, but not for matrix products, which
+choose their kernel by the number of rows (docs/cuda.md).
 """
 
 import math
@@ -15,138 +18,213 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fp8serve.engine import loading
-from fp8serve.engine.draft_model import DraftModel
-from fp8serve.engine.drafting import Drafter, rows_of
-from fp8serve.engine.grammar import Masks, validate
+from fp8serve.engine.draft_model import DraftModel, DraftParts, ModelDrafter
+from fp8serve.engine.drafting import Drafter, sequences_to_sample
+from fp8serve.engine.flights import Flight
+from fp8serve.engine.grammar import Mask, Masks, validate
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import Completion, FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import Request
-from fp8serve.engine.sampler import Sampled, sample
+from fp8serve.engine.sampler import NOT_FINITE, SamplingPlan, launch_sampling
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.engine.scheduler import Scheduler, Work
+from fp8serve.engine.scheduler import Scheduler, StepWork, Work
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.text import TextStream
 from fp8serve.engine.weights import replace_weights
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.model.building import Model
 from fp8serve.model.formats.scales import save_scales
-from fp8serve.model.text.tokenizer import lacks_tokenizer
+from fp8serve.model.text.tokenizer import missing_tokenizer_message
 from fp8serve.options import known_fields
+from fp8serve.processes import Phases
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a step: bounds of the histogram in `Engine.stats`."""
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""The bounds of the histogram of tokens per step in `Engine.stats`."""
 
 
 class Engine:
-    """A model directory, ready to answer.
+    """A model that is loaded from its directory and generates text.
 
-    Raises what loading raises (ModelError, ScalesError, RecipeError), RequestError for options that the model cannot
-    have and MachineError for a cache that does not fit.
+    Raises ModelError, ScalesError or RecipeError if the model cannot be loaded, RequestError for options that do not
+    suit the model, and MachineError if the KV cache does not fit in memory.
     """
 
     def __init__(self, model_dir: str | Path, *, model: Model | None = None, **options: Any) -> None:
-        """`options`: the fields of EngineOptions; `recipe` may be a Recipe, too, and `scales` a Path.
+        """Loads a model.
 
-        model: a network with weights of its own, as `load_servable` makes one, which belongs to the engine from then
-        on; configuration and tokenizer are still read from the directory.
+        Args:
+            model: a network with weights, as `load_servable` returns it. The engine takes ownership of it and reads
+                only the configuration and the tokenizer from `model_dir`.
+            options: the fields of EngineOptions. `recipe` may also be a Recipe, and `scales` a Path.
         """
-        started = time.monotonic()
-        self.options = EngineOptions.of(options)
-        self.loaded = loading.load(Path(model_dir), self.options, model)
+        start_time = time.monotonic()
+        self.phases = Phases()
+        self.loaded = loading.load(Path(model_dir), EngineOptions.of(options), model, self.phases)
+        self.options = self.loaded.options
         self.tokenizer = self.loaded.tokenizer
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
         self.adapters = self.loaded.runner.adapters
-        self.scheduler = _scheduler(self.options, self.limits.num_blocks)
+        pool, sizes = BlockPool(self.limits.num_blocks, self.options.block_size), self.options
+        self.scheduler = Scheduler(pool, sizes.num_seqs, sizes.step_tokens, sizes.prefill_tokens)
         if self.loaded.prefixes is not None:
-            self.loaded.prefixes.restore(self.scheduler.pool, self.loaded.runner)
-        self._draft = self._draft_model()
-        self._live: dict[str, tuple[Sequence, TextStream]] = {}
+            self.loaded.prefixes.restore(pool, self.loaded.runner)
+        self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
+        self._live: dict[str, Sequence] = {}  # waiting and running requests, by request id
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
         self._totals: Counter[str] = Counter()
-        self._accepted = [0] * self.options.drafted_tokens  # drafted tokens, by their place in the draft
-        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._accepted = [0] * self.options.drafted_tokens  # number of accepted tokens at each position of a draft
+        self._step_sizes = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._ids = count()
-        self._step_seconds = 0.0  # that the last step took
-        self.weights_version = 0  # how often they were replaced
-        self._load_seconds = time.monotonic() - started
+        self._step_seconds = 0.0  # duration of the last step
+        self._plan: SamplingPlan | None = None  # of the last step
+        self._flight: Flight | None = None  # the launched step that has not landed
+        self._outputs: list[RequestOutput] = []  # of the current call of `step`
+        # Whether a step is launched before the previous one lands. Drafts need the values of all previous tokens.
+        self.async_scheduling = self.loaded.runner.device.type == "cuda" and not self.options.drafted_tokens
+        self.weights_version = 0  # how often the weights were replaced
+        self._staged: loading.StagedWeights | None = None
+        self._load_seconds = time.monotonic() - start_time
 
     def add_request(self, request: Request, arrived: float | None = None) -> None:
-        """Queues `request`, which came at `arrived` on the monotonic clock. RequestError when it could never run, or
-        its id is in use.
-        """
+        """Queues a request. `arrived` is the time at which it arrived, on the monotonic clock; by default now. Raises
+        RequestError if the request could never run or its id is in use."""
         if request.request_id in self._live:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
         params = request.params
-        decoding = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
+        token_stream = self.tokenizer.stream(params.skip_special_tokens) if self.tokenizer else None
         seq = Sequence.of(request)
         seq.arrived = seq.arrived if arrived is None else arrived
-        seq.constraint = self.loaded.grammars.matcher(params)
+        seq.stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
+        seq.matcher = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
-        if self.options.drafted_tokens and seq.constraint is None and seq.ban is None:
-            seq.drafter = Drafter(self.options.drafted_tokens) if self._draft is None else self._draft.drafter(seq)
-        seq.adapter = self.adapters.take(request.adapter)
-        self._live[request.request_id] = seq, TextStream(decoding, params)
+        if max_tokens := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
+            seq.drafter = ModelDrafter(self._draft_model, seq) if self._draft_model else Drafter(max_tokens)
+        seq.adapter = self.adapters.acquire(request.adapter)
+        seq.text = TextStream(token_stream, params)
+        self._live[request.request_id] = seq
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request now and frees its blocks; its last output, or None when it is not running."""
+        """Ends a request now and frees its blocks. Returns its last output, or None if there is no such request."""
         if request_id not in self._live:
             return None
-        seq, text = self._live[request_id]
-        return self._end(seq, "abort", text.flush())
+        seq = self._live[request_id]
+        return self._end(seq, "abort", _text(seq).flush())
 
     def abort_all(self) -> list[RequestOutput]:
-        """Ends every request."""
+        """Ends all requests and returns their last outputs."""
         return [output for request_id in list(self._live) if (output := self.abort(request_id))]
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
-        """Runs one batch through the model, and returns the outputs of the requests that got a token. Does nothing when
-        there is no request."""
-        work = self.scheduler.schedule()
-        if not work:
-            return []
+        """Launches the next step and lands the previous one, or with `async_scheduling` off the same one. Returns an
+        output for every token of the landed step, and an empty list if there is none."""
+        self._outputs = []
+        if self._flight is not None and self.scheduler.may_preempt():
+            self._land()
         self.pack_weights(self._step_seconds)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
-            outputs = self._compute(work if self._draft is None else self._draft.fill(work))
+            work = self.scheduler.schedule()
+            flight = self._launch(work) if work else None
+            self._land()
+            self._flight = flight
+            if not self.async_scheduling:
+                self._land()
+            if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
+                self.loaded.scale_monitor.close_window(self._rows())  # of all launched steps
         finally:
-            self._step_seconds = time.perf_counter() - began
+            self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save_if_due(self.scheduler.pool, self.loaded.runner)
-        return outputs
+        return self._outputs
 
     def pack_weights(self, seconds: float = math.inf) -> bool:
-        """Works for about `seconds` on making later steps faster (packing.py). Returns whether something is left to
-        do."""
+        """Packs weights for about `seconds`, which makes later steps faster (packing.py). Returns whether weights
+        remain to be packed."""
         self.loaded.packer.pack(seconds)
-        return self.loaded.packer.pending
+        return self.loaded.packer.has_pending
 
-    def _compute(self, work: list[Work]) -> list[RequestOutput]:
-        rows = [row for item in work if item.samples for row in rows_of(item.seq, item.draft)]
-        mask = self._masks.begin([seq.constraint for seq in rows])
+    def _land(self) -> None:
+        """Waits for the step in flight, if there is one, and processes its sampled tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
         try:
-            drawn = sample(self._logits(work), rows, self.eos_ids, mask)
-        except (RuntimeError, MemoryError) as problem:  # of the device; the engine itself is sound
-            return [self._fail(item.seq, f"The model failed on this batch: {_sentence(problem)}") for item in work]
-        return self._postprocess(work, drawn)
+            tokens, logprobs = flight.samples.read()
+        except RuntimeError as problem:  # an error of the device
+            self._outputs += self._fail_all(flight.work, problem)
+            return
+        self._outputs += self._process_sampled(flight, tokens, logprobs)
 
-    def _logits(self, work: list[Work]) -> Tensor:
-        """FP32 [samples, vocab]; sequences that want them get the log-probabilities of their prompts."""
-        if any(item.scored for item in work):
+    def _launch(self, work: StepWork) -> Flight | None:
+        """Launches a step. If it samples sequences that depend on the values of all previous tokens, the previous step
+        lands after the model was launched and before the sampling is. Returns None if launching fails."""
+        if self._draft_model is not None:
+            work = StepWork(others=self._draft_model.fill(list(work)))
+        rows = list(work.decodes)
+        for item in work.others:
+            rows += sequences_to_sample(item.seq, item.draft) if item.needs_sample else ()
+        try:
+            plan = self._plan_sampling(rows)
+            lands_first = self._flight is not None and plan.depends_on_tokens
+            mask = None if lands_first else self._start_mask(plan)
+            logits = self._logits(work)
+            if lands_first:
+                self._land()
+                mask = self._start_mask(plan)
+            samples = launch_sampling(logits, plan, self.eos_ids, mask)
+            if self.async_scheduling:
+                self.loaded.runner.keep_samples(samples.tokens)
+        except (RuntimeError, MemoryError) as problem:  # an error of the device; other batches may still succeed
+            self._land()
+            self._outputs += self._fail_all(work, problem)
+            return None
+        self._count_step(work, len(rows))
+        self.scheduler.launch(work)
+        return Flight(work, samples)
+
+    def _plan_sampling(self, rows: list[Sequence]) -> SamplingPlan:
+        if self._plan is None or self._plan.seqs != rows:
+            self._plan = SamplingPlan(rows, self.loaded.runner.device)
+        return self._plan
+
+    def _start_mask(self, plan: SamplingPlan) -> Mask | None:
+        """Starts to compute the mask of the sequences that have a grammar and have not finished."""
+        if not plan.has_grammar:
+            return None
+        return self._masks.start([None if seq.status is Status.FINISHED else seq.matcher for seq in plan.seqs])
+
+    def _fail_all(self, work: StepWork, problem: BaseException) -> list[RequestOutput]:
+        """Ends the requests of a step that failed, except those that have ended already."""
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        seqs = [seq for seq in work.sequences if seq.status is not Status.FINISHED]
+        return [self._fail(seq, f"The model failed on this batch: {reason}") for seq in seqs]
+
+    def _count_step(self, work: StepWork, num_samples: int) -> None:
+        num_tokens = work.num_tokens
+        self._totals["steps"] += 1
+        self._step_sizes[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self._totals["computed"] += num_tokens
+        self._totals["sampled"] += num_samples
+
+    def _logits(self, work: StepWork) -> Tensor:
+        """Runs the model and returns the logits to sample from, FP32 [samples, vocab]. Stores the log-probabilities of
+        prompts in the sequences that request them."""
+        if any(item.scored_positions for item in work.others):
             logits, scores = self.loaded.runner.run_scoring(work)
             for seq, values in scores:
                 seq.prompt_logprobs += values
@@ -154,58 +232,111 @@ class Engine:
         return self.loaded.runner.run(work)
 
     def load_adapter(self, name: str, directory: str | Path) -> dict[str, Any]:
-        """Loads a LoRA or DoRA, as peft writes one, under a name that requests may use; returns facts about it.
+        """Loads a LoRA or DoRA adapter from a PEFT directory. Requests select it by `name`. Returns its description.
 
-        RequestError: the name is in use. ModelError: it does not fit this model. MachineError: there is no room.
+        Raises RequestError if the name is in use, ModelError if the adapter does not fit the model, and MachineError if
+        memory is short.
         """
         return self.adapters.load(name, Path(directory)).view()
 
     def unload_adapter(self, name: str) -> None:
-        """Takes no new request for the adapter; running ones finish with it. RequestError: there is none of that
-        name."""
+        """Unloads an adapter. New requests cannot use it, and running requests finish with it. Raises RequestError if
+        no adapter has this name."""
         self.adapters.unload(name)
 
     def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> int:
-        """Replaces the weights by others of the same model, in place, and returns their version.
+        """Replaces the weights by other weights of the same model, in place, and returns the new weights version.
 
-        weights: tensors as `engine.weights` names them, or a model directory, which is read as this engine's own was:
-        by the same recipe and with its scales. All or nothing. Nothing computed with the old weights is used
-        again: the prefix cache is empty, and is no longer kept in `cache_dir`. A draft model does not change.
-        RequestError: requests are running, adapters are loaded, or the options keep scales that would not fit.
-        ModelError, ScalesError: the weights are not of this model, or cannot be used.
+        `weights` are tensors with the names of `engine.weights`, or a model directory, which is read with this engine's
+        recipe and with the scales of that directory. The prefix cache becomes empty and is no longer saved to
+        `cache_dir`. A draft model does not change. After an error, nothing has changed.
+
+        Raises RequestError if requests are running, adapters are loaded, or an option has scales that do not suit other
+        weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
         """
         self._check_replaceable()
-        tensors = weights if isinstance(weights, Mapping) else loading.weights_of(Path(weights), self.loaded)
+        self._land()  # a step of requests that were aborted
+        tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
-        calibrated = None if isinstance(weights, Mapping) else Path(weights)
-        self.loaded = self.loaded.with_other_weights(calibrated)
-        self.scheduler.pool.forget()
+        self.loaded = self.loaded.after_replaced_weights(None if isinstance(weights, Mapping) else Path(weights))
+        self.scheduler.pool.reset_prefix_cache()
         self.weights_version += 1
         return self.weights_version
 
-    def _check_replaceable(self) -> None:
+    def stage_weights(self, directory: str | Path) -> None:
+        """Reads the weights of another directory of the same model, and checks all of them, for `swap_weights`.
+
+        Requests may be running. Raises RequestError if weights cannot be exchanged with this engine's options, and
+        ModelError, ScalesError or MachineError if these weights cannot.
+        """
+        self._check_exchangeable()
+        self._staged = None  # frees the memory of weights that were staged before
+        self._staged = loading.stage_weights(Path(directory), self.loaded, self.weights_version + 1)
+
+    def swap_weights(self) -> dict[str, Any]:
+        """Exchanges the served weights and the staged ones, in place, and returns `info`.
+
+        The replaced weights are staged then, so a second call undoes the first. Other tensors stay where they are, so
+        CUDA graphs remain valid. The prefix cache becomes empty. After an error, nothing has changed. Raises
+        RequestError if no weights are staged or requests are running.
+        """
+        self._check_no_requests()
+        self._check_exchangeable()
+        if self._staged is None:
+            raise RequestError("No weights are staged; call stage_weights first.")
+        staged, self._staged = self._staged, None
+        self.loaded, self._staged = loading.exchange_staged(self.loaded, staged, self.weights_version)
+        self.weights_version = staged.version
+        self.scheduler.pool.reset_prefix_cache()
+        return self.info()
+
+    def discard_staged_weights(self) -> None:
+        """Frees the memory of the staged weights."""
+        self._staged = None
+
+    def _check_exchangeable(self) -> None:
+        """Raises RequestError if the weights belong to something else that this engine keeps."""
+        if self.adapters.by_name:
+            raise RequestError("Adapters are loaded, which belong to the served weights.")
+        if self.options.roll_history:
+            raise RequestError("The scales of inputs follow the traffic (roll_history).")
+        if self.loaded.prefixes is not None:
+            raise RequestError("The saved prefix cache belongs to the served weights (cache_dir).")
+        if self.options.scales is not None:
+            raise RequestError("The scales are those of another file (scales).")
+
+    def _check_no_requests(self) -> None:
         if self._live:
-            raise RequestError(f"{len(self._live)} requests are running; weights are replaced between requests.")
-        if self.adapters.named:
             raise RequestError(
-                f"The adapter {next(iter(self.adapters.named))!r} is loaded beside these weights; unload it first."
+                f"{len(self._live)} requests are running; weights can only be replaced while no request runs."
             )
+
+    def _check_replaceable(self) -> None:
+        self._check_no_requests()
+        if self.adapters.by_name:
+            name = next(iter(self.adapters.by_name))
+            raise RequestError(f"The adapter {name!r} is loaded; unload it before the weights are replaced.")
         if self.options.roll_history:
             raise RequestError(
-                "Scales follow the traffic (roll_history), and other weights bring their own; serve without it."
+                "Weights cannot be replaced with roll_history, whose scales follow the traffic; serve without it."
             )
         if self.options.kv_cache_dtype == "fp8":
-            raise RequestError("An FP8 cache has the scales of other keys and values; serve with kv_cache_dtype bf16.")
+            raise RequestError(
+                "Weights cannot be replaced with an FP8 cache, whose scales belong to the old weights; serve with "
+                "kv_cache_dtype bf16."
+            )
 
     def generate(
         self, prompts: Items[str | Items[int]], *, adapter: str | None = None, **sampling: Any
     ) -> list[Completion]:
-        """Completions of `prompts` (texts, or lists of token ids), in their order; `sampling`: see SamplingParams.
-        `adapter`: the name of one that was loaded.
+        """Returns the completions of `prompts` (texts or lists of token ids), in the same order. `sampling` are the
+        fields of SamplingParams, and `adapter` is the name of a loaded adapter.
 
-        RequestError when a prompt or an option cannot be served; then nothing was generated.
+        Raises RequestError, before anything is generated, if a prompt or an option cannot be served.
         """
-        requests = [self._request(prompt, sampling, adapter) for prompt in self._checked(prompts)]
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise RequestError("generate takes a list of prompts: put the prompt in a list.")
+        requests = [self._create_request(prompt, sampling, adapter) for prompt in prompts]
         for request in requests:
             self.limits.check(request)
             validate(request.params)
@@ -216,13 +347,13 @@ class Engine:
             while any(name in self._live for name in outputs):
                 for output in self.step():
                     outputs.setdefault(output.request_id, []).append(output)
-        finally:  # interrupted: leave nothing running
+        finally:  # aborts the remaining requests if an exception interrupts the loop
             for name in outputs:
                 self.abort(name)
-        return [_completion(outputs[request.request_id]) for request in requests]
+        return [_join_outputs(outputs[request.request_id]) for request in requests]
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start (`*_total`) and the state now; cheap."""
+        """Returns counters since the start (`*_total`) and the current state. This is cheap."""
         pool, scheduler = self.scheduler.pool, self.scheduler
         return {
             "running": len(scheduler.running),
@@ -233,58 +364,58 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "computed_tokens_total": self._totals["computed"],  # prompts but cached parts, answers, drafts
-            "prompt_tokens_total": self._totals["prompt"],  # of requests that got their first token
+            "computed_tokens_total": self._totals["computed"],  # of prompts without cached prefixes, outputs and drafts
+            "prompt_tokens_total": self._totals["prompt"],  # of requests that have generated their first token
             "generated_tokens_total": self._totals["generated"],
             "drafts_total": self._totals["drafts"],
             "draft_tokens_total": self._totals["drafted"],
-            "accepted_draft_tokens_total": self._totals["accepted"],  # that were part of the answer
+            "accepted_draft_tokens_total": self._totals["accepted"],
             "accepted_by_position": self._accepted,
-            "draft_model_tokens_total": 0 if self._draft is None else self._draft.num_computed,
-            "step_tokens": {"bounds": STEP_SIZES, "counts": self._step_sizes, "total": self._totals["computed"]},
+            "draft_model_tokens_total": 0 if self._draft_model is None else self._draft_model.num_computed,
+            "step_tokens": {"bounds": STEP_TOKEN_BOUNDS, "counts": self._step_sizes, "total": self._totals["computed"]},
             "preemptions_total": scheduler.num_preemptions,
             "prefix_queried_tokens_total": scheduler.num_prefix_queried,
             "prefix_hit_tokens_total": scheduler.num_prefix_hits,
             "prefix_restored_hit_tokens_total": scheduler.num_restored_hits,
             "finished_total": {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")},
-            **self.loaded.traffic.stats(),
+            **self.loaded.scale_monitor.stats(),
         }
 
-    def _draft_model(self) -> DraftModel | None:
-        parts, options, pool = self.loaded.draft, self.options, self.scheduler.pool
-        if parts is None:
-            return None
+    def _create_draft_model(self, parts: DraftParts) -> DraftModel:
+        options, pool = self.options, self.scheduler.pool
         return DraftModel(
-            parts, pool, options.drafted_tokens, options.max_prefill_tokens, self.limits.vocab_size, self.eos_ids
+            parts, pool, options.drafted_tokens, options.prefill_tokens, self.limits.vocab_size, self.eos_ids
         )
 
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
-        """For every adapter, how many sequences run and wait."""
-        counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.named}
-        for seq, _ in self._live.values():
-            if seq.adapter is not None and not seq.adapter.retired:
+        """Returns the number of running and waiting sequences of every adapter."""
+        counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.by_name}
+        for seq in self._live.values():
+            if seq.adapter is not None and not seq.adapter.is_unloaded:
                 counts[seq.adapter.name]["running" if seq.status is Status.RUNNING else "waiting"] += 1
         return counts
 
     def scales(self) -> list[dict[str, Any]]:
-        """One record per FP8 layer, about its input; its numbers are None where the scale follows every input.
+        """Returns one record about the input of each FP8 layer. The numbers are None if the scale is dynamic.
 
-        Since the start: amax, saturated (elements cut off), saturation (their share), and, for the present `scale`,
-        headroom = 448 / (amax * scale): 2 means that inputs twice as large would still fit. For the last window:
-        window_amax, window_saturation, drift = window_amax / calibrated_amax, and whether that is beyond the alarm.
+        Since the start: amax, saturated (the number of saturated elements), saturation (their fraction), and headroom =
+        448 / (amax * scale) for the current scale; with a headroom of 2, inputs twice as large would not saturate. For
+        the last drift window: window_amax, window_saturation, drift = window_amax / calibrated_amax, and alarm (whether
+        the drift exceeds the option drift_alarm).
 
-        o_proj, gate_proj, up_proj and down_proj of the last decoder layer get only the tokens whose logits are needed
-        (model/network/decoder.py): their records describe these, not whole prompts.
+        o_proj, gate_proj, up_proj and down_proj of the last decoder layer read only the tokens whose logits are needed
+        (model/network/decoder.py), so their records do not cover whole prompts.
         """
-        return self.loaded.traffic.records(self._rows())
+        return self.loaded.scale_monitor.records(self._rows())
 
     def save_scales(self, path: str | Path) -> int:
-        """Writes the scales that follow the traffic, and their histories, to the file `path`; returns their number.
+        """Writes the scales that follow the traffic, with their amax histories, to `path`. Returns the number of
+        scales.
 
-        RequestError: none follows it (roll_history). ScalesError: one of them cannot be served. MachineError: the file
-        cannot be written.
+        Raises RequestError if no scale follows the traffic (roll_history), ScalesError if a scale cannot be served, and
+        MachineError if the file cannot be written.
         """
-        checkpoint = self.loaded.traffic.rolled()
+        checkpoint = self.loaded.scale_monitor.current_scales()
         try:
             save_scales(Path(path), checkpoint)
         except OSError as error:
@@ -292,9 +423,9 @@ class Engine:
         return len(checkpoint.tensors)
 
     def save_prefixes(self) -> None:
-        """Writes the prefix cache to `cache_dir`, if there is one. Call it last, before the engine ends.
+        """Saves the prefix cache to `cache_dir`, if the options have one. Call it once, after the last request.
 
-        Do not call it if you changed the engine's weights by hand: its cache has prefixes of the old ones.
+        Do not call it if you changed the engine's weights without `load_weights`: the cache belongs to the old weights.
         """
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save(self.scheduler.pool, self.loaded.runner)
@@ -303,20 +434,15 @@ class Engine:
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
 
     def info(self) -> dict[str, Any]:
-        """What runs, and with which limits."""
-        adapters = [adapter.view() for adapter in self.adapters.named.values()]
+        """Returns the model, its options and its limits, as a JSON object."""
+        adapters = [adapter.view() for adapter in self.adapters.by_name.values()]
         result = {"adapters": adapters, "weights_version": self.weights_version}
         return {**self.loaded.info(), **result, "load_seconds": round(self._load_seconds, 3)}
 
-    def _checked(self, prompts: Items[str | Items[int]]) -> Items[str | Items[int]]:
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise RequestError("generate takes a list of prompts: put the prompt in a list.")
-        return prompts
-
-    def _request(self, prompt: str | Items[int], sampling: dict[str, Any], adapter: str | None) -> Request:
+    def _create_request(self, prompt: str | Items[int], sampling: dict[str, Any], adapter: str | None) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError(lacks_tokenizer(self.loaded.model_dir))
+                raise RequestError(missing_tokenizer_message(self.loaded.model_dir))
             prompt = self.tokenizer.encode(prompt)
         return Request(
             f"generate-{next(self._ids)}",
@@ -325,142 +451,152 @@ class Engine:
             adapter=adapter,
         )
 
-    def _postprocess(self, work: list[Work], drawn: list[Sampled]) -> list[RequestOutput]:
-        sampling = [item for item in work if item.samples]
-        self._totals["steps"] += 1
-        self._step_sizes[bisect_left(STEP_SIZES, sum(item.count for item in work))] += 1
-        self._totals["computed"] += sum(item.count for item in work)
-        self._totals["sampled"] += len(drawn)
-        self._totals["prompt"] += sum(item.seq.num_prompt for item in sampling if item.seq.num_generated == 0)
-        if self.loaded.traffic.is_over(sum(item.count for item in work)):
-            self.loaded.traffic.close_window(self._rows())
+    def _process_sampled(
+        self, flight: Flight, tokens: list[int], logprobs: Mapping[int, TokenLogprob]
+    ) -> list[RequestOutput]:
+        """Appends the sampled tokens of a step to the sequences. Returns an output for every generated token."""
+        work, outputs = flight.work, list[RequestOutput]()
         self.scheduler.advance(work)
-        left = iter(drawn)
-        outputs = [output for item in sampling for output in self._accept_drawn(item, list(islice(left, item.drawn)))]
+        append, finished = self._append_token, Status.FINISHED
+        for row, (seq, token) in enumerate(zip(work.decodes, tokens, strict=False)):
+            if seq.status is not finished:
+                outputs.append(append(seq, token, logprobs.get(row) if logprobs else None))
+        row = len(work.decodes)
+        for item in work.others:
+            end = row + item.num_samples
+            if item.needs_sample and item.seq.status is not Status.FINISHED:
+                self._totals["prompt"] += item.seq.num_prompt if item.seq.num_generated == 0 else 0
+                outputs += self._verify_draft(item, [(tokens[i], logprobs.get(i)) for i in range(row, end)])
+            row = end
         self._totals["generated"] += len(outputs)
         return outputs
 
-    def _accept_drawn(self, item: Work, drawn: list[Sampled]) -> list[RequestOutput]:
-        """Accepts the token that follows, and the next ones as long as they agree with the draft."""
-        seq, outputs = item.seq, [self._accept(item.seq, drawn[0])]
-        for drafted, sampled in zip(item.draft, drawn[1:], strict=True):
+    def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[RequestOutput]:
+        """Appends the first sampled token, and the next ones as long as the token before them equals the draft."""
+        seq, outputs = item.seq, [self._append_token(item.seq, *sampled[0])]
+        for drafted, following in zip(item.draft, sampled[1:], strict=True):
             if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:
                 break
-            self.scheduler.confirm(seq)
-            outputs.append(self._accept(seq, sampled))
+            self.scheduler.accept_drafted_token(seq)
+            outputs.append(self._append_token(seq, *following))
         if item.draft and seq.drafter:
             self._count_draft(len(item.draft), len(outputs) - 1)
-            seq.drafter.learn(len(item.draft), len(outputs) - 1)
+            seq.drafter.record(len(item.draft), len(outputs) - 1)
         return outputs
 
     def _count_draft(self, drafted: int, accepted: int) -> None:
         self._totals["drafts"] += 1
         self._totals["drafted"] += drafted
         self._totals["accepted"] += accepted
-        for place in range(accepted):
-            self._accepted[place] += 1
+        for position in range(accepted):
+            self._accepted[position] += 1
 
-    def _accept(self, seq: Sequence, sampled: Sampled) -> RequestOutput:
-        """Appends a token, and ends the request where that token, its text or its number ends it."""
-        token = sampled.token_id
-        if token is None:
+    def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
+        """Appends a sampled token to its sequence, and ends the request if a stop condition is met."""
+        if token == NOT_FINITE:
             return self._fail(
                 seq,
                 "The model's output for this request is not finite (NaN or infinity); check its weights and scales.",
             )
         seq.token_ids.append(token)
-        if seq.num_generated == 1:
+        if seq.first_token is None:
             seq.first_token = time.monotonic()
-        text = self._live[seq.request_id][1]
-        if token in seq.params.stop_token_ids:
-            return self._end(seq, "stop", text.end(token), sampled, stop_reason=token)
-        if token in self.eos_ids and not seq.params.ignore_eos:
-            return self._end(seq, "stop", text.end(token), sampled)
+        text = seq.text
+        assert text is not None  # every sequence of an engine has one
+        if token in seq.stop_ids:
+            stop_reason = token if token in seq.params.stop_token_ids else None
+            return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
         if seq.ban is not None:
             seq.ban.accept(token)
-        if seq.constraint is not None and not seq.constraint.accept(token):
-            return self._fail(seq, "The grammar became too complex to go on.")
-        delta = text.push(token)
+        if seq.matcher is not None and not seq.matcher.accept(token):
+            return self._fail(seq, "The grammar became too complex during generation; simplify it.")
+        delta, num_tokens = text.push(token), len(seq.token_ids)
+        is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
+        if is_plain and seq.num_prompt + 1 < num_tokens < seq.max_tokens:  # the usual case first
+            num_generated = num_tokens - seq.num_prompt
+            return RequestOutput(
+                seq.request_id, delta, (token,), None, None, seq.num_prompt, num_generated, seq.num_cached
+            )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
-        complete = seq.constraint is not None and seq.constraint.complete
-        full = seq.num_generated == seq.params.max_new_tokens
-        if complete or full:
+        is_complete = seq.matcher is not None and seq.matcher.is_complete
+        has_max_tokens = num_tokens == seq.max_tokens
+        if is_complete or has_max_tokens:
             delta += text.flush()
-        if complete or text.stopped is not None:
-            return self._end(seq, "stop", delta, sampled, stop_reason=text.stopped)
-        return self._end(seq, "length", delta, sampled) if full else self._output(seq, text, delta, sampled)
+        if is_complete or text.stopped is not None:
+            return self._end(seq, "stop", delta, token, logprob, text.stopped)
+        if has_max_tokens:
+            return self._end(seq, "length", delta, token, logprob)
+        return self._output(seq, text, delta, token, logprob)
 
-    def _fail(self, seq: Sequence, sentence: str) -> RequestOutput:
-        return self._end(seq, "error", self._live[seq.request_id][1].flush(), error=sentence)
+    def _fail(self, seq: Sequence, message: str) -> RequestOutput:
+        return self._end(seq, "error", _text(seq).flush(), error=message)
 
     def _end(
         self,
         seq: Sequence,
         reason: FinishReason,
         delta: str,
-        sampled: Sampled | None = None,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
         self.scheduler.finish(seq, reason)
-        self.adapters.give_back(seq.adapter)
+        self.adapters.release(seq.adapter)
         self._finished[reason] += 1
-        text = self._live.pop(seq.request_id)[1]
-        return self._output(seq, text, delta, sampled, stop_reason, error)
+        del self._live[seq.request_id]
+        return self._output(seq, _text(seq), delta, token, logprob, stop_reason, error)
 
     def _output(
         self,
         seq: Sequence,
         text: TextStream,
         delta: str,
-        sampled: Sampled | None,
+        token: int | None,
+        logprob: TokenLogprob | None,
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> RequestOutput:
+        num_generated = len(seq.token_ids) - seq.num_prompt
+        has_timing = num_generated == 1 or seq.finish_reason is not None
         return RequestOutput(
             seq.request_id,
             delta,
-            (sampled.token_id,) if sampled and sampled.token_id is not None else (),
-            (sampled.logprob,) if sampled and sampled.logprob else None,
+            () if token is None else (token,),
+            None if logprob is None else (logprob,),
             seq.finish_reason,
             seq.num_prompt,
-            seq.num_generated,
+            num_generated,
             seq.num_cached,
             stop_reason,
             error,
-            _of_prompt(seq),
-            seq.timing() if seq.num_generated == 1 or seq.finish_reason is not None else None,
-            (text.settled,) if sampled and sampled.logprob else (),
+            _prompt_logprobs(seq) if num_generated == 1 else None,
+            seq.timing() if has_timing else None,
+            () if logprob is None else (text.settled,),
         )
 
 
-def _scheduler(options: EngineOptions, num_blocks: int) -> Scheduler:
-    pool = BlockPool(num_blocks, options.block_size)
-    return Scheduler(pool, options.max_num_seqs, options.step_tokens, options.max_prefill_tokens)
+def _text(seq: Sequence) -> TextStream:
+    assert seq.text is not None  # every sequence of an engine has one
+    return seq.text
 
 
-def _of_prompt(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
-    """With the first output, and with no other."""
-    is_requested = seq.params.prompt_logprobs is not None and seq.num_generated == 1
-    return tuple(seq.prompt_logprobs) if is_requested else None
+def _prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
+    """Returns the requested log-probabilities of the prompt for the first output."""
+    return None if seq.params.prompt_logprobs is None else tuple(seq.prompt_logprobs)
 
 
-def _completion(outputs: list[RequestOutput]) -> Completion:
+def _join_outputs(outputs: list[RequestOutput]) -> Completion:
     last = outputs[-1]
     if last.finish_reason is None or last.error is not None:
         raise RequestError(last.error or "The request did not finish.")
     logprobs = [item for output in outputs for item in output.logprobs or ()]
-    token_ids = [token for output in outputs for token in output.token_ids]
-    of_prompt = outputs[0].prompt_logprobs
+    prompt_logprobs = outputs[0].prompt_logprobs
     return Completion(
         "".join(o.text_delta for o in outputs),
-        token_ids,
+        [token for output in outputs for token in output.token_ids],
         last.finish_reason,
         logprobs or None,
-        None if of_prompt is None else list(of_prompt),
+        None if prompt_logprobs is None else list(prompt_logprobs),
     )
-
-
-def _sentence(problem: BaseException) -> str:
-    return (str(problem).splitlines() or [type(problem).__name__])[0]

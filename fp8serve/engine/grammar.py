@@ -1,17 +1,18 @@
-"""Answers of a given form: a JSON schema, a regular expression or a grammar decides which tokens may come next.
+"""Structured outputs: a JSON schema, a regular expression or a grammar constrains which tokens may come next. In this
+module, all three are called grammars.
 
-llguidance parses what was generated and gives, for every step, a bit per token; the sampler rules out the rest. A
-grammar is in llguidance's dialect of Lark, or in llama.cpp's GBNF, which is translated. The library limits its own
-effort (`LLParserLimits`), so a hostile schema is refused instead of stalling the engine. Compiling is quick for
-ordinary schemas (well under 10 ms) and takes up to 0.2 s for the largest; a request of many answers compiles once. The
-tokenizer's tables are made once, when the first such request arrives.
+In every step, llguidance computes a bitmask of allowed tokens from the tokens generated so far, and the sampler bans
+the other tokens. A grammar is written in llguidance's dialect of Lark or in llama.cpp's GBNF, which is translated to
+Lark. llguidance limits its own work (`LLParserLimits`), so a hostile schema is refused and cannot stall the engine.
+Compiling takes well under 10 ms for ordinary schemas and up to 0.2 s for the largest. Compiled grammars are cached, and
+the tokenizer is prepared once, at the first request with a grammar.
 
-An answer is complete when its grammar can go no further or end-of-text is drawn where the grammar allows it; one that
-is cut off by max_new_tokens says "length" and need not conform. No torch.
+An output is complete when its grammar allows no further token, or when end-of-text is sampled where the grammar allows
+it. If max_new_tokens ends the output earlier, its finish_reason is "length" and the output may violate the grammar.
 
-A mask depends only on what was generated before the step, so one thread computes it beside the forward pass, row by
-row, and it is read when the logits are ready. The library's own pool of threads would take more time from the model.
-An op reads the library's bit for each token as it is (fp8/ops/sampling.py).
+A bitmask depends only on earlier steps, so one thread computes it while the forward pass runs. llguidance's own thread
+pool is not used, because it would slow down the model. The op that applies the bitmask reads llguidance's format
+(fp8/ops/sampling.py). This module does not import torch.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,62 +27,66 @@ from numpy.typing import NDArray
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError, TokenizerError
-from fp8serve.model.text.tokenizer import library_failures
+from fp8serve.model.text.tokenizer import translate_library_errors
 
-MAX_COMPLAINT = 200  # characters of the library's message that are shown
-# Between the parts of a JSON text: room to indent, but not for ever, which small models tend to do.
+MAX_MESSAGE_LENGTH = 200  # characters of a message of llguidance that are shown
+# Whitespace between the tokens of JSON. It is limited, because small models tend to generate endless whitespace.
 WHITESPACE = r"\n? {0,24}"
-_PLAIN = r'[^"\\\x00-\x1F\x7F]'  # a character that stands for itself in a string of JSON
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{n}}}" for n in (2, 4, 6, 8, 10, 12, 16, 20, 30)), f"{_PLAIN}+"]
-"""Sets of tokens, as regular expressions. A form that allows every token of one takes it as a whole, which changes how
-long a mask takes and not what is in it. The library's own are three lengths of strings; strings that a schema bounds
-("maxLength") gain by more of them."""
-CACHED = 16  # grammars that are kept, checked and compiled
+_UNESCAPED = r'[^"\\\x00-\x1F\x7F]'  # a character that needs no escape in a JSON string
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_UNESCAPED}{{1,{n}}}" for n in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
+    f"{_UNESCAPED}+",
+]
+"""Sets of tokens, as regular expressions. If a grammar allows all tokens of a set, llguidance adds the set to a mask as
+a whole. The sets affect the speed of masks but not their contents. llguidance's default has strings of three lengths.
+More lengths speed up strings that a schema limits ("maxLength")."""
+MAX_CACHED_GRAMMARS = 16  # compiled grammars
 
 
 class Matcher:
-    """One request's place in its grammar."""
+    """The state of one request's output in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.parser = matcher
 
     def accept(self, token_id: int) -> bool:
-        """Advances by a token; False when the grammar does not allow it, or is too complex."""
+        """Advances by a token. Returns False if the grammar does not allow the token, or is too complex."""
         return self.parser.consume_token(token_id)
 
     @property
-    def complete(self) -> bool:
-        """Nothing more can come."""
+    def is_complete(self) -> bool:
+        """Whether the grammar allows no further token."""
         return self.parser.is_stopped()
 
 
 class Grammars:
-    """Makes matchers for one model."""
+    """Compiles the grammars of requests to one model."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._file, self._vocab_size, self._eos_ids = tokenizer_file, vocab_size, eos_ids
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled = lru_cache(maxsize=CACHED)(self._compile)
+        self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """None when `params` ask for no form."""
+        """Returns a new matcher for the grammar of a request, or None if it has none. Raises RequestError if the
+        grammar cannot be compiled."""
         validate(params)
-        for kind, text in params.form.items():
+        for kind, text in params.grammar_by_kind.items():
             matcher = self._compiled(kind, text)
             if matcher.is_error():
-                raise _refusal(kind, matcher.get_error())
+                raise _grammar_error(kind, matcher.get_error())
             return Matcher(matcher.deep_copy())
         return None
 
     def _compile(self, kind: str, text: str) -> llguidance.LLMatcher:
-        """With the first step's tokens computed, so that a grammar too complex for that fails here."""
-        matcher = llguidance.LLMatcher(self._llg(), _in_library_form(kind, text), log_level=0)
-        matcher.compute_bitmask()
+        matcher = llguidance.LLMatcher(self._llg_tokenizer(), _to_llguidance(kind, text), log_level=0)
+        matcher.compute_bitmask()  # so that a grammar which is too complex for the first step fails here
         return matcher
 
-    def _llg(self) -> llguidance.LLTokenizer:
+    def _llg_tokenizer(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
-            with library_failures(TokenizerError, "Grammars cannot be used with this model's tokenizer"):
+            with translate_library_errors(TokenizerError, "Grammars cannot be used with this model's tokenizer"):
                 self._tokenizer = llguidance.LLTokenizer(
                     self._file.read_text(),
                     n_vocab=self._vocab_size,
@@ -92,72 +97,73 @@ class Grammars:
 
 
 def validate(params: SamplingParams) -> None:
-    """RequestError when the form that `params` ask for cannot be used; needs no tokenizer."""
-    for kind, text in params.form.items():
-        if complaint := _complaint(kind, text):
-            raise _refusal(kind, complaint)
+    """Raises RequestError if the grammar of `params` is invalid. This needs no tokenizer."""
+    for kind, text in params.grammar_by_kind.items():
+        if message := _validation_error(kind, text):
+            raise _grammar_error(kind, message)
 
 
-@lru_cache(maxsize=CACHED)
-def _complaint(kind: str, text: str) -> str:
-    """The library's complaint about it, or None."""
+@lru_cache(maxsize=MAX_CACHED_GRAMMARS)
+def _validation_error(kind: str, text: str) -> str:
+    """Returns llguidance's message about an invalid grammar, or an empty string if the grammar is valid."""
     try:
-        return llguidance.LLMatcher.validate_grammar(_in_library_form(kind, text))
-    except ValueError as error:  # a schema nested too deeply, or text that is not GBNF
+        return llguidance.LLMatcher.validate_grammar(_to_llguidance(kind, text))
+    except ValueError as error:  # a schema that is nested too deeply, or invalid GBNF
         return str(error)
 
 
-def _in_library_form(kind: str, text: str) -> str:
-    """The form in the library's own notation. ValueError when it cannot be written in it."""
+def _to_llguidance(kind: str, text: str) -> str:
+    """Translates a grammar to llguidance's notation. Raises ValueError if that is not possible."""
     if kind == "json_schema":
         return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
-    return llguidance.LLMatcher.grammar_from_lark(_lark(text))
+    return llguidance.LLMatcher.grammar_from_lark(_to_lark(text))
 
 
-def _lark(grammar: str) -> str:
-    """Lark as it is, GBNF translated; a grammar is GBNF if it has rules with "::=". ValueError: it is not valid
-    GBNF."""
+def _to_lark(grammar: str) -> str:
+    """Translates GBNF, which is recognized by rules with "::=", to Lark. Returns Lark unchanged. Raises ValueError if
+    the GBNF is invalid."""
     if "::=" not in grammar or is_lark_syntax(grammar):
         return grammar
     try:
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except Exception as error:  # the library raises its own errors and bare exceptions
+    except Exception as error:  # gbnf_to_lark raises its own errors and plain exceptions
         raise ValueError(str(error)) from None
 
 
-def _refusal(kind: str, complaint: str) -> RequestError:
-    what = {"json_schema": "JSON schema"}.get(kind, kind)
-    if complaint.startswith("NoExtensionBias"):  # the form refers to itself without end
-        return RequestError(f"The {what} cannot be used: nothing of finite length fits it.")
-    reason = " ".join(complaint.partition("<state>")[0].split())[:MAX_COMPLAINT].rstrip(".")
-    return RequestError(f"The {what} cannot be used: {reason}.")
+def _grammar_error(kind: str, message: str) -> RequestError:
+    name = {"json_schema": "JSON schema"}.get(kind, kind)
+    if message.startswith("NoExtensionBias"):  # the grammar's recursion never ends
+        return RequestError(f"The {name} cannot be used: no text of finite length matches it.")
+    reason = " ".join(message.partition("<state>")[0].split())[:MAX_MESSAGE_LENGTH].rstrip(".")
+    return RequestError(f"The {name} cannot be used: {reason}.")
 
 
 class Mask:
-    """The mask of the `rows` of a step that have a form; `allowed` waits until it is ready."""
+    """The bitmask of a step. It covers `rows`, the rows that have a grammar."""
 
     def __init__(self, rows: list[int], allowed: Future[NDArray[np.int32]]) -> None:
         self.rows, self._allowed = rows, allowed
 
     def allowed(self) -> NDArray[np.int32]:
-        """[rows, ceil(vocab / 32)]: a bit for each token, set where it may come; the lowest bit of a word first."""
+        """Waits for the bitmask and returns it, [rows, ceil(vocab / 32)]. The bit of an allowed token is 1. The first
+        token of a word has its lowest bit."""
         return self._allowed.result()
 
 
 class Masks:
-    """Makes the masks of one engine's steps."""
+    """Computes the bitmasks of the steps of one engine, in a thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def begin(self, matchers: list[Matcher | None]) -> Mask | None:
-        """Starts the mask of a step with these rows; None if no row has a form. No token may be accepted before the
-        mask is ready."""
+    def start(self, matchers: list[Matcher | None]) -> Mask | None:
+        """Starts to compute the bitmask of a step with these rows. Returns None if no row has a grammar. Matchers must
+        not accept a token before the bitmask is ready."""
         constrained = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
         if not constrained:
             return None

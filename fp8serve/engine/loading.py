@@ -1,7 +1,7 @@
-"""Loads what an engine runs from a model directory: decoder, tokenizer, cache, and layers that do not mix their rows.
+"""Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `Loaded`.
 
-A recipe with one dynamic scale per activation tensor would let the requests of a batch change each other's numbers. In
-serving, such a scale is therefore that of one token's row, so that a request gets the numbers that it gets alone.
+If a recipe had one dynamic scale for an activation tensor, the requests of a batch would change each other's results.
+So the engine computes a dynamic scale for each token's row instead, and a request gets the same results in any batch.
 """
 
 import logging
@@ -14,71 +14,74 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.bad_words import Bans
+from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
-from fp8serve.engine.memory import CachePlan, check_length, plan, plan_on_gpu, weight_bytes
-from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.packing import Packer, packer_of
+from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
+from fp8serve.engine.options import EngineOptions, KvDtype
+from fp8serve.engine.packing import Packer, create_packer
 from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
+from fp8serve.engine.scale_monitor import Calibration, ScaleMonitor, describe_input_scale
 from fp8serve.engine.step import GraphReport
 from fp8serve.engine.task import check_generates
-from fp8serve.engine.traffic import Calibrated, Traffic, input_scale
+from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.batch_invariant_linear import use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, as_delayed
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_servable, open_checkpoint
+from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.model_config import ModelConfig, computed_by_note
-from fp8serve.model.config.wrappers import left_out_notes
-from fp8serve.model.formats.microscaling import widened_note
+from fp8serve.model.config.wrappers import unused_part_notes
+from fp8serve.model.formats.microscaling import mx_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.experts import reset_token_counts, rows_of_experts
+from fp8serve.model.network.experts import expert_row_counts, reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored import matrices_note
+from fp8serve.model.stored_checkpoint import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.processes import Phases
 
 log = logging.getLogger("fp8serve.engine")
-CACHE = (
-    "Keys and values are rounded to an FP8 cache, which a fine-tune does not do; fp8serve.log_probs does it with "
-    'kv_cache_dtype="fp8", and a trainer of your own with Forward(..., cache=scales).'
+FP8_CACHE_DIFFERS = (
+    "The FP8 cache rounds keys and values, and a fine-tune does not; to round them, too, use fp8serve.log_probs with "
+    'kv_cache_dtype="fp8", or Forward(..., cache=scales) in your own trainer.'
 )
-ROLLS = "Scales of inputs follow the traffic (roll_history), and a trainer has those that were stored."
-HEAD = "The head is in FP8 (head_dtype), and training computes logits in BF16."
-GPU_HEAD_DIM = 512  # csrc/cuda/attention.cu
+ROLLED_SCALES_DIFFER = "Scales of inputs follow the traffic (roll_history), and training uses the stored scales."
+FP8_HEAD_DIFFERS = "The head is in FP8 (head_dtype), and training computes logits in BF16."
+MAX_GPU_HEAD_DIM = 512  # of csrc/cuda/attention.cu
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run, and facts about it."""
+    """A model that is ready to run, with the other parts of an engine that depend on it."""
 
     model_dir: Path
-    options: EngineOptions
+    options: EngineOptions  # with the values that were derived for a GPU, and with kv_cache_dtype
     config: ModelConfig
     tokenizer: Tokenizer | None
     grammars: Grammars
     bans: Bans
     plan: CachePlan
     runner: Runner
-    frozen: dict[str, FrozenLinear]  # FP8 layers but for the head, by their names in the checkpoint
+    frozen: dict[str, FrozenLinear]  # the FP8 layers except the head, by their names in the checkpoint
     graphs: GraphReport
     packer: Packer
-    traffic: Traffic
+    scale_monitor: ScaleMonitor
     prefixes: SavedPrefixes | None
     draft: DraftParts | None
-    differences: list[str]  # why log-probabilities are not those of training; see model/parity.py
+    differences: list[str]  # reasons why log-probabilities differ from those of training (model/parity.py)
 
     def info(self) -> dict[str, Any]:
-        """JSON: the model, its numbers and its limits."""
+        """Returns the model, its options and its limits, as a JSON object."""
         config, options = self.config, self.options
         return {
             "model": str(self.model_dir),
@@ -86,15 +89,17 @@ class Loaded:
             "computed_by": "fp8serve" if config.computed_by is None else "transformers",
             "recipe": options.recipe,
             "fp8_layers": len(self.frozen),
-            "input_scales": ", ".join(sorted({input_scale(layer) for layer in self.frozen.values()})) or None,
+            "input_scales": ", ".join(sorted({describe_input_scale(layer) for layer in self.frozen.values()})) or None,
             "device": options.device,
             "threads": torch.get_num_threads(),
             "dtype": str(next(self.runner.model.parameters()).dtype).removeprefix("torch."),
             "kv_cache_dtype": options.kv_cache_dtype,
             "head_dtype": options.head_dtype,
             "max_model_len": self.plan.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
+            "max_num_seqs": options.num_seqs,
             "max_batch_tokens": options.step_tokens,
+            "max_prefill_tokens": options.prefill_tokens,
+            "gpu_memory": options.gpu_memory,
             "speculative_tokens": options.drafted_tokens,
             "draft_model": None if self.draft is None else self.draft.info(),
             "block_size": options.block_size,
@@ -109,73 +114,96 @@ class Loaded:
             "log_probs_differ_because": self.differences,
         }
 
-    def with_other_weights(self, model_dir: Path | None) -> "Loaded":
-        """The record after the weights were replaced, by those of a directory if it is given. Kept prefixes belong to
-        the old ones."""
-        calibrated = Calibrated(DelayedScaling(), {})
+    def after_replaced_weights(self, model_dir: Path | None) -> "Loaded":
+        """Resets the scale monitor after the weights were replaced. Returns a copy without saved prefixes, which belong
+        to the old weights. `model_dir` is the directory of the new weights, or None if they are tensors."""
+        calibration = Calibration(DelayedScaling(), {})
         if model_dir is not None:
-            calibrated = _calibrated(model_dir, self.frozen, replace(self.options, scales=None))
-        self.traffic.begin_anew(calibrated)
+            calibration = _read_calibration(model_dir, self.frozen, replace(self.options, scales=None))
+        self.scale_monitor.reset(calibration)
         return replace(self, prefixes=None)
 
     def limits(self) -> EngineLimits:
-        """The limits against which requests are checked."""
+        """Returns the limits against which requests are checked."""
         plan, config = self.plan, self.config
         has_tokenizer = self.tokenizer is not None
         size = self.options.block_size
         return EngineLimits(plan.max_model_len, plan.num_blocks, size, config.vocab_size, has_tokenizer)
 
     def rows(self, tokens: int, sampled: int) -> dict[str, int]:
-        """How many rows each FP8 layer has read when `tokens` were computed, `sampled` of them with logits."""
+        """Returns how many rows each FP8 layer has read after `tokens` tokens were computed and `sampled` of them
+        needed logits."""
         pruned = set(self.runner.model.pruned_names())
         rows = {name: sampled if name in pruned else tokens for name in self.frozen}
-        return rows | rows_of_experts(self.runner.model)
+        return rows | expert_row_counts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions, network: Model | None = None) -> Loaded:
-    """See `Engine` for `network`, a model with its weights, and for what is raised."""
-    device = open_device(options)
+def load(model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None) -> Loaded:
+    """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`.
+
+    `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,
+    capturing graphs, and the rest.
+    """
+    phases = phases or Phases()
+    options = open_device(model_dir, options)
+    device = torch.device(options.device)
+    phases.end("device")
     config = read_config(model_dir)
     check_generates(model_dir, options.task)
-    if device.type == "cuda" and config.head_dim > GPU_HEAD_DIM:
+    if device.type == "cuda" and config.head_dim > MAX_GPU_HEAD_DIM:
         raise ModelError(
-            f"{model_dir} has keys of {config.head_dim} elements, and attention on a GPU takes at most {GPU_HEAD_DIM}; "
-            "serve it on a CPU."
+            f"{model_dir} has a head dimension of {config.head_dim}, and attention on a GPU supports at most "
+            f"{MAX_GPU_HEAD_DIM}; serve it on a CPU."
         )
+    if options.kv_cache_dtype is None:
+        options = replace(options, kv_cache_dtype=derive_kv_cache_dtype(model_dir, options, network is None))
     cache_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else torch.bfloat16
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
-    # before the weights: it is the cheaper refusal
+    # On a CPU, a cache that does not fit is refused before the weights are loaded.
     sizes = None if device.type == "cuda" else plan(config, options, cache_dtype, draft=draft_model_config)
     check_length(config, options)
     model = network or load_servable(
         model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
     )
     loaded_draft = None if draft_dir is None else load_draft(draft_dir, model, options)
+    phases.end("weights")
     frozen = _frozen(model)
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
     separate_rows(model, options.device)
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     scales = _path(options.scales)
-    if cache_scales is None and network is None and (reason := cache_refusal(model_dir, scales)) is not None:
-        log.warning("The cache is BF16, and cannot be FP8 with these scales: %s", reason)
-    sizes = sizes or plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
-    model.expect(sizes.max_model_len)
+    if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
+        log.warning("The KV cache is BF16. It cannot be FP8 with this model's scales: %s", reason)
+    if sizes is None:
+        sizes, options = plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
+        log.info(
+            "on %s: %d sequences, %d tokens a step, %d prompt tokens while others decode, %d tokens of KV cache in %s",
+            device,
+            options.num_seqs,
+            options.step_tokens,
+            options.prefill_tokens,
+            sizes.num_blocks * options.block_size,
+            options.kv_cache_dtype,
+        )
+    model.set_max_length(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
-    graphs = _captured(runner, frozen, options, sizes)
-    draft = None if loaded_draft is None else _draft_parts(loaded_draft, sizes, options)
+    phases.end("cache")
+    graphs = _capture_graphs(runner, frozen, options, sizes)
+    phases.end("graphs")
+    draft = None if loaded_draft is None else _prepare_draft(loaded_draft, sizes, options)
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
-    notes = left_out_notes(model_dir, checkpoint.left_out), widened_note(checkpoint.shards), computed_by_note(config)
+    notes = unused_part_notes(model_dir, checkpoint.left_out), mx_notes(checkpoint.shards), computed_by_note(config)
     for note in chain(*notes, matrices_note(checkpoint)):
         log.warning(note)
-    calibrated = Calibrated(DelayedScaling(), {}) if network else _calibrated(model_dir, frozen, options)
-    trained = Float8CurrentScaling() if scales_follow_batch else calibrated.rules
-    differences = list(parity.differences(trained, config, options.device, sizes.max_model_len))
-    differences += [CACHE] if cache_scales is not None else []
-    differences += [ROLLS] if options.roll_history else []
-    differences += [HEAD] if options.head_dtype != "bf16" else []
-    return Loaded(
+    calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
+    training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe
+    differences = list(parity.differences(training_recipe, config, options.device, sizes.max_model_len))
+    differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
+    differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
+    differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
+    loaded = Loaded(
         model_dir=model_dir,
         options=options,
         config=config,
@@ -186,47 +214,67 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None) 
         runner=runner,
         frozen=frozen,
         graphs=graphs,
-        packer=Packer([]) if device.type == "cuda" else packer_of(model, *([draft.runner.model] if draft else [])),
-        traffic=Traffic(frozen, calibrated, options),
+        packer=Packer([]) if device.type == "cuda" else create_packer(model, *([draft.runner.model] if draft else [])),
+        scale_monitor=ScaleMonitor(frozen, calibration, options),
         prefixes=open_prefixes(model_dir, config, options, sizes),
         draft=draft,
         differences=differences,
     )
+    phases.end("tokenizer and grammars")
+    return loaded
 
 
-def open_device(options: EngineOptions) -> torch.device:
-    """The device of the options, checked, with the threads that they give this process.
-
-    MachineError: this machine does not have the device, or its GPU cannot run the kernels that are there.
-    """
+def open_device(model_dir: Path, options: EngineOptions) -> EngineOptions:
+    """Sets the number of threads, and chooses or checks the device. Returns the options with the device, and on a GPU
+    with a value for gpu_memory; call this before the weights are loaded. Raises the errors of `check_device`."""
+    options = with_device(options, model_dir)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return check_device(options.device)
+    device = check_device(options.device)
+    if device.type == "cpu" or options.gpu_memory is not None:
+        return options
+    return replace(options, gpu_memory=gpu_memory_fraction(*gpu_memory_info(device)))
+
+
+def derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_weights: bool) -> KvDtype:
+    """Returns the element type of the KV cache for options without one. The FP8 cache is for a model that is served as
+    it is stored: its scales belong to these weights. Unusable scales are reported later."""
+    if torch.device(options.device).type == "cpu" or not has_stored_weights or options.recipe != "stored":
+        return "bf16"
+    quantization = open_checkpoint(model_dir).quantization
+    try:
+        scales = kv_scales(model_dir, _path(options.scales))
+    except (ModelError, ScalesError):
+        return "bf16"
+    declares_fp8 = quantization is not None and quantization.has_fp8_cache
+    return kv_cache_dtype(declares_fp8, (float(scale) for pair in scales.values() for scale in pair))
 
 
 def check_device(name: str) -> torch.device:
-    """See `open_device`."""
+    """Returns the device of this name. Raises MachineError if this machine does not have it, or if its GPU cannot run
+    the compiled kernels."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise MachineError(f"There is no device {name!r}; use cpu or cuda.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise MachineError(f"The device {name} was asked for, but PyTorch finds no GPU here; use --device cpu.")
+        raise MachineError(f"The device {name} was requested, but PyTorch finds no GPU here; use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise MachineError(f"The device {name} was asked for, but PyTorch finds {torch.cuda.device_count()} GPU here.")
+        raise MachineError(f"The device {name} was requested, but PyTorch finds {torch.cuda.device_count()} GPU here.")
     prepare_device(device)
     return device
 
 
-def weights_of(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
-    """The tensors of another directory of the same model, read as that of `loaded` was. ModelError: it holds another
-    model."""
+def read_weights(model_dir: Path, loaded: Loaded, device: str | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of another directory of the same model, read with the recipe of `loaded` to `device`, by
+    default the device of the engine. Raises ModelError if the directory holds another model."""
     options = loaded.options
-    if _network(read_config(model_dir)) != _network(loaded.config):
+    if _architecture(read_config(model_dir)) != _architecture(loaded.config):
         raise ModelError(
             f"{model_dir} has another configuration than {loaded.model_dir}; load weights of the same model."
         )
-    model = load_servable(model_dir, parse_recipe(options.recipe), None, options.device, head=options.head_dtype)
+    recipe, device = parse_recipe(options.recipe), device or options.device
+    model = load_servable(model_dir, recipe, None, device, head=options.head_dtype)
     for name, layer in _frozen(model).items():
         layer.make_rows_independent()
         if name not in loaded.frozen or layer.input_spec != loaded.frozen[name].input_spec:
@@ -234,30 +282,72 @@ def weights_of(model_dir: Path, loaded: Loaded) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def _network(config: ModelConfig) -> ModelConfig:
-    """The part of the configuration that decides how a model computes."""
+@dataclass
+class StagedWeights:
+    """Weights that can be exchanged for those of the running engine: new ones, or after an exchange the old ones."""
+
+    model_dir: Path
+    version: int
+    tensors: dict[str, Tensor]
+    cache_scales: list[KvScale] | None
+
+
+def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeights:
+    """Reads and checks all weights of `model_dir`, so that exchanging them cannot fail for their content.
+
+    If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
+    ModelError or ScalesError if they do not suit the engine, and MachineError if there is no memory for them.
+    """
+    options = loaded.options
+    if read_config(model_dir).eos_token_ids != loaded.config.eos_token_ids:
+        raise ModelError(f"{model_dir} ends its answers with other tokens than {loaded.model_dir}.")
+    if present(model_dir / "tokenizer.json") != (loaded.tokenizer is not None):
+        raise ModelError(f"{model_dir} and {loaded.model_dir} differ in whether they have a tokenizer.")
+    cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
+    try:
+        tensors = read_weights(model_dir, loaded)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        if options.recipe != "stored" or options.head_dtype != "bf16":
+            raise MachineError(f"There is no memory for {model_dir} beside the served weights.") from None
+        tensors = read_weights(model_dir, loaded, "cpu")
+    check_weights(loaded.runner.model, tensors)
+    return StagedWeights(model_dir, version, tensors, cache_scales)
+
+
+def exchange_staged(loaded: Loaded, staged: StagedWeights, version: int) -> tuple[Loaded, StagedWeights]:
+    """Serves the staged weights. Returns the engine's new parts, and the replaced weights, with their `version`."""
+    tensors = exchange_weights(loaded.runner.model, staged.tensors)
+    cache_scales = loaded.runner.exchange_cache_scales(staged.cache_scales)
+    replaced = StagedWeights(loaded.model_dir, version, tensors, cache_scales)
+    return replace(loaded.after_replaced_weights(staged.model_dir), model_dir=staged.model_dir), replaced
+
+
+def _architecture(config: ModelConfig) -> ModelConfig:
+    """Returns the configuration without the fields in which weights of the same model may differ."""
     return replace(config, dtype="bfloat16", eos_token_ids=())
 
 
 def _frozen(model: Model) -> dict[str, FrozenLinear]:
-    """FP8 layers but for the head."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
     layers.pop(model.head_name, None)
     return layers
 
 
-def _draft_parts(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
-    """The draft model with its cache, of as many blocks as the model's."""
-    model, longest = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
+def _prepare_draft(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
+    """Adds a KV cache, with as many blocks as the model's, to the draft model."""
+    model, max_length = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
     separate_rows(model, options.device)
-    model.expect(longest)
+    model.set_max_length(max_length)
     runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
-    _captured(runner, _frozen(model), options, sizes)
-    return DraftParts(loaded.name, runner, longest, loaded.cost, weight_bytes(model))
+    _capture_graphs(runner, _frozen(model), options, sizes)
+    return DraftParts(loaded.name, runner, max_length, loaded.cost, weight_bytes(model))
 
 
-def _captured(runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOptions, sizes: CachePlan) -> GraphReport:
-    """Captures decoding steps, and resets what layers counted until now: no request has run yet."""
+def _capture_graphs(
+    runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOptions, sizes: CachePlan
+) -> GraphReport:
+    """Captures decoding steps, and then resets the layers' counters, because no request has run yet."""
     report = runner.capture_decoding(options, sizes.max_model_len)
     for layer in frozen.values():
         layer.reset_counters()
@@ -266,7 +356,7 @@ def _captured(runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOp
 
 
 def parse_recipe(text: str) -> Literal["stored", "bf16"] | recipe.Recipe:
-    """ "stored", "bf16", a recipe's name, or its JSON."""
+    """Parses "stored", "bf16", the name of a recipe, or a recipe as JSON."""
     if text in ("stored", "bf16"):
         return cast(Literal["stored", "bf16"], text)
     parsed = recipe.from_json(text) if text.lstrip().startswith("{") else recipe.from_name(text)
@@ -278,9 +368,9 @@ def _path(text: str | None) -> Path | None:
 
 
 def separate_rows(model: AnyModel, device: str) -> None:
-    """Makes every linear's rows independent of each other, and joins linears that can be joined.
+    """Makes each row of every linear layer independent of the other rows, and fuses linear layers where possible.
 
-    Our CPU kernels are written and tested for this. Other products choose their order of sums by the number of rows.
+    On a CPU, this project's kernels guarantee it. Other kernels choose the order of their sums by the number of rows.
     """
     for layer in model.modules():
         if isinstance(layer, FrozenLinear):
@@ -293,7 +383,8 @@ def separate_rows(model: AnyModel, device: str) -> None:
 
 
 def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
-    """One for each layer. ScalesError when the model has none: a guessed scale would cost quality unnoticed."""
+    """Returns the scales of the FP8 cache, one pair for each layer. Raises ScalesError if the model has none, because
+    other scales would degrade the quality without notice."""
     scales = kv_scales(model_dir, _path(options.scales))
     if not scales:
         raise ScalesError(
@@ -302,21 +393,21 @@ def _cache_scales(model_dir: Path, options: EngineOptions) -> list[KvScale]:
         )
     if all(float(scale) == 1 for pair in scales.values() for scale in pair):
         log.warning(
-            "All KV-cache scales of %s are 1, which tools write that have not calibrated them; calibrate with "
-            "--kv-cache, or serve with --kv-cache-dtype bf16, if answers are worse than with that.",
+            "All KV-cache scales of %s are 1, so they were probably not calibrated. If the quality is low, "
+            "calibrate with --kv-cache, or serve with --kv-cache-dtype bf16.",
             model_dir,
         )
     device = torch.device(options.device)
     return [KvScale.of(*(scale.to(device) for scale in scales[layer])) for layer in sorted(scales)]
 
 
-def _calibrated(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibrated:
-    """The rules and histories from which the served scales were made; no histories if only the weights' files have
-    scales."""
+def _read_calibration(model_dir: Path, frozen: dict[str, FrozenLinear], options: EngineOptions) -> Calibration:
+    """Returns the recipe and the amax histories of the served scales. There are no histories if only the weights' files
+    have scales."""
     path = _path(options.scales) or model_dir / FILE_NAME
     if not present(path) or all(layer.input_scale is None for layer in frozen.values()):
-        return Calibrated(DelayedScaling(), {})
+        return Calibration(DelayedScaling(), {})
     state = load_scales(path, model_dir)
     entries = {name: entry for name in frozen if (entry := state.tensors.get(f"{name}.input")) is not None}
     histories = {name: entry.amax_history for name, entry in entries.items() if entry.amax_history is not None}
-    return Calibrated(delayed(state.recipe) or DelayedScaling(), histories)
+    return Calibration(as_delayed(state.recipe) or DelayedScaling(), histories)

@@ -1,20 +1,38 @@
-"""How long a sequence may be and how many cache blocks there are, from the model, the options and the free memory.
+"""Plans the KV cache: computes its number of blocks and the maximum sequence length from the model, the options and the
+free memory.
 
-On a CPU this is known before the weights are read: they are memory-mapped and must stay in the page cache. On a GPU it
-is measured once they are loaded: the free memory, less what must stay free for others (`gpu_memory` is the share of all
-its memory that this process may use), less what the largest step takes, which is run once to measure it. CUDA
-graphs take at most as much memory again, so the step is counted twice. The rest becomes the cache.
+On a CPU, the plan is made before the weights are loaded. The cache gets a fraction of the free memory, because the
+memory-mapped weights must also stay in memory.
+
+On a GPU, the plan is made after the weights are loaded. The cache gets the free memory, less three amounts:
+
+* the memory that other processes may use (`gpu_memory` is the fraction of the GPU's memory for this process);
+* the memory of the largest step, which is run once to measure it;
+* the memory of CUDA graphs: that of a decoding step, which is run, too, and the logits of every captured size.
+
+Options of the step that are None are derived here, too (defaults.py): a largest step that takes too much memory is
+halved, the largest number of sequences follows the cache, and the largest step is run again to measure its time.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine.defaults import (
+    SHARED_GPU_MEMORY_FRACTION,
+    fitting_num_seqs,
+    graph_sizes,
+    halved_step,
+    is_step_too_large,
+    prefill_tokens,
+    step_limits,
+)
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.scheduler import MOST_DRAFTED
+from fp8serve.engine.scheduler import MAX_DRAFT_ROWS
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.fp8 import ops as ops  # registers the op called below
 from fp8serve.model.building import Model
@@ -22,24 +40,23 @@ from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.network.rotary import Heads, Rotation
 from fp8serve.model.storage.memory import free_memory
 
-CPU_SHARE = 4  # the cache takes at most a quarter of free memory: weights are mapped, and need room to stay there
-GPU_SHARE = 0.9
+CPU_CACHE_FRACTION = 0.25  # of free memory; memory-mapped weights need the rest
+ATTENTION_WORKSPACE_BYTES = 128 << 20  # the largest workspace of csrc/cuda/attention_mma.cu
 _sample = torch.ops.fp8serve.sample.default
-ATTENTION_PARTS = 128 << 20  # csrc/cuda/attention_mma.cu: bytes it takes at most beside its output
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Sizes of the cache."""
+    """The maximum sequence length and the size of the KV cache."""
 
     max_model_len: int  # tokens
     num_blocks: int
-    block_bytes: int  # of one block, in all layers
-    draft_block_bytes: int = 0  # of the same block in the draft model's cache
+    block_bytes: int  # of one block, over all layers
+    draft_block_bytes: int = 0  # of one block of the draft model's cache
 
     @property
     def cache_bytes(self) -> int:
-        """The size of both caches together."""
+        """The size of the cache, including the draft model's."""
         return self.num_blocks * (self.block_bytes + self.draft_block_bytes)
 
 
@@ -50,51 +67,55 @@ def plan(
     memory: int | None = None,
     draft: ModelConfig | None = None,
 ) -> CachePlan:
-    """Sizes for a cache, and for that of a `draft` model, of at most `memory` bytes together; None: the bytes that the
-    options allow, or that this machine has free.
+    """Plans a cache of at most `memory` bytes.
 
-    RequestError when the options ask for more than the model can do, MachineError for more than fits in memory.
+    Args:
+        draft: the draft model, whose cache counts towards `memory`.
+        memory: the available bytes. If it is None, the option kv_cache_bytes or this machine's free memory decides.
+
+    Raises RequestError if the options exceed the model's maximum length, and MachineError if memory does not suffice.
     """
-    longest = check_length(config, options)
-    block_bytes = _block_bytes(config, options.block_size, cache_dtype)
-    draft_bytes = 0 if draft is None else _block_bytes(draft, options.block_size, torch.bfloat16)
-    both = block_bytes + draft_bytes
-    length_limit = options.max_model_len or longest
-    allowed = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
+    model_length = check_length(config, options)
+    block_bytes = cache_bytes(config, options.block_size, cache_dtype)
+    draft_bytes = 0 if draft is None else cache_bytes(draft, options.block_size, torch.bfloat16)
+    total_bytes = block_bytes + draft_bytes
+    max_length = options.max_model_len or model_length
+    available = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
     if options.num_blocks and options.kv_cache_bytes:
-        _check_blocks(options.num_blocks, both, options.kv_cache_bytes)
-    blocks = options.num_blocks or _fitting(options, -(-length_limit // options.block_size), both, allowed)
-    length = options.max_model_len or min(longest, blocks * options.block_size)
+        _check_blocks(options.num_blocks, total_bytes, options.kv_cache_bytes)
+    blocks = options.num_blocks or _num_blocks(options, -(-max_length // options.block_size), total_bytes, available)
+    length = options.max_model_len or min(model_length, blocks * options.block_size)
     return CachePlan(length, blocks, block_bytes, draft_bytes)
 
 
 def check_length(config: AnyConfig, options: EngineOptions) -> int:
-    """The longest sequence of the model; RequestError when the options ask for a longer one."""
-    longest = config.max_length
-    if options.max_model_len is not None and options.max_model_len > longest:
+    """Returns the model's maximum sequence length. Raises RequestError if the option max_model_len is larger."""
+    model_length = config.max_length
+    if options.max_model_len is not None and options.max_model_len > model_length:
         raise RequestError(
-            f"max_model_len {options.max_model_len} is beyond the {longest} tokens of this model's "
-            "trained context; ask for less."
+            f"max_model_len {options.max_model_len} is beyond the {model_length} tokens of this model's "
+            "trained context; lower it."
         )
-    return longest
+    return model_length
 
 
-def _block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def cache_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of the keys and values of `tokens` tokens, over all layers."""
     tensors = 1 if config.latent else 2
-    return tensors * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return tensors * config.num_layers * tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def _fitting(options: EngineOptions, per_sequence: int, block_bytes: int, memory: int) -> int:
-    """Blocks for all sequences at full length, or as many as memory allows, but at least enough for one sequence at the
-    length asked for."""
-    allowed = memory // block_bytes
-    least = per_sequence if options.max_model_len else 1
-    if allowed < least:
+def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: int, memory: int) -> int:
+    """Returns the number of blocks for max_num_seqs sequences of the maximum length, or as many as fit in `memory`.
+    Raises MachineError if one sequence of the requested max_model_len does not fit."""
+    fitting = memory // block_bytes
+    required = blocks_per_sequence if options.max_model_len else 1
+    if fitting < required:
         raise MachineError(
-            f"The cache for one sequence of {least * options.block_size} tokens needs {least * block_bytes:,} bytes, "
-            f"more than the {allowed * block_bytes:,} that memory allows; lower max_model_len or use an FP8 cache."
+            f"The KV cache for one sequence of {required * options.block_size} tokens needs {required * block_bytes:,} "
+            f"bytes, but only {fitting * block_bytes:,} fit in memory; lower max_model_len or use an FP8 cache."
         )
-    return min(options.max_num_seqs * per_sequence, allowed)
+    return min(options.num_seqs * blocks_per_sequence, fitting)
 
 
 def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
@@ -106,76 +127,130 @@ def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
 
 
 def weight_bytes(*modules: nn.Module) -> int:
-    """The bytes of all parameters and buffers; those that share memory are counted once."""
+    """Returns the bytes of all parameters and buffers. Tensors that share memory are counted once."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def cache_memory(device: str) -> int:
-    """Bytes that the cache may take on a CPU."""
-    return free_memory() // CPU_SHARE
+    """Returns the bytes that the cache may use on a CPU."""
+    return int(free_memory() * CPU_CACHE_FRACTION)
 
 
-def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int) -> int:
-    """Bytes that the cache may take on a GPU where the weights lie, and the largest step takes `step_bytes` more.
-
-    MachineError when nothing is left.
-    """
+def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int, graph_bytes: int) -> int:
+    """Returns the bytes that the cache may use on a GPU after the weights were loaded. `step_bytes` is the memory of
+    the largest step, and `graph_bytes` that of CUDA graphs. Raises MachineError if no memory is left."""
     free, total = gpu_memory_info(device)
-    share = GPU_SHARE if options.gpu_memory is None else options.gpu_memory
-    working = ATTENTION_PARTS + step_bytes * (1 if options.cuda_graphs is False else 2)
-    left = min(free - int(total * (1 - share)) - working, options.kv_cache_bytes or free)
-    if left <= 0:
+    fraction = SHARED_GPU_MEMORY_FRACTION if options.gpu_memory is None else options.gpu_memory
+    working = ATTENTION_WORKSPACE_BYTES + step_bytes + graph_bytes
+    available = min(free - int(total * (1 - fraction)) - working, options.kv_cache_bytes or free)
+    if available <= 0:
         raise MachineError(
-            f"Nothing is left for the cache on {device}: of its {total:,} bytes {free:,} are free with the weights "
-            f"loaded, {1 - share:.0%} of all stay free for others, and a step takes {working:,}; use a higher "
-            "gpu_memory, a lower max_batch_tokens, or a larger GPU."
+            f"No memory is left for the KV cache on {device}: {free:,} of its {total:,} bytes are free after loading "
+            f"the weights, {1 - fraction:.0%} of the total is reserved for other processes, and a step needs "
+            f"{working:,} bytes. Raise gpu_memory, lower max_batch_tokens, or use a larger GPU."
         )
-    return left
+    return available
 
 
 def gpu_memory_info(device: torch.device) -> tuple[int, int]:
-    """(free, all) bytes of a GPU; memory that torch has cached and does not use counts as free."""
+    """Returns the free and the total bytes of a GPU. Unused memory in torch's caching allocator counts as free."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
 
 
-def gpu_bytes_of(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory that `run` holds at a time, beyond what is held before."""
-    before = torch.cuda.memory_allocated(device)
+def gpu_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Returns by how much `run` increases the allocated GPU memory at its peak."""
+    allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - allocated
+
+
+def gpu_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the GPU and the host need for `run`."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def plan_on_gpu(
     model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype, draft: ModelConfig | None = None
-) -> CachePlan:
-    """The cache's sizes from the memory that the weights, a `draft` model's included, and the model's largest step
-    leave free."""
+) -> tuple[CachePlan, EngineOptions]:
+    """Plans the cache of a loaded model from the memory that its weights, the weights of the `draft` model, and the
+    largest step leave free.
+
+    Returns the plan, and the options with values for max_num_seqs, max_batch_tokens and max_prefill_tokens.
+    """
     check_length(config, options)
     device = cast(Tensor, model.head.weight).device
-    step_bytes = gpu_bytes_of(lambda: largest_step(model, options), device)
-    return plan(config, options, dtype, gpu_cache_memory(device, options, step_bytes), draft)
+    limits, step_bytes = _fitting_step(model, options, device)
+    graph_bytes = 0 if options.cuda_graphs is False else _graph_bytes(model, limits, device)
+    memory = gpu_cache_memory(device, limits, step_bytes, graph_bytes)
+    sizes = plan(config, limits, dtype, memory, draft)
+    if options.max_num_seqs is None:
+        num_seqs = fitting_num_seqs(limits.num_seqs, sizes.num_blocks * options.block_size, sizes.max_model_len)
+        limits = replace(limits, max_num_seqs=num_seqs)
+    if options.max_prefill_tokens is None:
+        seconds = gpu_seconds(lambda: run_largest_step(model, limits), device)
+        limits = replace(limits, max_prefill_tokens=prefill_tokens(limits.step_tokens, seconds))
+    return sizes, limits
+
+
+def _fitting_step(model: Model, options: EngineOptions, device: torch.device) -> tuple[EngineOptions, int]:
+    """Returns the options with values for max_num_seqs and max_batch_tokens, and the memory of the largest step. A
+    derived max_batch_tokens is halved while the step takes too much memory. Raises MachineError if no step fits."""
+    _, gpu_bytes = gpu_memory_info(device)
+    limits: EngineOptions | None = step_limits(options, gpu_bytes)
+    while limits is not None:
+        smaller = halved_step(limits) if options.max_batch_tokens is None else None
+        step_bytes = _step_bytes(model, limits, device)
+        if step_bytes is not None and (smaller is None or not is_step_too_large(step_bytes, gpu_bytes)):
+            return limits, step_bytes
+        tokens, limits = limits.step_tokens, smaller
+    raise MachineError(
+        f"A step of {tokens} tokens does not fit in the memory of {device} beside the weights; lower max_batch_tokens, "
+        "or use a larger GPU."
+    )
+
+
+def _step_bytes(model: Model, options: EngineOptions, device: torch.device) -> int | None:
+    """Returns the memory of the largest step, or None if the GPU has less."""
+    try:
+        return gpu_peak_bytes(lambda: run_largest_step(model, options), device)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _graph_bytes(model: Model, options: EngineOptions, device: torch.device) -> int:
+    """Returns the memory of the CUDA graphs of decoding steps. All of them share the memory of the largest one, except
+    for their logits in FP32."""
+    decoding = replace(options, max_batch_tokens=options.num_seqs)
+    logits = sum(graph_sizes(options.num_seqs)) * model.config.vocab_size * torch.float32.itemsize
+    return gpu_peak_bytes(lambda: run_largest_step(model, decoding), device) + logits
 
 
 @torch.inference_mode()
-def largest_step(model: Model, options: EngineOptions) -> Tensor:
-    """Runs a step with the largest number of tokens and sequences; every sequence samples and needs log-probabilities.
+def run_largest_step(model: Model, options: EngineOptions) -> Tensor:
+    """Runs a step with the largest number of tokens and sequences. Every sequence is sampled and needs
+    log-probabilities.
 
-    Returns the log-probabilities, FP32 [sequences, vocab], which the sampler (sampler.py) holds while it draws from a
-    copy of the rows. Attention is replaced by a copy of the query, which has the size of its output; its workspace is
-    the constant ATTENTION_PARTS.
+    Returns the log-probabilities, FP32 [sequences, vocab], because the sampler (sampler.py) also holds them while it
+    samples from a copy of the logits. Attention is replaced by a copy of the query, which has the size of its output.
+    ATTENTION_WORKSPACE_BYTES accounts for the workspace of attention.
     """
     device = cast(Tensor, model.head.weight).device
-    tokens = torch.zeros(options.step_tokens, dtype=torch.long, device=device)
-    last = tokens[: max(options.max_num_seqs, MOST_DRAFTED if options.drafted_tokens else 0)]
-    logits = model.logits(model(tokens, tokens, _no_attention, last))
-    ranked, chosen = torch.log_softmax(logits, -1), logits.clone()
+    tokens = torch.arange(options.step_tokens, device=device) % model.config.vocab_size  # for several experts
+    positions = torch.zeros_like(tokens)
+    last = positions[: max(options.num_seqs, MAX_DRAFT_ROWS if options.drafted_tokens else 0)]
+    logits = model.logits(model(tokens, positions, _no_attention, last))
+    logprobs, copied = torch.log_softmax(logits, -1), logits.clone()
     one = torch.ones(len(logits), dtype=torch.float64, device=device)
-    _sample(chosen, one, one.long(), 0.5 * one, 0 * one, 0 * one)
-    return ranked
+    _sample(copied, one, one.long(), 0.5 * one, 0 * one, 0 * one)
+    return logprobs
 
 
 def _no_attention(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:

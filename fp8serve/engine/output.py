@@ -1,4 +1,4 @@
-"""The engine's outputs: plain data, no torch, to JSON and back."""
+"""The engine's outputs, which can be converted to JSON and back. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,7 +11,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a token and of its `top` alternatives, best first: (token id, logprob)."""
+    """The natural logarithm of a token's probability. `top` has the most likely tokens at its position, best first, as
+    pairs (token id, logprob)."""
 
     token_id: int
     logprob: float
@@ -19,25 +20,24 @@ class TokenLogprob:
 
     @classmethod
     def ranked(cls, token_id: int, logprob: float, ids: list[int], logprobs: list[float], top: int) -> "TokenLogprob":
-        """With the `top` best of some alternatives; equal values rank by token id."""
+        """Creates the record with the `top` best of the given alternatives. Equal values are ordered by token id."""
         best = sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0]))
         return cls(token_id, logprob, tuple(best[:top]))
 
 
-_LOGPROBS = {"logprobs", "prompt_logprobs"}  # fields of an output
+_LOGPROB_FIELDS = {"logprobs", "prompt_logprobs"}  # of a RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a request waited, its prompt was computed, and tokens came, in seconds, by the engine's clock.
+    """The durations of a request's phases in seconds, until the output that contains this record.
 
-    `arrived`: Unix time at which the engine's process received it. A phase that is None did not begin; the last one
-    that did lasts until the output that carries this. A request that was preempted waits within its phase.
+    A phase that has not started is None. Time that a request waits after it was preempted belongs to its current phase.
     """
 
-    arrived: float
-    queue: float
-    prefill: float | None = None
+    arrived: float  # Unix time at which the engine process received the request
+    queue: float  # until the request was first admitted
+    prefill: float | None = None  # until the first token
     decode: float | None = None
 
     @property
@@ -45,51 +45,57 @@ class Timing:
         return (self.prefill or 0.0) + (self.decode or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a frozen one takes four times as long to create, and there is one for every token
 class RequestOutput:
-    """What one step added to one request. The last one, and only that, has a `finish_reason`.
+    """The tokens that one step generated for one request. Only the last output of a request has a `finish_reason`.
 
-    `text_delta` lags behind `token_ids` while a character is incomplete or a stop string may be forming; all of it is
-    out when the request finishes. `token_ids` includes an end-of-text or stop token, the text does not.
+    While a character is incomplete, or the text may be the beginning of a stop string, `text_delta` lags behind
+    `token_ids`. The last output has all remaining text. An end-of-text or stop token is part of `token_ids` but not of
+    the text.
     """
 
     request_id: str
     text_delta: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, when asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
-    num_generated: int = 0  # so far, these included
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-text
-    error: str | None = None  # one sentence, when finish_reason is "error"
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens but the first; comes once
-    timing: Timing | None = field(default=None, compare=False)  # with the first token, and with the last output
-    # with logprobs: how many characters each of token_ids has made certain, whether or not they may be shown yet
+    num_generated: int = 0  # tokens generated so far, including this output's
+    num_cached_tokens: int = 0  # prompt tokens that were in the prefix cache
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the text; None for end-of-text
+    error: str | None = None  # a message, if finish_reason is "error"
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of all prompt tokens except the first; in one output only
+    timing: Timing | None = field(default=None, compare=False)  # in the first and the last output
+    # with logprobs: the number of characters that each of token_ids completed, even if text_delta holds them back
     settled_chars: tuple[int, ...] = ()
 
     @property
+    def has_only_text(self) -> bool:
+        """Whether this output is in the middle of a completion, and nothing but text and tokens were requested."""
+        return self.finish_reason is None and self.logprobs is None and self.prompt_logprobs is None
+
+    @property
     def is_cut_off(self) -> bool:
-        """Whether a limit or a stop string ended the answer, not the model."""
+        """Whether a limit or a stop string ended the completion, and not the model."""
         return self.finish_reason == "length" or isinstance(self.stop_reason, str)
 
     def to_json(self) -> dict[str, Any]:
-        """Only what differs from the defaults: one of these crosses to the server for every token."""
-        fields_set = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        for name in _LOGPROBS & fields_set.keys():
-            fields_set[name] = [
-                {"token_id": item.token_id, "logprob": item.logprob, "top": item.top} for item in fields_set[name]
+        """Returns the fields that differ from their defaults. Most outputs are sent in frames instead (messages.py)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        for name in _LOGPROB_FIELDS & values.keys():
+            values[name] = [
+                {"token_id": item.token_id, "logprob": item.logprob, "top": item.top} for item in values[name]
             ]
         if self.timing is not None:
-            fields_set["timing"] = asdict(self.timing)
-        return fields_set
+            values["timing"] = asdict(self.timing)
+        return values
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RequestOutput":
         values = known_fields(cls, data)
         for name in ("token_ids", "settled_chars"):
             values[name] = tuple(values.get(name, ()))
-        for name in _LOGPROBS & values.keys():
+        for name in _LOGPROB_FIELDS & values.keys():
             values[name] = tuple(_logprob_from_json(item) for item in values[name])
         if "timing" in values:
             values["timing"] = Timing(**known_fields(Timing, values["timing"]))
@@ -102,10 +108,10 @@ def _logprob_from_json(data: Mapping[str, Any]) -> TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer, as `Engine.generate` returns it."""
+    """A finished completion, as `Engine.generate` returns it."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt's tokens but the first
+    prompt_logprobs: list[TokenLogprob] | None = None  # of all prompt tokens except the first

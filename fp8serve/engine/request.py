@@ -1,14 +1,14 @@
-"""A request to the engine: a prompt and how to continue it; plain data, no torch, to JSON and back.
+"""A request to the engine, which can be converted to JSON and back. This module does not import torch.
 
-`SamplingParams` and `Request` are frozen and refuse invalid values when they are made, so no later code checks again.
-`EngineLimits` are the numbers of a running engine; `EngineLimits.check` is called before a request is queued (by the
-client too, so a server can answer 4xx before it sends a header).
+`SamplingParams` and `Request` are frozen and validated when they are created. `EngineLimits` holds the limits of a
+running engine. `EngineLimits.check` is called before a request is queued, and also by `EngineClient`, so that the
+server can respond with a 4xx status before it starts a stream.
 
-Not here: `n` completions of one prompt are `n` requests, made by the caller; they share their prompt's blocks.
+For `n` completions of one prompt, the caller creates `n` requests, which share the blocks of their prompt.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -21,10 +21,11 @@ from fp8serve.options import check, known_fields
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `tenant` separates callers: no shared cached blocks, and a fair share each.
+    """A prompt and its sampling parameters.
 
-    Requests of one `group` belong together (several answers, several prompts) and get the share of one request; ""
-    means that the request is alone. `adapter`: the name of one that the engine has loaded.
+    Tenants share no cached blocks, and each gets a fair share of the engine. Requests of one `group` (several
+    completions or prompts of one HTTP request) get the share of one request together. If `group` is empty, the request
+    is a group of its own. `adapter` is the name of a loaded adapter.
     """
 
     request_id: Annotated[str, Len(1)]
@@ -41,14 +42,14 @@ class Request:
 
     @property
     def token_ids(self) -> Iterator[int]:
-        """All that it names."""
+        """All token ids that occur in the request."""
         biased = (token_id for token_id, _ in self.params.logit_bias)
         return chain(self.prompt_token_ids, self.params.stop_token_ids, biased)
 
     def to_json(self) -> dict[str, Any]:
-        """The prompt is not copied: `asdict` would, token by token."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return plain | {"params": asdict(self.params)}
+        """Returns the request as a JSON object, without copying the prompt."""
+        params = {name: getattr(self.params, name) for name in _PARAMS}
+        return {name: getattr(self, name) for name in _PLAIN_FIELDS} | {"params": params}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Request":
@@ -56,9 +57,10 @@ class Request:
         return cls(**{**known_fields(cls, data), "params": SamplingParams(**params)})
 
 
-_PLAIN = ("request_id", "prompt_token_ids", "tenant", "group", "adapter")
+_PARAMS = tuple(item.name for item in fields(SamplingParams))
+_PLAIN_FIELDS = ("request_id", "prompt_token_ids", "tenant", "group", "adapter")  # JSON types
 Task = Literal["generate", "embed", "classify"]
-_NO_TEXT: dict[Task, str] = {
+_NOT_GENERATIVE: dict[Task, str] = {
     "embed": "This is an embedding model, which writes no text; ask /v1/embeddings for vectors.",
     "classify": "This is a classifier, which writes no text; ask /classify, /v1/rerank or /v1/score.",
 }
@@ -66,9 +68,9 @@ _NO_TEXT: dict[Task, str] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The limits of a running engine; every number in a refusal comes from here."""
+    """The limits of a running engine, against which requests are checked."""
 
-    max_model_len: int  # tokens of prompt and answer together
+    max_model_len: int  # tokens of the prompt and the completion together
     num_blocks: int
     block_size: int  # tokens
     vocab_size: int
@@ -77,16 +79,16 @@ class EngineLimits:
 
     @property
     def generates(self) -> bool:
-        """Whether the model writes text."""
+        """Whether the model generates text."""
         return self.task == "generate"
 
     def check_generates(self) -> None:
-        """Raises RequestError when the model writes no text."""
+        """Raises RequestError if the model does not generate text."""
         if not self.generates:
-            raise RequestError(_NO_TEXT[self.task])
+            raise RequestError(_NOT_GENERATIVE[self.task])
 
     def check(self, request: Request) -> None:
-        """Raises RequestError when `request` could never run, however long it waited."""
+        """Raises RequestError if `request` could never run, even on an idle engine."""
         self.check_generates()
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt + new > self.max_model_len:
@@ -94,7 +96,7 @@ class EngineLimits:
                 f"The prompt has {prompt} tokens and max_new_tokens is {new}, together {prompt + new}, but the context "
                 f"holds {self.max_model_len}: shorten the prompt or ask for fewer new tokens."
             )
-        # the last token is returned but never read back, so it needs no slot
+        # The last generated token is not fed back to the model, so its keys and values need no slot.
         if (blocks := -(-(prompt + new - 1) // self.block_size)) > self.num_blocks:
             raise RequestError(
                 f"The request needs {blocks} cache blocks of {self.block_size} tokens and the engine has "
@@ -103,5 +105,5 @@ class EngineLimits:
         if (largest := max(request.token_ids)) >= self.vocab_size:
             raise RequestError(f"Token id {largest} is outside the vocabulary of {self.vocab_size} tokens.")
         params = request.params
-        if (params.stop or params.bad_words or params.has_form) and not self.has_tokenizer:
+        if (params.stop or params.bad_words or params.has_grammar) and not self.has_tokenizer:
             raise RequestError("Stop strings, bad words and grammars need a tokenizer; the model directory has none.")

@@ -1,12 +1,12 @@
-"""Runs a step's tensors (step.py) through the model and returns logits; decoding steps by CUDA graphs.
+"""Runs the work of a step through the model and returns logits. Decoding steps may run as CUDA graphs (step.py).
 
-Log-probabilities of a prompt's tokens come from the logits of the tokens before them. Such logits of a long prompt
-would be the largest tensor of all, [tokens, vocabulary] in FP32, so they are computed some rows at a time and only the
-requested values are returned. A row's values depend only on its prompt, as in the sampler.
+The log-probability of a prompt token is computed from the logits of the token before it. The logits of a long prompt,
+FP32 [tokens, vocab], would be larger than any other tensor. So they are computed for a few rows at a time, and only the
+requested values are returned.
 
-The cache is one tensor of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim], in the model's
-own type or in E4M3 with one scale each per layer. Where attention is over latent vectors
-(model/network/latent_attention.py) both are one tensor, and have the keys' scale.
+The KV cache has a tensor of keys and a tensor of values for each layer, [blocks, block_size, kv_heads, head_dim], in
+BF16 or in E4M3 with one scale for each tensor. With latent attention (model/network/latent_attention.py), keys and
+values are the same tensor, which has the scale of the keys.
 """
 
 import math
@@ -22,16 +22,17 @@ from fp8serve.engine.adapters import Adapters
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import (
     Buffers,
     Capture,
+    CapturedModel,
     CudaCapture,
+    DecodeRows,
     GraphedDecode,
     GraphReport,
     Queries,
-    Recorded,
     StepTensors,
     flatten,
     to_device,
@@ -40,32 +41,37 @@ from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.served_adapters import NONE
+from fp8serve.fp8.served_adapters import NO_ADAPTER
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
 from fp8serve.model.network.rotary import Heads, Rotation
 
-ROWS = 256  # of logits at a time
-# overloads are looked up once: through torch.ops a call takes a microsecond longer
+SCORED_ROWS = 256  # rows of a prompt whose logits are computed at a time
+# Looking up the overload of an op at every call would take a microsecond.
 _rotary_write_kv = torch.ops.fp8serve.rotary_write_kv.default
 _write_kv = torch.ops.fp8serve.write_kv.default
 _paged_attention = torch.ops.fp8serve.paged_attention.default
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that the system provides, zeroed, when it is first touched: an idle cache costs nothing."""
+    """Returns a tensor of zeros. On a CPU, its pages are allocated when they are first written, so that an unused cache
+    takes no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """FP8 cannot be indexed everywhere; bytes can."""
+    """Returns a view of bytes, because torch cannot index FP8 tensors on every device."""
     return x.view(torch.uint8)
 
 
+def _sequences(work: StepWork | list[Work]) -> list[Sequence]:
+    return work.sequences if isinstance(work, StepWork) else [item.seq for item in work]
+
+
 class Runner:
-    """The model with its cache."""
+    """A model with its KV cache and its adapters."""
 
     def __init__(
         self,
@@ -76,7 +82,7 @@ class Runner:
         scales: list[KvScale] | None = None,
         max_lora_rank: int = MAX_LORA_RANK,
     ) -> None:
-        """`scales`: one for each layer, when and only when `cache_dtype` is FP8."""
+        """`scales` has the scales of each layer if `cache_dtype` is FP8, and is None otherwise."""
         config = model.config
         self.model = model
         self.block_size = block_size
@@ -84,66 +90,94 @@ class Runner:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k_cache = _zeros(shape, cache_dtype, self.device)
         self.v_cache = self.k_cache if config.latent else _zeros(shape, cache_dtype, self.device)
-        self._caches = list(zip(self.k_cache, self.v_cache, strict=True))  # of each layer
+        self._layer_caches = list(zip(self.k_cache, self.v_cache, strict=True))
         self._scales = scales
         self.adapters = Adapters(model, max_lora_rank)
         self.graphs: GraphedDecode | None = None
-        self._recorded: Recorded | None = None
-        self._captured_by: tuple[Capture, int, int] | None = None
+        self._buffers: Buffers | None = None  # of the graphs
+        self._samples: Tensor | None = None  # the tokens that the step in flight samples
+        self._captured_model: CapturedModel | None = None
+        self._capture_arguments: tuple[Capture, int, int] | None = None  # of the last call of `use_graphs`
 
     @torch.inference_mode()
-    def run(self, work: list[Work]) -> Tensor:
-        """Writes the keys and values of `work`; FP32 logits [samples, vocab] for the work that samples, in order.
-
-        They may lie in a buffer that the next step overwrites.
-        """
-        if self.graphs is None or not self.graphs.takes(work) or any(item.seq.adapter for item in work):
-            return self.model.logits(self._hidden_of(work))
-        logits = self.graphs.run(work)
-        if self._recorded is not None and not self._recorded.is_current():
-            self.use_graphs(*self._captured_by)  # type: ignore[misc]  # there with the graphs
-            logits = self.graphs.run(work)
+    def run(self, work: StepWork | list[Work]) -> Tensor:
+        """Computes a step and writes its keys and values to the cache. Returns the logits of all samples in the order
+        of `work`, FP32 [samples, vocab]. The next step may overwrite them."""
+        rows = self._graph_rows(work)
+        if rows is None or self.graphs is None:
+            return self.model.logits(self._hidden_states(list(work)))
+        logits = self.graphs.run(rows)
+        if self._captured_model is not None and not self._captured_model.is_current():
+            self.use_graphs(*self._capture_arguments)  # type: ignore[misc]  # not None if there are graphs
+            logits = self.graphs.run(rows)
         return logits
 
     @torch.inference_mode()
-    def run_scoring(self, work: list[Work]) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
-        """(the result of `run`, new log-probabilities of the prompts that want them)."""
-        hidden = self._hidden_of(work)  # [rows whose logits are needed, hidden]
-        scores, sampling, end = [], list[int](), 0
-        for item in work:
+    def keep_samples(self, samples: Tensor) -> None:
+        """Keeps the sampled tokens of the step in flight, int64 [rows], for the next step, which names them by row. A
+        negative one stands for a row that fails."""
+        self._samples = samples
+        if self._buffers is not None:
+            torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
+
+    def _graph_rows(self, work: StepWork | list[Work]) -> DecodeRows | None:
+        """Returns the rows of a step that can be replayed, or None if it cannot."""
+        if self.graphs is None or len(work) > self.graphs.sizes[-1]:
+            return None
+        if self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work)):
+            return None
+        return DecodeRows.of(work)
+
+    @torch.inference_mode()
+    def run_scoring(self, work: StepWork) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
+        """Computes a step like `run`. Returns the logits, and the new log-probabilities of the prompts that request
+        them."""
+        items = list(work)
+        hidden = self._hidden_states(items)
+        scores, sample_rows, end = [], list[int](), 0
+        for item in items:
             start, end = end, end + item.num_logits
-            sampling += range(end - item.drawn, end)
-            if positions := item.scored:
+            sample_rows += range(end - item.num_samples, end)
+            if positions := item.scored_positions:
                 tokens = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
                 rows = hidden[start : start + len(positions)]
-                scores.append((item.seq, self._scores(rows, tokens, item.seq.params.prompt_logprobs or 0)))
-        return self.model.logits(hidden[to_device(sampling, torch.long, self.device)]), scores
+                scores.append((item.seq, self._score(rows, tokens, item.seq.params.prompt_logprobs or 0)))
+        return self.model.logits(hidden[to_device(sample_rows, torch.long, self.device)]), scores
 
-    def _scores(self, hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-        """The log-probabilities of `tokens`, each by the row before it."""
+    def _score(self, hidden: Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+        """Returns the log-probabilities of `tokens` from the hidden state of the token before each of them."""
         scores: list[TokenLogprob] = []
-        for rows in torch.split(hidden, ROWS):
-            part = tokens[len(scores) : len(scores) + len(rows)]
-            table = torch.log_softmax(self.model.logits(rows), -1)
-            chosen = table.gather(1, to_device(part, torch.long, table.device)[:, None])
-            best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
-            columns = (part, chosen[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
+        for rows in torch.split(hidden, SCORED_ROWS):
+            targets = tokens[len(scores) : len(scores) + len(rows)]
+            logprobs = torch.log_softmax(self.model.logits(rows), -1)
+            target_logprobs = logprobs.gather(1, to_device(targets, torch.long, logprobs.device)[:, None])
+            best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
+            columns = (targets, target_logprobs[:, 0].tolist(), best.indices.tolist(), best.values.tolist())
             scores += [TokenLogprob.ranked(*row, top) for row in zip(*columns, strict=True)]
         return scores
+
+    def exchange_cache_scales(self, scales: list[KvScale] | None) -> list[KvScale] | None:
+        """Writes the scales of other weights over those of an FP8 cache, at the same addresses, and returns the old
+        ones. `scales` is None if the cache has no scales."""
+        if scales is None or self._scales is None:
+            return None
+        previous = [KvScale.of(current.k.clone(), current.v.clone()) for current in self._scales]
+        for current, new in zip(self._scales, scales, strict=True):
+            for name in ("k", "v", "k_inv", "v_inv"):
+                getattr(current, name).copy_(getattr(new, name))
+        return previous
 
     def capture_decoding(
         self, options: EngineOptions, max_model_len: int, capture: Capture | None = None
     ) -> GraphReport:
-        """Captures decoding steps if that is requested and possible. `capture`: CUDA's, unless a test passes its own.
-
-        MachineError: the options request it, and it is not possible.
-        """
+        """Captures decoding steps as CUDA graphs, unless the options or the device forbid it. Tests pass their own
+        `capture`. Raises MachineError if the options require graphs and capturing fails."""
         if options.cuda_graphs is False:
             return GraphReport(reason="switched off")
         if capture is None and self.device.type != "cuda":
             return GraphReport(reason="the device is no GPU")
         try:
-            self.use_graphs(capture or CudaCapture(self.device), options.max_num_seqs, max_model_len)
+            self.use_graphs(capture or CudaCapture(self.device), options.num_seqs, max_model_len)
         except RuntimeError as problem:
             reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             if options.cuda_graphs:
@@ -153,46 +187,46 @@ class Runner:
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """Replays decoding steps from now on. If `capture` raises, the error is raised and nothing is replayed."""
-        self.graphs = self._recorded = None
-        self._captured_by = capture, max_num_seqs, max_model_len
-        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.device)
-        with self._counting(buffers.live_rows):
-            self.graphs = GraphedDecode(self._compute, capture, buffers, self.block_size)
-        self._recorded = Recorded(self.model)
+        """Captures decoding steps, which are replayed from now on. If `capture` raises, no graphs are used."""
+        self.graphs = self._captured_model = self._buffers = None
+        self._capture_arguments = capture, max_num_seqs, max_model_len
+        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.block_size, self.device)
+        with self._without_padding_statistics(buffers.live_rows):
+            self.graphs = GraphedDecode(self._compute, capture, buffers)
+        self._buffers, self._captured_model = buffers, CapturedModel(self.model)
+        if self._samples is not None:
+            self.keep_samples(self._samples)
 
     def caches(self) -> dict[str, Tensor]:
-        """The cache, by names: "k" and "v", or, where both are one tensor, "k"."""
+        """Returns the KV cache by name: "k" and "v", or only "k" if keys and values are the same tensor."""
         return {"k": self.k_cache} if self.v_cache is self.k_cache else {"k": self.k_cache, "v": self.v_cache}
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block, in all layers."""
+        """The bytes of one block, over all layers."""
         return sum(cache.nbytes for cache in self.caches().values()) // self.k_cache.size(1)
 
-    def copies(self, blocks: list[int]) -> dict[str, Tensor]:
-        """The contents of the blocks, on the CPU: [layers, len(blocks), block_size, kv_heads, head_dim] each.
-
-        It copies layer by layer, because a GPU filled by the cache has no room for more.
-        """
+    def copy_blocks(self, blocks: list[int]) -> dict[str, Tensor]:
+        """Copies blocks to the CPU. Returns tensors [layers, len(blocks), block_size, kv_heads, head_dim] by name.
+        Copies layer by layer, because a GPU that is filled by the cache has no memory for more."""
         index = torch.tensor(blocks, device=self.device)
         copies = {}
         for name, cache in self.caches().items():
             copies[name] = torch.empty((len(cache), len(blocks), *cache.shape[2:]), dtype=cache.dtype)
-            for into, layer in zip(copies[name], cache, strict=True):
-                _bytes(into).copy_(_bytes(layer).index_select(0, index))
+            for copy, layer in zip(copies[name], cache, strict=True):
+                _bytes(copy).copy_(_bytes(layer).index_select(0, index))
         return copies
 
-    def fill(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
-        """Copies the first blocks of what `copies` returned into the blocks."""
+    def restore_blocks(self, blocks: list[int], tensors: Mapping[str, Tensor]) -> None:
+        """Fills blocks with the first blocks of tensors that `copy_blocks` returned."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
-            for layer, blocks_of_layer in zip(cache, tensors[name], strict=True):
-                _bytes(layer).index_copy_(0, index, _bytes(blocks_of_layer[: len(blocks)]).to(self.device))
+            for layer, saved in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(saved[: len(blocks)]).to(self.device))
 
     @contextmanager
-    def _counting(self, live_rows: Tensor) -> Iterator[None]:
-        """Within it, FP8 layers leave the rows behind the first `live_rows` (padding) out of their statistics."""
+    def _without_padding_statistics(self, live_rows: Tensor) -> Iterator[None]:
+        """Excludes the rows after the first `live_rows` from the statistics of FP8 layers."""
         frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
         for layer in frozen:
             layer.live_rows = live_rows
@@ -203,23 +237,23 @@ class Runner:
                 layer.live_rows = None
 
     def _compute(self, step: StepTensors) -> Tensor:
-        return self.model.logits(self._hidden(step))
+        return self.model.logits(self._run_model(step))
 
-    def _hidden_of(self, work: list[Work]) -> Tensor:
-        """`_hidden` of a step's work, each sequence with its adapter."""
-        step = flatten(work, self.block_size, self.device)
+    def _hidden_states(self, work: list[Work]) -> Tensor:
+        """Runs the model, with the adapter of each sequence, and returns the hidden states of the tokens that need
+        logits, [R, hidden]."""
+        step = flatten(work, self.block_size, self.device, self._samples)
         if any(item.seq.adapter is not None for item in work):
-            numbers = [NONE if item.seq.adapter is None else item.seq.adapter.number for item in work]
+            numbers = [NO_ADAPTER if item.seq.adapter is None else item.seq.adapter.number for item in work]
             counts = to_device([item.count for item in work], torch.long, self.device)
             rows = to_device(numbers, torch.long, self.device).repeat_interleave(counts)
             self.adapters.assignment.begin(rows, step.last)
         try:
-            return self._hidden(step)
+            return self._run_model(step)
         finally:
             self.adapters.assignment.end()
 
-    def _hidden(self, step: StepTensors) -> Tensor:
-        """[R, hidden] of the rows whose logits are needed."""
+    def _run_model(self, step: StepTensors) -> Tensor:
         attend = partial(self._rotate_and_attend, step)
         return self.model(step.token_ids, step.positions, attend, step.last)  # type: ignore[no-any-return]
 
@@ -228,23 +262,24 @@ class Runner:
     ) -> Tensor:
         q = self._rotate_and_write(step, layer, heads, rotation)
         if last is None:
-            return self._paged(step.queries, layer, q)
-        return self._paged(step.last_queries, layer, q[last])
+            return self._attend(step.queries, layer, q)
+        return self._attend(step.last_queries, layer, q[last])
 
     def _rotate_and_write(self, step: StepTensors, layer: int, heads: Heads, rotation: Rotation) -> Tensor:
-        """Rotates q, and writes keys and values to the cache."""
+        """Applies the rotary embedding, writes keys and values to the cache, and returns the rotated queries."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k, scale.v) if scale else (None, None)
         if self.model.config.latent is None:
-            return _rotary_write_kv(*heads, *rotation, *self._caches[layer], step.slots, *scales)  # type: ignore[no-any-return]
+            return _rotary_write_kv(*heads, *rotation, *self._layer_caches[layer], step.slots, *scales)  # type: ignore[no-any-return]
         q, k = (rotary(x, *rotation) for x in heads[:2])
-        _write_kv(k, k, *self._caches[layer], step.slots, scales[0], scales[0])  # into one cache, twice the same
+        _write_kv(k, k, *self._layer_caches[layer], step.slots, scales[0], scales[0])  # keys and values are one tensor
         return q
 
-    def _paged(self, queries: Queries, layer: int, q: Tensor) -> Tensor:
-        """Attention of q [T, heads, head_dim], all of `queries`, over the present contents of the cache -> like q."""
+    def _attend(self, queries: Queries, layer: int, q: Tensor) -> Tensor:
+        """Computes the attention of q [T, heads, head_dim], the tokens of `queries`, over the cache. The result has the
+        shape of q."""
         scale = self._scales[layer] if self._scales else None
         scales = (scale.k_inv, scale.k_inv if self.model.config.latent else scale.v_inv) if scale else (None, None)
         tables = queries.block_tables, queries.context_lens, queries.query_starts
         options = self.model.attention_options(layer)
-        return _paged_attention(q, *self._caches[layer], *tables, *scales, *options)  # type: ignore[no-any-return]
+        return _paged_attention(q, *self._layer_caches[layer], *tables, *scales, *options)  # type: ignore[no-any-return]

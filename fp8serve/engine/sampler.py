@@ -1,116 +1,191 @@
-"""Logits become tokens, all sequences of a batch at once, none affecting another.
+"""Samples the next token of every sequence of a batch from its logits. No sequence affects another.
 
-    penalties, biases -> forbidden tokens (an early end; bad words; another form) -> temperature
-    -> top_k, top_p, min_p -> one draw
+    penalties, logit bias -> banned tokens (bad words, min_tokens, grammar) -> temperature
+    -> top_k, top_p, min_p -> one sample
 
-A draw (the op `sample`, fp8/ops/sampling.py) is the inverse of the cumulative distribution at one uniform number, and
-that number is a hash of the request's seed and of how many tokens it has generated. No generator is advanced, so
-neither neighbours, nor the order of arrival, nor being preempted and computed again changes what is drawn. Every
-operation here is exact or works on a row alone.
+The op `sample` (fp8/ops/sampling.py) evaluates the inverse of the cumulative distribution at a uniform number. This
+number is a hash of the request's seed and the position of the token, so there is no generator whose state could depend
+on other requests, on the order of arrival or on preemption. Every operation here is exact or works on each row alone.
 
-Cost: a few passes over [rows, vocab] for each feature that a row asked for. A step of 8 rows of 32,000, one thread: 0.2
-ms greedy, 0.5 with a temperature, 0.8 with filters. On a GPU only `_read` waits for the device; it brings
-everything back in one copy. Data for the device go through pinned memory (`step.to_device`). Whether a row of
-logits is finite is decided on the device.
+Each feature that a request uses takes a few passes over [rows, vocab]. A step of 8 rows of 32,000 logits takes, with
+one thread, 0.2 ms if it is greedy, 0.5 ms with a temperature and 0.8 ms with filters.
+
+`launch_sampling` does not wait for a GPU, and `Samples.read` waits for one copy. Inputs are copied to the device from
+pinned memory (`step.to_device`), and the device itself checks whether the logits are finite. A decoding step mostly
+samples the same sequences as the step before, so everything that depends only on their parameters is in a
+`SamplingPlan`, which the engine keeps until the sequences change.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8serve.engine.flights import HostCopy
 from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.step import to_device
 from fp8serve.fp8 import ops as ops  # registers the op called below
 
 if TYPE_CHECKING:
-    from fp8serve.engine.grammar import Mask  # which needs a library that the GPU's tests do not
+    from fp8serve.engine.grammar import Mask  # only as a type, because the tests on a GPU have no llguidance
 
-TOO_EARLY = -1e30
-"""The logit of an end that would come too early: it is taken only if bad words leave nothing else."""
+EARLY_END_LOGIT = -1e30
+"""The logit of a token that would end the text before min_tokens. It is finite, so such a token is sampled if bad words
+ban all other tokens."""
 _keep_allowed = torch.ops.fp8serve.keep_allowed.default
 _sample = torch.ops.fp8serve.sample.default
 
 
+NOT_FINITE = -1  # instead of a token, if the logits of a row are not finite
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sequence's new token; None when its logits were not finite."""
+    """The sampled token of one sequence, or None if its logits were not finite."""
 
     token_id: int | None
     logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranked:
-    """Log-probabilities of the `rows` that asked for them, and the best of each, in descending order."""
+class _TopLogprobs:
+    """The log-probabilities of the rows that requested them, and the best of each row in descending order."""
 
-    rows: list[int]
-    index: Tensor  # int64, the rows
-    table: Tensor  # FP32 [rows, vocab]
-    values: Tensor  # FP32 [rows, best]
-    ids: Tensor  # int64 [rows, best]
+    logprobs: Tensor  # FP32 [rows, vocab]
+    top_values: Tensor  # FP32 [rows, MAX_LOGPROBS]
+    top_ids: Tensor  # int64 [rows, MAX_LOGPROBS]
+
+
+class SamplingPlan:
+    """The rows of a batch that need each operation, with parameters of the sequences as tensors on the device."""
+
+    sampled_rows: Tensor  # int64, if there are such rows; so are the following
+    logprob_rows: Tensor
+    seed_hashes: list[blake2b]  # of the sampled rows
+    filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
+
+    def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
+        params = [seq.params for seq in seqs]
+        self.seqs = seqs
+        self.sampled = _rows_where(params, lambda p: not p.is_greedy)
+        self.logprobs = _rows_where(params, lambda p: p.logprobs is not None)
+        self.penalized = _rows_where(params, lambda p: p.has_penalty)
+        self.biased = _rows_where(params, lambda p: bool(p.logit_bias))
+        self.min_tokens = _rows_where(params, lambda p: p.min_tokens > 0)
+        self.banned = [row for row, seq in enumerate(seqs) if seq.ban is not None]
+        self.depends_on_tokens = any(seq.depends_on_tokens for seq in seqs)
+        self.has_grammar = any(seq.matcher is not None for seq in seqs)
+        self.is_plain = not (self.logprobs or self.penalized or self.biased or self.min_tokens or self.banned)
+        if self.logprobs:
+            self.logprob_rows = to_device(self.logprobs, torch.long, device)
+        if self.sampled:
+            self.seed_hashes = [_seed_hash(seqs[row].seed) for row in self.sampled]
+            self.sampled_rows = to_device(self.sampled, torch.long, device)
+            chosen = [params[row] for row in self.sampled]
+            columns = [p.temperature for p in chosen], [p.top_p for p in chosen], [p.min_p for p in chosen]
+            temperature, top_p, min_p = to_device(columns, torch.float64, device)
+            self.filters = temperature, to_device([p.top_k for p in chosen], torch.long, device), top_p, min_p
+
+
+class Samples:
+    """The sampled tokens of a step, of which a copy is on its way to the host."""
+
+    def __init__(self, tokens: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
+        self.tokens = tokens  # int64 [rows], on the device
+        self._seqs, self._logprob_rows = plan.seqs, plan.logprobs
+        parts = [tokens]
+        if top is not None:
+            sampled = top.logprobs.gather(1, tokens[plan.logprob_rows][:, None].clamp(min=0))
+            parts += [x.double().view(torch.long).flatten() for x in (sampled, top.top_values)]
+            parts.append(top.top_ids.flatten())
+        self._sizes = [len(part) for part in parts]
+        self._copy = HostCopy(tokens if top is None else torch.cat(parts))
+
+    def read(self) -> tuple[list[int], Mapping[int, TokenLogprob]]:
+        """Waits for the copy. Returns the token of each row, or NOT_FINITE, and the requested log-probabilities by
+        row."""
+        tokens, *rest = self._copy.read().split_with_sizes(self._sizes)
+        ids = tokens.tolist()
+        return ids, _unpack_logprobs(self._logprob_rows, ids, rest, self._seqs) if rest else {}
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
-    """FP32 logits [sequences, vocab] -> one token for each sequence; `mask` covers those that have a form. `logits` is
-    overwritten.
-    """
-    finite = logits.amax(-1).isfinite()
-    if not _is_cheap_to_read(finite) or not finite.all():
-        logits.masked_fill_(~finite[:, None], 0.0)
-    ranked = _ranked(logits, seqs)
-    _penalise(logits, seqs)
-    _bias(logits, seqs)
-    _forbid_bad_words(logits, seqs)
-    _forbid_the_end(logits, seqs, eos_ids)
+def launch_sampling(
+    logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...], mask: "Mask | None" = None
+) -> Samples:
+    """Samples one token for each sequence of the plan from its logits, FP32 [sequences, vocab]. `mask` covers the
+    sequences that have a grammar. Overwrites `logits`. Does not wait for a GPU."""
+    best = logits.max(-1)
+    is_finite = best.values.isfinite()
+    if plan.is_plain and mask is None and not plan.sampled:
+        return Samples(torch.where(is_finite, best.indices, NOT_FINITE), None, plan)
+    if _waits_for_device(is_finite) or not is_finite.all():
+        logits.masked_fill_(~is_finite[:, None], 0.0)
+    top = _top_logprobs(logits, plan)
+    _apply_penalties(logits, plan)
+    _apply_logit_bias(logits, plan)
+    _ban_bad_words(logits, plan)
+    _ban_early_end(logits, plan, eos_ids)
     if mask is not None:
-        _forbid_other_forms(logits, mask)
-    tokens = logits.argmax(-1)
-    if rows := _rows(seqs, lambda params: not params.greedy):
-        index = to_device(rows, torch.long, logits.device)
-        chosen = logits if len(rows) == len(seqs) else logits[index]
-        tokens[index] = _draw(chosen, [seqs[row] for row in rows])
-    return _read(tokens, finite, ranked, seqs)
+        _apply_grammar(logits, mask)
+    return Samples(torch.where(is_finite, _choose(logits, plan), NOT_FINITE), top, plan)
 
 
-def _is_cheap_to_read(x: Tensor) -> bool:
-    """Whether reading the tensor does not have to wait for a device."""
-    return not x.is_cuda
+def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
+    """Samples one token for each sequence as `launch_sampling` does, and waits for it."""
+    tokens, logprobs = launch_sampling(logits, SamplingPlan(seqs, logits.device), eos_ids, mask).read()
+    return [Sampled(None if t == NOT_FINITE else t, logprobs.get(row)) for row, t in enumerate(tokens)]
+
+
+def _waits_for_device(x: Tensor) -> bool:
+    """Returns whether reading the tensor from Python would wait for a device."""
+    return x.is_cuda
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) for the token at `position` (0 is the first generated) of a request with this seed."""
-    digest = blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
-    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+    """Returns the number in [0, 1) from which the token at `position` is sampled; the first generated token has
+    position 0."""
+    return float(_uniforms([_seed_hash(seed)], [position])[0])
 
 
-def _rows(seqs: list[Sequence], predicate: Callable[[SamplingParams], bool]) -> list[int]:
-    return list(compress(range(len(seqs)), [predicate(seq.params) for seq in seqs]))
+def _seed_hash(seed: int) -> blake2b:
+    return blake2b(seed.to_bytes(8, "little"), digest_size=8)
+
+
+def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
+    """Returns `uniform` for each pair of a seed, which is hashed already, and a position."""
+    digests = []
+    for seed_hash, position in zip(seed_hashes, positions, strict=True):
+        state = seed_hash.copy()
+        state.update(position.to_bytes(8, "little"))
+        digests.append(state.digest())
+    return (np.frombuffer(b"".join(digests), "<u8") >> 11) * 2.0**-53
+
+
+def _rows_where(params: list[SamplingParams], predicate: Callable[[SamplingParams], bool]) -> list[int]:
+    return [row for row, item in enumerate(params) if predicate(item)]
 
 
 def _column(logits: Tensor, values: list[float]) -> Tensor:
-    """[rows, 1], in the dtype and on the device of `logits`."""
+    """Returns the values as a column [rows, 1] with the dtype and device of `logits`."""
     return to_device(values, logits.dtype, logits.device)[:, None]
 
 
-def _penalise(logits: Tensor, seqs: list[Sequence]) -> None:
-    """Repetition (divides or multiplies what was seen), frequency (per occurrence) and presence penalties, in place.
-
-    Works on pairs (row, token seen) only, each once.
-    """
-    pairs = [(row, *pair) for row in _rows(seqs, _has_penalty) for pair in _seen(seqs[row])]
+def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
+    """Applies the repetition, frequency and presence penalties in place, to the logits of previous tokens only."""
+    pairs = [(row, *pair) for row in plan.penalized for pair in _token_counts(plan.seqs[row])]
     if not pairs:
         return
     rows, tokens, counts = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
-    params = [seq.params for seq in seqs]
+    params = [seq.params for seq in plan.seqs]
     repetition = _column(logits, [p.repetition_penalty for p in params])[rows, 0]
     frequency = _column(logits, [p.frequency_penalty for p in params])[rows, 0]
     presence = _column(logits, [p.presence_penalty for p in params])[rows, 0]
@@ -119,98 +194,88 @@ def _penalise(logits: Tensor, seqs: list[Sequence]) -> None:
     logits[rows, tokens] = values - counts * frequency - (counts > 0) * presence
 
 
-def _seen(seq: Sequence) -> list[tuple[int, int]]:
-    """Every token of prompt and answer, and how often the answer has it."""
+def _token_counts(seq: Sequence) -> list[tuple[int, int]]:
+    """Returns every distinct token of the sequence and how often it was generated."""
     generated = Counter(seq.token_ids[seq.num_prompt :])
     return [(token, generated[token]) for token in dict.fromkeys(seq.token_ids)]
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-def _bias(logits: Tensor, seqs: list[Sequence]) -> None:
-    """Adds the biases that requests give to the logits of some tokens; a request names each token once."""
-    triples = [(row, *pair) for row, seq in enumerate(seqs) for pair in seq.params.logit_bias]
+def _apply_logit_bias(logits: Tensor, plan: SamplingPlan) -> None:
+    """Adds the biases of `logit_bias`, which has each token of a request once."""
+    triples = [(row, *pair) for row in plan.biased for pair in plan.seqs[row].params.logit_bias]
     if triples:
         rows, tokens, values = zip(*triples, strict=True)
-        place = to_device(rows, torch.long, logits.device), to_device(tokens, torch.long, logits.device)
-        logits[place] += to_device(values, logits.dtype, logits.device)
+        index = to_device(rows, torch.long, logits.device), to_device(tokens, torch.long, logits.device)
+        logits[index] += to_device(values, logits.dtype, logits.device)
 
 
-def _forbid_the_end(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...]) -> None:
-    """Forbids the tokens that would end the text, while fewer than `min_tokens` are generated."""
+def _ban_early_end(logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...]) -> None:
+    """Bans the tokens that would end the text, while fewer than `min_tokens` are generated."""
     pairs: list[tuple[int, int]] = []
-    for row, seq in enumerate(seqs):
-        if seq.num_generated < seq.params.min_tokens:
-            ends = seq.params.stop_token_ids + (() if seq.params.ignore_eos else eos_ids)
-            pairs += [(row, token) for token in ends]
+    for row in plan.min_tokens:
+        params = plan.seqs[row].params
+        if _position(plan.seqs[row]) < params.min_tokens:
+            stop_ids = params.stop_token_ids + (() if params.ignore_eos else eos_ids)
+            pairs += [(row, token) for token in stop_ids]
     if pairs:
         rows, tokens = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
-        logits[rows, tokens] = to_device(TOO_EARLY, logits.dtype, logits.device)
+        logits[rows, tokens] = to_device(EARLY_END_LOGIT, logits.dtype, logits.device)
 
 
-def _forbid_bad_words(logits: Tensor, seqs: list[Sequence]) -> None:
-    """Forbids the tokens that would complete a bad word."""
-    for row, seq in enumerate(seqs):
-        if seq.ban is not None:
+def _ban_bad_words(logits: Tensor, plan: SamplingPlan) -> None:
+    """Bans the tokens that would complete a bad word."""
+    for row in plan.banned:
+        seq = plan.seqs[row]
+        if seq.ban is not None and seq.status is not Status.FINISHED:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
 
 
-def _forbid_other_forms(logits: Tensor, mask: "Mask") -> None:
-    """Allows only the tokens that the grammar allows, where a request has one."""
+def _apply_grammar(logits: Tensor, mask: "Mask") -> None:
+    """Bans the tokens that the grammars of requests do not allow."""
     allowed = to_device(mask.allowed(), torch.int32, logits.device)
     _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
-def _draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """One token for each row, after its temperature and filters."""
-    params = [seq.params for seq in seqs]
-
-    def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
-        return to_device(values, dtype, logits.device)
-
-    return _sample(  # type: ignore[no-any-return]
-        logits,
-        column([p.temperature for p in params]),
-        column([p.top_k for p in params], torch.int64),
-        column([p.top_p for p in params]),
-        column([p.min_p for p in params]),
-        column([uniform(seq.seed, seq.num_generated) for seq in seqs]),
-    )
+def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Returns the most likely token of each greedy row, and a random token of each other row, int64 [rows]."""
+    if len(plan.sampled) == len(plan.seqs):
+        return _sample_rows(logits, plan)
+    tokens = logits.argmax(-1)
+    if plan.sampled:
+        tokens[plan.sampled_rows] = _sample_rows(logits[plan.sampled_rows], plan)
+    return tokens
 
 
-def _ranked(logits: Tensor, seqs: list[Sequence]) -> _Ranked | None:
-    """Taken before `logits` is overwritten."""
-    rows = _rows(seqs, lambda params: params.logprobs is not None)
-    if not rows:
+def _sample_rows(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Samples one token for each row that is not greedy, with its temperature and filters."""
+    uniforms = _uniforms(plan.seed_hashes, [_position(plan.seqs[row]) for row in plan.sampled])
+    uniform_tensor = to_device(uniforms, torch.float64, logits.device)
+    return _sample(logits, *plan.filters, uniform_tensor)  # type: ignore[no-any-return]
+
+
+def _position(seq: Sequence) -> int:
+    """Returns the position of the sampled token among the generated tokens."""
+    return seq.num_tokens - seq.num_prompt
+
+
+def _top_logprobs(logits: Tensor, plan: SamplingPlan) -> _TopLogprobs | None:
+    """Returns the log-probabilities of the rows that requested them, or None if no row did. Call it before penalties
+    are applied to `logits`."""
+    if not plan.logprobs:
         return None
-    index = to_device(rows, torch.long, logits.device)
-    table = torch.log_softmax(logits[index], -1)
-    # always the same number: which of several equal values topk returns must not depend on the neighbours' requests
-    best = table.topk(min(MAX_LOGPROBS, table.shape[-1]), -1)
-    return _Ranked(rows, index, table, best.values, best.indices)
+    logprobs = torch.log_softmax(logits[plan.logprob_rows], -1)
+    # The same k for every batch: topk's choice among equal values may depend on k, and so on other requests.
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), -1)
+    return _TopLogprobs(logprobs, top.values, top.indices)
 
 
-def _read(tokens: Tensor, finite: Tensor, ranked: _Ranked | None, seqs: list[Sequence]) -> list[Sampled]:
-    """Reads everything needed from the device in one copy: the step waits here, and nowhere else."""
-    parts = [tokens, finite.long()]
-    if ranked is not None:
-        chosen = ranked.table.gather(1, tokens[ranked.index][:, None])
-        parts += [x.double().view(torch.long).flatten() for x in (chosen, ranked.values)] + [ranked.ids.flatten()]
-    columns = torch.cat(parts).cpu().split_with_sizes([len(part) for part in parts])
-    logprobs = {} if ranked is None else _by_row(ranked.rows, columns[0].tolist(), columns[2:], seqs)
-    pairs = zip(columns[0].tolist(), columns[1].tolist(), strict=True)
-    return [Sampled(token, logprobs.get(row)) if good else Sampled(None) for row, (token, good) in enumerate(pairs)]
-
-
-def _by_row(
-    rows: list[int], tokens: list[int], parts: tuple[Tensor, ...], seqs: list[Sequence]
+def _unpack_logprobs(
+    rows: list[int], tokens: list[int], parts: list[Tensor], seqs: list[Sequence]
 ) -> dict[int, TokenLogprob]:
-    """parts: what `_read` packed for these rows."""
-    chosen, values = (part.view(torch.double).view(len(rows), -1).tolist() for part in parts[:2])
-    ids = parts[2].view(len(rows), -1).tolist()
+    """Returns the log-probabilities of each row from the last three parts that `Samples` packed."""
+    sampled, top_values = (part.view(torch.double).view(len(rows), -1).tolist() for part in parts[:2])
+    top_ids = parts[2].view(len(rows), -1).tolist()
     result = {}
-    for row, (value,), tops, names in zip(rows, chosen, values, ids, strict=True):
-        result[row] = TokenLogprob.ranked(tokens[row], value, names, tops, seqs[row].params.logprobs or 0)
+    for row, (logprob,), values, ids in zip(rows, sampled, top_values, top_ids, strict=True):
+        result[row] = TokenLogprob.ranked(tokens[row], logprob, ids, values, seqs[row].params.logprobs or 0)
     return result

@@ -1,68 +1,77 @@
-"""Decides how many tokens each sequence computes in the next step. Pure Python; it uses positions of tokens, not
-values.
+"""The scheduler: decides how many tokens of each sequence the next step computes. It does not import torch.
 
-One step is one batch over all running sequences (continuous batching):
-  1. every decoding sequence gets its one token, so a long prompt never stalls the others;
-  2. prompts under way get a chunk each, in turn over tenants and their groups and oldest first within one, from the
-     rest of the step's token budget (while others decode, prompts get less: the reader of a stream waits for a whole
-     step between two tokens);
-  3. waiting sequences are admitted while a place, blocks for all their tokens, and budget are left;
-  4. decoding sequences get drafts of what may follow (drafting.py) from what is left of the budget and of the blocks.
+One step computes one batch of tokens of several sequences (continuous batching). `Scheduler.schedule` fills it in this
+order:
 
-A sequence that needs a block when none is free takes it from the sequence admitted last, which loses all its blocks
-and waits, first in line, to be computed again (its published blocks are usually still there). The oldest always
-proceeds, so every request ends; one that could not run even alone is refused earlier (`EngineLimits.check`).
+  1. Every decoding sequence gets one token, so a long prompt never delays the others.
+  2. Running sequences whose prompt is not fully computed get a chunk of it, from what remains of the token budget.
+     Tenants take turns, and so do the groups of a tenant; within a group the oldest sequence comes first. While other
+     sequences are decoding, the budget for prompts is smaller, because their streams wait for the whole step.
+  3. Waiting sequences are admitted, as long as max_num_seqs, the blocks for all their tokens and the budget allow it.
+  4. Decoding sequences get drafts (drafting.py, draft_model.py), if budget and blocks remain.
 
-Admission is in turn over tenants, in turn over a tenant's groups (the parts of one request), and first come, first
-served within one. A newcomer whose tenant or group has less than its share need not wait until a sequence ends:
-the youngest sequence of those with most gives way to it, and waits as the next of its own group. The head of the line
-is not overtaken even if it is large, so small requests cannot starve it. It also waits while another sequence computes
-its prefix.
+Preemption. If a running sequence needs a block and none is free, the scheduler preempts the sequence that was admitted
+last. That sequence loses its blocks, becomes the first in the waiting queue and is computed again later; its cached
+blocks are usually still there. The oldest sequence is never preempted, so every request ends. A request that could not
+run even alone was refused before (`EngineLimits.check`).
+
+Fairness. A group consists of the sequences of one HTTP request. Admission takes turns over tenants and over the groups
+of a tenant; within a group it is first come, first served. If the tenant or group of a waiting sequence runs fewer
+sequences than its share, the scheduler preempts a sequence of the tenant or group that runs the most; the preempted
+sequence becomes the next of its own group. No sequence overtakes the head of the waiting queue, so a large request
+cannot be starved by small ones. The head also waits while another sequence computes its prefix (kv_cache.py).
+
+Flights. On a GPU, the engine schedules a step while the device still computes the previous one (flights.py). The
+scheduler needs no values of tokens for that, only their number: a token that a launched step samples is promised. A
+sequence whose last token is promised is not scheduled again. No sequence may be preempted while a step is in flight.
 """
 
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.output import FinishReason
 from fp8serve.engine.sequence import Sequence, Status
 
-MOST_DRAFTED = 32  # tokens of decoding sequences and their drafts; beyond this, a row costs as much as it gains
+MAX_DRAFT_ROWS = 32  # decoding tokens and drafted tokens of a step; with more rows, drafts cost more than they save
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
-    """Tokens [start, start + count) of `seq` to compute; `samples`: their last one's logits give a new token.
+    """The tokens of one sequence that a step computes: positions [start, start + count).
 
-    The last of them may be a `draft`: tokens that the sequence does not have yet.
+    The last of them may be a `draft`: tokens that are not yet part of the sequence. If the only token is promised,
+    `source` is the row of the step in flight that samples it; otherwise it is -1.
     """
 
     seq: Sequence
     start: int
     count: int
     draft: tuple[int, ...] = ()
+    source: int = -1
+
+    @property
+    def needs_sample(self) -> bool:
+        """Whether the work includes the last token of the sequence, so that a new token is sampled. This holds until
+        the step lands."""
+        return self.source >= 0 or self.start + self.count == len(self.seq.token_ids) + len(self.draft)
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.seq.token_ids[self.start : self.start + self.count], *self.draft]
+        """The tokens; a promised one is 0 until the device replaces it."""
+        return [0] if self.source >= 0 else [*self.seq.token_ids[self.start : self.start + self.count], *self.draft]
 
     @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.seq.token_ids) + len(self.draft)
+    def num_samples(self) -> int:
+        """The number of tokens to sample: one after the last token, and one after each token of the draft."""
+        return 1 + len(self.draft) if self.needs_sample else 0
 
     @property
-    def drawn(self) -> int:
-        """How many tokens are drawn: one after the last token, and one after each token of the draft."""
-        return 1 + len(self.draft) if self.samples else 0
-
-    @property
-    def scored(self) -> range:
-        """Positions whose logits give the log-probability of the prompt's next token, where that is wanted.
-
-        They are the last ones of the work, except the one that samples.
-        """
+    def scored_positions(self) -> range:
+        """The positions whose logits give a requested log-probability of the prompt's next token. These are the last
+        positions of the work, except the positions that need a sample."""
         if not self.seq.num_unscored:
             return range(0)
         first, end = len(self.seq.prompt_logprobs), min(self.start + self.count, self.seq.num_prompt - 1)
@@ -70,60 +79,98 @@ class Work:
 
     @property
     def num_logits(self) -> int:
-        """How many of its last tokens need logits."""
-        return len(self.scored) + self.drawn
+        """The number of tokens, at the end of the work, that need logits."""
+        return len(self.scored_positions) + self.num_samples
+
+
+@dataclass(slots=True)
+class StepWork:
+    """The work of one step: sequences that decode one token each, without a draft, and then `others`. Decoding
+    sequences are lists, because a step has many of them and an object for each would take longer than their work.
+
+    Iteration yields the `Work` of all sequences.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # of the token that each of `decodes` computes
+    sources: list[int] = field(default_factory=list)  # of the tokens, as in `Work`
+    others: list[Work] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    def __iter__(self) -> Iterator[Work]:
+        for seq, start, source in zip(self.decodes, self.positions, self.sources, strict=True):
+            yield Work(seq, start, 1, source=source)
+        yield from self.others
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decodes, *(item.seq for item in self.others)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(item.count for item in self.others)
 
 
 class WaitingQueue:
-    """Preempted sequences first, oldest first; then one from each tenant in turn, and of its groups in turn."""
+    """The waiting sequences. Preempted sequences come first, the oldest of them at the head. Then the tenants take
+    turns, and so do the groups of each tenant."""
 
     def __init__(self) -> None:
         self._preempted: deque[Sequence] = deque()
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], deque[Sequence]]] = OrderedDict()
+        self._size = 0
 
     def __len__(self) -> int:
-        lines = (line for groups in self._tenants.values() for line in groups.values())
-        return len(self._preempted) + sum(map(len, lines))
+        return self._size
 
     def add(self, seq: Sequence) -> None:
-        self._line(seq).append(seq)
+        self._size += 1
+        self._group_queue(seq).append(seq)
 
     def add_first(self, seq: Sequence) -> None:
-        """Adds `seq`, which gave up its place, as the next of its group."""
-        self._line(seq).appendleft(seq)
+        """Adds a sequence that was preempted for fairness, as the next of its group."""
+        self._size += 1
+        self._group_queue(seq).appendleft(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
-        self._preempted.appendleft(seq)  # the last admitted is preempted first
+        """Adds a sequence that was preempted for its blocks. Sequences are preempted from the youngest to the
+        oldest."""
+        self._size += 1
+        self._preempted.appendleft(seq)
 
     def head(self) -> Sequence | None:
-        return self._preempted[0] if self._preempted else next(self.newcomers(), None)
+        return self._preempted[0] if self._preempted else next(self.group_heads(), None)
 
-    def newcomers(self) -> Iterator[Sequence]:
-        """The next of each group, in the order of the line; none while a preempted sequence waits."""
+    def group_heads(self) -> Iterator[Sequence]:
+        """Yields the next sequence of each group, in queue order. Yields nothing while a preempted sequence waits."""
         if not self._preempted:
             for groups in self._tenants.values():
-                for line in groups.values():
-                    yield line[0]
+                for queue in groups.values():
+                    yield queue[0]
 
     def promote(self, seq: Sequence) -> None:
-        """Makes `seq`, the next of its group, the head."""
+        """Makes `seq`, the next of its group, the head of the queue."""
         self._tenants.move_to_end(seq.tenant, last=False)
         self._tenants[seq.tenant].move_to_end(seq.group, last=False)
 
     def pop(self) -> None:
-        """Removes the head; its tenant goes to the end of the line, its group to the end of the tenant's."""
+        """Removes the head of the queue. Its tenant, and its group within the tenant, become the last in turn."""
+        self._size -= 1
         if self._preempted:
             self._preempted.popleft()
             return
         tenant, groups = self._tenants.popitem(last=False)
-        group, line = groups.popitem(last=False)
-        line.popleft()
-        if line:
-            groups[group] = line
+        group, queue = groups.popitem(last=False)
+        queue.popleft()
+        if queue:
+            groups[group] = queue
         if groups:
             self._tenants[tenant] = groups
 
     def remove(self, seq: Sequence) -> None:
+        self._size -= 1
         if seq in self._preempted:
             self._preempted.remove(seq)
             return
@@ -134,27 +181,30 @@ class WaitingQueue:
         if not groups:
             del self._tenants[seq.tenant]
 
-    def _line(self, seq: Sequence) -> deque[Sequence]:
+    def _group_queue(self, seq: Sequence) -> deque[Sequence]:
         return self._tenants.setdefault(seq.tenant, OrderedDict()).setdefault(seq.group, deque())
 
 
 def round_robin(seqs: Iterable[Sequence]) -> list[Sequence]:
-    """The first of each tenant, then the second of each, and so on; within a tenant the same by groups. The order is
-    otherwise kept."""
-    return _ranked(_ranked(seqs, lambda seq: seq.group), lambda seq: seq.tenant)
+    """Returns the first sequence of each tenant, then the second of each, and so on. The sequences of a tenant are
+    ordered in the same way by their groups. Otherwise the order does not change."""
+    return _interleave(_interleave(seqs, lambda seq: seq.group), lambda seq: seq.tenant)
 
 
-def _ranked(seqs: Iterable[Sequence], name: Callable[[Sequence], Hashable]) -> list[Sequence]:
-    ranks: list[tuple[int, Sequence]] = []
-    seen: Counter[Hashable] = Counter()
+def _interleave(seqs: Iterable[Sequence], owner: Callable[[Sequence], Hashable]) -> list[Sequence]:
+    """Returns the first sequence of each owner, then the second of each, and so on."""
+    rounds: list[tuple[int, Sequence]] = []
+    counts: Counter[Hashable] = Counter()
     for seq in seqs:
-        ranks.append((seen[name(seq)], seq))
-        seen[name(seq)] += 1
-    return [seq for _, seq in sorted(ranks, key=lambda item: item[0])]
+        rounds.append((counts[owner(seq)], seq))
+        counts[owner(seq)] += 1
+    return [seq for _, seq in sorted(rounds, key=lambda item: item[0])]
 
 
 class Scheduler:
-    """Owns the sequences in flight and the block pool. Call `schedule`, compute, then `advance`, in turn."""
+    """Owns the waiting and running sequences and the block pool. For each step the engine calls `schedule`, launches
+    the work, and calls `launch`; when the sampled tokens have arrived, it calls `advance`. Between the two, it may
+    schedule and launch one more step."""
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int) -> None:
         self.pool = pool
@@ -165,42 +215,75 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self.num_preemptions = 0
         self.num_prefix_queried = 0  # tokens of admitted sequences
-        self.num_prefix_hits = 0  # how many of these were found in the cache
-        self.num_restored_hits = 0  # how many of these an earlier process computed
+        self.num_prefix_hits = 0  # those of them that were in the prefix cache
+        self.num_restored_hits = 0  # those of the hits that an earlier process computed
+        self._is_fair = True  # no waiting sequence is below its share, and nothing has changed since this was checked
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
     def add(self, seq: Sequence) -> None:
+        self._is_fair = False
         self.waiting.add(seq)
 
-    def schedule(self) -> list[Work]:
-        """The next step's work; empty only when there is none."""
-        self._yield_to_newcomer()
+    def may_preempt(self) -> bool:
+        """Returns whether the next `schedule` may preempt a sequence. No step may be in flight then."""
+        if self._find_victim() is not None:
+            return True
+        free = self.pool.num_free
+        return free < len(self.running) and free < sum(self.pool.needs_block(seq) for seq in self.running)
+
+    def schedule(self) -> StepWork:
+        """Returns the work of the next step. It is empty if there is no sequence, or if all sequences wait for tokens
+        of the step in flight."""
+        self._preempt_for_fairness()
         preemptions = self.num_preemptions
-        decodes = self._decodes()
-        budget = self.max_batch_tokens - len(decodes)
-        if decodes:
+        work, prompts = self._decodes()
+        budget = self.max_batch_tokens - len(work.decodes)
+        if work.decodes:
             budget = min(budget, self.max_prefill_tokens)
-        chunks = self._chunks(budget)
-        if self.num_preemptions == preemptions:
+        chunks = self._chunks(prompts, budget)
+        if self.num_preemptions == preemptions and self.waiting:
             chunks += self._admissions(budget - sum(item.count for item in chunks))
-        room = self.max_batch_tokens - sum(item.count for item in decodes + chunks)
-        return self._drafted(decodes, min(room, MOST_DRAFTED - len(decodes))) + chunks
+        remaining = self.max_batch_tokens - len(work.decodes) - sum(item.count for item in chunks)
+        self._add_drafts(work, min(remaining, MAX_DRAFT_ROWS - len(work.decodes)))
+        work.others += chunks
+        return work
 
-    def advance(self, work: list[Work]) -> None:
-        """Records that `work` was computed, before new tokens are appended."""
-        for item in work:
-            item.seq.num_computed += item.count - len(item.draft)
-            self.pool.publish(item.seq, item.start)
+    def launch(self, work: StepWork) -> None:
+        """Records that `work` is computed from now on, and so that a token is promised to each sampled sequence."""
+        for row, seq in enumerate(work.decodes):
+            seq.num_launched += 1
+            seq.sample_row = row
+        row = len(work.decodes)
+        for item in work.others:
+            item.seq.num_launched += item.count - len(item.draft)
+            item.seq.sample_row = row
+            row += item.num_samples
 
-    def confirm(self, seq: Sequence) -> None:
-        """Records that the token appended last is the one that was drafted: it is computed."""
-        seq.num_computed += 1
-        self.pool.publish(seq, seq.num_computed - 1)
+    def advance(self, work: StepWork) -> None:
+        """Records that launched work was computed. Call this before the sampled tokens are appended to the sequences.
+        Sequences that have finished in the meantime are left as they are."""
+        size, finished = self.pool.block_size, Status.FINISHED
+        for seq, position in zip(work.decodes, work.positions, strict=True):
+            if seq.status is not finished:
+                seq.num_computed = end = position + 1
+                if end % size == 0:
+                    self.pool.cache_blocks(seq, position)
+        for item in work.others:
+            if item.seq.status is not finished:
+                item.seq.num_computed += item.count - len(item.draft)
+                self.pool.cache_blocks(item.seq, item.start)
+
+    def accept_drafted_token(self, seq: Sequence) -> None:
+        """Records that the last token of `seq` is a drafted token, which is computed already."""
+        seq.num_computed = seq.num_launched = seq.num_computed + 1
+        self.pool.cache_blocks(seq, seq.num_computed - 1)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Ends `seq`, wherever it is, and frees what it holds."""
+        """Ends a waiting or running sequence and frees its blocks. If a step in flight still computes the sequence,
+        later steps that get the blocks write to them after it."""
+        self._is_fair = False
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         elif seq.status is not Status.FINISHED:
@@ -208,66 +291,91 @@ class Scheduler:
         self.pool.release(seq)
         seq.status, seq.finish_reason = Status.FINISHED, reason
 
-    def _decodes(self) -> list[Work]:
-        decoding = [seq for seq in self.running if seq.num_pending == 1]
-        return [Work(seq, seq.num_computed, 1) for seq in decoding if self._make_room(seq)]
+    def _decodes(self) -> tuple[StepWork, list[Sequence]]:
+        """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
+        decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
+        for seq in self.running:  # preempting ends the list at this sequence or after it
+            start, known = seq.num_launched, len(seq.token_ids)
+            if start + 1 < known:
+                prompts.append(seq)
+            elif start >= known and start + 1 >= seq.max_tokens:
+                continue  # its last token is promised
+            elif start % size or self._grow(seq):  # only the first token of a block needs a new one
+                decodes.append(seq)
+        positions = [seq.num_launched for seq in decodes]
+        sources = [seq.sample_row if seq.num_launched >= len(seq.token_ids) else -1 for seq in decodes]
+        return StepWork(decodes, positions, sources), prompts
 
-    def _drafted(self, decodes: list[Work], room: int) -> list[Work]:
-        """`decodes`, with drafts of `room` tokens in all: each gets its share, and what the ones before it left
-        over."""
-        if room <= 0 or all(item.seq.drafter is None for item in decodes):
-            return decodes
-        result: list[Work] = []
-        for item in decodes:
-            draft = self._draft(item.seq, room // (len(decodes) - len(result)), len(decodes))
-            result.append(replace(item, count=1 + len(draft), draft=draft))
-            room -= len(draft)
-        return result
+    def _add_drafts(self, work: StepWork, max_tokens: int) -> None:
+        """Adds drafts of up to `max_tokens` tokens in all to the decoding sequences. Every sequence gets an equal
+        share, and the sequences after it get what it does not use."""
+        if max_tokens <= 0 or all(seq.drafter is None for seq in work.decodes):
+            return
+        items, rows = list[Work](), len(work.decodes)
+        for seq in work.decodes:
+            draft = self._draft(seq, max_tokens // (rows - len(items)), rows)
+            items.append(Work(seq, seq.num_computed, 1 + len(draft), draft))
+            max_tokens -= len(draft)
+        if any(item.draft for item in items):
+            work.decodes, work.positions, work.sources, work.others = [], [], [], items
 
-    def _draft(self, seq: Sequence, room: int, rows: int) -> tuple[int, ...]:
-        """A draft for `seq`, no longer than its remaining tokens; no sequence loses a block for it."""
-        room = min(room, seq.params.max_new_tokens - seq.num_generated - 1)
-        if seq.drafter is None or room < 1:
+    def _draft(self, seq: Sequence, max_tokens: int, rows: int) -> tuple[int, ...]:
+        """Returns a draft for `seq`, not longer than its remaining tokens. No sequence is preempted for a draft."""
+        max_tokens = min(max_tokens, seq.params.max_new_tokens - seq.num_generated - 1)
+        if seq.drafter is None or max_tokens < 1:
             return ()
-        draft = seq.drafter.propose(seq.token_ids, room, rows)
+        draft = seq.drafter.propose(seq.token_ids, max_tokens, rows)
         return tuple(draft) if self.pool.grow(seq, len(draft), reserve=len(self.running)) else ()
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """False when `seq` itself was, or had to be, preempted."""
+    def _grow(self, seq: Sequence) -> bool:
+        """Allocates a block for the next token if necessary, and preempts the youngest sequences until one is free.
+        Returns False if `seq` itself is preempted."""
         while seq.status is Status.RUNNING and not self.pool.grow(seq):
-            self._preempt(self.running[-1])
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            self.waiting.add_preempted(youngest)
         return seq.status is Status.RUNNING
 
     def _preempt(self, seq: Sequence) -> None:
-        self._stop(seq)
-        self.waiting.add_preempted(seq)
-
-    def _stop(self, seq: Sequence) -> None:
+        self._is_fair = False
         self.running.remove(seq)
         self.pool.release(seq)
         seq.status = Status.PREEMPTED
         self.num_preemptions += 1
 
-    def _yield_to_newcomer(self) -> None:
-        """Moves the first waiting sequence whose tenant or group is below its share to the head of the line, and
-        preempts at most one sequence for it."""
+    def _preempt_for_fairness(self) -> None:
+        """Moves the first waiting sequence whose tenant or group is below its share to the head of the queue, and
+        preempts a sequence for it if there is no room."""
+        if (pair := self._find_victim()) is not None:
+            seq, victim = pair
+            self.waiting.promote(seq)
+            if not self._has_room(seq):
+                self._preempt(victim)
+                self.waiting.add_first(victim)
+
+    def _find_victim(self) -> tuple[Sequence, Sequence] | None:
+        """Returns the first waiting sequence whose tenant or group is below its share, and the sequence to preempt for
+        it. Returns None if there is no such sequence."""
+        if self._is_fair or not self.waiting:
+            return None
         tenants = Counter(seq.tenant for seq in self.running)
         groups = Counter(seq.group for seq in self.running)
-        for seq in self.waiting.newcomers():
+        for seq in self.waiting.group_heads():
             if (victim := self._victim_for(seq, tenants, groups)) is not None:
-                self.waiting.promote(seq)
-                if not self._has_room(seq):
-                    self._stop(victim)
-                    self.waiting.add_first(victim)
-                return
+                return seq, victim
+        self._is_fair = True
+        return None
 
     def _has_room(self, seq: Sequence) -> bool:
-        return len(self.running) < self.max_num_seqs and self.pool.fits(seq, reserve=len(self.running))
+        return len(self.running) < self.max_num_seqs and self.pool.can_allocate(seq, reserve=len(self.running))
 
     def _victim_for(self, seq: Sequence, tenants: Counter[str], groups: Counter[tuple[str, str]]) -> Sequence | None:
-        """The sequence to preempt for `seq`, or None. If the busiest tenant runs at least two sequences more than that
-        of `seq`: the youngest of that tenant's largest group. Otherwise, if the group of `seq` runs nothing: the
-        youngest of its own tenant's largest group, if that runs at least two. Never the oldest sequence of all.
+        """Returns the sequence to preempt for `seq`, or None if `seq` must wait.
+
+        If the largest tenant runs at least two sequences more than the tenant of `seq`, the victim is the youngest
+        sequence of the largest group of the largest tenant. Otherwise, if the group of `seq` runs no sequence, the
+        victim is the youngest sequence of the largest group of the same tenant, if this group runs at least two. The
+        victim is never the oldest running sequence.
         """
         largest, most = max(tenants.items(), key=lambda item: item[1], default=("", 0))
         if most >= tenants[seq.tenant] + 2:
@@ -278,19 +386,20 @@ class Scheduler:
         return youngest if groups[youngest.group] > 1 else None
 
     def _youngest(self, tenant: str, groups: Counter[tuple[str, str]]) -> Sequence:
-        """The youngest sequence of the tenant's largest group."""
+        """Returns the youngest sequence of the tenant's largest group."""
         return max((s for s in reversed(self.running) if s.tenant == tenant), key=lambda s: groups[s.group])
 
-    def _chunks(self, budget: int) -> list[Work]:
-        """The next part of every unfinished prompt, as far as `budget` tokens go."""
+    def _chunks(self, prompts: list[Sequence], budget: int) -> list[Work]:
+        """Schedules the next chunk of every partly computed prompt, up to `budget` tokens in all."""
         work: list[Work] = []
-        for seq in round_robin(seq for seq in self.running if seq.num_pending > 1):
+        for seq in round_robin(prompts):
             if budget > 0:
                 work.append(self._chunk(seq, budget))
                 budget -= work[-1].count
         return work
 
     def _admissions(self, budget: int) -> list[Work]:
+        """Admits waiting sequences and schedules their first chunks, up to `budget` tokens in all."""
         work: list[Work] = []
         while budget > 0 and (seq := self._admit_next()):
             work.append(self._chunk(seq, budget))
@@ -298,16 +407,17 @@ class Scheduler:
         return work
 
     def _chunk(self, seq: Sequence, budget: int) -> Work:
-        return Work(seq, seq.num_computed, min(seq.num_pending, budget))
+        return Work(seq, seq.num_launched, min(seq.num_pending, budget))
 
     def _admit_next(self) -> Sequence | None:
-        """The head of the line, now running; None when it must wait."""
+        """Admits the head of the waiting queue and returns it, or returns None if it must wait."""
         seq = self.waiting.head()
-        if seq is None or len(self.running) >= self.max_num_seqs or self.pool.is_coming(seq):
+        if seq is None or len(self.running) >= self.max_num_seqs or self.pool.is_prefix_in_progress(seq):
             return None
-        # a block for each running sequence to grow into, or it would be preempted as soon as it is admitted
-        if not self.pool.admit(seq, reserve=len(self.running)):
+        # reserves a block for each running sequence, which would otherwise soon preempt the admitted one
+        if not self.pool.allocate(seq, reserve=len(self.running)):
             return None
+        self._is_fair = False
         self.waiting.pop()
         self.running.append(seq)
         if seq.status is Status.WAITING:
@@ -315,5 +425,5 @@ class Scheduler:
         seq.status = Status.RUNNING
         self.num_prefix_queried += len(seq.token_ids)
         self.num_prefix_hits += seq.num_computed
-        self.num_restored_hits += self.pool.restored_tokens(seq)
+        self.num_restored_hits += self.pool.num_restored_tokens(seq)
         return seq

@@ -1,4 +1,4 @@
-"""The engine's own record of a request in flight. No torch."""
+"""The state of a request in the engine. This module does not import torch."""
 
 import secrets
 import time
@@ -14,11 +14,12 @@ from fp8serve.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from fp8serve.engine.adapters import LoadedAdapter
-    from fp8serve.engine.grammar import Matcher  # which needs a library that the GPU's tests do not
+    from fp8serve.engine.grammar import Matcher  # only as a type, because the tests on a GPU have no llguidance
+    from fp8serve.engine.text import TextStream
 
 
 class Status(Enum):
-    """Where a sequence is; PREEMPTED waits again after losing its blocks."""
+    """The status of a sequence. A PREEMPTED sequence has lost its blocks and waits again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -27,34 +28,55 @@ class Status(Enum):
 
 
 class Drafter(Protocol):
-    """Drafts tokens of one sequence: `drafting.Drafter`, or `draft_model.ModelDrafter`."""
+    """The interface of `drafting.Drafter` and `draft_model.ModelDrafter`, which draft tokens of one sequence."""
 
-    def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]: ...
+    def propose(self, token_ids: Items[int], max_tokens: int, rows: int) -> list[int]: ...
 
-    def learn(self, drafted: int, accepted: int) -> None: ...
+    def record(self, drafted: int, accepted: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The record of one request in flight, compared by identity. Comments name the part that writes a field."""
+    """The prompt and the generated tokens of one request, with its state. Sequences are compared by identity. All times
+    are on the monotonic clock."""
 
     request: Request
-    token_ids: list[int]  # the prompt, then generated tokens; engine
-    seed: int  # engine; random if the request has none
-    status: Status = Status.WAITING  # scheduler
-    num_computed: int = 0  # tokens whose keys and values are in the cache; scheduler
-    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted; scheduler
-    block_table: list[int] = field(default_factory=list)  # cache manager
-    block_hashes: list[bytes] = field(default_factory=list)  # chained hashes of full blocks; cache manager
-    finish_reason: FinishReason | None = None  # the part that ends the sequence
-    constraint: "Matcher | None" = None  # if the answer has a form; engine
-    ban: Ban | None = None  # if there are bad words; engine
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens 1, 2, ...; engine
-    drafter: Drafter | None = None  # if tokens are drafted; engine
-    adapter: "LoadedAdapter | None" = None  # if the request names one; engine
-    arrived: float = field(default_factory=time.monotonic)  # when the process received the request; engine
-    admitted: float | None = None  # the first admission, on the monotonic clock as all times; scheduler
-    first_token: float | None = None  # engine
+    token_ids: list[int]  # the prompt, then the generated tokens
+    seed: int  # random if the request has none
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the text
+    matcher: "Matcher | None" = None  # if the request has a grammar
+    ban: Ban | None = None  # if the request has bad words
+    drafter: Drafter | None = None  # if tokens are drafted
+    adapter: "LoadedAdapter | None" = None  # if the request names an adapter
+    text: "TextStream | None" = None  # in the engine
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
+    arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
+    first_token: float | None = None  # when the first token was generated
+    # the scheduler writes the following fields
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed: int = 0  # tokens whose keys and values are in the KV cache
+    num_launched: int = 0  # tokens that are computed or that a step in flight computes (flights.py)
+    sample_row: int = 0  # the row of the last launched step that samples a token of this sequence
+    num_cached: int = 0  # tokens that were in the prefix cache when the sequence was first admitted
+    admitted: float | None = None  # when the sequence was first admitted
+    # the block pool writes the following fields
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks
+    # copied from the request, because every step reads them
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    num_prompt: int = field(init=False)
+    max_tokens: int = field(init=False)  # of the prompt and the completion
+    tenant: str = field(init=False)
+    group: tuple[str, str] = field(init=False)  # the tenant and the group; a request without a group is its own group
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.request_id = request.request_id
+        self.params, self.tenant, self.num_prompt = request.params, request.tenant, len(request.prompt_token_ids)
+        self.max_tokens = self.num_prompt + request.params.max_new_tokens
+        self.group = request.tenant, request.group or request.request_id
 
     @classmethod
     def of(cls, request: Request) -> "Sequence":
@@ -62,42 +84,21 @@ class Sequence:
         return cls(request, list(request.prompt_token_ids), secrets.randbits(64) if seed is None else seed % 2**64)
 
     def timing(self) -> Timing:
-        """Its phases until now."""
-        now, since_epoch = time.monotonic(), time.time()
+        """Returns the durations of the request's phases until now."""
+        now = time.monotonic()
         admitted = now if self.admitted is None else self.admitted
-        first = now if self.first_token is None else self.first_token
+        first_token = now if self.first_token is None else self.first_token
         return Timing(
-            since_epoch - (now - self.arrived),
+            time.time() - (now - self.arrived),
             admitted - self.arrived,
-            None if self.admitted is None else first - admitted,
-            None if self.first_token is None else now - first,
+            None if self.admitted is None else first_token - admitted,
+            None if self.first_token is None else now - first_token,
         )
 
     @property
-    def salt(self) -> bytes:
-        """What its keys and values depend on besides the tokens and the model; at most 64 bytes."""
+    def cache_salt(self) -> bytes:
+        """The salt of the block hashes, because keys and values also depend on the adapter; at most 64 bytes."""
         return b"" if self.adapter is None else self.adapter.digest
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """Identifies the request of which this is a part, among those of all tenants."""
-        return self.request.tenant, self.request.group or self.request.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_generated(self) -> int:
@@ -105,12 +106,28 @@ class Sequence:
 
     @property
     def num_unscored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are still wanted."""
+        """The number of prompt tokens whose requested log-probabilities are not computed yet."""
         if self.params.prompt_logprobs is None:
             return 0
         return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
+    def num_promised(self) -> int:
+        """The number of tokens that steps in flight sample, and that are not in token_ids yet. A step that computes the
+        last token samples the next one."""
+        return max(0, self.num_launched + 1 - len(self.token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, including promised ones."""
+        return max(len(self.token_ids), self.num_launched + 1)
+
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the next token cannot be sampled before the values of all previous tokens are known."""
+        return self.matcher is not None or self.ban is not None or self.params.has_penalty
+
+    @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are still to be computed: 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """The number of tokens whose computation is not launched yet: 1 while decoding."""
+        return self.num_tokens - self.num_launched

@@ -1,115 +1,143 @@
-"""One step's work as tensors, and a decoding step as a CUDA graph.
+"""Converts the work of a step to tensors, and replays decoding steps as CUDA graphs.
 
-All sequences of a step are flattened into one row of tokens: the model sees `[tokens]`, and the paged attention op gets
-where each sequence begins (`query_starts` [S+1]), how long it is with its new tokens (`context_lens` [S]) and where its
-keys and values lie (`block_tables` [S, most blocks], `slots` [tokens]). Prefill chunks and decoding tokens mix freely.
-Numbers reach the device from pinned memory, so a step waits for the device once: when it reads the sampled tokens.
+Tensors. The tokens of all sequences of a step are concatenated, so the model reads `[tokens]`, and prefill chunks and
+decoding tokens can be mixed. The paged attention op gets the offset of each sequence (`query_starts` [S+1]), its length
+including the new tokens (`context_lens` [S]), and the position of its keys and values in the cache (`block_tables`
+[S, blocks], `slots` [tokens]). Inputs are copied to the device from pinned memory, so a step waits for the device only
+when it reads the sampled tokens.
 
-At batch 1 a step of a small model is bound by the time that Python and the driver take to launch its kernels. A step in
-which every sequence decodes one token has a fixed shape but for the number of sequences, so it is captured once for
-each of a few sizes (1, 2, 4, 8, 16, 24, ... up to max_num_seqs) and replayed with new contents of the same buffers. A
-batch between two sizes is filled up with copies of its first sequence, whose keys and values are not written (slot -1):
-they compute what that sequence computes, so they change no maximum that is watched, and `live_rows` keeps them out
-of the counters.
+Only some tokens need logits: the last token of each sequence that is sampled, with its draft, and the tokens of a
+prompt whose log-probabilities are requested. Work after the last attention is done for these tokens only, and attention
+gets a second description for them (`last_queries`). In a decoding step, all tokens need logits.
 
-Buffers. A step's integers lie in pinned memory on the host and in its copy on the device; all sizes share them, the
-first n rows each. The block table is as wide as the longest sequence allowed; rows that have not changed since the last
-step are not written again. Every capture takes its memory from one pool, the largest first, so that the others fit in.
+CUDA graphs. At batch size 1, a step of a small model takes as long as Python and the driver need to launch its kernels.
+A step in which every sequence decodes one token has a fixed shape except for the number of sequences. So it is captured
+once for each of several batch sizes (`graph_sizes`, up to max_num_seqs) and replayed with new contents of the
+same buffers. Other batches are padded with copies of their first sequence, whose keys and values are not written (slot
+-1). A copy computes the same values as that sequence, so it changes no amax, and `live_rows` excludes it from counters.
 
-A graph reads the memory that its capture read, so it sees values that are written there, but not a tensor or module
-that was replaced. `Recorded` looks for those while the device computes; if there is one, everything is captured anew
-and the step repeated, which writes the same places of the cache.
+Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. All batch sizes use the
+first rows of the same buffers. There are two pinned buffers, because a step may be prepared while the copy of the
+previous one is still queued. Block tables stay on the device, with the width of the longest possible sequence, and only
+their new entries are sent. A graph begins by gathering its rows of them. All captures allocate from one memory pool,
+the largest first, so that the smaller ones reuse its memory.
 
-Steps that cannot be captured run as before: prompts, batches with a prompt in them, and everything if the capture
-fails; `info` then shows the reason. Logits are bit-equal to those of the step that was not captured: the same kernels
-run.
+Promised tokens. If the previous step is still in flight (flights.py), the host does not know the tokens that it
+samples. So the device keeps the sampled tokens, and a step names the row of each promised token (`sources`).
 
-Few tokens need logits: the last one of each sequence that samples, with its draft, and those of a prompt whose
-log-probabilities are wanted. Work that only these tokens need is done for them alone, and the attention op gets a
-second description, with these queries. In a decoding step these are all tokens.
+Validity. A graph reads the memory that was captured, so it sees new values in this memory but no tensor or module that
+was replaced. `CapturedModel` checks for replacements while the device computes. If it finds one, all sizes are captured
+again and the step is repeated, which overwrites the same slots of the cache.
+
+All other steps run without graphs: steps with a prompt or an adapter, and every step if capturing fails (`info` has the
+reason). Graphs run the same kernels, so logits have the same bits with and without them.
 """
 
 import itertools
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.defaults import graph_sizes
+from fp8serve.engine.flights import PinnedBuffer
+from fp8serve.engine.scheduler import StepWork, Work
 
-WARM_UPS = 2  # runs before the capture: libraries load kernels and take their workspace in the first
+IntArray = NDArray[np.int64]
+NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Tokens that attend, flattened over S sequences; int32."""
+    """Describes the queries of paged attention: consecutive tokens of S sequences. All tensors are int32."""
 
-    query_starts: Tensor  # [S + 1]
+    query_starts: Tensor  # [S + 1]: the offset of each sequence's first query
     context_lens: Tensor  # [S]: the position of each sequence's last query, plus one
-    block_tables: Tensor  # [S, most blocks], rows filled up with 0
+    block_tables: Tensor  # [S, blocks], padded with 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step in the form that the ops take: integers, on the model's device."""
+    """The inputs of a step of T tokens, on the model's device."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block * block_size + offset
-    queries: Queries  # all T
-    last: Tensor | None  # int64 [R]: rows whose logits are wanted; None: all T
-    last_queries: Queries  # these; where they are all, `queries` itself
+    queries: Queries  # of all T tokens
+    last: Tensor | None  # int64 [R]: the tokens that need logits; None if all T need them
+    last_queries: Queries  # of the tokens in `last`
 
 
-def flatten(work: list[Work], block_size: int, device: torch.device) -> StepTensors:
-    """The tensors of one step."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts, last = [0], list[int]()
-    for item in work:
-        span = range(item.start, item.start + item.count)
-        table = item.seq.block_table
-        token_ids += item.token_ids
-        positions += span
-        slots += [table[i // block_size] * block_size + i % block_size for i in span]
-        starts.append(len(token_ids))
-        last += range(len(token_ids) - item.num_logits, len(token_ids))
+def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
+    """Converts the work of a step to tensors. `samples` are the tokens that the step in flight samples, int64 [rows] on
+    the device. A negative one stands for a row that fails, and becomes 0."""
+    counts = [item.count for item in work]
+    starts = [0, *itertools.accumulate(counts)]
+    token_ids = list(itertools.chain.from_iterable(item.token_ids for item in work))
+    positions = np.arange(starts[-1]) + np.repeat(
+        [item.start - start for item, start in zip(work, starts[:-1], strict=True)], counts
+    )
+    tables, lengths = _pad_tables(work), [item.start + item.count for item in work]
+    rows = np.repeat(np.arange(len(work)), counts)
+    slots = tables[rows, positions // block_size] * block_size + positions % block_size
+    num_logits = [item.num_logits for item in work]
+    last = [i for end, n in zip(starts[1:], num_logits, strict=True) for i in range(end - n, end)]
+    promised = [start for start, item in zip(starts[:-1], work, strict=True) if item.source >= 0]
+    sources = [item.source for item in work if item.source >= 0]
 
-    ids, places, into, rows = _parts([token_ids, positions, slots, last], torch.long, device)
-    queries = _queries(work, starts, device)
+    id_tensor, position_tensor, slot_tensor, last_tensor, promised_tensor, source_tensor = _copy_arrays(
+        [token_ids, positions, slots, last, promised, sources], torch.long, device
+    )
+    if promised and samples is not None:
+        id_tensor.index_copy_(0, promised_tensor, samples.index_select(0, source_tensor).clamp(min=0))
+    queries = _queries(starts, lengths, tables, device)
     if len(last) == len(token_ids):
-        return StepTensors(ids, places, into, queries, None, queries)
-    some = [item for item in work if item.num_logits]
-    few = _queries(some, [0, *itertools.accumulate(item.num_logits for item in some)], device)
-    return StepTensors(ids, places, into, queries, rows, few)
+        return StepTensors(id_tensor, position_tensor, slot_tensor, queries, None, queries)
+    with_logits = [row for row, n in enumerate(num_logits) if n]
+    last_queries = _queries(
+        [0, *itertools.accumulate(num_logits[row] for row in with_logits)],
+        [lengths[row] for row in with_logits],
+        tables[with_logits, : max((len(work[row].seq.block_table) for row in with_logits), default=0)],
+        device,
+    )
+    return StepTensors(id_tensor, position_tensor, slot_tensor, queries, last_tensor, last_queries)
 
 
-def _queries(work: list[Work], starts: list[int], device: torch.device) -> Queries:
-    """The last tokens of every item of `work`, as many as `starts` says."""
-    most = max((len(item.seq.block_table) for item in work), default=0)
-    tables = [item.seq.block_table + [0] * (most - len(item.seq.block_table)) for item in work]
-    lengths = [item.start + item.count for item in work]
-    blocks = list(itertools.chain.from_iterable(tables))
-    begins, context, held = _parts([starts, lengths, blocks], torch.int32, device)
-    return Queries(begins, context, held.view(len(work), most))
+def _pad_tables(work: Sequence[Work]) -> IntArray:
+    """Returns the block tables of `work`, padded with 0 to equal lengths."""
+    width = max((len(item.seq.block_table) for item in work), default=0)
+    tables = np.zeros((len(work), width), np.int64)
+    for row, item in enumerate(work):
+        tables[row, : len(item.seq.block_table)] = item.seq.block_table
+    return tables
 
 
-def _parts(lists: list[list[int]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Each list as a tensor; all of them in one copy."""
-    whole = to_device(list(itertools.chain.from_iterable(lists)), dtype, device)
-    return whole.split_with_sizes([len(part) for part in lists])
+def _queries(starts: list[int], lengths: list[int], tables: IntArray, device: torch.device) -> Queries:
+    """Describes queries at the end of each sequence. `starts` are their offsets."""
+    arrays = _copy_arrays([starts, lengths, tables.ravel()], torch.int32, device)
+    return Queries(arrays[0], arrays[1], arrays[2].view(tables.shape))
+
+
+def _copy_arrays(
+    arrays: Sequence[list[int] | IntArray], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Copies several lists and arrays to the device in one transfer. Returns a tensor for each."""
+    joined = np.concatenate([np.asarray(array, np.int64) for array in arrays])
+    return to_device(joined, dtype, device).split_with_sizes([len(array) for array in arrays])
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` (numbers, nested lists of them, or a NumPy array) as a tensor on `device`.
+    """Copies numbers, nested lists of numbers or a NumPy array to a tensor on `device`.
 
-    `torch.tensor(values, device="cuda")` would wait for all queued work, because it copies from memory that may change.
-    From pinned memory the copy is queued like a kernel; torch keeps the memory until it is done.
+    `torch.tensor(values, device="cuda")` would wait for all queued work. A copy from pinned memory is queued like a
+    kernel, and torch does not reuse the pinned memory before the copy is done.
     """
     if device.type == "cpu":
         return torch.as_tensor(values, dtype=dtype)
@@ -117,13 +145,13 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Capture(Protocol):
-    """Records `run`, and returns a function that repeats it: it returns the same tensor every time, overwritten."""
+    """Captures `run` and returns a function that replays it. Every replay returns the same tensor with new contents."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
 
 
 class CudaCapture:
-    """torch's CUDA graphs, all in one memory pool."""
+    """Captures functions as CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +161,7 @@ class CudaCapture:
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
+            for _ in range(NUM_WARM_UPS):
                 run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -149,7 +177,7 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """The batch sizes at which decoding is replayed, or the reason why it is not."""
+    """The batch sizes that were captured as CUDA graphs, or the reason why none was captured."""
 
     sizes: tuple[int, ...] = ()
     reason: str | None = None
@@ -158,110 +186,180 @@ class GraphReport:
         return f"off: {self.reason}" if self.reason else f"batches of {', '.join(map(str, self.sizes))}"
 
 
-class Recorded:
-    """The modules and tensors of `model` that a capture has read; their memory is kept as long as this object."""
+class CapturedModel:
+    """The modules and tensors of a model at the time of a capture. While this object exists, the memory of the tensors
+    is not freed."""
 
     def __init__(self, model: nn.Module) -> None:
-        owners = list(model.modules())
-        tables = [table for m in owners for table in (m._modules, m._parameters, m._buffers)]
-        self._things = [(table, name, thing) for table in tables for name, thing in table.items()]
-        tensors = [thing for _, _, thing in self._things if isinstance(thing, Tensor)]
-        self._places = [(tensor, tensor.data_ptr()) for tensor in tensors]
-        self._memory = [tensor.untyped_storage() for tensor in tensors]
+        tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)]
+        self._entries = [(table, name, value) for table in tables for name, value in table.items()]
+        tensors = [value for _, _, value in self._entries if isinstance(value, Tensor)]
+        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
 
     def is_current(self) -> bool:
-        """Whether the model still consists of these."""
-        for table, name, thing in self._things:
-            if table.get(name) is not thing:
+        """Returns whether the model still consists of the same modules and tensors."""
+        for table, name, value in self._entries:
+            if table.get(name) is not value:
                 return False
-        return all(tensor.data_ptr() == place for tensor, place in self._places)
+        return all(tensor.data_ptr() == address for tensor, address in self._addresses)
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, then every eighth number, and `most` itself."""
-    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
+@dataclass(slots=True)
+class DecodeRows:
+    """A step in which every sequence decodes one token, as lists with an entry for each."""
+
+    tables: list[list[int]]  # the block tables
+    positions: list[int]
+    tokens: list[int]  # those that are promised are 0
+    sources: list[int]  # the row of a promised token in the step in flight, and -1 for another token
+
+    @classmethod
+    def of(cls, work: StepWork | Sequence[Work]) -> "DecodeRows | None":
+        """Returns the rows of `work`, or None if it has other work than one token of each sequence."""
+        others = work.others if isinstance(work, StepWork) else work
+        if not all(item.count == 1 and item.needs_sample for item in others):
+            return None
+        if others or not isinstance(work, StepWork):
+            items = list(work)
+            tables, positions = [item.seq.block_table for item in items], [item.start for item in items]
+            return cls(tables, positions, [item.token_ids[0] for item in items], [item.source for item in items])
+        seqs, sources = work.decodes, work.sources
+        tokens = [0] * len(seqs)
+        if min(sources) < 0:
+            rows = zip(seqs, work.positions, sources, strict=True)
+            tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in rows]
+        return cls([seq.block_table for seq in seqs], work.positions, tokens, sources)
 
 
 class Buffers:
-    """The integers of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
+    """The inputs of a decoding step of up to `rows` sequences with up to `width` blocks each, on host and device."""
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.rows, self.width = rows, width
-        pinned = device.type == "cuda"
-        # token ids, positions, slots [rows] each, and how many rows are live; context lengths, then block tables
-        self._wide = torch.zeros(3 * rows + 1, dtype=torch.long, pin_memory=pinned)
-        self._narrow = torch.zeros(rows + rows * width, dtype=torch.int32, pin_memory=pinned)
-        self._wide_there, self._narrow_there = (torch.empty_like(t, device=device) for t in (self._wide, self._narrow))
-        self._wide[2 * rows : 3 * rows] = -1  # a capture writes no keys, and reads one
-        self._narrow[:rows] = 1
-        self._wide_there.copy_(self._wide)
-        self._narrow_there.copy_(self._narrow)
+    NUM_COLUMNS = 5  # int64 [rows] each: token ids, sources, positions, slots, places
+
+    def __init__(self, rows: int, width: int, block_size: int, device: torch.device) -> None:
+        self.rows, self.width, self._block_size = rows, width, block_size
+        # The number of live rows follows the columns, and then the context lengths, int32 [rows].
+        nbytes = 8 * (self.NUM_COLUMNS * rows + 1) + 4 * rows
+        self._host = [PinnedBuffer(nbytes, device) for _ in range(2)]
+        # the samples of the previous step, int64 [rows], and then a copy of a host buffer
+        device_bytes = torch.zeros(8 * rows + nbytes, dtype=torch.uint8, device=device)
+        self.samples = device_bytes[: 8 * rows].view(torch.long)
+        self._inputs = device_bytes[8 * rows :]
+        int64, self._context_lens = self._views(self._inputs)
+        self._candidates = device_bytes[: 16 * rows].view(torch.long)  # samples, then token ids of the host
+        self._columns = int64[:-1].view(self.NUM_COLUMNS, rows)
+        self.live_rows = int64[-1]  # int64 []: the number of rows that are not padding
+        self._columns[3].fill_(-1)  # during a capture, every row attends to one key and writes none
+        self._context_lens.fill_(1)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._tables = self._narrow.numpy()[rows:].reshape(rows, width)
-        self._known: list[tuple[list[int], int]] = [([], 0)] * rows  # what the rows of the tables hold
-        self.live_rows = self._wide_there[-1]  # int64 []
+        # A block table keeps its place on the device until another one needs the place.
+        self._tables = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self._owners: list[list[int] | None] = [None] * rows  # of each place, the block table
+        self._place_of: dict[int, int] = {}  # by the id of a block table, which `_owners` keeps alive
+        self._num_sent = np.zeros(rows, np.int64)  # of each place, the entries on the device
+        # of the rows of the last step
+        self._row_tables: list[list[int]] = []
+        self._row_places = self._row_indices = self._row_blocks = np.zeros(0, np.int64)
 
-    def tensors(self, size: int) -> StepTensors:
-        """The memory on the device that a step of `size` rows reads: the same at every call."""
-        token_ids, positions, slots = (self._wide_there[i * self.rows :][:size] for i in range(3))
-        tables = self._narrow_there[self.rows :].view(self.rows, self.width)[:size]
-        queries = Queries(self._starts[: size + 1], self._narrow_there[:size], tables)
-        return StepTensors(token_ids, positions, slots, queries, None, queries)
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the int64 part and the int32 part of a buffer."""
+        end = 8 * (self.NUM_COLUMNS * self.rows + 1)
+        return buffer[:end].view(torch.long), buffer[end:].view(torch.int32)
 
-    def fill(self, work: Sequence[Work], size: int, block_size: int) -> None:
-        """Sends the integers of `work`, one token each, padded to `size` rows. Nothing waits."""
-        wide, narrow, rows = self._wide.numpy(), self._narrow.numpy(), self.rows
-        padded = [*work, *[work[0]] * (size - len(work))]
-        positions = [item.start for item in padded]
-        wide[:size] = [item.seq.token_ids[item.start] for item in padded]
-        wide[rows : rows + size] = positions
-        wide[2 * rows : 2 * rows + size] = _slots(work, size, block_size)
-        wide[-1] = len(work)
-        narrow[:size] = [position + 1 for position in positions]
-        for row, item in enumerate(padded):
-            self._write_table(row, item.seq.block_table)
-        self._wide_there.copy_(self._wide, non_blocking=True)
-        sent = rows + size * self.width
-        self._narrow_there[:sent].copy_(self._narrow[:sent], non_blocking=True)
+    def gather(self, size: int) -> StepTensors:
+        """Returns the tensors of a step of `size` rows, on the device. A graph captures these ops."""
+        _, sources, positions, slots, places = self._columns[:, :size]
+        tables = self._tables.index_select(0, places)
+        queries = Queries(self._starts[: size + 1], self._context_lens[:size], tables)
+        return StepTensors(self._candidates.index_select(0, sources), positions, slots, queries, None, queries)
 
-    def _write_table(self, row: int, table: list[int]) -> None:
-        """A table that is still the same list has only grown (kv_cache.py); blocks behind its end are never read."""
-        known, written = self._known[row]
-        start = written if known is table else 0
-        if start < len(table):
-            self._tables[row, start : len(table)] = table[start:]
-            self._known[row] = table, len(table)
+    def fill(self, inputs: DecodeRows, size: int) -> None:
+        """Copies the inputs of a step to the device, padded to `size` rows with copies of the first row. Does not wait
+        for the device."""
+        live, rows = len(inputs.positions), self.rows
+        positions = np.array(inputs.positions)
+        blocks = self._update_tables(inputs.tables, positions)
+        buffer = self._host[0]
+        self._host.reverse()
+        int64, int32 = (view.numpy() for view in self._views(buffer.begin()))
+        columns = int64[:-1].reshape(self.NUM_COLUMNS, rows)
+        columns[0, :live] = inputs.tokens
+        sources = np.array(inputs.sources)
+        columns[1, :live] = np.where(sources < 0, np.arange(rows, rows + live), sources)
+        columns[2, :live] = positions
+        columns[3, :live] = blocks * self._block_size + positions % self._block_size
+        columns[4, :live] = self._row_places
+        columns[:, live:size] = columns[:, :1]
+        columns[3, live:size] = -1
+        int64[-1] = live
+        int32[:size] = columns[2, :size] + 1
+        buffer.copy_to(self._inputs)
 
+    def _update_tables(self, tables: list[list[int]], positions: IntArray) -> IntArray:
+        """Sends the new entries of block tables to the device. Returns the block of each row's position.
 
-def _slots(work: Sequence[Work], size: int, block_size: int) -> list[int]:
-    """Where the keys and values go; nowhere (-1) for rows that are padding."""
-    slots = [item.seq.block_table[item.start // block_size] * block_size + item.start % block_size for item in work]
-    return slots + [-1] * (size - len(work))
+        A block table is a list that only grows (kv_cache.py), so its identity tells whether it was sent before.
+        """
+        indices = positions // self._block_size
+        if len(tables) == len(self._row_tables) and all(map(operator.is_, tables, self._row_tables)):
+            changed = np.flatnonzero(indices != self._row_indices)
+            blocks = self._row_blocks
+        else:
+            self._row_tables, self._row_places = tables, self._assign_places(tables)
+            changed, blocks = np.arange(len(tables)), np.zeros(len(tables), np.int64)
+        for row in changed.tolist():
+            blocks[row] = tables[row][indices[row]]
+        self._row_indices, self._row_blocks = indices, blocks
+        self._send_entries([row for row in changed.tolist() if indices[row] >= self._num_sent[self._row_places[row]]])
+        return blocks
+
+    def _assign_places(self, tables: list[list[int]]) -> IntArray:
+        """Returns the place of each block table. A new table takes the place of one that this step does not need."""
+        places = [self._place_of.get(id(table), -1) for table in tables]
+        if min(places) < 0:
+            needed = set(map(id, tables))
+            free = (place for place, owner in enumerate(self._owners) if owner is None or id(owner) not in needed)
+            for row, table in enumerate(tables):
+                if places[row] < 0 and (place := self._place_of.get(id(table), -1)) < 0:
+                    place = next(free)
+                    self._place_of.pop(id(self._owners[place]), None)
+                    self._owners[place], self._place_of[id(table)], self._num_sent[place] = table, place, 0
+                places[row] = self._place_of[id(table)]
+        return np.array(places)
+
+    def _send_entries(self, rows: list[int]) -> None:
+        """Sends the entries of these rows' block tables that the device does not have."""
+        if not rows:
+            return
+        cells, blocks = [], list[int]()
+        for row in rows:
+            place, table = int(self._row_places[row]), self._row_tables[row]
+            start = int(self._num_sent[place])
+            cells.append(np.arange(place * self.width + start, place * self.width + len(table)))
+            blocks += table[start:]
+            self._num_sent[place] = len(table)
+        entries = to_device(np.stack([np.concatenate(cells), np.array(blocks)]), torch.long, self._tables.device)
+        self._tables.view(-1).index_copy_(0, entries[0], entries[1].int())
 
 
 class GraphedDecode:
-    """Decoding steps of up to `most` sequences, replayed.
+    """Decoding steps that were captured as CUDA graphs.
 
-    `compute`: a step's tensors -> FP32 logits. `capture` is called once for each size; what it raises is raised.
+    `compute` maps the tensors of a step to FP32 logits. `capture` is called for each batch size, and may raise.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[StepTensors], Tensor],
-        capture: Capture,
-        buffers: Buffers,
-        block_size: int,
-    ) -> None:
-        self._buffers, self._block_size = buffers, block_size
-        self.sizes = sizes_up_to(buffers.rows)
-        self._replays = {size: capture(partial(compute, buffers.tensors(size))) for size in reversed(self.sizes)}
+    def __init__(self, compute: Callable[[StepTensors], Tensor], capture: Capture, buffers: Buffers) -> None:
+        self._compute, self._buffers = compute, buffers
+        self.sizes = graph_sizes(buffers.rows)
+        self._replays = {size: capture(partial(self._run, size)) for size in reversed(self.sizes)}
 
-    def takes(self, work: Sequence[Work]) -> bool:
-        """Whether every sequence decodes one token, and there are not too many."""
-        return len(work) <= self.sizes[-1] and all(item.count == 1 and item.samples for item in work)
+    def run(self, rows: DecodeRows) -> Tensor:
+        """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""
+        live = len(rows.positions)
+        size = self.sizes[bisect_left(self.sizes, live)]
+        self._buffers.fill(rows, size)
+        return self._replays[size]()[:live]
 
-    def run(self, work: Sequence[Work]) -> Tensor:
-        """Logits [sequences, vocab], in a buffer that the next step overwrites."""
-        size = self.sizes[bisect_left(self.sizes, len(work))]
-        self._buffers.fill(work, size, self._block_size)
-        return self._replays[size]()[: len(work)]
+    def _run(self, size: int) -> Tensor:
+        return self._compute(self._buffers.gather(size))

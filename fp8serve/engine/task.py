@@ -1,47 +1,49 @@
-"""What a model's directory is for: to generate text, to embed texts, or to classify them.
+"""Determines the task of a model directory: to generate text, to embed texts, or to classify them.
 
-A decoder whose modules.json lists a Pooling embeds, and one that lists a LogitScore ranks: nothing else in the
-directory distinguishes it from one that writes.
+A decoder that embeds or reranks can have the same config.json as one that generates text. It is recognized by its
+modules.json, which lists a Pooling module (to embed) or a LogitScore module (to rerank).
 """
 
 from pathlib import Path
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import ModelError
-from fp8serve.model.config.decoder import classifies
+from fp8serve.model.config.decoder import is_classifier
 from fp8serve.model.config.encoder import is_encoder
-from fp8serve.model.config.sentence import LOGIT_SCORE, has_pooling, lacks_head, modules_of
+from fp8serve.model.config.modules_json import LOGIT_SCORE, has_pooling, lacks_head, read_modules
 from fp8serve.model.storage.files import read_optional_json
 
 
 def task_of(model_dir: Path | str, requested: Task | None = None) -> Task:
-    """The task of the directory; asked None: the one for which it was published. ModelError: it cannot do what is
-    asked."""
-    possible = _possible(Path(model_dir))
+    """Returns the requested task, or by default the task for which the model was published. Raises ModelError if the
+    model does not support the requested task."""
+    supported = _supported_tasks(Path(model_dir))
     if requested is None:
-        return possible[0]
-    if requested not in possible:
-        more = " (an embedding model says in modules.json how it pools)" if requested == "embed" else ""
-        raise ModelError(f"{model_dir} holds a model that can {' or '.join(possible)} and not {requested}{more}.")
+        return supported[0]
+    if requested not in supported:
+        more = " (an embedding model needs a modules.json with its pooling)" if requested == "embed" else ""
+        raise ModelError(f"{model_dir} holds a model that can {' or '.join(supported)} and not {requested}{more}.")
     return requested
 
 
-def _possible(model_dir: Path) -> tuple[Task, ...]:
-    """All tasks; the first is the one for which the directory was published."""
+def _supported_tasks(model_dir: Path) -> tuple[Task, ...]:
+    """Returns all tasks that the model supports. The first is the task for which it was published."""
     raw = read_optional_json(model_dir / "config.json")
-    if classifies(raw):
+    if is_classifier(raw):
         return ("classify",)
     if is_encoder(raw):
         return ("embed",)
     if not has_pooling(model_dir):
-        judges: tuple[Task, ...] = ("generate", "classify") if raw.get("model_type") == "qwen3" else ("generate",)
-        return judges[::-1] if LOGIT_SCORE in modules_of(model_dir) else judges
-    name = str((raw.get("architectures") or [""])[0])
-    return ("embed",) if name.endswith("Model") or lacks_head(model_dir, raw) else ("embed", "generate")
+        tasks: tuple[Task, ...] = ("generate", "classify") if raw.get("model_type") == "qwen3" else ("generate",)
+        return tasks[::-1] if LOGIT_SCORE in read_modules(model_dir) else tasks
+    architecture = str((raw.get("architectures") or [""])[0])
+    return ("embed",) if architecture.endswith("Model") or lacks_head(model_dir, raw) else ("embed", "generate")
 
 
 def check_generates(model_dir: Path | str, requested: Task | None) -> None:
-    """ModelError: the directory is for something else."""
+    """Raises ModelError if the task of the directory is not to generate text."""
     if (task := task_of(model_dir, requested)) != "generate":
-        what = "task says so" if requested else "its modules.json says so, which the task 'generate' overrides"
-        raise ModelError(f"{model_dir} is served to {task} and not to write text: {what}.")
+        reason = f"the option task is {task!r}"
+        if not requested:
+            reason = "its modules.json says so, which the option task overrides if it is 'generate'"
+        raise ModelError(f"{model_dir} is served to {task} and not to write text: {reason}.")

@@ -1,19 +1,19 @@
-"""Turns tokens into text that may be shown: no half characters, and no stop string however it is split over tokens.
+"""Decodes generated tokens incrementally and stops at stop strings. The returned text never contains an incomplete
+character, or a part of a stop string that is excluded from the output.
 
-Text is held back while it could be the beginning of a stop string. The stop string that ends the text is the one that
-is completed first (the longest, if several are completed by the same character), so the result does not depend on where
-the borders between tokens lie. No torch.
+Text is held back while it may be the beginning of a stop string. The first stop string to be completed ends the text;
+if one character completes several, the longest counts. So the result does not depend on how the text is divided into
+tokens. This module does not import torch.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import TokenizerError
 
 
-class Decoding(Protocol):
-    """What `Tokenizer.stream()` returns: whole characters only."""
+class TokenStream(Protocol):
+    """The interface of `Tokenizer.stream()`, which returns complete characters only."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -21,62 +21,68 @@ class Decoding(Protocol):
 
 
 class TextStream:
-    """The text of one request. After `stopped` is set, nothing more comes out."""
+    """The text of one request. After a stop string has set `stopped`, no more text is returned."""
 
-    def __init__(self, decoding: Decoding | None, params: SamplingParams) -> None:
-        self._decoding = decoding
+    def __init__(self, tokens: TokenStream | None, params: SamplingParams) -> None:
+        self._tokens = tokens
         self._stop = params.stop
-        self._shows_end = params.include_stop_str_in_output
-        self._unarmed = params.min_tokens  # tokens during which a stop string is ordinary text
-        self._held = ""
-        self.stopped: str | None = None
-        self.failure: str | None = None  # the sentence that says why the tokens cannot be decoded
-        self.settled = 0  # characters that the last token made certain
+        self._includes_stop = params.include_stop_str_in_output
+        self._min_tokens_left = params.min_tokens  # until then, a stop string is ordinary text
+        self._buffer = ""  # text that is held back
+        self.stopped: str | None = None  # the stop string that ended the text
+        self.failure: str | None = None  # a message, if the tokens cannot be decoded
+        self.settled = 0  # characters that the last token completed
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` makes certain."""
-        self._unarmed -= 1
-        delta = self._decoded(lambda decoding: decoding.push(token_id))
+        """Appends a token and returns the text that can be released."""
+        self._min_tokens_left -= 1
+        delta = ""
+        if self._tokens is not None and self.failure is None:
+            try:
+                delta = self._tokens.push(token_id)
+            except TokenizerError as error:
+                self.failure = str(error)
         self.settled = len(delta)
-        return self._pass(delta)
+        return self._release(delta) if self._stop else delta
 
     def end(self, token_id: int) -> str:
-        """The rest of the text, when `token_id` ends the request."""
+        """Returns the remaining text after `token_id`, a stop token or end-of-text, has ended the request."""
         self.settled = 0
-        return (self.push(token_id) if self._shows_end else "") + self.flush()
+        return (self.push(token_id) if self._includes_stop else "") + self.flush()
 
     def flush(self) -> str:
-        """The rest of the text, when the request ends for another reason than a stop string."""
+        """Returns the remaining text after the request has ended for any other reason."""
         if self.stopped is not None:
             return ""
-        text = self._pass(self._decoded(lambda decoding: decoding.flush()))
-        return text if self.stopped is not None else text + self._held
+        text = self._release(self._flush_tokens())
+        return text if self.stopped is not None else text + self._buffer
 
-    def _decoded(self, step: Callable[[Decoding], str]) -> str:
-        """What the decoder gives out; nothing more once it has failed."""
-        if self._decoding is None or self.failure is not None:
+    def _flush_tokens(self) -> str:
+        """Returns the tokenizer's remaining text. Returns no text without a tokenizer or after a failure."""
+        if self._tokens is None or self.failure is not None:
             return ""
         try:
-            return step(self._decoding)
+            return self._tokens.flush()
         except TokenizerError as error:
             self.failure = str(error)
             return ""
 
-    def _pass(self, delta: str) -> str:
-        self._held += delta
-        keep = self._search() if self._stop and self._unarmed < 0 else len(self._held)
-        text, self._held = self._held[:keep], self._held[keep:]
+    def _release(self, delta: str) -> str:
+        """Adds `delta` to the buffer and removes the text from it that can be released."""
+        self._buffer += delta
+        length = self._releasable() if self._stop and self._min_tokens_left < 0 else len(self._buffer)
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
         return text
 
-    def _search(self) -> int:
-        """How much of the text held back is certain; sets `stopped` when a stop string is complete."""
-        ends = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+    def _releasable(self) -> int:
+        """Returns how many characters of the buffer can be released. Sets `stopped` if a stop string is complete."""
+        ends = [(start + len(stop), -len(stop), stop) for stop in self._stop if (start := self._buffer.find(stop)) >= 0]
         if ends:
             end, _, self.stopped = min(ends)
-            return end if self._shows_end else end - len(self.stopped)
-        return len(self._held) - max(self._overlap(stop) for stop in self._stop)
+            return end if self._includes_stop else end - len(self.stopped)
+        return len(self._buffer) - max(self._overlap(stop) for stop in self._stop)
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the text held back with which a stop string begins."""
-        longest = min(len(self._held), len(stop) - 1)
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+        """Returns the length of the longest suffix of the buffer that is a prefix of the stop string."""
+        longest = min(len(self._buffer), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if self._buffer.endswith(stop[:n])), 0)

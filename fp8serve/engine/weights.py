@@ -1,12 +1,16 @@
-"""Replaces the weights of a served model by others of the same shapes, in place, all or none.
+"""Replaces the weights of a served model in place by weights of the same shapes. All tensors are checked before the
+first is written, so an error leaves the model unchanged. `exchange_weights` also returns the old weights, so that they
+can serve again.
 
-They have the names of the served model. An FP8 linear `P` has `P.weight_q` (E4M3 [N, K]), the multipliers that
-dequantize it, `P.weight_scale_inv` (FP32, of the shape that the model's recipe has), and, if inputs have a stored
-scale, the multiplier `P.input_scale` (FP32 []) that quantizes them. Everything else is the parameter, in the type in
-which it is served. Matrices that are packed, joined or stacked are given in rows and separately, as they come from
-training and from files. The model then computes the same bits as one that was loaded with these weights.
+The new tensors have the names of the served model. An FP8 linear layer `P` has three tensors:
 
-All errors are found before anything is written.
+* `P.weight_q`: the quantized weight, E4M3 [N, K];
+* `P.weight_scale_inv`: the scales that dequantize it, FP32, with the shape of the model's recipe;
+* `P.input_scale`: the scale that quantizes the inputs, FP32 [], if the layer has a stored scale.
+
+All other tensors are parameters in the dtype in which they are served. Matrices that the model has packed, fused or
+stacked are passed separately and unpacked, as in a checkpoint. Afterwards the model computes the same bits as a model
+that was loaded with these weights.
 """
 
 from collections.abc import Mapping
@@ -22,68 +26,108 @@ from fp8serve.model.building import Model
 from fp8serve.model.storage.shards import type_name
 
 E4M3 = torch.float8_e4m3fn
-FP8_NAN = 0x7F  # without the sign
+FP8_NAN = 0x7F  # the bits of NaN in E4M3, without the sign
 
 
 @torch.no_grad()
 def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
-    """Replaces all weights of `model` by `given`. ModelError, ScalesError: they do not fit."""
-    held, aliases = _held(model)
-    _check_names(held, aliases, tensors)
-    for name, tensor in held.items():
-        _check(name, tensor, tensors[name], model)
+    """Replaces all weights of `model` by `tensors`. Raises ModelError or ScalesError if they do not suit the model."""
+    check_weights(model, tensors)
+    current, _ = _current_tensors(model)
+    scales = {name for name in current if name.endswith(".input_scale")}
+    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
+    others = current.keys() - scales
+    model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
+
+
+@torch.no_grad()
+def check_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ModelError or ScalesError if `tensors` cannot replace the weights of `model`."""
+    current, aliases = _current_tensors(model)
+    _check_names(current, aliases, tensors)
+    for name, tensor in current.items():
+        _check_tensor(name, tensor, tensors[name], model)
     for alias, name in aliases.items():
         if alias in tensors and not _is_same(tensors[alias], tensors[name]):
             raise ModelError(f"{alias} is {name} in this model, and the new weights differ between the two.")
-    scales = {name for name in held if name.endswith(".input_scale")}
-    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
-    model.load_state_dict({name: _shaped(tensors[name], held[name]) for name in held.keys() - scales}, strict=False)
 
 
-def _shaped(new: Tensor, held: Tensor) -> Tensor:
-    """A single scale in the shape that the model has it: for every row, or as a single block."""
-    return new.reshape(()).expand(held.shape).clone() if new.numel() == 1 else new
+@torch.no_grad()
+def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Writes `tensors`, which passed `check_weights`, into `model` and returns the tensors that they replaced.
+
+    The returned tensors can be passed to this function again. They are on the device of `tensors`, which becomes empty:
+    memory holds two versions of the weights and a third one of a single tensor. If a tensor cannot be written, the
+    model gets its old weights back, and the error is raised.
+    """
+    current, _ = _current_tensors(model)
+    scales = {name: tensor for name, tensor in current.items() if name.endswith(".input_scale")}
+    previous = {name: tensor.clone() for name, tensor in scales.items()}
+    try:
+        _write_input_scales(model, {name.removesuffix(".input_scale"): tensors.pop(name) for name in scales})
+        for name in current.keys() - scales.keys():
+            new = tensors.pop(name)
+            previous[name] = torch.empty_like(current[name], device=new.device).copy_(current[name])
+            _write_tensor(model, name, _expand_scalar(new, current[name]))
+    except BaseException:
+        _write_input_scales(model, {name.removesuffix(".input_scale"): previous[name] for name in scales})
+        for name in previous.keys() - scales.keys():
+            _write_tensor(model, name, previous[name])
+        raise
+    tensors.clear()  # of aliases
+    return previous
 
 
-def _held(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors by name, further names of some of them: a head that is the embedding)."""
-    held: dict[str, Tensor] = {}
+def _write_tensor(model: Model, name: str, tensor: Tensor) -> None:
+    """Overwrites one parameter or buffer, packed if the model's is."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner).load_state_dict({leaf: tensor}, strict=False)
+
+
+def _expand_scalar(new: Tensor, current: Tensor) -> Tensor:
+    """Expands a single scale to the shape that the model has for it. Returns other tensors unchanged."""
+    return new.reshape(()).expand(current.shape).clone() if new.numel() == 1 else new
+
+
+def _current_tensors(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the model's tensors by name, and the names of tied weights, mapped to the name of their tensor."""
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first = names.get(id(tensor), name)
         if first == name:
-            held[name] = tensor
+            tensors[name] = tensor
         else:
             aliases[name] = first
-    return held, aliases
+    return tensors, aliases
 
 
-def _check_names(held: Mapping[str, Tensor], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    if missing := sorted(held.keys() - tensors.keys()):
+def _check_names(current: Mapping[str, Tensor], aliases: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    if missing := sorted(current.keys() - tensors.keys()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"The weights lack {missing[0]}{more}; all of a model are replaced together.")
-    if unknown := sorted(tensors.keys() - held.keys() - aliases.keys()):
+        raise ModelError(f"The new weights lack {missing[0]}{more}; provide all weights of the model.")
+    if unknown := sorted(tensors.keys() - current.keys() - aliases.keys()):
         raise ModelError(f"The model that is served has no {unknown[0]}; load weights of the same model.")
 
 
-def _check(name: str, held: Tensor, new: Tensor, model: Model) -> None:
-    """ModelError, ScalesError: `new` cannot replace `held`, or is not finite."""
-    layer, shape, dtype = model.get_submodule(name.rpartition(".")[0]), tuple(held.shape), held.dtype
-    if held.dim() == 3 and name.endswith((".weight_q", ".weight")) and _is_packed(held, layer):
-        shape = GROUP * held.shape[0], RUN * held.shape[1]
-    is_one = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # see `_shaped`
-    if not (is_one or tuple(new.shape) == shape) or new.dtype is not dtype:
+def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None:
+    """Raises ModelError or ScalesError if `new` cannot replace `current` or is not finite."""
+    layer, shape, dtype = model.get_submodule(name.rpartition(".")[0]), tuple(current.shape), current.dtype
+    if current.dim() == 3 and name.endswith((".weight_q", ".weight")) and _is_packed(layer):
+        shape = GROUP * current.shape[0], RUN * current.shape[1]
+    is_scalar = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # `_expand_scalar`
+    if not (is_scalar or tuple(new.shape) == shape) or new.dtype is not dtype:
         expected = f"{type_name(dtype)} {list(shape)}"
-        raise ModelError(f"{name} is {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
+        raise ModelError(f"{name} must be {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
     if name.endswith(("_scale", "_scale_inv")):
         if not bool((torch.isfinite(new) & (new > 0)).all()):
             raise ScalesError(f"{name} holds a scale that is not a positive finite number.")
     elif not _is_finite(new):
-        raise ModelError(f"{name} holds NaN or an infinity; a model that diverged is not served.")
+        raise ModelError(f"{name} holds NaN or an infinity; the training of these weights has diverged.")
 
 
-def _is_packed(held: Tensor, layer: torch.nn.Module) -> bool:
+def _is_packed(layer: torch.nn.Module) -> bool:
     if isinstance(layer, FrozenLinear):
         return layer.is_packed
     return isinstance(layer, torch.nn.Linear)
@@ -96,29 +140,29 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether both are the same tensor, or have the same numbers."""
-    alike = a.shape == b.shape and a.dtype is b.dtype
-    return alike and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
+    """Returns whether two tensors share their memory or have equal contents."""
+    is_comparable = a.shape == b.shape and a.dtype is b.dtype
+    return is_comparable and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
 def _write_input_scales(model: Model, scales: Mapping[str, Tensor]) -> None:
-    """Layers that read one input share one scale: it is overwritten if the new ones agree; otherwise each layer gets
-    its own."""
+    """Writes the input scales of FP8 layers. Layers that read the same input share a scale tensor. If their new scales
+    are equal, the shared tensor is overwritten. Otherwise each layer gets a tensor of its own."""
     sharing: dict[int, list[tuple[FrozenLinear, Tensor]]] = {}
     for name, scale in scales.items():
         layer = cast(FrozenLinear, model.get_submodule(name))
         sharing.setdefault(id(layer.input_scale), []).append((layer, scale))
     for group in sharing.values():
-        agree = all(torch.equal(group[0][1], scale) for _, scale in group)
+        are_equal = all(torch.equal(group[0][1], scale) for _, scale in group)
         for layer, scale in group:
-            _write_input_scale(layer, scale, in_place=agree)
+            _write_input_scale(layer, scale, in_place=are_equal)
 
 
 def _write_input_scale(layer: FrozenLinear, scale: Tensor, *, in_place: bool) -> None:
-    held, inverse = cast(Tensor, layer.input_scale), cast(Tensor, layer.input_scale_inv)
+    current, inverse = cast(Tensor, layer.input_scale), cast(Tensor, layer.input_scale_inv)
     if in_place:
-        held.copy_(scale)
+        current.copy_(scale)
         inverse.copy_(scale.reciprocal())
     else:
-        layer.input_scale = scale.to(held.device, copy=True)
+        layer.input_scale = scale.to(current.device, copy=True)
         layer.input_scale_inv = layer.input_scale.reciprocal()

@@ -1,26 +1,29 @@
-"""The engine's own process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
+"""The engine process: `python -m fp8serve.engine.worker --model DIR --socket PATH [--options JSON]`.
 
-It connects to the AF_UNIX socket on which its owner listens (`client.py`). Messages are lines of JSON.
+The process connects to the AF_UNIX socket of its client (`client.py`). It reads lines of JSON and sends the messages of
+`messages.py`: JSON, and one frame for all tokens of a step that are nothing but text.
 
-    in    generate {request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+    in    generate {stream, request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
+          stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
           refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
-          part {id, value}
+          part {id, value} | a frame of tokens
 
-Nothing that it sends is long, because the front reads it between the answers of others. Log-probabilities of a prompt
-are divided among outputs that have nothing else; the last of them is in the output of the first token. Vectors and
-scores come in any number of parts, whose lists precede the list of the reply.
+All messages are short, because the server's event loop reads them between other work. The log-probabilities of a prompt
+are split over several outputs, which have no tokens except the last. Vectors and scores are split into parts. Their
+lists precede the list in the reply.
 
-There are three threads. This one loads the model and steps the engine. One reads the socket into an inbox, so that a
-command never waits for more than the current step. One reports every second that the process lives, also during a long
-step, and how long that step has taken so far, so that a stuck thread can be distinguished from a busy one. Loading
-and packing are not steps.
-SIGTERM drains: the worker takes nothing new, running requests may finish for `DRAIN_SECONDS`, and the rest is aborted;
-the exit status is 0. When the owner disappears, the process ends. SIGINT is handled by the owner (Ctrl-C reaches the
-whole group).
+The process has three threads. The main thread loads the model and steps the engine. The second thread reads commands
+into an inbox, so that a command waits for at most one step. The third thread sends a heartbeat every second, with the
+duration of the current step. So the client can tell a dead process from a long step, and a long step from an endless
+one. Loading and packing are not steps.
+
+After SIGTERM, the worker refuses new requests, lets running requests finish for `DRAIN_SECONDS`, aborts the remaining
+ones, and exits with status 0. It also exits when the client closes the connection. SIGINT is ignored, because Ctrl-C
+reaches the client, too, which then ends the worker.
 """
 
 import argparse
@@ -32,48 +35,54 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from fp8serve import logs
+from fp8serve.engine.defaults import worker_options
 from fp8serve.engine.embedding_engine import ClassifyingEngine, EmbeddingEngine, EncoderEngine, EncodingCall
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.messages import encode_json, encode_tokens, fits_token_frame
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request, Task
 from fp8serve.engine.task import task_of
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.processes import describe_error, end_process
+from fp8serve.processes import describe_error, end_process, process_seconds
 
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
-PIECE_TOKENS = 1024  # of a prompt whose log-probabilities are in one message
-PIECE_BYTES = 1 << 20  # of the vectors or scores in one message; one alone may be longer
+PIECE_TOKENS = 1024  # prompt tokens whose log-probabilities are in one message
+PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer one is not split
 FLOAT_BYTES = 22  # of a number in JSON, at most
-PACK_SECONDS = 0.02  # packing time of an idle engine between two looks at the inbox
-NO_SCALES = "Scales follow the traffic of models that write text, and of no other."
-NO_WEIGHTS = "Weights are replaced in models that write text, and this one does not."
-NO_ADAPTERS = "Adapters are for models that write text, and this one does not."
+PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the inbox again
+NO_SCALES = "Only the scales of a model that writes text can follow the traffic, and this model does not write text."
+NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."
+NO_ADAPTERS = "Only a model that writes text can load adapters, and this model does not write text."
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """The socket: any thread sends whole lines; a thread of its own reads lines into an inbox."""
+    """The connection to the client. Any thread may send messages; a background thread reads commands into `inbox`."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
-        self._sending = threading.Lock()
-        self.inbox: SimpleQueue[Message] = SimpleQueue()  # its put may be called in a signal handler
+        self._send_lock = threading.Lock()
+        self.inbox: SimpleQueue[Message] = SimpleQueue()  # reentrant, because a signal handler calls put
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, event: str, **fields: Any) -> None:
-        """Sends one line; an owner that is gone is noticed by the reader, not here."""
-        line = encoded(event, fields)
-        with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+        """Sends one JSON message."""
+        self.send_bytes(encode_json(event, fields))
+
+    def send_bytes(self, messages: bytes) -> None:
+        """Sends encoded messages. A lost connection is ignored here, because `_read` ends the worker then."""
+        with self._send_lock, contextlib.suppress(OSError):
+            self._socket.sendall(messages)
 
     def _read(self) -> None:
         try:
@@ -84,39 +93,38 @@ class Connection:
             self.inbox.put({"op": "close"})
 
 
-def encoded(event: str, fields: dict[str, Any]) -> bytes:
-    """A line of the protocol."""
-    return json.dumps({"event": event, **fields}, separators=(",", ":")).encode() + b"\n"
-
-
 class Worker:
-    """Steps an engine, and handles the commands of the inbox between steps."""
+    """Steps an engine and handles commands between steps."""
 
     def __init__(self, connection: Connection, engine: Engine | EncoderEngine) -> None:
         self._connection = connection
         self._engine = engine
-        self._closed = False
-        self._step_began: float | None = None
+        self._streams: dict[str, int] = {}  # the client's numbers of running requests, by request id
+        self._is_closed = False
+        self._step_start: float | None = None
         self._deadline: float | None = None  # of draining, on the monotonic clock
         self._commands: dict[str, Callable[[Message], None]] = {
             "generate": self._generate,
             "abort": self._abort,
             "stats": lambda message: self._reply(message, self._engine.stats()),
             "scales": lambda message: self._reply(message, self._engine.scales()),
-            "save_scales": self._writing(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
-            "load_weights": self._writing(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
-            "load_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
-            "unload_adapter": self._writing(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
+            "save_scales": self._generative(NO_SCALES, lambda e, m: e.save_scales(m["path"])),
+            "load_weights": self._generative(NO_WEIGHTS, lambda e, m: e.load_weights(Path(m["directory"]))),
+            "stage_weights": self._generative(NO_WEIGHTS, lambda e, m: e.stage_weights(m["directory"])),
+            "swap_weights": self._generative(NO_WEIGHTS, lambda e, m: e.swap_weights()),
+            "discard_staged_weights": self._generative(NO_WEIGHTS, lambda e, m: e.discard_staged_weights()),
+            "load_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.load_adapter(m["name"], m["directory"])),
+            "unload_adapter": self._generative(NO_ADAPTERS, lambda e, m: e.unload_adapter(m["name"])),
             "embed": self._encode,
             "classify": self._encode,
-            "forget": self._forget,
+            "forget": self._cancel,
             "drain": self._drain,
             "close": self._close,
         }
 
     def run(self) -> None:
-        """Until closed, or drained."""
-        while not self._closed:
+        """Runs until the connection is closed or all requests are drained."""
+        while not self._is_closed:
             self._handle_commands()
             if self._engine.has_work():
                 self._step()
@@ -127,40 +135,51 @@ class Worker:
 
     @property
     def step_seconds(self) -> float:
-        """How long the current step has taken so far; 0 between steps. Read by another thread."""
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        """The seconds that the current step has taken so far; 0 between steps. The heartbeat thread reads it."""
+        start = self._step_start
+        return 0.0 if start is None else time.monotonic() - start
 
     def _step(self) -> None:
-        self._step_began = time.monotonic()
+        self._step_start = time.monotonic()
         self._send_outputs(self._engine.step())
         if isinstance(self._engine, EncoderEngine):
-            for call in self._engine.take_answered():
-                self._send_values(call.number, call.answers)
-        self._step_began = None
+            for call in self._engine.pop_finished_calls():
+                self._send_results(call.number, call.results)
+        self._step_start = None
 
     def _handle_commands(self) -> None:
-        """Handles all waiting commands; waits for one when there is nothing else to do."""
-        idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
+        """Handles all commands in the inbox. Waits for a command if there is nothing else to do."""
+        is_idle = not self._engine.has_work() and self._deadline is None and not self._engine.pack_weights(PACK_SECONDS)
         with contextlib.suppress(Empty):
-            message = self._connection.inbox.get(block=idle)
+            message = self._connection.inbox.get(block=is_idle)
             while True:
                 self._commands[message["op"]](message)
                 message = self._connection.inbox.get(block=False)
 
     def _send_outputs(self, outputs: list[RequestOutput]) -> None:
-        short = [output.to_json() for output in outputs if output.prompt_logprobs is None]
-        if short:
-            self._connection.send("outputs", outputs=short)
-        if len(short) == len(outputs):
-            return
-        for output in outputs:
-            if output.prompt_logprobs is not None:
-                for piece in _pieces(output):
-                    self._connection.send("outputs", outputs=[piece.to_json()])
+        """Sends the outputs of a step at once and in order: those of text alone in frames, and the others as JSON. An
+        output with log-probabilities of a prompt is sent in several messages."""
+        messages: list[bytes] = []
+        for fits, run in groupby(outputs, fits_token_frame):
+            if fits:
+                plain = list(run)
+                messages.append(encode_tokens([self._streams[output.request_id] for output in plain], plain))
+            else:
+                messages += self._encode_other_outputs(list(run))
+        if messages:
+            self._connection.send_bytes(b"".join(messages))
 
-    def _send_values(self, number: int, values: list[str | list[float]]) -> None:
-        """Replies with the values of an encoder's call: vectors as base64, or lists of scores."""
+    def _encode_other_outputs(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
+        short = [output for output in outputs if output.prompt_logprobs is None]
+        long = [output for output in outputs if output.prompt_logprobs is not None]
+        for part in ([short] if short else []) + [[piece] for output in long for piece in _split_output(output)]:
+            yield encode_json("outputs", {"outputs": [output.to_json() for output in part]})
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._streams.pop(output.request_id, None)
+
+    def _send_results(self, number: int, values: list[str | list[float]]) -> None:
+        """Sends the results of a call: vectors as base64, or lists of scores."""
         part: list[str | list[float]] = []
         size = 0
         for value in values:
@@ -175,12 +194,15 @@ class Worker:
         try:
             if self._deadline is not None:
                 raise RequestError("The engine is shutting down and takes no new requests.")
-            self._engine.add_request(Request.from_json(message["request"]), message["arrived"])
+            request = Request.from_json(message["request"])
+            self._engine.add_request(request, message["arrived"])
+            self._streams[request.request_id] = message["stream"]
         except Fp8ServeError as problem:
             self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
 
-    def _writing(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
-        """Replies with the result of `call`, or with an error: `refusal` if the model does not write text."""
+    def _generative(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
+        """Returns a command that replies with the result of `call`, or with an error. The error is `refusal` if the
+        model does not write text."""
 
         def command(message: Message) -> None:
             try:
@@ -201,9 +223,9 @@ class Worker:
         except Fp8ServeError as problem:
             self._connection.send("reply", id=message["id"], **describe_error(problem))
 
-    def _forget(self, message: Message) -> None:
+    def _cancel(self, message: Message) -> None:
         if isinstance(self._engine, EncoderEngine):
-            self._engine.forget(message["id"])
+            self._engine.cancel(message["id"])
 
     def _abort(self, message: Message) -> None:
         output = self._engine.abort(message["request_id"])
@@ -217,20 +239,20 @@ class Worker:
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _close(self, message: Message) -> None:
-        self._closed = True
+        self._is_closed = True
 
 
-def _pieces(output: RequestOutput) -> Iterator[RequestOutput]:
-    """An output whose log-probabilities of the prompt are divided; the last piece has everything else, too."""
-    values = output.prompt_logprobs or ()
-    while len(values) > PIECE_TOKENS:
-        yield RequestOutput(output.request_id, prompt_logprobs=values[:PIECE_TOKENS])
-        values = values[PIECE_TOKENS:]
-    yield replace(output, prompt_logprobs=values)
+def _split_output(output: RequestOutput) -> Iterator[RequestOutput]:
+    """Splits the log-probabilities of a prompt over several outputs. Only the last output has the other fields."""
+    logprobs = output.prompt_logprobs or ()
+    while len(logprobs) > PIECE_TOKENS:
+        yield RequestOutput(output.request_id, prompt_logprobs=logprobs[:PIECE_TOKENS])
+        logprobs = logprobs[PIECE_TOKENS:]
+    yield replace(output, prompt_logprobs=logprobs)
 
 
 class Heartbeat:
-    """Sends a heartbeat every second until it is stopped. `step_seconds`: how long the current step has taken."""
+    """Sends a heartbeat every second until it is stopped. `step_seconds` returns the duration of the current step."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._stop = connection, threading.Event()
@@ -251,9 +273,9 @@ _ENGINES: dict[Task, Callable[..., Engine | EncoderEngine]] = {
 
 
 def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine | EncoderEngine | None:
-    """The engine; None if it cannot be loaded, which is reported to the owner."""
+    """Loads the engine. If that fails, sends the error to the client and returns None."""
     try:
-        return _ENGINES[task_of(model, options.task)](model, **asdict(options))
+        return _ENGINES[task_of(model, options.task)](model, **asdict(worker_options(options, model)))
     except Fp8ServeError as problem:
         connection.send("failed", **describe_error(problem))
     except Exception as problem:
@@ -262,20 +284,27 @@ def _load(connection: Connection, model: Path, options: EngineOptions) -> Engine
     return None
 
 
-def serve(connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions) -> int:
-    """Exit status of the process."""
+def serve(
+    connection: Connection, heartbeat: Heartbeat, model: Path, options: EngineOptions, import_seconds: float
+) -> int:
+    """Loads the engine and serves the client. Returns the exit status of the process.
+
+    The engine's information has the seconds of each phase of the start, in addition to `Engine.info`.
+    """
     engine = _load(connection, model, options)
     if engine is None:
         return 1
     worker = Worker(connection, engine)
     heartbeat.step_seconds = lambda: worker.step_seconds
     signal.signal(signal.SIGTERM, lambda *_: connection.inbox.put({"op": "drain", "deadline": DRAIN_SECONDS}))
-    connection.send("ready", info=engine.info(), limits=asdict(engine.limits))
+    start_seconds = {"imports": round(import_seconds, 3), **engine.phases.seconds}
+    connection.send("ready", info=engine.info() | {"start_seconds": start_seconds}, limits=asdict(engine.limits))
     worker.run()
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    import_seconds = process_seconds()
     parser = argparse.ArgumentParser(prog="python -m fp8serve.engine.worker", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--socket", required=True, help="AF_UNIX socket to connect to")
@@ -287,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     connection = Connection(parsed.socket)
     heartbeat = Heartbeat(connection)
     try:
-        return serve(connection, heartbeat, parsed.model, EngineOptions.from_json(parsed.options))
+        return serve(connection, heartbeat, parsed.model, EngineOptions.from_json(parsed.options), import_seconds)
     finally:
         heartbeat.stop()
 

@@ -1,8 +1,8 @@
-"""The rules that reduce a history of amaxes to the amax that sets the scale; a delayed recipe names one.
+"""The named rules that reduce an amax history to the amax from which delayed scaling computes the scale.
 
-A rule is a name in `RuleName` and an entry in `RULES`; recipes, the command line, the update of states and the check of
-stored scales read them here. The kernels of `delayed_update` know the rules that are `in_op`. Any other rule is
-computed outside of the op, state by state, like a rule that a recipe brings as a callable. Nothing here imports torch.
+A rule is a name in `RuleName` and an entry in `RULES`. Recipes, the command line, the update of states and the check of
+stored scales read `RULES`. The op `delayed_update` implements the rules with `in_op=True`. Any other rule is computed
+outside of the op, one state at a time, like a callable that a recipe gives. This module does not import torch.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,17 @@ RuleName = Literal["max", "most_recent"]
 
 @dataclass(frozen=True)
 class AmaxRule:
-    """choose: history FP32 [N], slot 0 the present step and 1 the oldest -> amax FP32 [].
+    """A rule that reduces an amax history to one amax.
 
-    witness: the rows of a stored history FP32 [N-1], oldest first -> an amax FP32 [] that is at most the chosen one;
-    None where the rows do not determine one. in_op: the op `delayed_update` knows the rule by its name.
+    Attributes:
+        compute_amax: Reduces a history FP32 [N] to an amax FP32 []. Slot 0 has the present step, slot 1 the oldest.
+        lower_bound: Reduces a stored history FP32 [N-1], oldest first, to an amax FP32 [] that is at most the amax from
+            which the stored scale was computed. None if the history does not determine such an amax.
+        in_op: Whether the op `delayed_update` implements the rule.
     """
 
-    choose: "Callable[[Tensor], Tensor]"
-    witness: "Callable[[Tensor], Tensor] | None" = None
+    compute_amax: "Callable[[Tensor], Tensor]"
+    lower_bound: "Callable[[Tensor], Tensor] | None" = None
     in_op: bool = False
 
 

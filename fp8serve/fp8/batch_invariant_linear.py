@@ -1,5 +1,4 @@
-"""`BatchInvariantLinear`: torch's linear layer with a product whose rows do not depend on each other, and the
-conversion of a model to it."""
+"""`BatchInvariantLinear`, a linear layer in which a row's output does not depend on the other rows of the batch."""
 
 from typing import TYPE_CHECKING, Any, Optional, cast
 
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8 import ops
 from fp8serve.fp8.batch_invariant_product import apply_linear
-from fp8serve.fp8.frozen import pack_loaded, packed
+from fp8serve.fp8.frozen import pack_state_dict_weight, pack_weight
 
 if TYPE_CHECKING:
     from fp8serve.fp8.served_adapters import ServedAdapters
@@ -17,28 +16,28 @@ _packed_mm = torch.ops.fp8serve.packed_mm.default
 
 
 class BatchInvariantLinear(nn.Linear):
-    """nn.Linear with that product; for serving its weight may be packed. adapters: those that are served with it."""
+    """An nn.Linear with batch-invariant products. Its weight may be packed for serving, and it may have adapters."""
 
     adapters: Optional["ServedAdapters"] = None
 
     @classmethod
-    def adopt(cls, linear: nn.Linear) -> "BatchInvariantLinear":
-        """Turn an nn.Linear into one in place: same object, parameters, hooks and flags."""
+    def convert(cls, linear: nn.Linear) -> "BatchInvariantLinear":
+        """Turns an nn.Linear into a BatchInvariantLinear in place. Its parameters, hooks and flags stay."""
         linear.__class__ = cls
         return cast(BatchInvariantLinear, linear)
 
     def pack(self, out: Tensor) -> None:
-        """Move the weight, packed, into `out`, BF16 of as many elements."""
-        self.weight = nn.Parameter(packed(self.weight, out), requires_grad=False)
+        """Packs the weight into `out`, a BF16 tensor with the same number of elements."""
+        self.weight = nn.Parameter(pack_weight(self.weight, out), requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accepts a weight in rows where this layer's is packed."""
+        """Loads a state dict with an unpacked weight, and packs the weight first if this layer's weight is packed."""
         if self.weight.dim() == 3:
-            pack_loaded(state_dict, f"{prefix}weight")
+            pack_state_dict_weight(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., in] -> [..., out]."""
+        """Returns the output [..., out] for an input [..., in]."""
         y = self._run(input)
         return y if self.adapters is None else self.adapters.add(y, input)
 
@@ -52,17 +51,16 @@ class BatchInvariantLinear(nn.Linear):
 
 
 def has_batch_invariant_products(device: str) -> bool:
-    """Whether all products on this device run our CPU kernels."""
+    """Returns whether all GEMMs on this device run our CPU kernels, which are batch-invariant."""
     return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module is a plain linear layer of torch; a subclass that also routes is called as its class
-    defines."""
+    """Returns whether the module is an nn.Linear or a subclass of it that does not override `forward`."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def use_batch_invariant_products(model: nn.Module) -> None:
     """Turns every plain nn.Linear of `model` into a BatchInvariantLinear, in place."""
     for module in [m for m in model.modules() if is_plain(m)]:
-        BatchInvariantLinear.adopt(cast(nn.Linear, module))
+        BatchInvariantLinear.convert(cast(nn.Linear, module))

@@ -1,11 +1,11 @@
-"""Differentiable BF16 products whose rows do not depend on each other, for serving and training alike.
+"""Differentiable, batch-invariant BF16 products, for serving and training.
 
-A matrix library picks the order of its sums by the shape of the product, so that a token would get other bits among
-other tokens. `mm` (csrc/cpu/gemm.h) sums in one order whatever the shape. With it a token's projections and logits have
-the same bits in a trainer's batch, in a chunk of a prompt and at decoding. The gradient is torch's, because a server
-computes none.
+A matrix library chooses the order of its sums by the shape of the operands, so a token's result would depend on the
+number of other tokens. The op `mm` (csrc/cpu/gemm.h) sums in the same order for every shape. So a token's projections
+and logits have the same bits in a training batch, in a chunk of a prompt and during decoding. The backward pass uses
+torch's products, because serving has no backward pass.
 
-On a device without that kernel, and in other types, a product is torch's.
+Without a kernel for the device or the dtype, all products are torch's.
 """
 
 import math
@@ -33,21 +33,21 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        want_dx, want_dw, want_db = ctx.needs_input_grad[:3]
-        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if want_dx else None
-        dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if want_dw else None
-        return dx, dw, dy.sum(0).to(ctx.bias_dtype) if want_db else None, None
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if needs_dx else None
+        dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if needs_dw else None
+        return dx, dw, dy.sum(0).to(ctx.bias_dtype) if needs_db else None, None
 
 
 def is_batch_invariant(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` of these runs our kernel."""
+    """Returns whether `product` of these tensors runs our batch-invariant kernel."""
     return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N] of `out_dtype`, or x's; differentiable.
+    """Returns x weight^T + bias, [M, N] of `out_dtype` (by default x's dtype), for x [M, K] and weight [N, K].
 
-    In BF16 on a CPU a row does not depend on the others. Elsewhere the product is torch's in `out_dtype`.
+    It is differentiable, and batch-invariant if `is_batch_invariant(x, weight)`. Otherwise the product is torch's.
     """
     dtype = out_dtype or x.dtype
     if not is_batch_invariant(x, weight):
@@ -58,7 +58,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's linear of x [..., K], computed by `product` where that runs our kernel."""
+    """Returns x weight^T + bias for x [..., K], batch-invariant if `is_batch_invariant(x, weight)`."""
     if not is_batch_invariant(x, weight):
         return F.linear(x, weight, bias)
     if x.dim() == 2:

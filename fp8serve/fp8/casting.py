@@ -1,17 +1,17 @@
-"""How a tensor's spec (spec.py) quantizes an operand for the GEMMs that read it.
+"""The casts that quantize a tensor by its spec (spec.py) into operands of FP8 GEMMs.
 
-A matrix x [M, K] is read in two ways: by rows, contracting K, and by columns, contracting M (as x^T [K, M]). A scale
-per tensor, and the 128x128 blocks of a weight, suit both: the matrix is cast once, and the columns are its transpose,
-copied where the device's GEMM needs it. A scale per row or per 1x128 block holds along one dimension only: there the
-columns are cast from x^T on their own.
+GEMMs read a matrix x [M, K] in two directions: rowwise, contracting K, and columnwise, contracting M (as x^T [K, M]).
+A scale per tensor, or per 128x128 block of a weight, suits both directions: the matrix is cast once, and the columnwise
+data are its transpose, copied if the device's GEMM needs a copy. A scale per row or per 1x128 block is valid along one
+dimension only, so the columnwise data are cast from x^T separately.
 
-Ada and Hopper multiply FP8 only with the contracted dimension contiguous in both operands ("tn"), and our CPU kernels
-are written for that layout, too: the backward pass needs transposed data, made when the tensor is cast. Blackwell
-reads any layout: a transposed view of the same data is enough, and no copy is made. The layout is a property of the
-device; `operand_layout` overrides it, so that both paths can be tested on any machine.
+Ada and Hopper multiply FP8 only if the contracted dimension is contiguous in both operands (layout "tn"). Our CPU
+kernels have the same layout. For them a cast also produces the transposed data for the backward pass. Blackwell reads
+any layout, so a transposed view of the same data suffices. The layout is a property of the device; `operand_layout`
+overrides it, so that tests can run both paths on any machine.
 
-A cast saturates infinities, and yet a loss scaler or a finite-norm check must see those of a gradient. So the scale_inv
-of a gradient that holds one is NaN (`infinity_is_nan`); NaN stays NaN without that.
+A cast saturates infinities, but a loss scaler or a finite-norm check must see an infinite gradient. So the scale_inv of
+a gradient with an infinity is NaN (`infinity_is_nan`). A NaN value stays NaN in any case.
 """
 
 import threading
@@ -32,11 +32,11 @@ from fp8serve.fp8.torch_private import constant_in_graphs
 Layout = Literal["tn", "any"]
 
 
-class _Forced(threading.local):
+class _LayoutOverride(threading.local):
     layout: Layout | None = None
 
 
-_FORCED = _Forced()
+_OVERRIDE = _LayoutOverride()
 
 
 @cache
@@ -45,33 +45,34 @@ def _is_blackwell(device: torch.device) -> bool:
 
 
 @constant_in_graphs
-def _native(device: torch.device) -> Layout:
+def _native_layout(device: torch.device) -> Layout:
     return "any" if device.type == "cuda" and _is_blackwell(device) else "tn"
 
 
 def layout_of(device: torch.device) -> Layout:
-    """ "tn": both operands need the contracted dimension contiguous; "any": they may be transposed views."""
-    return _FORCED.layout or _native(device)
+    """Returns "tn" if the device's GEMM needs the contracted dimension contiguous, "any" if it reads transposed
+    views."""
+    return _OVERRIDE.layout or _native_layout(device)
 
 
 @contextmanager
 def operand_layout(layout: Layout) -> Iterator[None]:
-    """Treat every device, in this thread, as one whose GEMM reads this layout ("tn" or "any")."""
+    """Overrides the layout of all devices in this thread with "tn" or "any", for tests."""
     if layout not in get_args(Layout):
         raise ValueError(f'The layout must be "tn" or "any", found {layout!r}.')
-    before, _FORCED.layout = _FORCED.layout, layout
+    previous, _OVERRIDE.layout = _OVERRIDE.layout, layout
     try:
         yield
     finally:
-        _FORCED.layout = before
+        _OVERRIDE.layout = previous
 
 
 Cast = Callable[..., tuple[Tensor, Tensor]]
 _CURRENT: Cast = torch.ops.fp8serve.quantize_current.default
 _ROWWISE: Cast = torch.ops.fp8serve.quantize_rowwise.default
 _BLOCK: Cast = torch.ops.fp8serve.quantize_block.default
-# The op that casts a tensor by its own content, and its arguments after (x, dtype).
-_OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]] = {
+# The op of current scaling for each granularity and scale format, and its arguments after (x, dtype).
+_CURRENT_OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]] = {
     ("tensor", "fp32"): (_CURRENT, (False,)),
     ("tensor", "power_of_2"): (_CURRENT, (True,)),
     ("row", "fp32"): (_ROWWISE, (False,)),
@@ -81,7 +82,7 @@ _OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]] = {
     ("block128x128", "fp32"): (_BLOCK, (128, False)),
     ("block128x128", "power_of_2"): (_BLOCK, (128, True)),
 }
-_WIDTHS: dict[Granularity, int] = {"row": 0, "block1x128": BLOCK}
+_COLUMNS_PER_SCALE: dict[Granularity, int] = {"row": 0, "block1x128": BLOCK}  # 0: all columns
 _quantize = torch.ops.fp8serve.quantize.default
 _quantize_transpose = torch.ops.fp8serve.quantize_transpose.default
 _quantize_delayed = torch.ops.fp8serve.quantize_delayed.default
@@ -91,42 +92,42 @@ SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of
 
 
 class Quantized(NamedTuple):
-    """FP8 data [rows, K] quantized for contraction along K, and the scale_inv that goes with them."""
+    """FP8 data [rows, K], quantized for contraction along K, and their scale_inv."""
 
     q: Tensor
     scale_inv: Tensor
 
 
 class Operand(NamedTuple):
-    """One operand for both directions: `rowwise` is x [M, K], `columnwise` x^T [K, M]; None where no GEMM reads it."""
+    """A quantized matrix: `rowwise` is x [M, K], `columnwise` is x^T [K, M]; None if no GEMM reads that direction."""
 
     rowwise: Quantized | None
     columnwise: Quantized | None
 
     def only(self, rowwise: bool, columnwise: bool) -> "Operand":
-        """The asked directions of it."""
+        """Returns the operand with only the requested directions."""
         return Operand(self.rowwise if rowwise else None, self.columnwise if columnwise else None)
 
-    def map(self, change: Callable[[Quantized], Quantized]) -> "Operand":
-        """What `change` makes of each direction that there is."""
-        return Operand(self.rowwise and change(self.rowwise), self.columnwise and change(self.columnwise))
+    def map(self, function: Callable[[Quantized], Quantized]) -> "Operand":
+        """Returns the operand with `function` applied to each direction that is not None."""
+        return Operand(self.rowwise and function(self.rowwise), self.columnwise and function(self.columnwise))
 
 
-def _turned(data: Quantized) -> Quantized:
-    """The data of the transposed matrix: a view where the device reads any layout, else a copy."""
+def _transposed_data(data: Quantized) -> Quantized:
+    """Returns the data of the transposed matrix: a view if the device reads any layout, else a copy."""
     scale_inv = data.scale_inv if data.scale_inv.dim() == 0 else data.scale_inv.t()
     if layout_of(data.q.device) == "any":
         return Quantized(data.q.t(), scale_inv)
     return Quantized(_transpose_fp8(data.q), scale_inv.contiguous())
 
 
-def _both(data: Quantized, columnwise: bool) -> Operand:
-    return Operand(data, _turned(data) if columnwise else None)
+def _with_columnwise(data: Quantized, columnwise: bool) -> Operand:
+    return Operand(data, _transposed_data(data) if columnwise else None)
 
 
-def from_quantized(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
-    """Data that another op has quantized by this scale, for both directions."""
-    return _both(Quantized(q, scale.reciprocal()), columnwise)
+def operand_from_data(q: Tensor, scale: Tensor, columnwise: bool) -> Operand:
+    """Returns the operand of data that another op has quantized with this scale."""
+    return _with_columnwise(Quantized(q, scale.reciprocal()), columnwise)
 
 
 @cache
@@ -135,113 +136,118 @@ def _one(device: torch.device) -> Tensor:
         return torch.ones((), device=device)
 
 
-def _unquantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in BF16, with a scale that changes nothing."""
+def _cast_to_bf16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns x in BF16 and the scale 1."""
     return x.to(torch.bfloat16), _one(x.device)
 
 
-def content_cast(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
-    """(op, arguments): `op(x, *arguments)` casts x [M, K] by its own content to (q, scale_inv)."""
+def current_cast_op(spec: QuantSpec) -> tuple[Cast, tuple[Any, ...]]:
+    """Returns (op, arguments) of current scaling: `op(x, *arguments)` casts x [M, K] to (q, scale_inv)."""
     if not spec.is_fp8:
-        return _unquantized, ()
-    op, more = _OPS[spec.granularity, spec.scale_format]
-    return op, (DTYPES[spec.element], *more)
+        return _cast_to_bf16, ()
+    op, arguments = _CURRENT_OPS[spec.granularity, spec.scale_format]
+    return op, (DTYPES[spec.element], *arguments)
 
 
-def content_strips(spec: QuantSpec) -> tuple[int, bool] | None:
-    """(width, power_2) where every row of x [M, K] is cast by its own content: `width` columns share a scale, 0 for all
-    of them, rounded down to a power of two or not. None for other casts."""
-    if not spec.is_fp8 or spec.source != "current" or spec.granularity not in _WIDTHS:
+def rowwise_scale_options(spec: QuantSpec) -> tuple[int, bool] | None:
+    """Returns (columns, power_2) for current scaling by row or by 1x128 blocks, or None for other specs.
+
+    `columns` is the number of columns that share a scale, 0 for all columns. If `power_2` is True, scales are rounded
+    down to powers of two.
+    """
+    if not spec.is_fp8 or spec.source != "current" or spec.granularity not in _COLUMNS_PER_SCALE:
         return None
-    return _WIDTHS[spec.granularity], spec.scale_format == "power_of_2"
+    return _COLUMNS_PER_SCALE[spec.granularity], spec.scale_format == "power_of_2"
 
 
-def cast_by_content(x: Tensor, spec: QuantSpec, infinity_is_nan: bool = False) -> Quantized:
-    """Cast x [M, K] by its own content, for contraction along K. infinity_is_nan, of FP8 data: a scale_inv is NaN where
-    the amax is infinite."""
-    op, arguments = content_cast(spec)
+def cast_current_rowwise(x: Tensor, spec: QuantSpec, infinity_is_nan: bool = False) -> Quantized:
+    """Casts x [M, K] with current scaling, for contraction along K.
+
+    If `infinity_is_nan` is True, the scale_inv of an infinite amax is NaN; this requires an FP8 format.
+    """
+    op, arguments = current_cast_op(spec)
     return Quantized(*(op(x, *arguments, True) if infinity_is_nan else op(x, *arguments)))
 
 
 def cast_delayed(x: Tensor, spec: QuantSpec, scale: Tensor, columnwise: bool) -> tuple[Operand, Tensor]:
-    """Cast by a scale known beforehand: the operand, and amax of x in the same read; cast and transpose are one op."""
+    """Casts x with a known scale and returns the operand and the amax of x, in one read of x."""
     dtype, scale_inv = DTYPES[spec.element], scale.reciprocal()
     if columnwise and layout_of(x.device) == "tn":
         q, q_t, amax = _quantize_transpose(x, scale, dtype)
         return Operand(Quantized(q, scale_inv), Quantized(q_t, scale_inv)), cast(Tensor, amax)
     q, amax = _quantize(x, scale, dtype)
-    return _both(Quantized(q, scale_inv), columnwise), cast(Tensor, amax)
+    return _with_columnwise(Quantized(q, scale_inv), columnwise), cast(Tensor, amax)
 
 
 def cast_recording(
     x: Tensor, spec: QuantSpec, scale: Tensor, history: Tensor | None, columnwise: bool, infinity_is_nan: bool
 ) -> Operand:
-    """`cast_delayed` in one op, which also raises the staging slot of `history`, if there is one, to the amax.
+    """Casts x with a known scale and raises the staging slot of `history`, if it is not None, to the amax of x.
 
-    infinity_is_nan: the scale_inv of a tensor that holds an infinity is NaN.
+    If `infinity_is_nan` is True and x has an infinity, the scale_inv is NaN.
     """
-    turned = columnwise and layout_of(x.device) == "tn"
-    q, q_t, scale_inv = _quantize_delayed(x, scale, history, DTYPES[spec.element], turned, infinity_is_nan)
+    is_transposed = columnwise and layout_of(x.device) == "tn"
+    q, q_t, scale_inv = _quantize_delayed(x, scale, history, DTYPES[spec.element], is_transposed, infinity_is_nan)
     data = Quantized(q, scale_inv)
-    return Operand(data, Quantized(q_t, scale_inv)) if turned else _both(data, columnwise)
+    return Operand(data, Quantized(q_t, scale_inv)) if is_transposed else _with_columnwise(data, columnwise)
 
 
-def cast_by_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
-    """Cast by an amax [] found elsewhere, such as that of a tensor of which x is one rank's part (distributed.py)."""
+def cast_with_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:
+    """Casts x with the scale of a given amax [], for example the amax of a tensor of which x is one rank's shard."""
     dtype = DTYPES[spec.element]
     scale = scale_from_amax(amax, FP8_MAX[dtype], spec.scale_format == "power_of_2")
     q, _ = _quantize(x, scale, dtype)
     return Quantized(q, scale.reciprocal())
 
 
-def unhidden(data: Quantized, overflowed: Tensor) -> Quantized:
-    """A quantized gradient; with NaN for its scale_inv if it `overflowed`, bool []."""
-    return Quantized(data.q, torch.where(overflowed, torch.nan, data.scale_inv))
+def with_nan_scale(data: Quantized, has_overflowed: Tensor) -> Quantized:
+    """Returns the data with NaN as scale_inv if `has_overflowed`, bool [], is True."""
+    return Quantized(data.q, torch.where(has_overflowed, torch.nan, data.scale_inv))
 
 
-def _nan_in_all(operand: Operand) -> Operand:
-    """A NaN in one scale_inv of a direction becomes a NaN in all of them."""
+def _spread_nan(operand: Operand) -> Operand:
+    """Sets every scale_inv of a direction to NaN if one of them is NaN."""
 
     def spread(data: Quantized) -> Quantized:
         if data.scale_inv.numel() == 0:
             return data
-        # Added zero times, a number changes nothing, and NaN all; a maximum is NaN if one of its numbers is.
+        # amax() is NaN if any number is. Adding 0 * NaN makes a number NaN; adding 0 * a number does not change it.
         return Quantized(data.q, torch.add(data.scale_inv, data.scale_inv.amax(), alpha=0))
 
     return operand.map(spread)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    """x^T, contiguous: torch's copy of a transposed matrix is slow, and a kernel turns elements of two bytes."""
-    turned = x.t()
-    return turned.contiguous() if x.itemsize != 2 or turned.is_contiguous() else cast(Tensor, _transpose_half(x))
+def _contiguous_transpose(x: Tensor) -> Tensor:
+    """Returns x^T, contiguous. torch's copy is slow, so a kernel of ours transposes elements of two bytes."""
+    x_t = x.t()
+    return x_t.contiguous() if x.itemsize != 2 or x_t.is_contiguous() else cast(Tensor, _transpose_half(x))
 
 
 def cast_current(
-    x: Tensor, spec: QuantSpec, rowwise: bool, columnwise: bool, sharers: Any = None, infinity_is_nan: bool = False
+    x: Tensor, spec: QuantSpec, rowwise: bool, columnwise: bool, shard_group: Any = None, infinity_is_nan: bool = False
 ) -> Operand:
-    """Cast x [M, K] by its own content, for the asked directions.
+    """Casts x [M, K] with current scaling, for the requested directions.
 
-    A scale for the whole tensor is found together with the `sharers`, the ranks that hold its other parts.
-    infinity_is_nan: every scale_inv is NaN if x holds an infinity.
+    If `shard_group` is given, x is one shard of a tensor over its ranks, and a scale per tensor is computed from the
+    amaxes of all shards. If `infinity_is_nan` is True and x has an infinity, every scale_inv is NaN.
     """
-    if spec.granularity == "tensor" and sharers is not None:
-        return _both(_cast_with_sharers(x, spec, sharers, infinity_is_nan), columnwise)
+    if spec.granularity == "tensor" and shard_group is not None:
+        return _with_columnwise(_cast_shard(x, spec, shard_group, infinity_is_nan), columnwise)
     if spec.granularity == "tensor":
-        return _both(cast_by_content(x, spec, infinity_is_nan), columnwise)
+        return _with_columnwise(cast_current_rowwise(x, spec, infinity_is_nan), columnwise)
     if spec.serves_both_directions:
-        operand = _both(cast_by_content(x, spec, infinity_is_nan), columnwise)
+        operand = _with_columnwise(cast_current_rowwise(x, spec, infinity_is_nan), columnwise)
     else:
         operand = Operand(
-            cast_by_content(x, spec, infinity_is_nan) if rowwise else None,
-            cast_by_content(_transposed(x), spec, infinity_is_nan) if columnwise else None,
+            cast_current_rowwise(x, spec, infinity_is_nan) if rowwise else None,
+            cast_current_rowwise(_contiguous_transpose(x), spec, infinity_is_nan) if columnwise else None,
         )
-    return _nan_in_all(operand) if infinity_is_nan else operand
+    return _spread_nan(operand) if infinity_is_nan else operand
 
 
-def _cast_with_sharers(x: Tensor, spec: QuantSpec, sharers: Any, infinity_is_nan: bool) -> Quantized:
+def _cast_shard(x: Tensor, spec: QuantSpec, shard_group: Any, infinity_is_nan: bool) -> Quantized:
     amax = arithmetic.amax(x)
-    overflowed = amax.isinf()
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=sharers)
-    data = cast_by_amax(x, amax, spec)
-    return unhidden(data, overflowed) if infinity_is_nan else data
+    has_overflowed = amax.isinf()
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=shard_group)
+    data = cast_with_amax(x, amax, spec)
+    return with_nan_scale(data, has_overflowed) if infinity_is_nan else data

@@ -1,98 +1,112 @@
-"""What the library of CUDA kernels reports it was built for, and whether a GPU and its driver can run it.
+"""The GPUs and drivers that the library of CUDA kernels supports, read from the library file.
 
-A library has code for single chips ("sm_90a"), for families ("sm_100f": sm_100 and sm_103), and, with sm_89's, PTX that
-newer chips compile when they load it: correct, but with the slowest GEMM. A chip that can run none of it would fail in
-every op, because dispatch looks at the kind of a device and not at the chip. Code that is given a device therefore
-calls `check_gpu` first.
+A library has code for single architectures ("sm_90a") and for families ("sm_100f" runs on sm_100 and sm_103). Code for
+sm_89 is also present as PTX, which newer GPUs compile when they load it; it is correct, but has only the slowest GEMM.
+On an unsupported GPU every op would fail, because torch dispatches by device type and not by architecture. So code that
+uses a device calls `check_gpu` first. Importing this module does not import torch.
 """
 
 import mmap
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+import fp8serve
 from fp8serve.errors import MachineError
-from fp8serve.fp8 import ops
-from fp8serve.fp8.torch_private import cuda_driver_version
+from fp8serve.fp8.cuda_driver import driver_version
 
-_FACTS = re.compile(rb"fp8serve-cuda-(architectures|runtime)=([\w.+]{1,200});")
-_JIT = 89  # the chip whose code is also present as PTX, which newer chips compile
+if TYPE_CHECKING:
+    import torch
+
+_BUILD_INFO = re.compile(rb"fp8serve-cuda-(architectures|runtime)=([\w.+]{1,200});")
+_PTX_CAPABILITY = 89  # the compute capability whose code is also present as PTX
 
 
 @dataclass(frozen=True)
-class Built:
-    """architectures: ("sm_89", "sm_90a"), empty where the library does not say. runtime: CUDA's (13, 0), or None."""
+class CudaBuild:
+    """The architectures for which a library was built, and the CUDA runtime with which it was built.
+
+    `architectures` is a tuple such as ("sm_89", "sm_90a"), empty if unknown. `runtime` is a version such as (13, 0), or
+    None if unknown.
+    """
 
     architectures: tuple[str, ...] = ()
     runtime: tuple[int, int] | None = None
 
     def has_code_for(self, capability: int) -> bool:
-        """Compiled for the chip (10 * major + minor) or for its family."""
-        return any(_covers(name, capability) for name in self.architectures)
+        """Returns whether the library was compiled for the compute capability (10 * major + minor) or its family."""
+        return any(_includes(architecture, capability) for architecture in self.architectures)
 
     def runs_on(self, capability: int) -> bool:
-        compiles = f"sm_{_JIT}" in self.architectures and capability > _JIT
-        return not self.architectures or compiles or self.has_code_for(capability)
+        """Returns whether a GPU of this compute capability can run the library, or True if that is unknown."""
+        can_compile_ptx = f"sm_{_PTX_CAPABILITY}" in self.architectures and capability > _PTX_CAPABILITY
+        return not self.architectures or can_compile_ptx or self.has_code_for(capability)
 
 
-def _covers(architecture: str, capability: int) -> bool:
-    chip = int(re.sub(r"\D", "", architecture))
+def _includes(architecture: str, capability: int) -> bool:
+    own_capability = int(re.sub(r"\D", "", architecture))
     if architecture.endswith("f"):
-        return capability // 10 == chip // 10 and capability >= chip
-    return capability == chip
+        return capability // 10 == own_capability // 10 and capability >= own_capability
+    return capability == own_capability
 
 
-def built_for(library: Path) -> Built:
+def library_path(stem: str) -> Path | None:
+    """Returns the path of a library of kernels, "fp8serve_cpu" or "fp8serve_cuda", or None if the file does not
+    exist."""
+    paths = (Path(folder) / f"lib{stem}.so" for folder in fp8serve.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
+def read_build(library: Path) -> CudaBuild:
+    """Returns the build information that is embedded in the library file."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        facts = {name.decode(): value.decode() for name, value in _FACTS.findall(content)}
-    runtime = re.match(r"(\d+)\.(\d+)", facts.get("runtime", ""))
-    names = facts.get("architectures", "")
-    return Built(tuple(names.split("+")) if names else (), (int(runtime[1]), int(runtime[2])) if runtime else None)
+        info = {name.decode(): value.decode() for name, value in _BUILD_INFO.findall(content)}
+    runtime = re.match(r"(\d+)\.(\d+)", info.get("runtime", ""))
+    names = info.get("architectures", "")
+    return CudaBuild(tuple(names.split("+")) if names else (), (int(runtime[1]), int(runtime[2])) if runtime else None)
 
 
-def refusal(built: Built, gpu: str, capability: int, driver: tuple[int, int] | None) -> str | None:
-    """Why the library cannot run on a GPU with a driver for CUDA `driver`, in one sentence; None: it can."""
-    if not built.runs_on(capability):
+def incompatibility(build: CudaBuild, gpu: str, capability: int, driver: tuple[int, int] | None) -> str | None:
+    """Returns a sentence why the library cannot run on a GPU whose driver supports CUDA `driver`, or None if it can."""
+    if not build.runs_on(capability):
         return (
-            f"the CUDA kernels were built for {' '.join(built.architectures)} and not for {gpu} (sm_{capability}); "
+            f"the CUDA kernels were built for {' '.join(build.architectures)} and not for {gpu} (sm_{capability}); "
             "build fp8serve with -DFP8SERVE_CUDA=OFF to run the slower PyTorch reference there, or use --device cpu."
         )
-    if driver is not None and built.runtime is not None and driver[0] < built.runtime[0]:
+    if driver is not None and build.runtime is not None and driver[0] < build.runtime[0]:
         return (
             f"the driver of {gpu} is for CUDA {_dotted(driver)} and the CUDA kernels were built with CUDA"
-            f" {_dotted(built.runtime)}; update the driver, or build them with an older toolkit."
+            f" {_dotted(build.runtime)}; update the driver, or build them with an older toolkit."
         )
     return None
 
 
-def slowness(built: Built, gpu: str, capability: int) -> str | None:
-    """One sentence on the loss of a GPU that compiles sm_89's code; None: the library has code for it."""
-    if not built.architectures or not built.runs_on(capability) or built.has_code_for(capability):
+def slowdown(build: CudaBuild, gpu: str, capability: int) -> str | None:
+    """Returns a sentence that a GPU runs the library only through PTX, or None if the library has code for the GPU."""
+    if not build.architectures or not build.runs_on(capability) or build.has_code_for(capability):
         return None
     return (
-        f"the CUDA kernels have no code for {gpu} (sm_{capability}), which compiles that of sm_{_JIT} and multiplies "
-        "with the slowest of them; build them with nvcc 12.9 or newer for its family, if it is one of 100f and 120f."
+        f"the CUDA kernels have no code for {gpu} (sm_{capability}), so the GPU compiles the PTX of "
+        f"sm_{_PTX_CAPABILITY} and uses the slowest GEMM; build fp8serve with nvcc 12.9 or newer for the GPU's family, "
+        "if that is 100f or 120f."
     )
 
 
-def driver_version() -> tuple[int, int] | None:
-    """The CUDA version that the driver is for; None without a driver, or without a torch that asks it."""
-    driver = cuda_driver_version()
-    return (driver // 1000, driver % 1000 // 10) if driver else None
+def check_gpu(device: "torch.device") -> None:
+    """Raises MachineError if the CUDA kernels are loaded and this GPU cannot run them."""
+    import torch
 
+    from fp8serve.fp8 import ops
 
-def check_gpu(device: torch.device) -> None:
-    """MachineError, in one sentence, where the CUDA kernels are loaded and this GPU cannot run them."""
     library = ops.LIBRARIES["cuda"]
     if device.type != "cuda" or library is None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    why = refusal(built_for(library), name, 10 * major + minor, driver_version())
-    if why is not None:
-        raise MachineError(why[0].upper() + why[1:])
+    sentence = incompatibility(read_build(library), name, 10 * major + minor, driver_version())
+    if sentence is not None:
+        raise MachineError(sentence[0].upper() + sentence[1:])
 
 
 def _dotted(version: tuple[int, int]) -> str:

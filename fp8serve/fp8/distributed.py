@@ -1,26 +1,25 @@
-"""What delayed scaling needs from torch.distributed: one MAX over everything that was staged.
+"""Distributed amax reduction for delayed scaling: one MAX all-reduce over all staged amaxes.
 
 There is one collective per update, whatever the number of layers: one when the outermost `autocast` ends and one when
-the backward pass ends. It reduces a vector with a position for every module of the session (session.py), whose length
-the ranks agree on (`Attendance`). So the ranks cannot disagree about the vector: not when a module did not run on one
-of them, not when one rank has already garbage-collected a discarded model and another has not, and not when only one
-makes copies. They must have made the session's modules in the same order; copies have their own positions. A module
-beyond the agreed length keeps its staged amax until the next collective, which is long enough.
+the backward pass ends. The reduced vector has a row for every module of the session (session.py). The ranks agree on
+the number of rows through `ReductionState`, so the vector has the same length on every rank. This holds even if a
+module did not run on some rank, if one rank has already garbage-collected a discarded model, or if only one rank makes
+copies. All ranks must create the session's modules in the same order; copies have positions of their own. A module
+beyond the agreed number of rows keeps its staged amax until the next collective, by which the number has grown.
 
-A rank on which *nothing* ran in FP8 takes part in the forward pass's collective through its `autocast`, but it has no
-backward pass and so does not know that the others are in theirs. The forward collective therefore also says whether
-there is such a rank. If so, from then on the gradients' amaxes are reduced when the next context ends: all ranks get
-there, and the scales are not needed before. The next backward pass uses the same scales as if they had been found
-earlier.
+A rank on which no FP8 layer ran takes part in the forward pass's collective through its `autocast`. It has no backward
+pass, so it cannot know that the other ranks reduce at the end of theirs. The forward collective therefore also reports
+whether there is such a rank. If so, from then on the amaxes of gradients are reduced when the next context ends, which
+every rank reaches. The scales are not needed earlier, so the next backward pass uses the same scales either way.
 
-Two rows of WIDTH numbers, the header of each rank, travel with every collective, and their maxima come back:
+With every collective each rank sends a header of two rows of ROW_WIDTH numbers and gets the maxima over the ranks:
 
-    flags, 0 or 1: [expects backward, expects no backward, is at the end of autocast, at the end of backward]
-    [one more than the highest position that ever staged an amax here, 0, 0, 0]
+    flags, 0 or 1: [expects backward, expects no backward, is at the end of autocast, is at the end of backward]
+    [one more than the highest position that ever staged an amax on this rank, 0, 0, 0]
 
-So no rank decides about a collective by what it knows alone. All ranks apply the maxima at the next collective; on a
-GPU they are copied asynchronously and read at that point. Only the first collective is waited for. It shows at
-once whether a model has more than MIN_POSITIONS modules, so that no rank leaves any of them out of its first update.
+No rank acts on its own header alone. All ranks apply the maxima at the next collective; on a GPU the maxima are copied
+asynchronously and read then. Only the first collective is waited for. It shows whether a model has more than
+MIN_POSITIONS modules, so that the first update already includes all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,192 +30,206 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed, one_per_tensor
-from fp8serve.fp8.scaling import Direction, Order, Scaled
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed, has_tensor_scales
+from fp8serve.fp8.scaling import Direction, Order, ScaledModule
 from fp8serve.fp8.torch_private import copy_each
 
 MIN_POSITIONS = 1024
-WIDTH = 4  # numbers of a row; tensors that a module stages in one pass, at most
-HEADER = 2  # rows
+ROW_WIDTH = 4  # numbers in a row; a module stages at most this many tensors in one pass
+HEADER_ROWS = 2
 
 
-def header(direction: Literal["forward", "backward"], expecting: bool, reach: int) -> list[list[float]]:
-    """The two rows of this rank."""
-    passes = [float(expecting), float(not expecting), 1.0, 0.0] if direction == "forward" else [0.0, 0.0, 0.0, 1.0]
-    return [passes, [float(reach), 0.0, 0.0, 0.0]]
+def make_header(
+    direction: Literal["forward", "backward"], expects_backward: bool, num_positions: int
+) -> list[list[float]]:
+    """Returns this rank's header, [HEADER_ROWS][ROW_WIDTH]."""
+    flags = [0.0, 0.0, 0.0, 1.0]
+    if direction == "forward":
+        flags = [float(expects_backward), float(not expects_backward), 1.0, 0.0]
+    return [flags, [float(num_positions), 0.0, 0.0, 0.0]]
 
 
-class Attendance:
-    """Whether all ranks of a group have the same passes, and how many positions they reduce, according to their
-    headers.
+class ReductionState:
+    """What the ranks of a group have agreed on through their headers.
 
-    From the first context for which only some ranks have a backward pass, the reduction of gradients is `deferred`, on
-    all ranks alike. `positions` grows to the next power of two, for the steps that follow.
+    `num_positions` is the number of positions that the next collective reduces; it grows by powers of two. From the
+    first context in which only some ranks have a backward pass, all ranks defer the reduction of gradients' amaxes.
     """
 
     def __init__(self) -> None:
-        self.positions = MIN_POSITIONS
-        self._deferred = False
-        self._reach = 0
-        self._first = True
-        self._pending: list[tuple[Tensor, Any]] = []  # headers, each with the moment of its arrival if it is on a GPU
+        self.num_positions = MIN_POSITIONS
+        self._is_backward_deferred = False
+        self._required_positions = 0
+        self._is_first = True
+        self._pending_headers: list[tuple[Tensor, Any]] = []  # each with its CUDA event, or None on a CPU
 
-    def short(self, headers: Tensor) -> bool:
-        """Whether the first collective must be repeated over more positions; waits for its result, once."""
-        if not self._first:
+    def must_repeat_first(self, headers: Tensor) -> bool:
+        """Returns whether the first collective must be repeated over more positions. Waits for the device once."""
+        if not self._is_first:
             return False
-        self._first = False
-        before = self.positions
-        self._reach = int(headers[1, 0])
+        self._is_first = False
+        previous = self.num_positions
+        self._required_positions = int(headers[1, 0])
         self._grow()
-        return self.positions > before
+        return self.num_positions > previous
 
-    def note(self, headers: Tensor) -> None:
-        """Take in the maxima of the headers; on a GPU without waiting for them, so they are looked at later."""
-        pending, arrival = headers.to("cpu", non_blocking=True), None
+    def add_headers(self, headers: Tensor) -> None:
+        """Adds the maxima of the headers. On a GPU they are copied without waiting and read at the next collective."""
+        copy, event = headers.to("cpu", non_blocking=True), None
         if headers.is_cuda:
-            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrival.record()
-        self._pending.append((pending, arrival))
-        if arrival is None:
-            self._listen()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._pending_headers.append((copy, event))
+        if event is None:
+            self._read_pending_headers()
 
-    def deferred(self) -> bool:
-        """Whether gradients wait for the next context; asked before the collectives of a step.
+    def is_backward_deferred(self) -> bool:
+        """Returns whether gradients' amaxes are reduced when the next context ends. Call it before a collective.
 
-        RecipeError if the ranks were in different passes.
+        Raises RecipeError if the ranks were in different passes at the last collective.
         """
-        self._listen()
+        self._read_pending_headers()
         self._grow()
-        return self._deferred
+        return self._is_backward_deferred
 
     def _grow(self) -> None:
-        while self.positions < self._reach:
-            self.positions *= 2
+        while self.num_positions < self._required_positions:
+            self.num_positions *= 2
 
-    def _listen(self) -> None:
-        pending, self._pending = self._pending, []
-        for header, arrival in pending:
-            if arrival is not None:
-                arrival.synchronize()
-            self._take_in(*header.tolist())
-
-    def _take_in(self, passes: list[float], positions: list[float]) -> None:
-        back, none, ended_context, ended_pass = (value > 0 for value in passes)
-        self._reach = max(self._reach, int(positions[0]))
-        if ended_context and ended_pass:
-            raise RecipeError(
-                "Some ranks were in a backward pass and others at the end of an autocast: a rank that ran FP8 "
-                "layers with gradients must call backward when the others do, or run them under torch.no_grad()."
-            )
-        self._deferred |= back and none
+    def _read_pending_headers(self) -> None:
+        pending, self._pending_headers = self._pending_headers, []
+        for headers, event in pending:
+            if event is not None:
+                event.synchronize()
+            flags, (required_positions, *_) = headers.tolist()
+            has_backward, has_no_backward, ended_context, ended_backward = (flag > 0 for flag in flags)
+            self._required_positions = max(self._required_positions, int(required_positions))
+            if ended_context and ended_backward:
+                raise RecipeError(
+                    "Some ranks were in a backward pass and others at the end of an autocast: a rank that ran FP8 "
+                    "layers with gradients must call backward when the others do, or run them under torch.no_grad()."
+                )
+            self._is_backward_deferred |= has_backward and has_no_backward
 
 
-def reduce_staged(
-    living: Iterable[Scaled],
+def reduce_staged_amaxes(
+    modules: Iterable[ScaledModule],
     direction: Direction,
     recipe: DelayedScaling,
     group: Any,
-    own_header: list[list[float]],
-    attendance: Attendance,
-) -> list[Scaled]:
-    """Raise every staging slot of the `living` modules to the maximum over the ranks of `group`, in one collective.
+    local_header: list[list[float]],
+    state: ReductionState,
+) -> list[ScaledModule]:
+    """Raises every staging slot of the modules to its maximum over the ranks of `group`, in one collective.
 
-    own_header: this rank's, [HEADER][WIDTH]; `attendance` receives those of all ranks. Returns the modules that have
-    states and a position that was reduced. A module that ran only on other ranks gets its states here, so all ranks
-    keep equal scales. An infinite amax on one rank is infinite on all, so all ranks drop that step alike.
+    Returns the modules that have scaling states and whose position was reduced. A module that ran only on other ranks
+    gets its scaling states here, so all ranks hold equal scales. An amax that is infinite on one rank becomes infinite
+    on all, so all ranks drop that step.
+
+    Args:
+        modules: All modules of the session that exist on this rank.
+        local_header: The header of this rank, [HEADER_ROWS][ROW_WIDTH].
+        state: The agreement of the ranks, which receives the maxima of their headers.
     """
-    modules = list(living)
-    rows, headers = _reduced(modules, attendance.positions, direction, group, own_header)
-    if attendance.short(headers):
-        rows, headers = _reduced(modules, attendance.positions, direction, group, own_header)
-    attendance.note(headers)
-    modules = _placed(modules, attendance.positions)
-    _prepare_strangers(modules, rows, attendance.positions, recipe)
+    modules = list(modules)
+    rows, headers = _all_reduce(modules, state.num_positions, direction, group, local_header)
+    if state.must_repeat_first(headers):
+        rows, headers = _all_reduce(modules, state.num_positions, direction, group, local_header)
+    state.add_headers(headers)
+    modules = _within(modules, state.num_positions)
+    _create_missing_states(modules, rows, state.num_positions, recipe)
     present = [m for m in modules if m.scaling]
     if present:
-        copy_each(_slots(present, direction), rows[_cells(present, direction, attendance.positions)].unbind())
+        copy_each(_staging_slots(present, direction), rows[_cells(present, direction, state.num_positions)].unbind())
     return present
 
 
-def _prepare_strangers(modules: Sequence[Scaled], rows: Tensor, positions: int, recipe: DelayedScaling) -> None:
-    """Give states to the modules that have none but ran on another rank."""
-    strangers = [m for m in modules if not m.scaling]
-    if strangers:  # only for these the values are read, which synchronises with a GPU
-        ran = rows[_rows(strangers, positions)].any(1).tolist()
-        for module in (m for m, yes in zip(strangers, ran, strict=True) if yes):
+def _create_missing_states(
+    modules: Sequence[ScaledModule], rows: Tensor, num_positions: int, recipe: DelayedScaling
+) -> None:
+    """Creates the states of the modules that have none and ran on another rank."""
+    without_states = [m for m in modules if not m.scaling]
+    if without_states:  # reading values waits for the GPU, so they are read only in this case
+        has_run = rows[_row_indices(without_states, num_positions)].any(1).tolist()
+        for module in (m for m, ran in zip(without_states, has_run, strict=True) if ran):
             module.prepare(recipe.amax_history_len)
 
 
-def _reduced(
-    modules: Sequence[Scaled], positions: int, direction: Direction, group: Any, own_header: list[list[float]]
+def _all_reduce(
+    modules: Sequence[ScaledModule],
+    num_positions: int,
+    direction: Direction,
+    group: Any,
+    local_header: list[list[float]],
 ) -> tuple[Tensor, Tensor]:
-    """The maxima over the ranks, FP32 [orders * positions, WIDTH], and of the headers, [HEADER, WIDTH].
+    """Returns the maxima over the ranks: of the amaxes, FP32 [orders * num_positions, ROW_WIDTH], and of the headers.
 
-    A module's row is zero where it staged nothing.
+    A module's row is zero where the module staged nothing.
     """
-    staged = torch.zeros(len(Order) * positions + HEADER, WIDTH, device=_device(modules, group))
-    staged[-HEADER:] = torch.tensor(own_header)
-    present = [m for m in _placed(modules, positions) if m.scaling]
+    staged = torch.zeros(len(Order) * num_positions + HEADER_ROWS, ROW_WIDTH, device=_device(modules, group))
+    staged[-HEADER_ROWS:] = torch.tensor(local_header)
+    present = [m for m in _within(modules, num_positions) if m.scaling]
     if present:
-        staged[_cells(present, direction, positions)] = torch.stack(_slots(present, direction))
+        staged[_cells(present, direction, num_positions)] = torch.stack(_staging_slots(present, direction))
     dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
-    return staged[:-HEADER], staged[-HEADER:]
+    return staged[:-HEADER_ROWS], staged[-HEADER_ROWS:]
 
 
-def _placed(modules: Sequence[Scaled], positions: int) -> list[Scaled]:
-    """Those that have a row among so many positions."""
-    return [m for m in modules if m.position.number < positions]
+def _within(modules: Sequence[ScaledModule], num_positions: int) -> list[ScaledModule]:
+    return [m for m in modules if m.position.number < num_positions]
 
 
-def _slots(modules: Sequence[Scaled], direction: Direction) -> list[Tensor]:
+def _staging_slots(modules: Sequence[ScaledModule], direction: Direction) -> list[Tensor]:
     return [m.scaling[name].amax_history[0] for m in modules for name in m.tensors[direction]]
 
 
-def _rows(modules: Sequence[Scaled], positions: int) -> list[int]:
-    return [m.position.order * positions + m.position.number for m in modules]
+def _row_indices(modules: Sequence[ScaledModule], num_positions: int) -> list[int]:
+    return [m.position.order * num_positions + m.position.number for m in modules]
 
 
-def _cells(modules: Sequence[Scaled], direction: Direction, positions: int) -> tuple[list[int], list[int]]:
-    """Row and column of every slot."""
+def _cells(modules: Sequence[ScaledModule], direction: Direction, num_positions: int) -> tuple[list[int], list[int]]:
+    """Returns the row indices and the column indices of all staging slots."""
     columns = [range(len(m.tensors[direction])) for m in modules]
-    cells = [(row, c) for row, cs in zip(_rows(modules, positions), columns, strict=True) for c in cs]
+    cells = [(row, c) for row, cs in zip(_row_indices(modules, num_positions), columns, strict=True) for c in cs]
     return [row for row, _ in cells], [column for _, column in cells]
 
 
-def _device(modules: Sequence[Scaled], group: Any) -> torch.device:
-    """The device of the states; without any, the device that the group's collectives need."""
+def _device(modules: Sequence[ScaledModule], group: Any) -> torch.device:
+    """Returns the device of the scaling states, or if there are none, the device that the group's backend needs."""
     devices = {s.amax_history.device for m in modules for s in m.scaling.values()}
     return devices.pop() if devices else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def default_group() -> Any:
-    """The default process group, or None while there is none."""
+    """Returns the default process group, or None if none is initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def several(group: Any) -> bool:
-    """Whether the group has another rank besides this one."""
+def has_other_ranks(group: Any) -> bool:
+    """Returns whether the group exists and has more than one rank."""
     return group is not None and dist.get_world_size(group) > 1
 
 
-def one_scale(recipe: Recipe, group: Any, members: Any, user: str) -> None:
-    """Raise RecipeError unless a tensor that is divided among the ranks of `members` has one scale under `recipe`.
+def check_shared_scale(recipe: Recipe, amax_group: Any, shard_group: Any, user: str) -> None:
+    """Raises RecipeError unless a tensor that is sharded over `shard_group` has one scale on all ranks.
 
-    group: the group over which amaxes are reduced. Delayed scales are equal on ranks that reduce their amaxes together.
-    Current scales can be computed together. A scale for each row or block cannot be shared by both directions.
+    Delayed scales are equal on ranks that reduce their amaxes together, that is, if `amax_group` contains all ranks of
+    `shard_group`. Ranks can compute a current scale together. A scale per row or block cannot be shared by both
+    directions. `user` names the feature in the message.
     """
-    if not one_per_tensor(recipe):
+    if not has_tensor_scales(recipe):
         raise RecipeError(f"{user} needs one scale for a whole tensor; use a delayed recipe or current with 'tensor'.")
-    if (rules := delayed(recipe)) is not None and not (rules.reduce_amax and spans(group, members)):
+    if (delayed := as_delayed(recipe)) is not None and not (
+        delayed.reduce_amax and _contains_ranks(amax_group, shard_group)
+    ):
         raise RecipeError(
             f"{user} needs equal delayed scales on its ranks: give autocast an amax_reduction_group that spans "
             "them, and leave reduce_amax on."
         )
 
 
-def spans(group: Any, members: Any) -> bool:
-    """Whether a group holds every rank of another one."""
-    if group is None or group is members:
+def _contains_ranks(group: Any, other: Any) -> bool:
+    """Returns whether `group` contains every rank of `other`."""
+    if group is None or group is other:
         return group is not None
-    return set(dist.get_process_group_ranks(members)) <= set(dist.get_process_group_ranks(group))
+    return set(dist.get_process_group_ranks(other)) <= set(dist.get_process_group_ranks(group))

@@ -1,11 +1,11 @@
-"""The differentiable operations between a decoder's GEMMs: RMSNorm, silu(gate) * up, rotary position.
+"""The differentiable operations between a decoder's GEMMs: RMSNorm, silu(gate) * up and rotary embeddings.
 
-Training, calibration and serving call the same ops, so that a norm has the same bits in all three: the fused ops of the
-decode path (`rms_norm_quantize`, `silu_mul_quantize`, `rotary_write_kv`) are these ops and a cast. If they were
-composed of torch's own operations, each would read and write the activation six to ten times, forward and backward.
+Training, calibration and serving call the same ops, so their results have the same bits in all three. The fused ops of
+decoding (`rms_norm_quantize`, `silu_mul_quantize`, `rotary_write_kv`) are these ops followed by a cast. If composed of
+torch's ops, each operation would read and write the activation six to ten times, in forward and in backward.
 
-Without gradients the op is called directly: an autograd.Function costs ten microseconds, as much as the op at decode.
-Mixed types (an FP32 weight on BF16 activations) go through the reference, which promotes as torch does.
+Without gradients the op is called directly, because an autograd.Function takes ten microseconds, as long as the op
+takes in decoding. Mixed dtypes (an FP32 weight with BF16 activations) use the reference, which promotes as torch does.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.ops import activation, norm
 
-# overloads are looked up once: through torch.ops a call takes a microsecond longer
+# The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _rms_norm = torch.ops.fp8serve.rms_norm.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
 _rotary = torch.ops.fp8serve.rotary.default
@@ -51,7 +51,8 @@ class _SiluMul(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation: its gradient is the rotation back. Both halves of cos, and of sin, are equal."""
+    """A rotation, whose gradient is rotated by the opposite angle. The two halves of cos are equal, and those of
+    sin."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def _apply(function: type[torch.autograd.Function], op: Any, *args: Any) -> Tens
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., K] / rms(x) * weight [K]: FP32 up to the rounding to x's dtype, then the product."""
+    """Returns x [..., K] / rms(x) * weight [K]. The quotient is computed in FP32 and rounded to x's dtype first."""
     if x.dtype != weight.dtype:
         return norm.rms_norm(x, weight, eps)
     flat = x.reshape(-1, x.shape[-1])
@@ -80,7 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [..., K]; silu is rounded to its dtype before the product."""
+    """Returns silu(gate) * up, both [..., K]. silu(gate) is rounded to its dtype before the product."""
     if gate.dtype != up.dtype:
         return activation.silu_mul(gate, up)
     if gate.dim() == 2:
@@ -90,10 +91,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_tanh_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, both [..., K]; GELU by its tanh approximation, in FP32, rounded to its dtype before the product.
+    """Returns gelu(gate) * up, both [..., K], with the tanh approximation of GELU.
 
-    It is written out because the last bit of torch's own GELU depends on an element's position in its tensor, and a row
-    must not depend on its neighbours.
+    GELU is computed in FP32 and rounded to gate's dtype before the product. torch's own GELU is not used, because its
+    last bit depends on an element's position in the tensor, and a row must not depend on the rest of the batch.
     """
     x = gate.float()
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
@@ -101,5 +102,5 @@ def gelu_tanh_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by cos, sin [T, 1, D] of its dtype; dimension i is paired with i + D/2."""
+    """Returns x [T, heads, D] rotated by cos and sin [T, 1, D] of x's dtype; dimension i is paired with i + D/2."""
     return _apply(_Rotary, _rotary, x, cos, sin)

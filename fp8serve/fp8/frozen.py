@@ -1,12 +1,12 @@
-"""FrozenLinear, the layer that serving runs: FP8 weights, an input scale stored or computed per call, nothing to train.
+"""FrozenLinear, the linear layer of serving: FP8 weights and a stored or computed input scale, without training.
 
-It computes what the forward pass of `Linear` computes, in the same order: with the scales from the end of training it
-gives the same bits. It also watches its input: `amax` is the largest magnitude since `reset_counters`, `saturated` the
-number of elements that were cut off at +-448. The cast itself counts: that costs a comparison per call, and a pass over
-the values only in the rare call that saturates.
+It computes the forward pass of `Linear` in the same order, so with the scales from the end of training it gives the
+same bits. It also monitors its input: `amax` is the largest magnitude since `reset_counters`, and `saturated` is the
+number of elements that were cut off at +-448. The cast op counts them. This costs one comparison per call, and a pass
+over the values only in the rare call that saturates.
 
-The gradient of an input goes through the FP8 weight; training an adapter (lora.py) needs it: see `input_gradient`. The
-cast counts as the identity, as in `Linear`.
+The gradient with respect to the input uses the FP8 weight (`input_gradient`); training an adapter needs it (lora.py).
+The gradient of the cast is the identity, as in `Linear`.
 """
 
 from dataclasses import replace
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.casting import content_cast, content_strips
+from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.fp8.ops.packing import GROUP, RUN, is_packable, packed_shape
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.fp8.spec import WEIGHTS, QuantSpec, listed
+from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
 
 if TYPE_CHECKING:
     from fp8serve.fp8.served_adapters import ServedAdapters
 
 E4M3 = torch.float8_e4m3fn
 
-# overloads are looked up once: through torch.ops a call takes a microsecond longer
+# The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _mm = torch.ops.fp8serve.mm.default
 _norm = torch.ops.fp8serve.rms_norm.default
 _norm_rows = torch.ops.fp8serve.rms_norm_quantize_rows.default
@@ -50,7 +50,7 @@ def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _valid_scale(name: str, scale: Tensor) -> Tensor:
+def _validate_scale(name: str, scale: Tensor) -> Tensor:
     scale = scale.detach().to(torch.float32)
     if scale.numel() != 1 or not bool(torch.isfinite(scale) & (scale > 0)):
         raise ScalesError(
@@ -59,7 +59,8 @@ def _valid_scale(name: str, scale: Tensor) -> Tensor:
     return scale.reshape(()).clone()
 
 
-def _scale_or_own(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
+def _delayed_scale(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
+    """Returns the given scale, or if it is None the scale of the layer's own scaling state."""
     if scale is None:
         state = linear.scaling.get(name) if isinstance(linear, Linear) else None
         if state is None:
@@ -67,26 +68,30 @@ def _scale_or_own(linear: nn.Linear, name: str, scale: Tensor | None) -> Tensor:
                 f"DelayedScaling needs a stored {name} scale and this layer has none; calibrate the model first."
             )
         scale = state.scale
-    return _valid_scale(f"the {name} scale", scale)
+    return _validate_scale(f"the {name} scale", scale)
 
 
-def _quantized_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weight_q, weight_scale_inv) by a recipe's spec of weights."""
+def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns (weight_q, weight_scale_inv)."""
     weight = linear.weight.detach()
     if spec.source == "delayed":
-        scale = _scale_or_own(linear, "weight", scale)
+        scale = _delayed_scale(linear, "weight", scale).to(weight.device)
         return torch.ops.fp8serve.quantize(weight, scale, E4M3)[0], scale.reciprocal()
-    op, arguments = content_cast(spec)
+    op, arguments = current_cast_op(spec)
     return op(weight, *arguments)
 
 
 class FrozenLinear(nn.Module):
-    """[..., K] -> [..., N] from FP8 weights.
+    """A linear layer [..., K] -> [..., N] with FP8 weights, for serving.
 
-    weight_q: E4M3 [N, K], or packed (see `pack`) [N / 16, K / 8, 128]. weight_scale_inv: FP32 [], [N, 1] or
-    [ceil(N/128), ceil(K/128)]. bias: [N] or None. input_scale: FP32 [], multiplies to quantize the input. input_spec:
-    how inputs are quantized: by the stored `input_scale`, each by its own content, or not at all (BF16); None: with one
-    scale per tensor. out_dtype: of the output; None for the input's. adapters: those that are served with it.
+    Args:
+        weight_q: E4M3 [N, K], or packed [N / 16, K / 8, 128] (see `pack`).
+        weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)].
+        bias: [N] or None.
+        input_scale: FP32 [], by which the input is multiplied to quantize it.
+        input_spec: How the input is quantized: with the stored `input_scale`, with current scaling, or not at all
+            (BF16). By default with `input_scale`, or without one with current scaling per tensor.
+        out_dtype: The dtype of the output; None is the dtype of the input.
     """
 
     adapters: Optional["ServedAdapters"] = None
@@ -111,19 +116,19 @@ class FrozenLinear(nn.Module):
         super().__init__()
         _check_weight(weight_q, weight_scale_inv)
         self.out_dtype = out_dtype
-        self.quantize_input_by(input_spec or QuantSpec(source="current" if input_scale is None else "stored"))
-        _check_source(self.input_spec, input_scale)
-        self.out_features, self.in_features = _features(weight_q)
+        self.set_input_spec(input_spec or QuantSpec(source="current" if input_scale is None else "stored"))
+        _check_scale_source(self.input_spec, input_scale)
+        self.out_features, self.in_features = _features_of(weight_q)
         self.register_buffer("weight_q", weight_q)
         self.register_buffer("weight_scale_inv", weight_scale_inv)
         self.register_buffer("bias", None if bias is None else bias.detach())
-        scale = None if input_scale is None else _valid_scale("the input scale", input_scale).to(weight_q.device)
+        scale = None if input_scale is None else _validate_scale("the input scale", input_scale).to(weight_q.device)
         self.register_buffer("input_scale", scale)
         self.register_buffer("input_scale_inv", None if scale is None else scale.reciprocal(), persistent=False)
         self.register_buffer("amax", torch.zeros((), device=weight_q.device), persistent=False)
         self.register_buffer("saturated", torch.zeros((), dtype=torch.int64, device=weight_q.device), persistent=False)
-        self.is_watched = True  # not where threads share the layer: they would race on its counters
-        self.live_rows: Tensor | None = None  # int64 []: rows of the input that are not padding; None: all
+        self.is_watched = True  # whether amax and saturated are updated; False if threads share the layer
+        self.live_rows: Tensor | None = None  # int64 []: the number of input rows before padding; None: no padding
 
     @classmethod
     def from_linear(
@@ -134,22 +139,23 @@ class FrozenLinear(nn.Module):
         weight_scale: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> "FrozenLinear":
-        """Freeze a linear by a recipe. DelayedScaling takes the given scales or the layer's own delayed states.
+        """Freezes a linear layer for a recipe.
 
-        Raises ScalesError if a delayed scale is missing, zero, negative or not finite.
+        DelayedScaling uses the given scales, or without them the scales of the layer's scaling states. Raises
+        ScalesError if such a scale is missing, zero, negative or not finite, or if scales are given for another recipe.
         """
         specs = recipe.specs.linear
         if specs["input"].source == "delayed":
-            input_scale = _scale_or_own(linear, "input", input_scale)
+            input_scale = _delayed_scale(linear, "input", input_scale)
         elif input_scale is not None or weight_scale is not None:
             raise ScalesError(f"{type(recipe).__name__} computes its scales from the data; do not give stored ones.")
-        weight_q, weight_scale_inv = _quantized_weight(linear, specs["weight"], weight_scale)
-        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].at_rest(), out_dtype)
+        weight_q, weight_scale_inv = _quantize_weight(linear, specs["weight"], weight_scale)
+        return cls(weight_q, weight_scale_inv, linear.bias, input_scale, specs["input"].for_serving(), out_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., K] -> [..., N]; differentiable with respect to input."""
+        """Returns the output [..., N] for an input [..., K]. It is differentiable with respect to the input."""
         if input.requires_grad and torch.is_grad_enabled():
-            return cast(Tensor, _ThroughFrozen.apply(input, self))  # type: ignore[no-untyped-call]
+            return cast(Tensor, _FrozenLinearFunction.apply(input, self))  # type: ignore[no-untyped-call]
         y = self._run(input)
         return y if self.adapters is None else self.adapters.add(y, input)
 
@@ -160,7 +166,7 @@ class FrozenLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """weight_q, under the name that other linears give their weight."""
+        """The FP8 weight, under the name that other linear layers use."""
         return self.weight_q
 
     @property
@@ -168,64 +174,64 @@ class FrozenLinear(nn.Module):
         return self.weight_q.dim() == 3
 
     def pack(self, out: Tensor) -> None:
-        """Move the weight, packed, into `out`, E4M3 of as many elements. For serving on a CPU."""
-        self.weight_q = packed(self.weight_q, out)
+        """Packs the weight into `out`, an E4M3 tensor with the same number of elements, for serving on a CPU."""
+        self.weight_q = pack_weight(self.weight_q, out)
 
-    def quantize_input_by(self, spec: QuantSpec) -> None:
-        """Quantize inputs from now on by `spec`, which is evaluated here and not in every call."""
+    def set_input_spec(self, spec: QuantSpec) -> None:
+        """Sets how inputs are quantized. The spec is evaluated here and not in every call."""
         if spec.element == "e5m2":
             raise ValueError(f"A FrozenLinear quantizes its input to e4m3 or leaves it in BF16, found {spec}.")
         self.input_spec = spec
-        self._content_cast, self._strips = content_cast(spec), content_strips(spec)
+        self._current_cast_op, self._rowwise_options = current_cast_op(spec), rowwise_scale_options(spec)
 
     def make_rows_independent(self) -> None:
-        """Quantize every row of an input by its own content where one scale would be found for the whole input."""
+        """Replaces a current scale per tensor by one per row, so that a row does not depend on the batch."""
         if self.input_spec.depends_on_batch:
-            self.quantize_input_by(replace(self.input_spec, granularity="row"))
+            self.set_input_spec(replace(self.input_spec, granularity="row"))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> the operand that this layer multiplies: FP8 data and their scale_inv, or x in BF16 and 1."""
-        tensors = self._buffers  # looking one up here is certain, and 20 times as fast as through the module
+        """Quantizes x [M, K]. Returns FP8 data and their scale_inv, or without input quantization x in BF16 and 1."""
+        tensors = self._buffers  # a lookup here is 20 times as fast as an attribute of the module
         scale = tensors["input_scale"]
         if scale is None:
-            return self._cast_by_content(x)
-        q = self._watched(x) if self.is_watched else _quantize(x, scale, E4M3)[0]
-        return q, tensors["input_scale_inv"]  # type: ignore[return-value]  # there, because input_scale is
+            return self._cast_current(x)
+        q = self._cast_and_count(x) if self.is_watched else _quantize(x, scale, E4M3)[0]
+        return q, tensors["input_scale_inv"]  # type: ignore[return-value]  # not None, because input_scale is not
 
     def cast_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`cast` of rms_norm(x, weight, eps), in one op where the scale is known; no gradient."""
+        """Returns `cast(rms_norm(x, weight, eps))`, in one op if the scale is stored. It has no gradient."""
         tensors = self._buffers
         scale = tensors["input_scale"]
         if scale is None:
-            if self._strips is not None and not x.is_cuda:
-                return _norm_rows(x, weight, eps, *self._strips)  # type: ignore[no-any-return]
-            return self._cast_by_content(_norm(x, weight, eps))
-        q = self._watched(x, weight, eps) if self.is_watched else _norm_quantize(x, weight, eps, scale, E4M3)[0]
+            if self._rowwise_options is not None and not x.is_cuda:
+                return _norm_rows(x, weight, eps, *self._rowwise_options)  # type: ignore[no-any-return]
+            return self._cast_current(_norm(x, weight, eps))
+        q = self._cast_and_count(x, weight, eps) if self.is_watched else _norm_quantize(x, weight, eps, scale, E4M3)[0]
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]
 
     def cast_silu_mul(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """`cast` of silu(gate) * up, both [M, K], in one op where the scale is known; no gradient."""
+        """Returns `cast(silu(gate) * up)`, both [M, K], in one op if the scale is stored. It has no gradient."""
         tensors = self._buffers
         scale = tensors["input_scale"]
         if scale is None:
-            if self._strips is not None and not gate.is_cuda:
-                return _silu_mul_rows(gate, up, *self._strips)  # type: ignore[no-any-return]
-            return self._cast_by_content(_silu_mul(gate, up))
-        q = self._watched(gate, up) if self.is_watched else _silu_mul_quantize(gate, up, scale, E4M3)[0]
+            if self._rowwise_options is not None and not gate.is_cuda:
+                return _silu_mul_rows(gate, up, *self._rowwise_options)  # type: ignore[no-any-return]
+            return self._cast_current(_silu_mul(gate, up))
+        q = self._cast_and_count(gate, up) if self.is_watched else _silu_mul_quantize(gate, up, scale, E4M3)[0]
         return q, tensors["input_scale_inv"]  # type: ignore[return-value]
 
-    def _cast_by_content(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        op, arguments = self._content_cast
+    def _cast_current(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        op, arguments = self._current_cast_op
         return op(x, *arguments)
 
     def product(self, q: Tensor, scale_inv: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """The result of `cast` times the weight: [M, N] of `out_dtype`."""
+        """Returns the product, [M, N] of `out_dtype`, of an input that `cast` has quantized and the weight."""
         tensors = self._buffers
         weight, weight_scale_inv, bias = tensors["weight_q"], tensors["weight_scale_inv"], tensors["bias"]
         return multiply(q, scale_inv, weight, weight_scale_inv, bias, out_dtype)  # type: ignore[arg-type]
 
-    def product_onto(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
-        """residual [M, N] + product(q, scale_inv), in one op; no gradient."""
+    def product_add(self, residual: Tensor, q: Tensor, scale_inv: Tensor) -> Tensor:
+        """Returns residual [M, N] + product(q, scale_inv), in one op. It has no gradient."""
         tensors = self._buffers
         weight, scales, bias = tensors["weight_q"], (scale_inv, tensors["weight_scale_inv"]), tensors["bias"]
         if weight.dim() == 3:  # type: ignore[union-attr]
@@ -234,47 +240,49 @@ class FrozenLinear(nn.Module):
             return residual + self.product(q, scale_inv, residual.dtype)
         return _scaled_mm_add(q, weight, *scales, bias, residual)  # type: ignore[no-any-return]
 
-    def onto(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [M, N] + the product of x [M, K]; no gradient. On a GPU in one op where the scale is known."""
+    def forward_add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Returns residual [M, N] + forward(x [M, K]), on a GPU in one op if the scale is stored. No gradient."""
         tensors = self._buffers
         scale = tensors["input_scale"]
         if scale is None or not self.is_watched or not _is_on_gpu(x):
-            return self.product_onto(residual, *self.cast(x))
+            return self.product_add(residual, *self.cast(x))
         counters = tensors["amax"], tensors["saturated"], self.live_rows
         weight = tensors["weight_q"], tensors["input_scale_inv"], tensors["weight_scale_inv"], tensors["bias"]
         return _watched_mm_add(x, scale, *counters, *weight, residual)  # type: ignore[no-any-return]
 
-    def fuses(self, x: Tensor) -> bool:
-        """Whether the fused calls above do what calling the layer on activations like x does: no hook, no gradient, and
-        no row of the step with an adapter."""
+    def can_fuse(self, x: Tensor) -> bool:
+        """Returns whether the fused calls above are equivalent to calling the layer on activations like x.
+
+        They are not if the layer has hooks, gradients are enabled, or a row of the step has an adapter.
+        """
         is_plain = not (self._forward_hooks or self._forward_pre_hooks) and not torch.is_grad_enabled()
         if self.adapters is not None and self.adapters.is_active:
             return False
         return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
 
-    def _watched(self, x: Tensor, other: Tensor | None = None, eps: float | None = None) -> Tensor:
-        """x, or what `quantize_watched` computes from these, cast by the input scale and counted."""
+    def _cast_and_count(self, x: Tensor, other: Tensor | None = None, eps: float | None = None) -> Tensor:
+        """Quantizes x, rms_norm(x, other, eps) or silu(x) * other by `quantize_watched`, which updates the counters."""
         tensors = self._buffers
         counters = tensors["amax"], tensors["saturated"]
         return _quantize_watched(x, other, eps, tensors["input_scale"], *counters, self.live_rows)  # type: ignore[no-any-return]
 
     def reset_counters(self) -> None:
-        """Start watching anew."""
+        """Sets `amax` and `saturated` to 0."""
         self.amax.zero_()
         self.saturated.zero_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accepts a weight in rows where this layer's is packed, and one scale where this layer has one for every row.
+        """Loads a state dict. The weight is packed and its scale is expanded to rows if this layer's are.
 
-        The input's scale is replaced, not written to: other layers may share it (joined.py).
+        The input scale is replaced and not written in place, because other layers may share it (joined.py).
         """
         scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
         if self.is_packed:
-            pack_loaded(state_dict, f"{prefix}weight_q")
+            pack_state_dict_weight(state_dict, f"{prefix}weight_q")
         if scale is not None and scale.dim() == 0 and self.weight_scale_inv.shape == (self.out_features, 1):
             state_dict[f"{prefix}weight_scale_inv"] = scale.expand(self.out_features, 1).clone()
         if input_scale is not None and self.input_scale is not None:
-            self.input_scale = _valid_scale(f"{prefix}input_scale", input_scale).to(self.input_scale.device)
+            self.input_scale = _validate_scale(f"{prefix}input_scale", input_scale).to(self.input_scale.device)
             self.input_scale_inv = self.input_scale.reciprocal()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -284,8 +292,8 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
-class _ThroughFrozen(torch.autograd.Function):
-    """A frozen layer in a graph: keeps nothing of its input, because the weight needs no gradient."""
+class _FrozenLinearFunction(torch.autograd.Function):
+    """A FrozenLinear in an autograd graph. It saves no input, because the weight needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FrozenLinear) -> Tensor:
@@ -301,11 +309,11 @@ class _ThroughFrozen(torch.autograd.Function):
 
 
 def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
-    """dX [M, K] = dY [M, N] W, both in BF16, with the FP8 weight as it is.
+    """Returns dX [M, K] = dY [M, N] W in BF16, computed with the FP8 weight. Raises ValueError for a packed weight.
 
-    dY stays in BF16: no state gives it a scale, and on a CPU the product takes as long as one of two FP8 operands and
-    needs no cast. The transposed weight, a byte an element, lives for this product only; a scale for each of its
-    columns, which this product contracts, multiplies dY instead. ValueError for a packed weight.
+    dY stays in BF16, because there is no state with a scale for it; on a CPU the product is as fast as one of two FP8
+    operands. The transposed weight, one byte per element, exists only during this product. A weight scale per row
+    belongs to the dimension that this product contracts, so dY is multiplied by it.
     """
     if layer.is_packed:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
@@ -319,7 +327,7 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
 def multiply(
     q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """q [M, K] times a frozen layer's weight, packed or not -> [M, N]."""
+    """Returns the product [M, N] of q [M, K] and the weight of a FrozenLinear, packed or not."""
     if weight.dim() == 3:
         return _packed_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if q.is_cuda and q.dtype is torch.bfloat16:
@@ -330,30 +338,33 @@ def multiply(
 def _multiply_unquantized(
     x: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """x [M, K] in BF16 times an FP8 weight on a GPU, whose kernels multiply only operands of the same type: the weight
-    is widened for this call. Saves memory, not time."""
+    """Returns the product of x [M, K] in BF16 and an FP8 weight on a GPU.
+
+    GPU kernels multiply operands of one type only, so the weight is cast to BF16 for this call: the FP8 weight saves
+    memory but no time.
+    """
     if weight_scale_inv.dim() and len(weight_scale_inv) != len(weight):  # blocks
         return _mm(x, dequantize(weight, weight_scale_inv).to(torch.bfloat16), bias, out_dtype)  # type: ignore[no-any-return]
     sums: Tensor = _mm(x, weight.to(torch.bfloat16), None, torch.float32) * weight_scale_inv.t()
     return (sums if bias is None else sums + bias.float()).to(out_dtype)
 
 
-def packed(weight: Tensor, out: Tensor) -> Tensor:
-    """`out`, a vector, as [N / 16, K / 8, 128] and filled with weight [N, K], in the order that packed_mm reads."""
+def pack_weight(weight: Tensor, out: Tensor) -> Tensor:
+    """Packs weight [N, K] into the vector `out` and returns `out` as [N / 16, K / 8, 128], the layout of packed_mm."""
     out = out.view(packed_shape(*weight.shape))
     torch.ops.fp8serve.pack_weight(weight.detach(), out)
     return out
 
 
-def pack_loaded(state_dict: dict[str, Any], key: str) -> None:
-    """Pack the weight under `key` if it is in rows [N, K], for a layer whose own weight is packed."""
+def pack_state_dict_weight(state_dict: dict[str, Any], key: str) -> None:
+    """Packs the weight under `key` in place, unless it is packed already or cannot be packed."""
     weight = state_dict.get(key)
     if weight is not None and weight.dim() == 2 and is_packable(weight):
-        state_dict[key] = packed(weight, torch.empty_like(weight).view(-1))
+        state_dict[key] = pack_weight(weight, torch.empty_like(weight).view(-1))
 
 
-def _features(weight_q: Tensor) -> tuple[int, int]:
-    """(out, in) of a weight, packed or not."""
+def _features_of(weight_q: Tensor) -> tuple[int, int]:
+    """Returns (out_features, in_features) of a weight, packed or not."""
     rows, cols = weight_q.shape[:2]
     return (GROUP * rows, RUN * cols) if weight_q.dim() == 3 else (rows, cols)
 
@@ -361,15 +372,15 @@ def _features(weight_q: Tensor) -> tuple[int, int]:
 def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
     if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
-    rows, cols = _features(weight_q)
+    rows, cols = _features_of(weight_q)
     shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
     if tuple(weight_scale_inv.shape) not in shapes:
         raise ValueError(
-            f"weight_scale_inv of a [{rows}, {cols}] weight must be {listed(shapes)}, found"
+            f"weight_scale_inv of a [{rows}, {cols}] weight must be {format_shapes(shapes)}, found"
             f" {list(weight_scale_inv.shape)}."
         )
 
 
-def _check_source(spec: QuantSpec, input_scale: Tensor | None) -> None:
+def _check_scale_source(spec: QuantSpec, input_scale: Tensor | None) -> None:
     if (spec.source == "stored") is (input_scale is None):
-        raise ValueError(f"An input scale goes with a spec whose source is stored, and with no other; found {spec}.")
+        raise ValueError(f'Give an input_scale if the source of input_spec is "stored", and only then; found {spec}.')

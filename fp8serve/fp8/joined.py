@@ -1,14 +1,14 @@
-"""Frozen layers that read one input, joined: one cast of it, one product, and each layer's output a view.
+"""JoinedLinear: several FrozenLinear layers with the same input, computed by one cast and one product.
 
 The layers stay modules with their names, tensors and counters. Their weights, weight scales and biases become views of
-the joined ones, so that nothing is in memory twice and the product reads what is written into a layer. Weights that are
-already adjacent (as gate and up are in a mapped file) are joined in place; others are copied once. A weight scale per
-tensor becomes one per row, which multiplies the same sum. The first layer casts the input, because all layers share one
-input scale and one set of counters.
+the joined tensors. So no tensor is in memory twice, and a value that is written to a layer's tensor takes effect in the
+joined product. Weights that are already adjacent in memory (such as gate and up in a mapped file) are joined in place;
+others are copied once. A weight scale per tensor becomes one per row, which gives the same bits. All layers share the
+input scale and the counters of the first layer, which casts the input.
 
-A tensor that is replaced instead of written to (an assignment, `.data`, `.to`, another module in a layer's place) is no
-longer a view. The listener is told that something may have been replaced (replacing.py); then `is_current` sees in
-torch's own dictionaries and in the tensors' addresses whether it was.
+If code replaces a layer or its tensor (by an assignment, `.data` or `.to`) instead of writing to the tensor, the new
+tensor is no view. A listener (change_tracking.py) records that a tensor may have been replaced. Then `is_current`
+compares torch's own dictionaries and the tensors' addresses to find out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,72 +18,69 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.frozen import FrozenLinear, multiply, packed
+from fp8serve.fp8.change_tracking import Listener, track_view
+from fp8serve.fp8.frozen import FrozenLinear, multiply, pack_weight
 from fp8serve.fp8.ops.arithmetic import BLOCK
 from fp8serve.fp8.ops.packing import GROUP, is_packable
-from fp8serve.fp8.replacing import Listener, part
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
 
 
-class _View(NamedTuple):
-    """A layer, by its name, with its tensors as they were joined and their addresses.
-
-    The dictionaries are those of the layer: torch creates them with a module and keeps them.
-    """
+class _LayerSnapshot(NamedTuple):
+    """A layer with its tensors and their addresses at the time of joining, and the layer's own dictionaries."""
 
     name: str
     layer: FrozenLinear
-    tensors: dict[str, Tensor | None]
+    buffers: dict[str, Tensor | None]
     hooks: Mapping[int, Any]
     pre_hooks: Mapping[int, Any]
     weight: Tensor
-    weight_place: int
+    weight_address: int
     scale: Tensor
-    scale_place: int
+    scale_address: int
     bias: Tensor | None
-    bias_place: int
+    bias_address: int
     input_scale: Tensor | None
     input_scale_inv: Tensor | None
 
     @classmethod
-    def of(cls, name: str, layer: FrozenLinear) -> "_View":
+    def of(cls, name: str, layer: FrozenLinear) -> "_LayerSnapshot":
         weight, scale, bias = layer.weight_q, layer.weight_scale_inv, layer.bias
-        places = weight.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-        own = layer._buffers, layer._forward_hooks, layer._forward_pre_hooks
+        addresses = weight.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+        dictionaries = layer._buffers, layer._forward_hooks, layer._forward_pre_hooks
         inputs = layer.input_scale, layer.input_scale_inv
-        return cls(name, layer, *own, weight, places[0], scale, places[1], bias, places[2], *inputs)
+        return cls(name, layer, *dictionaries, weight, addresses[0], scale, addresses[1], bias, addresses[2], *inputs)
 
 
-class Joined:
-    """`layers` [N_i, K], by their names in the module that holds them, as one [sum of N_i, K].
+class JoinedLinear:
+    """The layers [N_i, K] of one module, by name, joined to one layer [sum of N_i, K].
 
-    Changes the layers: see above. `can_join` must be true for them. The listener is told when a layer's weight, scale
-    or bias may have been given other memory; `note_replacements` lets it be told of the rest.
+    `can_join` must be true for the layers; their tensors become views of the joined ones. The listener is notified when
+    a layer's weight, scale or bias may have moved to other memory; `track_children` notifies it of other changes.
     """
 
     @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
     @torch.no_grad()
     def __init__(self, layers: Mapping[str, FrozenLinear], listener: Listener) -> None:
         self._layers, self._listener = dict(layers), listener
-        self._in_order = parts = list(layers.values())
-        self._first = parts[0]
-        self._widths = [part.out_features for part in parts]
-        _pack_alike(parts)
-        self.weight = _stack([part.weight_q for part in parts])
-        scales = [_as_rows(part) for part in parts]
+        self._layer_list = joined = list(layers.values())
+        self._first = joined[0]
+        self._widths = [layer.out_features for layer in joined]
+        _pack_all_if_any(joined)
+        self.weight = _concat_weights([layer.weight_q for layer in joined])
+        scales = [_joinable_scale(layer) for layer in joined]
         self._scale, self._scale_rows = torch.cat(scales), [len(scale) for scale in scales]
-        self._ends = None if are_whole_blocks(parts) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
-        biases = [part.bias for part in parts if part.bias is not None]
+        self._ends = None if have_whole_blocks(joined) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
+        biases = [layer.bias for layer in joined if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
-        self._share()
+        self._share_tensors()
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """x [M, K] through every layer: [M, N_i] each."""
+        """Returns the output [M, N_i] of every layer for x [M, K]."""
         return self._multiply(*self._first.cast(x), x.dtype)
 
-    def of_normed(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
-        """rms_norm(x [M, K], norm_weight [K], eps) through every layer: [M, N_i] each."""
+    def forward_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
+        """Returns the output [M, N_i] of every layer for rms_norm(x [M, K], norm_weight [K], eps)."""
         return self._multiply(*self._first.cast_norm(x, norm_weight, eps), x.dtype)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
@@ -95,43 +92,43 @@ class Joined:
         return y.split_with_sizes(self._widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
-        """Whether every layer is the module of its name, has no hook, and holds the very tensors that were joined."""
+        """Returns whether each name in `modules` still has the joined layer, with the joined tensors and no hooks."""
         for (
-            name, layer, tensors, hooks, pre_hooks, weight, weight_place, scale, scale_place, bias, bias_place,
+            name, layer, buffers, hooks, pre_hooks, weight, weight_address, scale, scale_address, bias, bias_address,
             input_scale, input_scale_inv,
-        ) in self._views:  # fmt: skip
+        ) in self._snapshots:  # fmt: skip
             if (
                 modules[name] is not layer
                 or hooks
                 or pre_hooks
-                or tensors["weight_q"] is not weight
-                or weight.data_ptr() != weight_place
-                or tensors["weight_scale_inv"] is not scale
-                or scale.data_ptr() != scale_place
-                or tensors["bias"] is not bias
-                or (bias is not None and bias.data_ptr() != bias_place)
-                or tensors["input_scale"] is not input_scale
-                or tensors["input_scale_inv"] is not input_scale_inv
+                or buffers["weight_q"] is not weight
+                or weight.data_ptr() != weight_address
+                or buffers["weight_scale_inv"] is not scale
+                or scale.data_ptr() != scale_address
+                or buffers["bias"] is not bias
+                or (bias is not None and bias.data_ptr() != bias_address)
+                or buffers["input_scale"] is not input_scale
+                or buffers["input_scale_inv"] is not input_scale_inv
             ):
                 return False
         return True
 
     @property
     def is_packable(self) -> bool:
-        """Each layer must begin at a group of rows, because its weight stays a view."""
+        """Whether the weight can be packed. Each layer must begin at a group of rows, so that its weight is a view."""
         return is_packable(self.weight) and not any(width % GROUP for width in self._widths)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
-        """See FrozenLinear.pack."""
-        self.weight = packed(self.weight, out)
-        self._share()
+        """Packs the weight into `out`; see `FrozenLinear.pack`."""
+        self.weight = pack_weight(self.weight, out)
+        self._share_tensors()
 
     @property
     def layers(self) -> Sequence[FrozenLinear]:
-        """The joined layers, in their order."""
-        return self._in_order
+        """The joined layers, in order."""
+        return self._layer_list
 
     @property
     def first(self) -> FrozenLinear:
@@ -140,7 +137,7 @@ class Joined:
 
     @property
     def scale(self) -> Tensor:
-        """Of the weight: FP32 [N, 1], or of its blocks."""
+        """The scale_inv of the weight: FP32 [N, 1], or one per block."""
         return self._scale
 
     @property
@@ -148,99 +145,104 @@ class Joined:
         return self._bias
 
     @torch.no_grad()
-    def lie_at(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """From now on use these equal tensors as the weight and its scales and biases."""
+    def move_weight(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """Replaces the weight, its scales and the bias by equal tensors in other memory."""
         self.weight, self._scale, self._bias = weight, scale, bias
-        self._share()
+        self._share_tensors()
 
-    def read_inputs_at(
+    def move_input_tensors(
         self, amax: Tensor, saturated: Tensor, input_scale: Tensor | None, input_scale_inv: Tensor | None
     ) -> None:
-        """From now on count inputs in these counters and cast by this equal scale; None: cast by content."""
+        """Replaces the counters and the input scale by equal tensors in other memory. None is current scaling."""
         first = self._first
         first.amax, first.saturated = amax, saturated
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
-        self._share()
+        self._share_tensors()
 
-    def _share(self) -> None:
-        """The layers' tensors become views of the joined ones."""
+    def _share_tensors(self) -> None:
+        """Replaces the layers' tensors by views of the joined tensors."""
         unit = GROUP if self.weight.dim() == 3 else 1
         weights = self.weight.split_with_sizes([width // unit for width in self._widths])
         scales = self._scale.split_with_sizes(self._scale_rows)
         biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
         for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
-            layer.weight_q, layer.weight_scale_inv = part(weight, self._listener), part(scale, self._listener)
-            layer.bias = None if bias is None else part(bias, self._listener)
+            layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
+            layer.bias = None if bias is None else track_view(bias, self._listener)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
-        self._views = [_View.of(name, layer) for name, layer in self._layers.items()]
+        self._snapshots = [_LayerSnapshot.of(name, layer) for name, layer in self._layers.items()]
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
-    """Whether all are frozen, cast their input alike, and have weight scales that can be stacked.
+    """Returns whether all layers are FrozenLinear, cast their input in the same way, and have joinable weight scales.
 
-    Block scales can be stacked where every layer but the last has whole blocks of rows, or on a CPU all have groups of
-    16. Layers with hooks are not joined, because their hooks must be called.
+    Block scales are joinable if every layer but the last has whole blocks of rows, or on a CPU if all layers have
+    groups of 16 rows. Layers with hooks cannot be joined, because their hooks must be called.
     """
-    parts = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _is_hooked(layer)]
-    if len(parts) < len(layers):
+    frozen = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _has_hooks(layer)]
+    if len(frozen) < len(layers):
         return False
-    first = parts[0]
-    if len({_is_blocked(part) for part in parts}) > 1 or not all(_casts_alike(part, first) for part in parts):
+    first = frozen[0]
+    if len({_has_block_scales(layer) for layer in frozen}) > 1 or not all(
+        _casts_like(layer, first) for layer in frozen
+    ):
         return False
-    is_some_packed = any(part.is_packed for part in parts)
-    if is_some_packed and not all(part.is_packed or is_packable(part.weight_q) for part in parts):
+    is_any_packed = any(layer.is_packed for layer in frozen)
+    if is_any_packed and not all(layer.is_packed or is_packable(layer.weight_q) for layer in frozen):
         return False
-    in_groups = not any(part.weight_q.is_cuda or part.out_features % GROUP for part in parts)
-    return in_groups or are_whole_blocks(parts)
+    have_whole_groups = not any(layer.weight_q.is_cuda or layer.out_features % GROUP for layer in frozen)
+    return have_whole_groups or have_whole_blocks(frozen)
 
 
-def are_whole_blocks(parts: Sequence[FrozenLinear]) -> bool:
-    """Whether their block scales, if they have such, are also the block scales of the joined weight."""
-    return not (_is_blocked(parts[0]) and any(part.out_features % BLOCK for part in parts[:-1]))
+def have_whole_blocks(layers: Sequence[FrozenLinear]) -> bool:
+    """Returns whether concatenated block scales of the layers are the block scales of the joined weight.
+
+    It is also True for layers without block scales.
+    """
+    return not (_has_block_scales(layers[0]) and any(layer.out_features % BLOCK for layer in layers[:-1]))
 
 
-def _is_hooked(layer: nn.Module) -> bool:
+def _has_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def _casts_alike(part: FrozenLinear, first: FrozenLinear) -> bool:
-    """Whether it casts as `first` does, gives outputs of the same type, and has a bias if `first` has one."""
-    how, same = ((layer.input_spec, layer.out_dtype, layer.in_features, layer.bias is None) for layer in (part, first))
-    return how == same and _equal(part.input_scale, first.input_scale)
+def _casts_like(layer: FrozenLinear, first: FrozenLinear) -> bool:
+    """Returns whether the layers cast their input in the same way and agree in output dtype and presence of a bias."""
+    settings = [(x.input_spec, x.out_dtype, x.in_features, x.bias is None) for x in (layer, first)]
+    return settings[0] == settings[1] and _equal(layer.input_scale, first.input_scale)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b) if a is not None and b is not None else a is b
 
 
-def _is_blocked(part: FrozenLinear) -> bool:
-    scale = part.weight_scale_inv
-    return scale.dim() == 2 and tuple(scale.shape) != (part.out_features, 1)
+def _has_block_scales(layer: FrozenLinear) -> bool:
+    scale = layer.weight_scale_inv
+    return scale.dim() == 2 and tuple(scale.shape) != (layer.out_features, 1)
 
 
-def _as_rows(part: FrozenLinear) -> Tensor:
-    """The weight's scale in a shape that can be stacked with others."""
-    scale = part.weight_scale_inv
-    return scale if scale.dim() else scale.expand(part.out_features, 1)
+def _joinable_scale(layer: FrozenLinear) -> Tensor:
+    """Returns the weight's scale_inv, expanded to one per row if it is one per tensor."""
+    scale = layer.weight_scale_inv
+    return scale if scale.dim() else scale.expand(layer.out_features, 1)
 
 
-def _pack_alike(parts: Sequence[FrozenLinear]) -> None:
-    """If some are already packed, pack the others, which were added later."""
-    if any(part.is_packed for part in parts):
-        for part in parts:
-            if not part.is_packed:
-                part.pack(torch.empty_like(part.weight_q, memory_format=torch.contiguous_format).view(-1))
+def _pack_all_if_any(layers: Sequence[FrozenLinear]) -> None:
+    """Packs all layers if any is packed already, which happens if a layer is replaced after packing."""
+    if any(layer.is_packed for layer in layers):
+        for layer in layers:
+            if not layer.is_packed:
+                layer.pack(torch.empty_like(layer.weight_q, memory_format=torch.contiguous_format).view(-1))
 
 
-def _stack(weights: Sequence[Tensor]) -> Tensor:
-    """Their rows as one tensor: a view where they are adjacent in memory, else a copy."""
+def _concat_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Returns the rows of all weights as one tensor: a view if they are adjacent in memory, else a copy."""
     first, rows = weights[0], sum(map(len, weights))
-    if all(_follows(a, b) for a, b in pairwise(weights)):
+    if all(_are_adjacent(a, b) for a, b in pairwise(weights)):
         return first.as_strided((rows, *first.shape[1:]), first.stride())
     return torch.cat([w.view(torch.uint8) for w in weights]).view(first.dtype)
 
 
-def _follows(a: Tensor, b: Tensor) -> bool:
-    together = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return together and a.is_contiguous() and b.is_contiguous() and a.data_ptr() + a.nbytes == b.data_ptr()
+def _are_adjacent(a: Tensor, b: Tensor) -> bool:
+    is_same_storage = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return is_same_storage and a.is_contiguous() and b.is_contiguous() and a.data_ptr() + a.nbytes == b.data_ptr()

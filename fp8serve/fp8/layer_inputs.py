@@ -1,10 +1,9 @@
-"""The input of a layer before it is multiplied: cast as torch.autocast says, and refused where FP8 cannot follow.
+"""The preparation of a linear layer's input: the cast for torch.autocast, and checks of what FP8 supports.
 
 nn.Linear accepts more than FP8 kernels do: nested and sparse tensors, FP64 and complex numbers, the transforms of
 torch.func and torch.jit.trace. In high precision a converted layer accepts them, too, because it calls torch's own
-function there. In FP8 the failure would come from the inside, as a message about an op that the caller has not called,
-or not at all: zero tokens of a wrong width pass every reshape. So inputs are checked before anything is cast or
-recorded.
+function. In FP8 they would fail in an op that the caller does not know, or would not fail at all: zero tokens of a
+wrong width pass every reshape. So inputs are checked before they are cast and their amax is recorded.
 """
 
 import torch
@@ -18,29 +17,29 @@ _IN_HIGH_PRECISION = "run the layer in high precision, under autocast(enabled=Fa
 
 
 def cast_by_torch_autocast(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast, where that is active and casts it: it leaves FP64 and what is no float.
+    """Returns x in the dtype of torch.autocast if that is active, as torch does for nn.Linear.
 
-    TypeError: x is no tensor.
+    FP64 tensors and tensors of other than floating-point dtypes are not cast. Raises TypeError if x is not a tensor.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"A linear layer takes a tensor, found {type(x).__name__}.")
     kind = x.device.type
-    # torch knows no autocast of "meta", and raises.
+    # torch raises an error for autocast on "meta".
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def check_operands(x: Tensor, weight: Tensor, in_features: int) -> None:
-    """Raise unless a layer can multiply x [..., in_features] by its weight in FP8.
+    """Raises an error unless a layer can multiply x [..., in_features] by its weight in FP8.
 
-    ValueError: another width, or another device than the weight's. TypeError: a type or a layout that has no cast.
-    RuntimeError: torch.jit.trace, a transform of torch.func or differentiation in forward mode is running.
+    Raises ValueError for a wrong width or another device than the weight's, TypeError for a dtype or layout without a
+    cast to FP8, and RuntimeError inside torch.jit.trace, a transform of torch.func or forward-mode differentiation.
     """
     if x.dtype not in QUANTIZABLE or weight.dtype not in QUANTIZABLE:
         raise TypeError(
             "A layer in FP8 takes an input and a weight of float32, bfloat16 or float16, found "
-            f"{_name(x)} and {_name(weight)}; convert them, or {_IN_HIGH_PRECISION}."
+            f"{_dtype_name(x)} and {_dtype_name(weight)}; convert them, or {_IN_HIGH_PRECISION}."
         )
     if x.layout is not torch.strided or x.is_nested:
         kind, dense = ("nested", "its values()") if x.is_nested else (f"{x.layout}", "its to_dense()")
@@ -67,5 +66,5 @@ def _check_transforms() -> None:
         )
 
 
-def _name(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

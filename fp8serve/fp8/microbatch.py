@@ -1,4 +1,4 @@
-"""When a quantized weight may serve another forward pass: only when the caller says so.
+"""The cache of quantized weights for gradient accumulation: the caller decides when a weight is quantized again.
 
     for i, part in enumerate(microbatches):
         with autocast(recipe=recipe, is_first_microbatch=i == 0):     # or layer(x, is_first_microbatch=i == 0)
@@ -6,14 +6,13 @@
         loss.backward()
     optimizer.step()
 
-    None     quantize the weight (the default)
-    True     quantize it and keep the result: one byte an element, until the next True
-    False    the weight is what it was at the last True: use what was kept
+    None     quantizes the weight (the default)
+    True     quantizes the weight and caches the result, one byte per element, until the next True
+    False    uses the cached result, because the weight has not changed since the last True
 
-Only the caller knows that a weight is unchanged. A version counter does not show it: fused optimizers, writes through
-`.data` and writes through NumPy leave it as it was. Evidence that a weight has changed still overrides the
-announcement: a step of any torch optimizer, a counter that has risen, another storage, another recipe. Then False
-quantizes and keeps, as True does.
+Only the caller knows that a weight is unchanged. The version counter does not tell: fused optimizers, writes through
+`.data` and writes through NumPy do not increase it. Evidence that a weight has changed still overrides False: a step of
+any torch optimizer, a higher version counter, another storage or another recipe. Then False acts like True.
 """
 
 from collections.abc import Callable, Hashable
@@ -29,66 +28,66 @@ from fp8serve.errors import RecipeError
 T = TypeVar("T")
 
 
-class _Steps:
-    """The latest step of any optimizer of this process, as an object that equals only itself."""
+class _OptimizerSteps:
+    """Identifies the latest step of any optimizer of this process by a unique object."""
 
     latest = object()
 
 
-def _stepped(*call: Any) -> None:
-    _Steps.latest = object()
+def _on_optimizer_step(*_: Any) -> None:
+    _OptimizerSteps.latest = object()
 
 
-register_optimizer_step_post_hook(_stepped)
+register_optimizer_step_post_hook(_on_optimizer_step)
 
 
-def checked(is_first_microbatch: bool | None) -> bool | None:
-    """The announcement itself; RecipeError for anything but None, True and False."""
+def validate_is_first_microbatch(is_first_microbatch: bool | None) -> bool | None:
+    """Returns the argument. Raises RecipeError unless it is None, True or False."""
     if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
         raise RecipeError(f"is_first_microbatch must be None, True or False, found {is_first_microbatch!r}.")
     return is_first_microbatch
 
 
-def _moment(weight: Tensor, about: Hashable) -> tuple[Any, ...]:
-    """Differs between two moments if the weight is known to have changed; equality proves nothing."""
+def _cache_key(weight: Tensor, dependencies: Hashable) -> tuple[Any, ...]:
+    """Returns a key that changes if the weight is known to have changed. An equal key proves nothing."""
     version = None if weight.is_inference() else weight._version
     storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-    # Nothing that was made under inference_mode can be saved for a backward pass.
-    return _Steps.latest, version, storage, weight.storage_offset(), torch.is_inference_mode_enabled(), about
+    # A tensor that was created under inference_mode cannot be saved for a backward pass, so the mode is in the key.
+    is_inference = torch.is_inference_mode_enabled()
+    return _OptimizerSteps.latest, version, storage, weight.storage_offset(), is_inference, dependencies
 
 
-def _any(value: object) -> bool:
-    return True
-
-
-class Retained(Generic[T]):
-    """What was computed from one weight at the last True. A copy of its owner starts without it."""
+class QuantizedWeightCache(Generic[T]):
+    """The cached quantization of one weight. A copy of the layer that owns the cache starts with an empty cache."""
 
     def __init__(self) -> None:
-        self._moment: tuple[Any, ...] = ()
+        self._key: tuple[Any, ...] = ()
         self._value: T | None = None
 
-    def __deepcopy__(self, memo: Any) -> "Retained[T]":
-        return Retained()
+    def __deepcopy__(self, memo: Any) -> "QuantizedWeightCache[T]":
+        return QuantizedWeightCache()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Retained, ()
+        return QuantizedWeightCache, ()
 
     def get(
         self,
         weight: Tensor,
-        about: Hashable,
-        first: bool | None,
-        make: Callable[[], T],
-        suits: Callable[[T], bool] = _any,
+        dependencies: Hashable,
+        is_first_microbatch: bool | None,
+        quantize: Callable[[], T],
+        is_sufficient: Callable[[T], bool] = lambda _: True,
     ) -> T:
-        """The kept value if `first` is False, no evidence speaks against it and it `suits`; else the result of `make`.
+        """Returns the cached value if `is_first_microbatch` is False and the value is still valid, else a new one.
 
-        about: what the value depends on apart from the weight, such as the recipe.
+        Args:
+            dependencies: What the value depends on apart from the weight, such as the recipe.
+            quantize: Computes the value. It is cached unless `is_first_microbatch` is None.
+            is_sufficient: Returns whether the cached value has all that this call needs.
         """
-        if first is None or torch.compiler.is_compiling():  # a graph cannot ask what happened between its runs
-            return make()
-        moment = _moment(weight, about)
-        if first or self._value is None or moment != self._moment or not suits(self._value):
-            self._value, self._moment = make(), moment
+        if is_first_microbatch is None or torch.compiler.is_compiling():  # a graph cannot see changes between its runs
+            return quantize()
+        key = _cache_key(weight, dependencies)
+        if is_first_microbatch or self._value is None or key != self._key or not is_sufficient(self._value):
+            self._value, self._key = quantize(), key
         return self._value

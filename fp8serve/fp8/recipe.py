@@ -1,14 +1,14 @@
-"""Recipes: how tensors get their FP8 scales, as frozen data with a public name.
+"""FP8 recipes: immutable data that define how tensors are quantized.
 
-A recipe says everything that decides the numbers of a quantized layer: the formats, where the scale comes from, and
-which of the three GEMMs of a linear layer stay in high precision. The same object goes through calibration, training
-and serving, and is written into the files as JSON. Nothing here touches torch, so a command line can read a recipe
-without waiting for it.
+A recipe defines everything that affects the numbers of a quantized layer: the formats, the source of the scales, and
+which of the three GEMMs of a linear layer run in high precision. Calibration, training and serving use the same object,
+and files store it as JSON. This module does not import torch, so the command line can read a recipe without waiting for
+torch.
 
-Only this file distinguishes recipes. The others read `recipe.specs`, how each tensor is quantized (spec.py), and
-`delayed(recipe)`, the rules of its states.
+Other modules do not distinguish the classes. They read `recipe.specs`, which has the QuantSpec of each tensor
+(spec.py), and `as_delayed(recipe)`, which has the parameters of delayed scaling.
 
-On purpose there is no base class (`Recipe` is a union), no default from the environment, and no mutation.
+Recipes have no base class (`Recipe` is a union), and no defaults come from the environment.
 """
 
 import json
@@ -24,17 +24,20 @@ from fp8serve.fp8.spec import UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
-Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # the recipes to train with, as a command line names them
+Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # command-line names of the recipes for training
 RecipeName = Literal[Fp8Name, "bf16"]
-ServedName = Literal[Fp8Name, "w8a16"]  # those to serve with
-RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": the recipe of the directory
-HeadDtype = Literal["bf16", "fp8"]  # of the matrix that makes logits, whatever the recipe
+ServedName = Literal[Fp8Name, "w8a16"]  # command-line names of the recipes for serving
+RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": the recipe of the model directory
+HeadDtype = Literal["bf16", "fp8"]  # the dtype of the lm_head weight, which the recipe does not determine
 
-MAX_MARGIN = 8  # with a larger margin fp8_max / 2^margin / amax leaves FP32's range for the largest amax
+MAX_MARGIN = 8  # with a larger margin, fp8_max / 2^margin / amax leaves the range of FP32 for the largest amax
 
 
 class Format(Enum):
-    """FP8 formats: (forward, backward). E4M3 reaches 448, E5M2 reaches 57344; HYBRID is E4M3 forward, E5M2 backward."""
+    """The FP8 formats of the forward and the backward pass. HYBRID is E4M3 in forward and E5M2 in backward.
+
+    The largest value of E4M3 is 448, that of E5M2 is 57344.
+    """
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"
@@ -51,12 +54,12 @@ class Format(Enum):
         return "e4m3" if self is Format.E4M3 else "e5m2"
 
 
-class _Specified:
-    """What every recipe has apart from its parameters."""
+class _HasSpecs:
+    """A mixin for recipes that holds their specs, which are computed once when the recipe is created."""
 
-    specs: RecipeSpecs  # how each tensor is quantized, by role; found once, when the recipe is made
+    specs: RecipeSpecs
 
-    def _take(self, specs: RecipeSpecs) -> None:
+    def _set_specs(self, specs: RecipeSpecs) -> None:
         object.__setattr__(self, "specs", specs)
 
 
@@ -74,8 +77,8 @@ def _check_common(recipe: "Recipe") -> None:
         )
 
 
-def _take_backward_override(recipe: "Recipe", precision: str | None) -> None:
-    """Transformer Engine's `backward_override` as an override of ours: dgrad and wgrad in high precision."""
+def _apply_backward_override(recipe: "Recipe", precision: str | None) -> None:
+    """Sets `override_linear_precision` of dgrad and wgrad as Transformer Engine's `backward_override` says."""
     if precision not in (None, "high_precision"):
         raise RecipeError(f'backward_override must be None or "high_precision", found {precision!r}.')
     if precision is not None:
@@ -104,14 +107,25 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 @dataclass(frozen=True)
-class DelayedScaling(_Specified):
-    """One scale per tensor from the amax history of earlier steps, with one read of the tensor (docs/numerics.md).
+class DelayedScaling(_HasSpecs):
+    """Delayed scaling: one scale per tensor, computed from the amaxes of earlier steps (docs/numerics.md).
 
-    `scale = (fp8_max / 2^margin) / amax`; `amax_compute_algo` reduces the history ("max", "most_recent", any name of
-    amax_rules.py, or a callable `history [N] -> amax []`); `scaling_factor_compute_algo` replaces the formula by
-    `(amax, old_scale, fp8_max, recipe) -> scale`. The scale is recomputed on the first and then on every `interval`-th
-    recorded step. `power_2_scale` rounds it down to a power of two. `weight_granularity="row"`: a weight has one scale
-    per output channel, by its own content; inputs and gradients are scaled as before.
+    The scale is `(fp8_max / 2^margin) / amax`. It is known before the step, so quantizing reads the tensor only once.
+
+    Args:
+        margin: Lowers the scale by a factor of 2^margin.
+        interval: The scale is recomputed on the first recorded step and then on every `interval`-th.
+        fp8_format: The FP8 formats of the forward and the backward pass.
+        amax_history_len: The number of slots of the amax history.
+        amax_compute_algo: Reduces the history to an amax: "max", "most_recent", or a callable `history [N] -> amax []`.
+        scaling_factor_compute_algo: A callable `(amax, old_scale, fp8_max, recipe) -> scale` that replaces the formula.
+        override_linear_precision: Which of fprop, dgrad, wgrad run in high precision.
+        reduce_amax: Whether amaxes are reduced over a process group.
+        fp8_dpa: Whether dot-product attention runs in FP8.
+        fp8_mha: Like `fp8_dpa`, and the attention output stays in FP32 until the projection after it casts it to FP8.
+        power_2_scale: Whether the scale is rounded down to a power of two.
+        weight_granularity: "row" gives a weight one current scale per output channel. Inputs and gradients keep their
+            delayed scales.
     """
 
     margin: int = 0
@@ -143,16 +157,17 @@ class DelayedScaling(_Specified):
             )
         base = QuantSpec(self.fp8_format.forward, "tensor", _scale_format(self.power_2_scale), "delayed")
         rows = replace(base, granularity="row", source="current") if self.weight_granularity == "row" else None
-        attends = self.fp8_dpa or self.fp8_mha
-        self._take(specs_of(base, self.fp8_format.backward, rows, attends=attends, keeps_attention_wide=self.fp8_mha))
+        specs = specs_of(base, self.fp8_format.backward, rows, fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        self._set_specs(specs)
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(_Specified):
-    """The scale comes from the tensor's own amax; `granularity="row"`: one scale per token and per output channel.
+class Float8CurrentScaling(_HasSpecs):
+    """Current scaling: the scale of a tensor is computed from its own amax.
 
-    `backward_override="high_precision"` is Transformer Engine's spelling of dgrad and wgrad in high precision; it is
-    kept as `override_linear_precision`.
+    `granularity="row"` gives each token and each output channel a scale. `backward_override="high_precision"` is
+    Transformer Engine's parameter for dgrad and wgrad in high precision; it sets `override_linear_precision`. The other
+    parameters are those of `DelayedScaling`.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -166,18 +181,18 @@ class Float8CurrentScaling(_Specified):
     def __post_init__(self, backward_override: str | None) -> None:
         _check_common(self)
         _check_flags(self, "power_2_scale", "fp8_dpa", "fp8_mha")
-        _take_backward_override(self, backward_override)
+        _apply_backward_override(self, backward_override)
         _check_granularity("granularity", self.granularity)
         base = QuantSpec(self.fp8_format.forward, self.granularity, _scale_format(self.power_2_scale))
-        attends = self.fp8_dpa or self.fp8_mha
-        self._take(specs_of(base, self.fp8_format.backward, attends=attends, keeps_attention_wide=self.fp8_mha))
+        self._set_specs(specs_of(base, self.fp8_format.backward, fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha))
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(_Specified):
-    """Activations and gradients have one scale per 1x128 along the contracted dimension, weights one per 128x128.
+class Float8BlockScaling(_HasSpecs):
+    """Block scaling: activations and gradients have one scale per 1x128 block along the contracted dimension, weights
+    one per 128x128 block.
 
-    Transformer Engine's default is `power_2_scale=True`. `backward_override` as for `Float8CurrentScaling`.
+    Transformer Engine's default is `power_2_scale=True`. The parameters are those of `Float8CurrentScaling`.
     """
 
     fp8_format: Format = Format.E4M3
@@ -188,16 +203,16 @@ class Float8BlockScaling(_Specified):
     def __post_init__(self, backward_override: str | None) -> None:
         _check_common(self)
         _check_flags(self, "power_2_scale")
-        _take_backward_override(self, backward_override)
+        _apply_backward_override(self, backward_override)
         base = QuantSpec(self.fp8_format.forward, "block1x128", _scale_format(self.power_2_scale))
-        self._take(specs_of(base, self.fp8_format.backward, replace(base, granularity="block128x128")))
+        self._set_specs(specs_of(base, self.fp8_format.backward, replace(base, granularity="block128x128")))
 
 
 @dataclass(frozen=True)
-class Float8WeightOnly(_Specified):
-    """Weights in FP8, activations as they are, in BF16: a recipe to serve with, not to train with.
+class Float8WeightOnly(_HasSpecs):
+    """Weight-only quantization: FP8 weights and BF16 activations. The recipe is for serving and cannot train.
 
-    `weight_granularity="row"`: one scale per output channel; "tensor": one scale; from the weight's content.
+    The weight has one current scale per output channel ("row") or one in all ("tensor").
     """
 
     weight_granularity: Literal["tensor", "row"] = "row"
@@ -209,7 +224,7 @@ class Float8WeightOnly(_Specified):
         _check_flags(self, "power_2_scale")
         _check_granularity("weight_granularity", self.weight_granularity)
         weight = QuantSpec("e4m3", self.weight_granularity, _scale_format(self.power_2_scale))
-        self._take(specs_of(UNQUANTIZED, "bf16", weight))
+        self._set_specs(specs_of(UNQUANTIZED, "bf16", weight))
 
 
 Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling | Float8WeightOnly
@@ -223,50 +238,52 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "w8a16": (Float8WeightOnly, {}),
 }
 NAMES: tuple[str, ...] = get_args(RecipeName)
-# Parameters that were added later, with the value that equals the earlier behaviour. They are written only where they
-# differ from it, so that older versions can read the files.
-_LATER: dict[type[Recipe], dict[str, Any]] = {DelayedScaling: {"power_2_scale": False, "weight_granularity": "tensor"}}
+# Parameters that did not exist in the first version, with the value that gives its behavior. JSON contains such a
+# parameter only if it has another value, so that older versions can read the files.
+_ADDED_PARAMETERS: dict[type[Recipe], dict[str, Any]] = {
+    DelayedScaling: {"power_2_scale": False, "weight_granularity": "tensor"}
+}
 
 
-def attends_in_fp8(recipe: Recipe | None) -> bool:
-    """Whether attention, too, runs in FP8: `fp8_dpa`, or `fp8_mha`, which includes it."""
+def uses_fp8_attention(recipe: Recipe | None) -> bool:
+    """Returns whether attention runs in FP8 (`fp8_dpa` or `fp8_mha`)."""
     return recipe is not None and bool(recipe.specs.attention)
 
 
 def depends_on_batch(recipe: Recipe | None) -> bool:
-    """Whether an input's one scale comes from all of its rows, so that a token's numbers depend on the others'."""
+    """Returns whether a token's result depends on the other tokens, because the whole input has one current scale."""
     if recipe is None or recipe.override_linear_precision[0]:
         return False
     return recipe.specs.linear["input"].depends_on_batch
 
 
-def trains(recipe: Recipe | None) -> bool:
-    """Whether a model can be trained under the recipe; also true for high precision."""
+def can_train(recipe: Recipe | None) -> bool:
+    """Returns whether a model can be trained with the recipe, or in high precision if it is None."""
     return not isinstance(recipe, Float8WeightOnly)
 
 
-def delayed(recipe: Recipe | None) -> DelayedScaling | None:
-    """The rules of a recipe whose scales come from states that outlive a step; None for a recipe without states."""
+def as_delayed(recipe: Recipe | None) -> DelayedScaling | None:
+    """Returns the recipe if it is DelayedScaling, else None: the recipe has no scaling states."""
     return recipe if isinstance(recipe, DelayedScaling) else None
 
 
-def reduced(recipe: Recipe | None, by_group: bool) -> Recipe | None:
-    """Delayed recipes: a copy whose amaxes are reduced over the default process group, or stay local. Others: as is."""
-    return replace(recipe, reduce_amax=by_group) if isinstance(recipe, DelayedScaling) else recipe
+def with_amax_reduction(recipe: Recipe | None, reduce_amax: bool) -> Recipe | None:
+    """Returns a DelayedScaling recipe with this value of `reduce_amax`, and any other recipe unchanged."""
+    return replace(recipe, reduce_amax=reduce_amax) if isinstance(recipe, DelayedScaling) else recipe
 
 
-def one_per_tensor(recipe: Recipe) -> bool:
-    """Whether the recipe has one scale for a whole tensor."""
+def has_tensor_scales(recipe: Recipe) -> bool:
+    """Returns whether every tensor of a linear layer has one scale for the whole tensor."""
     return all(spec.granularity == "tensor" for spec in recipe.specs.linear.values())
 
 
-def why_not_gathered(recipe: Recipe | None) -> str | None:
-    """Why processes that share weights cannot gather them in FP8 (fsdp.py), in words; None: they can."""
+def fp8_gather_obstacle(recipe: Recipe | None) -> str | None:
+    """Returns the reason why weights cannot be gathered in FP8 (fsdp.py), as a clause, or None if they can."""
     if recipe is None:
         return "the recipe is bf16"
     if any(recipe.override_linear_precision[:2]):
         return "fprop or dgrad is in high precision"
-    return None if one_per_tensor(recipe) else "the recipe has many scales for a weight"
+    return None if has_tensor_scales(recipe) else "the recipe has many scales for a weight"
 
 
 def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
@@ -278,9 +295,9 @@ def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
 
 
 def from_name(name: str, **overrides: Any) -> Recipe | None:
-    """The recipe of a command-line name ("delayed", "current", "rowwise", "block", "w8a16"), or None for "bf16".
+    """Returns the recipe of a command-line name ("delayed", "current", "rowwise", "block", "w8a16"), None for "bf16".
 
-    `overrides` replace parameters. Raises RecipeError for an unknown name or parameter, or a parameter out of range.
+    `overrides` replace its parameters. Raises RecipeError for an unknown name or an unknown or invalid parameter.
     """
     if name == "bf16":
         if overrides:
@@ -293,7 +310,7 @@ def from_name(name: str, **overrides: Any) -> Recipe | None:
 
 
 def name_of(recipe: Recipe | None) -> str:
-    """The command-line name of a recipe; the inverse of `from_name` up to its parameters."""
+    """Returns the command-line name of a recipe, whatever its parameters."""
     if recipe is None:
         return "bf16"
     if isinstance(recipe, Float8CurrentScaling):
@@ -302,14 +319,14 @@ def name_of(recipe: Recipe | None) -> str:
 
 
 def to_json(recipe: Recipe | None) -> str:
-    """One line of JSON that `from_json` turns back into an equal recipe; None (bf16) becomes `null`.
+    """Returns one line of JSON for `from_json`; None (bf16) becomes `null`.
 
-    Raises RecipeError for a recipe that holds a callable: code cannot be written into a file.
+    Raises RecipeError for a recipe with a callable, because code cannot be stored in a file.
     """
     if recipe is None:
         return "null"
-    later = _LATER.get(type(recipe), {}).items()
-    data = {name: value for name, value in asdict(recipe).items() if (name, value) not in later}
+    omitted = _ADDED_PARAMETERS.get(type(recipe), {}).items()
+    data = {name: value for name, value in asdict(recipe).items() if (name, value) not in omitted}
     for name, value in data.items():
         if callable(value) and not isinstance(value, Format):
             raise RecipeError(
@@ -330,7 +347,7 @@ def _decode(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(text: str) -> Recipe | None:
-    """The recipe that `to_json` wrote. Raises RecipeError for anything else, unknown parameters included."""
+    """Returns the recipe that `to_json` has written. Raises RecipeError for other text and for unknown parameters."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,15 +1,15 @@
-"""Activation recomputation: the second forward pass uses what the first one recorded.
+"""Activation recomputation: the second forward pass of a checkpointed region uses the scales and weights of the first.
 
-`torch.utils.checkpoint(..., use_reentrant=False)` drops the activations of a region and, in the backward pass, runs the
-region again. By then the autocast context has ended and the scales have moved on; without further care the second run
-would compute different values from the first, and the gradients would be wrong. So every call of a layer inside such a
-region is logged with the recipe, the input's scale and the quantized weight (which the layer keeps anyway). The second
-run replays the log in order, and stages no amax.
+`torch.utils.checkpoint(..., use_reentrant=False)` frees the activations of a region and runs the region again in the
+backward pass. By then the autocast context has ended and the scales have been updated. A plain second run would compute
+other values than the first, and the gradients would be wrong. So every call of a layer inside such a region is logged
+with the recipe, the scale of the input and the quantized weight (which autograd saves anyway). The second run replays
+the log in order and stages no amax.
 
-The log belongs to the region's frame, which torch keeps exactly as long as its graph. torch has no public name for it:
-we find it in the closure of the saved-tensor hooks that are in force. If that ever changes, the error is not silent:
-the second run would save other tensors than the first, which torch refuses. The reentrant variant hides its first run
-under no_grad and cannot be followed; a layer that notices it refuses.
+The log belongs to torch's frame object of the region, which lives as long as the autograd graph. torch has no public
+name for the frame, so we look it up in the closure of the active saved-tensor hooks. If a new version of torch breaks
+the lookup, the second run saves other tensors than the first, and torch raises an error. The reentrant variant runs
+its first forward pass under no_grad, so its calls cannot be logged; a layer that detects this raises an error.
 """
 
 import inspect
@@ -31,18 +31,22 @@ from fp8serve.fp8.torch_private import (
 
 @dataclass(frozen=True)
 class Region:
-    """A checkpointed region that is running: its frame, and for a second run the hook that is new in every run."""
+    """A checkpointed region that is running.
+
+    `frame` is torch's object for the region. `second_run` is the pack hook of the second run, a new object in every
+    run, or None in the first run.
+    """
 
     frame: Any
     second_run: Callable[..., Any] | None
 
 
-_LOGS: WeakKeyDictionary[Any, list[tuple[int, Any]]] = WeakKeyDictionary()
-_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_LOGS: WeakKeyDictionary[Any, list[tuple[int, Any]]] = WeakKeyDictionary()  # (layer key, plan) of each call, by frame
+_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # in the log, by second run
 
 
-def _region(hook: Callable[..., Any]) -> Region | None:
-    """The region whose pack hook this is; None for any other hook."""
+def _region_of(hook: Callable[..., Any]) -> Region | None:
+    """Returns the region that has this pack hook, or None if the hook belongs to no checkpointed region."""
     inner = inspect.unwrap(hook)
     for cell in inner.__closure__ or ():
         content = cell.cell_contents
@@ -52,51 +56,47 @@ def _region(hook: Callable[..., Any]) -> Region | None:
     return None
 
 
-def regions() -> list[Region]:
-    """The checkpointed regions that are running, innermost first; cheap where there is none."""
+def running_regions() -> list[Region]:
+    """Returns the checkpointed regions that are running, innermost first."""
     if torch.compiler.is_compiling() or not saves_with_hooks():
         return []
-    return [region for pack, _ in saved_tensor_hooks() if (region := _region(pack)) is not None]
+    return [region for pack, _ in saved_tensor_hooks() if (region := _region_of(pack)) is not None]
 
 
-class Repeatable(Protocol):
-    """How a call runs."""
+class CallPlan(Protocol):
+    """How one call of a layer runs."""
 
-    def repeated(self) -> Self:
-        """How the same call runs a second time."""
-
-
-P = TypeVar("P", bound=Repeatable)
+    def for_second_run(self) -> Self:
+        """Returns the plan by which a second run repeats this call."""
 
 
-def planned(layer: int, make: Callable[[], P | None]) -> P | None:
-    """How this call of a layer (by key) runs: as `make` says, or in a second run like the first run's call."""
-    running = regions()
-    if not running:
-        return make()
-    again, plan = recall(running, layer)
-    if not again:
-        plan = make()
-        remember(running, layer, plan and plan.repeated())
+P = TypeVar("P", bound=CallPlan)
+
+
+def plan_call(layer_key: int, make_plan: Callable[[], P | None]) -> P | None:
+    """Returns the result of `make_plan`, or in a second run the plan that the first run logged for the same call."""
+    regions = running_regions()
+    if not regions:
+        return make_plan()
+    is_second_run, plan = _next_logged_plan(regions, layer_key)
+    if not is_second_run:
+        plan = make_plan()
+        logged_plan = plan and plan.for_second_run()
+        for region in regions:
+            if region.second_run is None:
+                _LOGS.setdefault(region.frame, []).append((layer_key, logged_plan))
     return cast("P | None", plan)
 
 
-def remember(running: list[Region], layer: int, memory: Any) -> None:
-    """Log a call of a layer (by key) for the second run of every region that is in its first."""
-    for region in running:
-        if region.second_run is None:
-            _LOGS.setdefault(region.frame, []).append((layer, memory))
-
-
-def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
-    """In a second run: (True, what the first run logged for this call); else (False, None)."""
-    region = next((r for r in running if r.second_run is not None), None)
+def _next_logged_plan(regions: list[Region], layer_key: int) -> tuple[bool, Any]:
+    """Returns (True, the logged plan of this call) in a second run, else (False, None)."""
+    region = next((r for r in regions if r.second_run is not None), None)
     if region is None:
         return False, None
     position = _POSITIONS.get(region.second_run, 0)
     _POSITIONS[region.second_run] = position + 1
     log = _LOGS.get(region.frame, [])
-    if position >= len(log) or log[position][0] != layer:
+    if position >= len(log) or log[position][0] != layer_key:
         raise RuntimeError(
             "A checkpointed region ran its layers in another order the second time; it must be repeatable."
         )
@@ -104,12 +104,13 @@ def recall(running: list[Region], layer: int) -> tuple[bool, Any]:
 
 
 @constant_in_graphs
-def refuse_reentrant(ran_frozen: bool) -> None:
-    """Raise if a layer that last ran in FP8 without gradients is now asked for them, inside a backward pass.
+def check_not_reentrant(ran_without_gradients: bool) -> None:
+    """Raises RuntimeError if a reentrant checkpoint runs a layer a second time.
 
-    torch.compile asks while it traces.
+    That is the case if the layer last ran in FP8 without gradients and runs with gradients inside a backward pass now.
+    torch.compile calls this while it traces, not in the graph.
     """
-    if ran_frozen and backward_pass() is not None:
+    if ran_without_gradients and backward_pass() is not None:
         raise RuntimeError(
             "A checkpointed region cannot be recomputed with its FP8 scales in the reentrant variant;"
             " call torch.utils.checkpoint.checkpoint with use_reentrant=False."

@@ -1,51 +1,53 @@
-"""How layers report to the running step: that they run, what they staged, and that a backward pass will stage more.
+"""Functions through which layers prepare their states, stage amaxes and add themselves to the running step.
 
-Inside torch.compile each report becomes a node of the graph. The node carries the numbers of the module and the rule
-(session.py) and does the same when the graph runs.
+Inside torch.compile each call becomes a node of the graph, which makes the same call when the graph runs. The node
+holds the ids of the module and of the update config (session.py), because a graph cannot hold objects.
 """
 
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.autocast import entered, step
+from fp8serve.fp8.autocast import current_step, is_inside_context
 from fp8serve.fp8.ops import implement
-from fp8serve.fp8.scaling import Direction, Scaled
-from fp8serve.fp8.session import MODULES, RULES, Rule
+from fp8serve.fp8.scaling import Direction, ScaledModule
+from fp8serve.fp8.session import MODULES, UPDATE_CONFIGS, UpdateConfig
 from fp8serve.fp8.steps import backward_step
 from fp8serve.fp8.torch_private import constant_in_graphs, is_checkpointed_forward
 
 
-def prepare(module: Scaled, number: int, rule: Rule | None, length: int, recording: bool) -> None:
-    """Create or resize the states of a module that is to run by a rule, which is given with its number.
+def prepare_module(
+    module: ScaledModule, config_id: int, config: UpdateConfig | None, history_len: int, is_recording: bool
+) -> None:
+    """Creates or resizes the states of a module before it runs under an update config.
 
-    Without `recording` the module quantizes with the scales that it has. torch.compile runs this while it traces,
-    not in the graph. RecipeError: the rule reduces another session.
+    If `is_recording` is False, the module quantizes with its present scales. torch.compile runs this while it traces,
+    not in the graph. Raises RecipeError if the config reduces the amaxes of another session.
     """
-    if torch.compiler.is_compiling() or rule is None:
-        _prepare_by_number(module.key, number, length, recording)
+    if torch.compiler.is_compiling() or config is None:
+        _prepare_module_by_id(module.key, config_id, history_len, is_recording)
     else:
-        _prepare(module, rule, length, recording)
+        _prepare_module(module, config, history_len, is_recording)
 
 
 @constant_in_graphs
-def _prepare_by_number(module: int, rule: int, length: int, recording: bool) -> bool:
-    _prepare(MODULES[module], RULES[rule], length, recording)
+def _prepare_module_by_id(module_key: int, config_id: int, history_len: int, is_recording: bool) -> bool:
+    _prepare_module(MODULES[module_key], UPDATE_CONFIGS[config_id], history_len, is_recording)
     return True
 
 
-def _prepare(module: Scaled, rule: Rule, length: int, recording: bool) -> None:
-    rule.check(module)
-    module.prepare(length)
-    if not (recording or module.is_evaluated):
-        if is_checkpointed_forward():  # the backward pass runs the layer again, and records then
+def _prepare_module(module: ScaledModule, config: UpdateConfig, history_len: int, is_recording: bool) -> None:
+    config.check_module(module)
+    module.prepare(history_len)
+    if not (is_recording or module.is_evaluated):
+        if is_checkpointed_forward():  # the backward pass runs the layer again and records amaxes then
             return
         module.is_evaluated = True
         if not _has_history(module):
-            step().without_history.append(module)
+            current_step().without_history.append(module)
 
 
-def _has_history(module: Scaled) -> bool:
-    """Whether a scale of the forward pass has ever been set; waits for the device. True where it cannot be read."""
+def _has_history(module: ScaledModule) -> bool:
+    """Returns whether any scale of the forward pass was ever set, or True if it cannot be read. Waits for the GPU."""
     states = [module.scaling[name] for name in module.tensors["forward"]]
     history = states[0].amax_history
     if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -53,60 +55,64 @@ def _has_history(module: Scaled) -> bool:
     return any(bool(s.amax_history.any()) or float(s.scale) != 1.0 for s in states)
 
 
-def expect_backward(history: Tensor, number: int, rule: Rule) -> None:
-    """Note that gradients will be staged by the rule, which is given with its number; the other ranks need to know.
-    `history`: any that is updated."""
+def expect_backward(history: Tensor, config_id: int, config: UpdateConfig) -> None:
+    """Announces that a backward pass will stage gradients' amaxes under an update config, which other ranks must know.
+
+    `history` is any amax history of the module; it makes the node of a compiled graph depend on the module.
+    """
     if torch.compiler.is_compiling():
-        torch.ops.fp8serve.expect_backward(history, number)
+        torch.ops.fp8serve.expect_backward(history, config_id)
     else:
-        step().expecting.add(rule)
+        current_step().configs_with_backward.add(config)
 
 
-def _expect_backward_of_graph(history: Tensor, rule: int) -> None:
-    """A compiled graph carries the number of a rule to its backward pass, and no reference that would keep the rule
-    alive."""
-    held = RULES[rule]
-    held.session.keep(rule, held)
-    step().expecting.add(held)
+def _expect_backward_in_graph(history: Tensor, config_id: int) -> None:
+    config = UPDATE_CONFIGS[config_id]
+    # The graph's backward pass has the id only, which does not keep the config alive.
+    config.session.retain_config(config_id, config)
+    current_step().configs_with_backward.add(config)
 
 
-def record(direction: Direction, history: Tensor, amax: Tensor, module: int, rule: int) -> None:
-    """Raise the staging slot of a history to `amax` and note that the module ran by the rule."""
+def record_amax(direction: Direction, history: Tensor, amax: Tensor, module_key: int, config_id: int) -> None:
+    """Raises the staging slot of a history to `amax` and adds the module to the running step."""
     if torch.compiler.is_compiling():
-        torch.ops.fp8serve.record_amax(history, amax, module, rule, direction)
+        torch.ops.fp8serve.record_amax(history, amax, module_key, config_id, direction)
     else:
-        _record(history, amax, module, rule, direction)
+        _record_amax(history, amax, module_key, config_id, direction)
 
 
-def _record(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
+def _record_amax(history: Tensor, amax: Tensor, module_key: int, config_id: int, direction: str) -> None:
     slot = history[0]
     torch.maximum(slot, amax, out=slot)
-    recorded(direction, module, rule)
+    add_to_step(direction, module_key, config_id)
 
 
-def recorded(direction: str, module: int, rule: int) -> None:
-    """Note that a module (by key) ran by a rule (by number), after an op has raised the staging slot itself."""
-    running = step() if direction == "forward" else backward_step()
-    if direction == "forward" and entered():
-        running.watch.staged()
-    owner, by = MODULES.get(module), RULES.get(rule)
-    # Either may be gone, with the model, before its backward pass runs. A graph of torch.export has states of its own.
-    if owner is not None and by is not None and owner.scaling:
-        running.add(owner, by)
+def add_to_step(direction: str, module_key: int, config_id: int) -> None:
+    """Adds a module to the running step, after an op has raised the staging slot of its history."""
+    step = current_step() if direction == "forward" else backward_step()
+    if direction == "forward" and is_inside_context():
+        step.loop_detector.count_staged_amax()
+    module, config = MODULES.get(module_key), UPDATE_CONFIGS.get(config_id)
+    # The model may be freed before its backward pass runs. A graph of torch.export has copies of the states, so its
+    # module has none.
+    if module is not None and config is not None and module.scaling:
+        step.add_module(module, config)
 
 
-def _record_in_graph(history: Tensor, amax: Tensor, module: int, rule: int, direction: str) -> None:
-    """As `_record`. The scale moves to a new tensor, which the update will change: a graph that recomputes activations
-    in its backward pass keeps the tensor that it has read, with the scale of its forward pass."""
-    _record(history, amax, module, rule, direction)
-    owner = MODULES.get(module)
-    if owner is not None and direction == "forward":
-        states = [owner.scaling[name] for name in owner.tensors["forward"] if owner.scaling]
-        # A compiler may stage in a copy of the history and write it back afterwards: then any may be meant.
+def _record_amax_in_graph(history: Tensor, amax: Tensor, module_key: int, config_id: int, direction: str) -> None:
+    """Records an amax, and moves the scale to a new tensor for the coming update.
+
+    A graph that recomputes activations in its backward pass holds the old tensor, with the scale of its forward pass.
+    """
+    _record_amax(history, amax, module_key, config_id, direction)
+    module = MODULES.get(module_key)
+    if module is not None and direction == "forward":
+        states = [module.scaling[name] for name in module.tensors["forward"] if module.scaling]
+        # A compiler may stage in a copy of the history and write it back later. Then the state is unknown: move all.
         staged = [s for s in states if s.amax_history.data_ptr() == history.data_ptr()]
         for state in staged or states:
             state.scale = state.scale.clone()
 
 
-implement("record_amax", _record_in_graph)
-implement("expect_backward", _expect_backward_of_graph)
+implement("record_amax", _record_amax_in_graph)
+implement("expect_backward", _expect_backward_in_graph)

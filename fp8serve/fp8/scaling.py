@@ -1,12 +1,12 @@
-"""Delayed scaling: the state of one quantized tensor, and the update of many states together (docs/numerics.md).
+"""Delayed scaling: the scaling state of a tensor, and the update of many states in one op (docs/numerics.md).
 
     index            0        1      ...     N-1
     amax_history   staging  oldest   ...   newest
 
-Quantizing reads `scale` and raises the staging slot; nothing else changes until the step ends. Then `update` turns the
-histories of all tensors that ran into new scales and rotates them, in one op for any number of states. The rules of the
-update are in the op `delayed_update`; this module adds algorithms given as Python callables and the reduction over a
-process group. A state costs 4 N + 20 bytes.
+Quantizing a tensor reads `scale` and raises the staging slot to the tensor's amax. Nothing else changes until the step
+ends. Then `update` computes new scales from the histories of all tensors that ran and rotates the histories. The op
+`delayed_update` does this for any number of states; this module adds the algorithms that a recipe gives as Python
+callables. A state takes 4 N + 20 bytes.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,16 @@ _delayed_update = torch.ops.fp8serve.delayed_update.default
 
 @dataclass
 class ScalingState:
-    """The delayed scale of one tensor.
+    """The scaling state of one tensor under delayed scaling.
 
-    scale: FP32 [], multiplies to quantize; starts at 1.
-    amax_history: FP32 [N]; slot 0 is being filled, 1 is the oldest, N-1 the newest; starts at 0.
-    nonfinite: int64 [], how many steps were dropped because their amax was infinite.
-    steps: int64 [], how many steps entered the history.
+    Training updates the fields in place, so they are ordinary tensors even if set under `torch.inference_mode()`.
 
-    Training updates them in place, so they are ordinary tensors even if they are set under `torch.inference_mode()`.
+    Attributes:
+        scale: FP32 [], by which the tensor is multiplied when it is quantized; initially 1.
+        amax_history: FP32 [N], initially 0. Slot 0 stages the amax of the running step; slots 1 to N-1 hold the amaxes
+            of earlier steps, oldest first.
+        nonfinite: int64 [], the number of steps that were dropped because their amax was infinite.
+        steps: int64 [], the number of steps that entered the history.
     """
 
     scale: Tensor
@@ -51,93 +53,93 @@ class ScalingState:
 
     @classmethod
     def create(cls, length: int, device: torch.device) -> "ScalingState":
-        """A new state: scale 1, a history of `length` zeros."""
+        """Returns a new state with scale 1 and a history of `length` zeros."""
         count = torch.zeros((), dtype=torch.int64, device=device)
         scale = torch.ones((), dtype=torch.float32, device=device)
         return cls(scale, torch.zeros(length, dtype=torch.float32, device=device), count, count.clone())
 
     def resize(self, length: int) -> None:
-        """Give the history `length` slots: the staging slot and the newest rows stay, zeros take the oldest places."""
+        """Resizes the history to `length` slots. It keeps the staging slot and the newest amaxes and adds zeros."""
         old = self.amax_history
         if old.shape[0] != length:
-            rows = old[1:][max(0, old.shape[0] - length) :]
+            amaxes = old[1:][max(0, old.shape[0] - length) :]
             self.amax_history = torch.zeros(length, dtype=torch.float32, device=old.device)
             self.amax_history[0] = old[0]
-            if rows.numel():
-                self.amax_history[-rows.shape[0] :] = rows
+            if amaxes.numel():
+                self.amax_history[-amaxes.shape[0] :] = amaxes
 
     def stage(self, amax: Tensor) -> None:
-        """Raise the staging slot to `amax` (FP32 [])."""
+        """Raises the staging slot to `amax` (FP32 [])."""
         slot = self.amax_history[0]
         slot.copy_(torch.maximum(slot, amax))
 
     def discard(self) -> None:
-        """Forget what was staged, as if the step had not happened."""
+        """Discards the staged amax, as if the step had not happened."""
         self.amax_history[0] = 0.0
 
     def move(self, device: torch.device) -> None:
-        """Move to a device; the state stays FP32 whatever the module is cast to. A state on "meta" has no numbers and
-        begins anew."""
+        """Moves the state to a device. A state on "meta" has no values and is replaced by a new one."""
         state = ScalingState.create(len(self.amax_history), device) if self.scale.is_meta else self
         for name in FIELDS:
             setattr(self, name, getattr(state, name).to(device))
 
 
 class Order(IntEnum):
-    """The two orders of a session's positions."""
+    """The orders in which a session numbers its modules: by creation, and copies by the time of the copy."""
 
     CREATED = 0
     COPIED = 1
 
 
 class Position(NamedTuple):
-    """Where a module stands in its session: in which order, and at which number."""
+    """The position of a module in its session: an order and a number in that order."""
 
     order: Order
     number: int
 
 
 @runtime_checkable
-class Scaled(Protocol):
-    """A module that owns delayed states, by tensor name, such as "input", "weight" and "grad_output" of a Linear."""
+class ScaledModule(Protocol):
+    """A module with delayed scaling states, by tensor name: "input", "weight" and "grad_output" of a Linear."""
 
-    key: int  # stands for the module in graphs (session.py)
-    session: Any  # the Session that it is in (session.py)
+    key: int  # the module's id in `session.MODULES`, for compiled graphs
+    session: Any  # the Session that contains the module
     position: Position
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # the names of the tensors that each pass quantizes
     scaling: dict[str, ScalingState]
-    is_evaluated: bool  # it has run with the scales that it had, recording nothing
+    is_evaluated: bool  # whether the module has run without recording amaxes
 
     def prepare(self, length: int) -> None:
-        """Create the states, or resize them to this history length."""
+        """Creates the states, or resizes their histories to `length`."""
         ...
 
 
 def fp8_max(recipe: Recipe, name: str) -> float:
-    """The largest value of the format that the tensor of a role is cast to."""
+    """Returns the largest value of the FP8 format to which the recipe casts the tensor of this name."""
     return FP8_MAX[DTYPES[recipe.specs.element(name)]]
 
 
 class Entry(NamedTuple):
-    """A state on its way into an update, with the largest value of the format its tensor is cast to."""
+    """A state to be updated, and the largest value of the FP8 format of its tensor."""
 
     state: ScalingState
     fp8_max: float
 
 
 def update(entries: Sequence[Entry], recipe: DelayedScaling) -> None:
-    """End the step of these states: new scales, rotated histories, in one op per device."""
+    """Computes the new scales of these states and rotates their histories, in one op per device."""
     by_device: dict[torch.device, list[Entry]] = {}
     for entry in entries:
         by_device.setdefault(entry.state.scale.device, []).append(entry)
-    for together in by_device.values():
-        _update_together(together, recipe)
+    for device_entries in by_device.values():
+        _update_on_device(device_entries, recipe)
 
 
-def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
-    algo = _name_in_op(recipe.amax_compute_algo)
-    by_op = algo is not None and recipe.scaling_factor_compute_algo is None and not recipe.power_2_scale
-    chosen = [] if by_op else [_scale_beside_op(entry, recipe) for entry in entries]
+def _update_on_device(entries: list[Entry], recipe: DelayedScaling) -> None:
+    algo = _algo_of_op(recipe.amax_compute_algo)
+    is_scale_from_op = algo is not None and recipe.scaling_factor_compute_algo is None and not recipe.power_2_scale
+    # The op rotates the histories, so scales that it cannot compute are computed first and written last.
+    scales = [] if is_scale_from_op else [_scale_outside_op(entry, recipe) for entry in entries]
     states = [e.state for e in entries]
     _delayed_update(
         [s.scale for s in states],
@@ -149,27 +151,27 @@ def _update_together(entries: list[Entry], recipe: DelayedScaling) -> None:
         recipe.interval,
         algo or "max",
     )
-    for entry, scale in zip(entries, chosen, strict=False):
+    for entry, scale in zip(entries, scales, strict=False):
         entry.state.scale.copy_(scale)
 
 
-def _name_in_op(algo: AmaxAlgo) -> str | None:
-    """The rule's name if the op knows it."""
+def _algo_of_op(algo: AmaxAlgo) -> str | None:
+    """Returns the name of the algorithm if the op `delayed_update` implements it, else None."""
     return None if callable(algo) or not RULES[algo].in_op else algo
 
 
-def _scale_beside_op(entry: Entry, recipe: DelayedScaling) -> Tensor:
-    """The scale after this step, by functions that the op does not implement; called before the history rotates."""
+def _scale_outside_op(entry: Entry, recipe: DelayedScaling) -> Tensor:
+    """Returns the scale after this step, computed by functions that the op does not implement."""
     state, history = entry.state, entry.state.amax_history
     staged, algo = history[0], recipe.amax_compute_algo
-    choose = algo if callable(algo) else RULES[algo].choose
-    amax = torch.as_tensor(choose(history.clone()), dtype=torch.float32, device=history.device)
-    scale = torch.as_tensor(_formula(amax, entry, recipe), dtype=torch.float32, device=history.device)
-    due = (staged > 0) & staged.isfinite() & (state.steps % recipe.interval == 0)
-    return torch.where(due & (scale > 0) & scale.isfinite(), scale, state.scale)
+    compute_amax = algo if callable(algo) else RULES[algo].compute_amax
+    amax = torch.as_tensor(compute_amax(history.clone()), dtype=torch.float32, device=history.device)
+    scale = torch.as_tensor(_scale_from_amax(amax, entry, recipe), dtype=torch.float32, device=history.device)
+    is_due = (staged > 0) & staged.isfinite() & (state.steps % recipe.interval == 0)
+    return torch.where(is_due & (scale > 0) & scale.isfinite(), scale, state.scale)
 
 
-def _formula(amax: Tensor, entry: Entry, recipe: DelayedScaling) -> Tensor:
+def _scale_from_amax(amax: Tensor, entry: Entry, recipe: DelayedScaling) -> Tensor:
     if recipe.scaling_factor_compute_algo is not None:
         scale: Tensor = recipe.scaling_factor_compute_algo(amax, entry.state.scale.clone(), entry.fp8_max, recipe)
         return scale

@@ -1,16 +1,16 @@
-"""Adapters beside a linear layer that serves: several at once, each for its own rows of a batch.
+"""Serving of several adapters of a linear layer in one batch, each for its own rows.
 
 lora.py trains one adapter; this module serves several, with the same arithmetic in the same order:
 
     LoRA    y = base(x) + B (s A x)
-    DoRA    y = factor * (base(x) + B (s A x) - bias) + bias, where factor = m / ||W + s B A|| never changes
+    DoRA    y = factor * (base(x) + B (s A x) - bias) + bias, with the constant factor = m / ||W + s B A||
 
-Rows that have an adapter are sorted by it and multiplied by `grouped_mm`, one call for A and one for B whatever the
-number of adapters. Stacked adapters have the largest rank among them. The others are padded with zeros, which do not
-change a sum's bits, because they come last and sums begin at +0. A row without an adapter is not touched.
+Rows with an adapter are sorted by adapter and multiplied by `grouped_mm`: one call for A and one for B, whatever the
+number of adapters. Stacked adapters are padded with zeros to the largest rank among them. The zeros do not change a
+sum's bits, because they come last and sums start at +0. Rows without an adapter are not changed.
 
-`Assignment` says which row has which adapter in the current step. Layers read it (`FrozenLinear.adapters`), so the
-model's code does not deal with adapters.
+`AdapterAssignment` holds which row has which adapter in the current step. Layers read it (`FrozenLinear.adapters`), so
+the model's code does not deal with adapters.
 """
 
 from dataclasses import dataclass
@@ -22,69 +22,77 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8.lora import rescaled, row_norms, squared_norms
+from fp8serve.fp8.lora import rescale_columns, row_norms, squared_norms
 
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
 _mm = torch.ops.fp8serve.mm.default
-NONE = -1
+NO_ADAPTER = -1
 
 
-class Rows(NamedTuple):
-    """Rows with an adapter, sorted by it. where int64 [n]: their places in the batch. place int64 [n]: the adapter's
-    place in the stack. offsets int32 [adapters]: where each one's rows end."""
+class AdapterRows(NamedTuple):
+    """The rows of a batch that have an adapter, sorted by adapter.
 
-    where: Tensor
-    place: Tensor
+    Attributes:
+        indices: int64 [n], the indices of the rows in the batch.
+        stack_indices: int64 [n], the index of each row's adapter in the stack.
+        offsets: int32 [adapters], the end of each adapter's rows.
+    """
+
+    indices: Tensor
+    stack_indices: Tensor
     offsets: Tensor
 
 
-class Assignment:
-    """The number of each row's adapter in the current step; in most steps no row has one."""
+class AdapterAssignment:
+    """The adapter number of each row in the current step. In most steps no row has an adapter."""
 
     def __init__(self) -> None:
-        self._of_rows: Tensor | None = None
-        self._of_last: Tensor | None = None
-        self._sorted_rows: dict[tuple[tuple[int, ...], bool], Rows | None] = {}
+        self._numbers: Tensor | None = None
+        self._pruned_numbers: Tensor | None = None  # of the rows that pruned layers receive
+        self._rows: dict[tuple[tuple[int, ...], bool], AdapterRows | None] = {}
 
-    def begin(self, of_rows: Tensor, last: Tensor | None) -> None:
-        """of_rows int64 [T], NONE for a row without an adapter; last int64 [R]: the rows that pruned layers see."""
-        self._of_rows, self._sorted_rows = of_rows, {}
-        self._of_last = of_rows if last is None else of_rows[last]
+    def begin(self, numbers: Tensor, last: Tensor | None) -> None:
+        """Starts a step with the adapter number of each row, int64 [T], NO_ADAPTER for a row without an adapter.
+
+        `last` int64 [R] are the indices of the rows that pruned layers receive; None if they receive all rows.
+        """
+        self._numbers, self._rows = numbers, {}
+        self._pruned_numbers = numbers if last is None else numbers[last]
 
     def end(self) -> None:
-        """The step is over: no row has an adapter."""
-        self._of_rows = self._of_last = None
-        self._sorted_rows = {}
+        """Ends the step; no row has an adapter any more."""
+        self._numbers = self._pruned_numbers = None
+        self._rows = {}
 
     @property
     def active(self) -> bool:
-        return self._of_rows is not None
+        return self._numbers is not None
 
-    def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> Rows | None:
-        """The rows of the adapters with these numbers; None where there are none. Layers with equal adapters share
-        them."""
+    def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> AdapterRows | None:
+        """Returns the rows that have one of these adapters, or None if no row has. The result is cached for the
+        step."""
         key = numbers, is_pruned
-        if key not in self._sorted_rows:
-            of_rows = self._of_last if is_pruned else self._of_rows
-            self._sorted_rows[key] = None if of_rows is None else _sorted(of_rows, numbers)
-        return self._sorted_rows[key]
+        if key not in self._rows:
+            row_numbers = self._pruned_numbers if is_pruned else self._numbers
+            self._rows[key] = None if row_numbers is None else _sort_rows(row_numbers, numbers)
+        return self._rows[key]
 
 
-def _sorted(of_rows: Tensor, numbers: tuple[int, ...]) -> Rows | None:
-    places = torch.full_like(of_rows, NONE)
-    for at, number in enumerate(numbers):
-        places[of_rows == number] = at
-    where = (places != NONE).nonzero()[:, 0]
-    if len(where) == 0:
+def _sort_rows(row_numbers: Tensor, numbers: tuple[int, ...]) -> AdapterRows | None:
+    stack_indices = torch.full_like(row_numbers, NO_ADAPTER)
+    for i, number in enumerate(numbers):
+        stack_indices[row_numbers == number] = i
+    indices = (stack_indices != NO_ADAPTER).nonzero()[:, 0]
+    if len(indices) == 0:
         return None
-    place, order = torch.sort(places[where], stable=True)
-    offsets = torch.bincount(place, minlength=len(numbers)).cumsum(0).to(torch.int32)
-    return Rows(where[order], place, offsets)
+    stack_indices, order = torch.sort(stack_indices[indices], stable=True)
+    offsets = torch.bincount(stack_indices, minlength=len(numbers)).cumsum(0).to(torch.int32)
+    return AdapterRows(indices[order], stack_indices, offsets)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """One adapter of one linear: a [r, K] and b [N, r] in BF16, factor FP32 [N] where it is a DoRA."""
+class AdapterWeights:
+    """The weights of one adapter for one linear layer: a [r, K] and b [N, r] in BF16, and for DoRA factor FP32 [N]."""
 
     a: Tensor
     b: Tensor
@@ -93,18 +101,28 @@ class Part:
 
 
 class ServedAdapters:
-    """The adapters of one linear, by their numbers. is_pruned: the layer sees no rows but those with logits."""
+    """The adapters of one linear layer, by number.
 
-    def __init__(self, assignment: Assignment, parts: dict[int, Part], bias: Tensor | None, *, is_pruned: bool) -> None:
+    If `is_pruned` is True, the layer receives only the rows for which logits are computed.
+    """
+
+    def __init__(
+        self,
+        assignment: AdapterAssignment,
+        weights: dict[int, AdapterWeights],
+        bias: Tensor | None,
+        *,
+        is_pruned: bool,
+    ) -> None:
         self._assignment, self._is_pruned, self._bias = assignment, is_pruned, bias
-        self._numbers, every = tuple(parts), list(parts.values())
-        rank = max(part.a.shape[0] for part in every)
-        self._a = torch.stack([F.pad(part.a, (0, 0, 0, rank - part.a.shape[0])) for part in every])
-        self._b = torch.stack([F.pad(part.b, (0, rank - part.b.shape[1])) for part in every])
+        self._numbers, adapters = tuple(weights), list(weights.values())
+        rank = max(adapter.a.shape[0] for adapter in adapters)
+        self._a = torch.stack([F.pad(adapter.a, (0, 0, 0, rank - adapter.a.shape[0])) for adapter in adapters])
+        self._b = torch.stack([F.pad(adapter.b, (0, rank - adapter.b.shape[1])) for adapter in adapters])
         device = self._a.device
-        self._scaling = torch.tensor([part.scaling for part in every], dtype=torch.float32, device=device)
-        self._one, self._ones = torch.ones((), device=device), torch.ones(len(every), device=device)
-        factors = [part.factor for part in every]
+        self._scaling = torch.tensor([adapter.scaling for adapter in adapters], dtype=torch.float32, device=device)
+        self._one, self._ones = torch.ones((), device=device), torch.ones(len(adapters), device=device)
+        factors = [adapter.factor for adapter in adapters]
         self._is_dora = torch.tensor([factor is not None for factor in factors], device=device)
         first = next((factor for factor in factors if factor is not None), None)
         one = None if first is None else torch.ones_like(first)
@@ -116,51 +134,51 @@ class ServedAdapters:
         return self._assignment.active and self._rows() is not None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [..., N], the layer's output for x [..., K], plus each row's adapter; changes y in place."""
+        """Adds each row's adapter to y [..., N], the layer's output for x [..., K], in place and returns y."""
         rows = self._rows() if self._assignment.active else None
         if rows is None:
             return y
-        flat, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).index_select(0, rows.where)
-        moved = flat.index_select(0, rows.where) + self._low_rank(inputs.to(torch.bfloat16), rows).to(y.dtype)
-        flat.index_copy_(0, rows.where, self._with_magnitude(moved, rows))
+        outputs, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).index_select(0, rows.indices)
+        sums = outputs.index_select(0, rows.indices) + self._low_rank(inputs.to(torch.bfloat16), rows).to(y.dtype)
+        outputs.index_copy_(0, rows.indices, self._apply_magnitude(sums, rows))
         return y
 
-    def _rows(self) -> Rows | None:
+    def _rows(self) -> AdapterRows | None:
         return self._assignment.rows(self._numbers, self._is_pruned)
 
-    def _low_rank(self, x: Tensor, rows: Rows) -> Tensor:
-        """B (s A x), BF16 [n, N]: `lora.low_rank` of each adapter's rows."""
-        wide = self._product(x, self._a, rows, torch.float32)
-        inner = (wide * self._scaling[rows.place].unsqueeze(1)).to(torch.bfloat16)
+    def _low_rank(self, x: Tensor, rows: AdapterRows) -> Tensor:
+        """Returns B (s A x), BF16 [n, N]: `lora.low_rank` of each adapter's rows."""
+        ax = self._product(x, self._a, rows, torch.float32)
+        inner = (ax * self._scaling[rows.stack_indices].unsqueeze(1)).to(torch.bfloat16)
         return self._product(inner, self._b, rows, torch.bfloat16)
 
-    def _product(self, x: Tensor, stack: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Each row times the matrix of its adapter. On a GPU grouped_mm multiplies FP8 only."""
-        if not x.is_cuda:
+    def _product(self, x: Tensor, stack: Tensor, rows: AdapterRows, dtype: torch.dtype) -> Tensor:
+        """Multiplies each row by the matrix of its adapter."""
+        if not x.is_cuda:  # on a GPU grouped_mm supports only FP8
             return cast(Tensor, _grouped_mm(x, stack, self._one, self._ones, rows.offsets, None, dtype))
         spans = list(pairwise([0, *rows.offsets.tolist()]))
-        parts = [_mm(x[a:b], matrix, None, dtype) for (a, b), matrix in zip(spans, stack, strict=True) if a < b]
-        return torch.cat(parts)
+        return torch.cat(
+            [_mm(x[a:b], matrix, None, dtype) for (a, b), matrix in zip(spans, stack, strict=True) if a < b]
+        )
 
-    def _with_magnitude(self, y: Tensor, rows: Rows) -> Tensor:
-        """The output as `LoraLinear` computes it where the row's adapter is a DoRA."""
+    def _apply_magnitude(self, y: Tensor, rows: AdapterRows) -> Tensor:
+        """Rescales the rows whose adapter is a DoRA, as `LoraLinear` does."""
         if self._factor is None:
             return y
         z = y if self._bias is None else y - self._bias
-        z = rescaled(z, self._factor[rows.place])
+        z = rescale_columns(z, self._factor[rows.stack_indices])
         z = z if self._bias is None else z + self._bias
-        return torch.where(self._is_dora[rows.place].unsqueeze(1), z, y)
+        return torch.where(self._is_dora[rows.stack_indices].unsqueeze(1), z, y)
 
 
 @torch.no_grad()
-def factor_of(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor | None:
-    """FP32 [N]: the factor by which a DoRA multiplies each output of `base`, a linear layer whose weight may be packed;
-    None for a LoRA."""
+def dora_factor(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor | None:
+    """Returns the factor by which a DoRA multiplies each output of `base`, FP32 [N], or None for a LoRA."""
     if magnitude is None:
         return None
     return magnitude / row_norms(base, squared_norms(base), a, b, scaling)
 
 
-def attach(linear: nn.Module, adapters: ServedAdapters | None) -> None:
-    """From now on the layer adds these; None: nothing. The layer is a FrozenLinear or a BatchInvariantLinear."""
-    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both
+def attach_adapters(linear: nn.Module, adapters: ServedAdapters | None) -> None:
+    """Sets or, with None, removes the adapters of a FrozenLinear or a BatchInvariantLinear."""
+    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both classes

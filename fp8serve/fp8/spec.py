@@ -1,12 +1,12 @@
 """QuantSpec: data that define how one tensor is quantized.
 
-A recipe yields one for each role of a tensor (`recipe.specs`), a checkpoint of another project one for the inputs of
-its layers. Casting, linear layers, attention, loading, export and calibration read specs and not recipes. The names of
-granularities are those of `fp8serve.quantize`; other projects' names for them are translated where their files are read
-(model/formats/interop.py).
+A recipe has a spec for each role of a tensor (`recipe.specs`), and a checkpoint of another project has one for the
+inputs of its layers. Casting, linear layers, attention, loading, export and calibration read specs and not recipes. The
+names of granularities are those of `fp8serve.quantize`; the names of other projects are translated when their files are
+read (model/formats/interop.py).
 
-A new format is a name here (a granularity with its block, a scale format), an op that casts to it (casting.py says
-which) and a product that reads its scales. Nothing here touches torch.
+A new format needs a name here (a granularity with its block, or a scale format), an op that casts to it (casting.py)
+and a GEMM that reads its scales. This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from typing import Literal, get_args
 
 from fp8serve.errors import RecipeError
 
-ElementFormat = Literal["e4m3", "e5m2", "bf16"]  # "bf16": a product reads the tensor as it is, in BF16
+ElementFormat = Literal["e4m3", "e5m2", "bf16"]  # "bf16": the tensor is not quantized; GEMMs read it in BF16
 Granularity = Literal["tensor", "row", "block1x128", "block128x128"]
 ScaleFormat = Literal["fp32", "power_of_2"]  # "power_of_2": an FP32 number, rounded down to a power of two
-ScaleSource = Literal["delayed", "current", "stored"]  # a state of earlier steps, the tensor itself, a file
+ScaleSource = Literal["delayed", "current", "stored"]  # scaling states, the tensor's own amax, or a file
 
-Block = tuple[int | None, int | None]
+Block = tuple[int | None, int | None]  # the numbers of rows and columns that share a scale; None: all of them
 
-# How many rows and columns of a matrix [M, K] share a scale, None for all; a row runs along the contracted dimension.
+# Of a matrix [M, K] whose rows run along the contracted dimension.
 _BLOCKS: dict[Granularity, Block] = {
     "tensor": (None, None),
     "row": (1, None),
@@ -33,7 +33,7 @@ _BLOCKS: dict[Granularity, Block] = {
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one tensor is quantized. RecipeError for a format, granularity or source that does not exist."""
+    """How one tensor is quantized. Raises RecipeError for an unknown format, granularity or source."""
 
     element: ElementFormat = "e4m3"
     granularity: Granularity = "tensor"
@@ -48,47 +48,48 @@ class QuantSpec:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the tensor is quantized at all."""
+        """Whether the tensor is quantized to FP8, and does not stay in BF16."""
         return self.element != "bf16"
 
     @property
     def block(self) -> Block:
-        """(rows, columns) that share a scale; None for all."""
+        """The numbers of (rows, columns) that share a scale; None means all of them."""
         return _BLOCKS[self.granularity]
 
     @property
     def serves_both_directions(self) -> bool:
-        """Whether the transposed data are quantized as well: the block is as high as it is wide."""
+        """Whether the transposed data are valid, too, because a block is square."""
         rows, columns = self.block
         return rows == columns
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether the one scale of an input comes from the content of all its rows."""
+        """Whether one scale is computed from all rows of the tensor."""
         return self.is_fp8 and (self.source, self.granularity) == ("current", "tensor")
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a scale holds for a number of columns, not for all."""
+        """Whether a row is divided into blocks with a scale each."""
         return self.block[1] is not None
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of the scales of a matrix [rows, columns]: [] for one scale; blocks may be ragged at the edge."""
-        return () if self.granularity == "tensor" else tuple(map(_count, (rows, columns), self.block))
+        """Returns the shape of the scales of a matrix [rows, columns], [] for one scale. Blocks at the edge may be
+        incomplete."""
+        return () if self.granularity == "tensor" else tuple(map(_num_blocks, (rows, columns), self.block))
 
     def divides(self, rows: int, columns: int) -> bool:
-        """Whether a matrix [rows, columns] consists of whole blocks."""
+        """Returns whether a matrix [rows, columns] consists of whole blocks."""
         return all(block is None or size % block == 0 for size, block in zip((rows, columns), self.block, strict=True))
 
-    def at_rest(self) -> "QuantSpec":
-        """The spec after training: a scale that came from a state is now stored."""
+    def for_serving(self) -> "QuantSpec":
+        """Returns the spec after training: a delayed scale becomes a stored one."""
         return replace(self, source="stored") if self.source == "delayed" else self
 
 
 def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
-    """The (rows, columns) that share a scale in a matrix [rows, columns] with scales of this shape; None for all.
+    """Returns the block of a matrix [rows, columns] whose scales have this shape.
 
-    Granularities that give the same shape of scales are equivalent. ValueError for a shape that no granularity gives.
+    Granularities with the same shape of scales are equivalent. Raises ValueError for a shape that no granularity has.
     """
     for granularity, block in _BLOCKS.items():
         if QuantSpec(granularity=granularity).scale_shape(rows, columns) == scale_shape:
@@ -96,27 +97,26 @@ def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
     raise ValueError(f"Scales of the shape {list(scale_shape)} fit no [{rows}, {columns}] matrix.")
 
 
-def _check(what: str, name: object, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise RecipeError(f"There is no {what} {name!r}; use {_either(known)}.")
+def _check(parameter: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise RecipeError(f"There is no {parameter} {value!r}; use {_join_with_or(known)}.")
 
 
-def _either(words: Sequence[str]) -> str:
+def _join_with_or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def listed(shapes: Sequence[Sequence[int]]) -> str:
-    """Shapes as a sentence offers them: "[], [3, 1] or [1, 2]"."""
-    return _either([str(list(shape)) for shape in shapes])
+def format_shapes(shapes: Sequence[Sequence[int]]) -> str:
+    """Returns the shapes as text for a message: "[], [3, 1] or [1, 2]"."""
+    return _join_with_or([str(list(shape)) for shape in shapes])
 
 
-def _count(size: int, block: int | None) -> int:
-    """The number of blocks that cover `size`."""
+def _num_blocks(size: int, block: int | None) -> int:
     return 1 if block is None else -(-size // block)
 
 
 UNQUANTIZED = QuantSpec("bf16")
-WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))  # as a file may hold them
+WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))  # supported in files
 LINEAR = ("input", "weight", "grad_output")
 ATTENTION = ("q", "k", "v", "p", "grad_output", "grad_scores")
 CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpec(source="stored")}
@@ -124,19 +124,22 @@ CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpe
 
 @dataclass(frozen=True)
 class RecipeSpecs:
-    """How a recipe quantizes every tensor, by role.
+    """The specs of all tensors under a recipe, by role.
 
-    linear: `LINEAR`. attention: `ATTENTION`, or empty where attention stays in high precision. cache: the keys and
-    values of an FP8 KV cache. keeps_attention_wide: attention's output is not rounded to the dtype of activations.
+    Attributes:
+        linear: The specs of a linear layer's tensors, by the names in `LINEAR`.
+        attention: The specs by the names in `ATTENTION`; empty if attention runs in high precision.
+        cache: The specs of keys and values in an FP8 KV cache.
+        keeps_attention_in_fp32: Whether the attention output is not rounded to the dtype of activations.
     """
 
     linear: Mapping[str, QuantSpec]
     attention: Mapping[str, QuantSpec] = field(default_factory=dict)
     cache: Mapping[str, QuantSpec] = field(default_factory=lambda: CACHE)
-    keeps_attention_wide: bool = False
+    keeps_attention_in_fp32: bool = False
 
     def element(self, role: str) -> ElementFormat:
-        """The element format of a role in any kind of layer; all kinds agree."""
+        """Returns the element format of a role, which is the same in linear layers and attention."""
         return next(specs[role].element for specs in (self.linear, self.attention, self.cache) if role in specs)
 
 
@@ -145,17 +148,23 @@ def specs_of(
     gradient: ElementFormat,
     weight: QuantSpec | None = None,
     *,
-    attends: bool = False,
-    keeps_attention_wide: bool = False,
+    fp8_dpa: bool = False,
+    fp8_mha: bool = False,
 ) -> RecipeSpecs:
-    """The specs of a recipe. base: of the input. gradient: the element format of gradients. weight: of weights where it
-    is another. attends: attention is quantized, too, per tensor whatever the granularity: a score has no channels.
+    """Returns the specs of a recipe.
+
+    Args:
+        base: The spec of the input of a linear layer.
+        gradient: The element format of gradients.
+        weight: The spec of weights, if it differs from `base`.
+        fp8_dpa: Whether attention is quantized. Its scales are per tensor, because scores have no channels.
+        fp8_mha: Like `fp8_dpa`, and the attention output is not rounded to the dtype of activations.
     """
 
-    def of(role: str, granularity: Granularity) -> QuantSpec:
+    def spec_of(role: str, granularity: Granularity) -> QuantSpec:
         element = gradient if role.startswith("grad_") else base.element
         return replace(base, element=element, granularity=granularity)
 
-    linear = {r: of(r, base.granularity) for r in LINEAR} | ({"weight": weight} if weight else {})
-    attention = {r: of(r, "tensor") for r in ATTENTION if attends}
-    return RecipeSpecs(linear, attention, keeps_attention_wide=keeps_attention_wide)
+    linear = {r: spec_of(r, base.granularity) for r in LINEAR} | ({"weight": weight} if weight else {})
+    attention = {r: spec_of(r, "tensor") for r in ATTENTION if fp8_dpa or fp8_mha}
+    return RecipeSpecs(linear, attention, keeps_attention_in_fp32=fp8_mha)

@@ -1,8 +1,9 @@
-"""Stacked: frozen layers of many experts as one [E, N, K], for products of all experts at once (ops/grouped.py).
+"""StackedExperts: FrozenLinear layers of many experts as one weight [E, N, K], for grouped GEMMs (ops/grouped.py).
 
-Each expert's layers, for instance its gate and up, are joined first (joined.py); then the experts' weights are stacked
-and the layers' tensors become views of the stack. So a write to a weight takes effect at once. What was replaced or
-hooked is noticed before the next call (replacing.py).
+First the layers of each expert, such as gate and up, are joined (joined.py). Then the weights of all experts are
+stacked, and the layers' tensors become views of the stack, so a write to a layer's weight takes effect at once.
+change_tracking.py records replaced layers, replaced tensors and new hooks, and the caller checks for them before the
+next call.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,13 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.casting import content_cast, content_strips
-from fp8serve.fp8.frozen import FrozenLinear, packed
-from fp8serve.fp8.joined import Joined, are_whole_blocks, can_join
-from fp8serve.fp8.ops.arithmetic import CUT_OFF
+from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
+from fp8serve.fp8.change_tracking import track_children
+from fp8serve.fp8.frozen import FrozenLinear, pack_weight
+from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
+from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable
-from fp8serve.fp8.replacing import note_replacements
 
 E4M3 = torch.float8_e4m3fn
 _grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
@@ -25,132 +26,140 @@ _grouped_mm = torch.ops.fp8serve.grouped_mm.default
 _grouped_quantize = torch.ops.fp8serve.grouped_quantize.default
 
 
-def can_stack(owners: Sequence[nn.Module], names: Sequence[str]) -> bool:
-    """Whether these layers of every owner can be joined, and have the same shapes and kind in all owners."""
-    layers = [[owner._modules[name] for name in names] for owner in owners]
+def can_stack(experts: Sequence[nn.Module], names: Sequence[str]) -> bool:
+    """Returns whether the layers `names` can be joined in every expert and have the same settings in all experts."""
+    layers = [[expert._modules[name] for name in names] for expert in experts]
     return (
-        all(can_join(group) and are_whole_blocks(group) for group in layers)
-        and _multiplies(cast(FrozenLinear, layers[0][0]))
-        and len({_kind(cast(list[FrozenLinear], group)) for group in layers}) == 1
+        all(can_join(group) and have_whole_blocks(group) for group in layers)
+        and _supports_grouped_mm(cast(FrozenLinear, layers[0][0]))
+        and len({_stacking_key(cast(list[FrozenLinear], group)) for group in layers}) == 1
     )
 
 
-def _multiplies(layer: FrozenLinear) -> bool:
-    """Whether grouped_mm takes these operands: on a GPU it takes no input in BF16."""
+def _supports_grouped_mm(layer: FrozenLinear) -> bool:
+    """Returns whether grouped_mm supports the operands. On a GPU it does not support inputs in BF16."""
     return layer.input_spec.is_fp8 or not layer.weight_q.is_cuda
 
 
-def _kind(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:
-    """Equal for layers whose products can be stacked."""
+def _stacking_key(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:
+    """Returns the settings that must be equal in all experts."""
     first = layers[0]
-    alike = first.input_spec, first.out_dtype, first.input_scale is None, first.bias is None
-    return (*alike, *((layer.weight_q.shape, layer.weight_scale_inv.shape) for layer in layers))
+    settings = first.input_spec, first.out_dtype, first.input_scale is None, first.bias is None
+    return (*settings, *((layer.weight_q.shape, layer.weight_scale_inv.shape) for layer in layers))
 
 
-class Stacked:
-    """The layers `names` of every owner, [N, K] together, as one. Changes the layers: see above.
+class StackedExperts:
+    """The layers `names` of all experts, joined and stacked to one weight [E, N, K].
 
-    `can_stack` must be true for them, and none may be packed yet.
+    `can_stack` must be true for the layers, and no layer may be packed yet. The layers' tensors become views.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, owners: Sequence[nn.Module], names: Sequence[str]) -> None:
-        self._changed: set[int] = set()  # experts in which something may have been replaced
-        for expert, owner in enumerate(owners):
-            note_replacements(owner, names, (self._changed, expert))
-        self._modules = [owner._modules for owner in owners]
-        layers = [{name: cast(FrozenLinear, owner._modules[name]) for name in names} for owner in owners]
-        self._parts = parts = [Joined(group, (self._changed, expert)) for expert, group in enumerate(layers)]
-        self._first = first = parts[0].first
-        self._whole = torch.cat([part.weight.view(torch.uint8) for part in parts]).view(first.weight_q.dtype)
-        self._scale = torch.stack([part.scale for part in parts])
-        biases = [part.bias for part in parts if part.bias is not None]
+    def __init__(self, experts: Sequence[nn.Module], names: Sequence[str]) -> None:
+        self._changed: set[int] = set()  # the experts in which a layer or tensor may have been replaced
+        for i, expert in enumerate(experts):
+            track_children(expert, names, (self._changed, i))
+        self._modules = [expert._modules for expert in experts]
+        layers = [{name: cast(FrozenLinear, expert._modules[name]) for name in names} for expert in experts]
+        self._experts = stacked = [JoinedLinear(group, (self._changed, i)) for i, group in enumerate(layers)]
+        self._first = first = stacked[0].first
+        self._matrix = torch.cat([expert.weight.view(torch.uint8) for expert in stacked]).view(first.weight_q.dtype)
+        self._scale = torch.stack([expert.scale for expert in stacked])
+        biases = [expert.bias for expert in stacked if expert.bias is not None]
         self._bias = torch.stack(biases) if biases else None
-        scales = [part.first.input_scale for part in parts if part.first.input_scale is not None]
+        scales = [expert.first.input_scale for expert in stacked if expert.first.input_scale is not None]
         self._input_scale = torch.stack(scales) if scales else None
         self._input_scale_inv = None if self._input_scale is None else self._input_scale.reciprocal()
-        self._amax = torch.zeros(len(parts), device=self._whole.device)
-        self._saturated = torch.zeros(len(parts), dtype=torch.int64, device=self._whole.device)
-        self._cast = content_cast(first.input_spec)
-        self._strips = content_strips(first.input_spec)
-        self._share()
+        self._amax = torch.zeros(len(stacked), device=self._matrix.device)
+        self._saturated = torch.zeros(len(stacked), dtype=torch.int64, device=self._matrix.device)
+        self._current_cast_op = current_cast_op(first.input_spec)
+        self._rowwise_options = rowwise_scale_options(first.input_spec)
+        self._share_tensors()
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x [T, K], rows sorted by expert, which end at `offsets` int32 [E] -> [T, N]."""
-        q, scale_inv = self._quantized(x, offsets)
+        """Returns the outputs [T, N] for x [T, K], sorted by expert; the rows of each expert end at `offsets` int32
+        [E]."""
+        q, scale_inv = self._quantize(x, offsets)
         dtype = self._first.out_dtype or x.dtype
         return cast(Tensor, _grouped_mm(q, self._weights, scale_inv, self._scale, offsets, self._bias, dtype))
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether `is_current` is true for all experts, without a look at any."""
+        """Whether no change was recorded, in which case `is_current` is true for all experts."""
         return not self._changed
 
     def is_current(self, experts: Collection[int]) -> bool:
-        """Whether these experts still have the modules and the tensors that were stacked."""
+        """Returns whether these experts still have the modules and the tensors that were stacked."""
         for expert in self._changed.intersection(experts):
-            if not self._parts[expert].is_current(self._modules[expert]):
+            if not self._experts[expert].is_current(self._modules[expert]):
                 return False
             self._changed.discard(expert)
         return True
 
-    def makes_mlp_with(self, down: "Stacked", x: Tensor) -> bool:
-        """Whether `mlp` of inputs like x does what calling the two stacks does."""
-        strips, dtypes = self._strips, (None, x.dtype)
-        is_alike = strips is not None and strips == down._strips
-        return is_alike and self._first.out_dtype in dtypes and down._first.out_dtype in dtypes and not x.is_cuda
+    def can_run_mlp_with(self, down: "StackedExperts", x: Tensor) -> bool:
+        """Returns whether `mlp` supports the stacks and inputs like x."""
+        options, dtypes = self._rowwise_options, (None, x.dtype)
+        is_supported = options is not None and options == down._rowwise_options
+        return is_supported and self._first.out_dtype in dtypes and down._first.out_dtype in dtypes and not x.is_cuda
 
-    def mlp(self, down: "Stacked", x: Tensor, chosen: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-        """x [T, K], chosen int64 [T, k], weights [T, k] -> [T, N]: the products of gate and up (this stack), silu, the
-        product of `down`, and the weighted sum in one call. Adds the rows of each expert to tokens, int64 [E]."""
-        own, other = (self._weights, self._scale, self._bias), (down._weights, down._scale, down._bias)
-        return _grouped_mlp(x, chosen, weights, tokens, *own, *other, *cast(tuple[int, bool], self._strips))  # type: ignore[no-any-return]
+    def mlp(self, down: "StackedExperts", x: Tensor, chosen: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the output [T, N] of a gated MLP whose gate and up layers are in this stack, computed by one op.
+
+        Args:
+            down: The stack of the down layers.
+            x: The input [T, K].
+            chosen: int64 [T, k], the experts of each token.
+            weights: [T, k], the weights of the experts' outputs.
+            tokens: int64 [E], to which the number of rows of each expert is added.
+        """
+        gate_up, down_tensors = (self._weights, self._scale, self._bias), (down._weights, down._scale, down._bias)
+        options = cast(tuple[int, bool], self._rowwise_options)
+        return _grouped_mlp(x, chosen, weights, tokens, *gate_up, *down_tensors, *options)  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> Tensor | None:
-        """All weights as one matrix [E * N, K]. None once a layer was replaced, because packing would restore the old
-        one."""
-        return self._whole if self.is_current(range(len(self._parts))) else None
+        """All weights as one matrix [E * N, K], or None if a layer was replaced, which packing would undo."""
+        return self._matrix if self.is_current(range(len(self._experts))) else None
 
     @property
     def is_packable(self) -> bool:
-        return is_packable(self._whole) and all(part.is_packable for part in self._parts)
+        return is_packable(self._matrix) and all(expert.is_packable for expert in self._experts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
-        """See FrozenLinear.pack."""
-        self._whole = packed(self._whole, out)
-        self._share()
+        """Packs all weights into `out`; see `FrozenLinear.pack`."""
+        self._matrix = pack_weight(self._matrix, out)
+        self._share_tensors()
 
-    def _quantized(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         if self._input_scale is None or self._input_scale_inv is None:
-            op, arguments = self._cast
+            op, arguments = self._current_cast_op
             return op(x, *arguments)
         q, amax = _grouped_quantize(x, self._input_scale, offsets, E4M3)
-        self._watch(x, amax, offsets)
+        self._update_counters(x, amax, offsets)
         return q, self._input_scale_inv
 
-    def _watch(self, x: Tensor, amax: Tensor, offsets: Tensor) -> None:
-        """Count as `quantize_watched` does, for each expert."""
+    def _update_counters(self, x: Tensor, amax: Tensor, offsets: Tensor) -> None:
+        """Updates the amax and the number of saturated elements of each expert, as `quantize_watched` does."""
         scale = cast(Tensor, self._input_scale)
         torch.fmax(self._amax, amax, out=self._amax)
-        limit = CUT_OFF[E4M3]
+        limit = SATURATION_LIMIT[E4M3]
         if not x.is_cuda and not bool((amax * scale > limit).any()):
             return
         expert = expert_of_rows(offsets, len(x))
-        cut = ((x.float() * scale[expert].unsqueeze(1)).abs() > limit).sum(1)
-        self._saturated.index_add_(0, expert, cut)
+        num_saturated = ((x.float() * scale[expert].unsqueeze(1)).abs() > limit).sum(1)
+        self._saturated.index_add_(0, expert, num_saturated)
 
-    def _share(self) -> None:
-        """The parts' tensors become views of the stack."""
-        weight = self._whole
-        self._weights = weight.view(len(self._parts), -1, *weight.shape[1:])
-        for expert, part in enumerate(self._parts):
-            bias = None if self._bias is None else self._bias[expert]
-            part.lie_at(self._weights[expert], self._scale[expert], bias)
-            part.read_inputs_at(self._amax[expert], self._saturated[expert], *self._input_scales(expert))
+    def _share_tensors(self) -> None:
+        """Replaces the layers' tensors by views of the stack."""
+        matrix = self._matrix
+        self._weights = matrix.view(len(self._experts), -1, *matrix.shape[1:])
+        for i, expert in enumerate(self._experts):
+            bias = None if self._bias is None else self._bias[i]
+            expert.move_weight(self._weights[i], self._scale[i], bias)
+            expert.move_input_tensors(self._amax[i], self._saturated[i], *self._input_scales(i))
         self._changed.clear()
 
     def _input_scales(self, expert: int) -> tuple[Tensor, Tensor] | tuple[None, None]:

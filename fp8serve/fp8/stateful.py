@@ -1,14 +1,15 @@
-"""Modules that own delayed states: where the states live, how they move, and how they are stored.
+"""Modules with delayed scaling states: where the states are, how they move between devices, and how they are stored.
 
-They live outside of parameters and buffers: `.to(bfloat16)` must not round them and DDP must not broadcast them.
+States are neither parameters nor buffers, because `.to(bfloat16)` must not round them and DDP must not broadcast them.
 `state_dict` stores them as plain tensors under the names of a scaling checkpoint (`P.input.scale`,
-`P.weight.amax_history`, ...), and a state dict without them still loads.
+`P.weight.amax_history`, ...). A state dict without them can be loaded.
 
-torch.distributed.checkpoint (`get_model_state_dict`, `set_model_state_dict`, and who calls them) looks every key of a
-state dict up in the model. For it alone, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` says by
-which attribute a key is followed. Other callers do not see them: accelerate's offloading, for example, would look up
-what is listed as an attribute of the module and fail. For the same reason its loader with a map of devices stops at
-their keys: "P.weight.scale" would be an attribute of a parameter (docs/training.md says what to call).
+torch.distributed.checkpoint (`get_model_state_dict`, `set_model_state_dict`) looks up every key of a state dict in the
+model. For it alone, `named_buffers(recurse=False)` lists the states, and `_fqn_modifiers` names the attribute through
+which it finds the tensor of a key. Other callers must not see the states. For example, accelerate's offloading looks up
+every listed buffer as an attribute of the module, and would fail. Its loader with a device map fails at the keys of
+states for the same reason: it takes "P.weight.scale" for an attribute of a parameter. docs/training.md names functions
+to use instead.
 """
 
 import math
@@ -23,55 +24,56 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ScalesError
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Direction, Position, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
-from fp8serve.fp8.session import MODULES, Session, common
+from fp8serve.fp8.session import MODULES, Session, common_session
 
-CHECKPOINTING = "torch.distributed.checkpoint.state_dict"  # the module that lists a model's tensors
+CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict"  # may see states among the buffers
 
 
 class Stateful(nn.Module):
-    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
+    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it.
 
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # which are staged in which pass
-    key: int  # its number in this process, for graphs
+    It implements `ScaledModule`, which describes the attributes.
+    """
+
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]
+    key: int
     session: Session
-    position: Position  # in the session
+    position: Position
     scaling: dict[str, ScalingState]
     is_evaluated: bool
 
-    def _begin(self) -> None:
+    def _init_states(self) -> None:
         self.key = MODULES.add(self)
-        self.session = common()
-        self.position = self.session.enroll(self)
+        self.session = common_session()
+        self.position = self.session.add_module(self)
         self.scaling = {}
         self.is_evaluated = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own position and its own states
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.key = MODULES.add(self)
-        self.position = self.session.copied(self)
+        self.position = self.session.add_copy(self)
         self.is_evaluated = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """As any module is copied; torch's own copy of a parametrized module would leave out `__setstate__`."""
-        memo[id(self)] = copied = self.__new__(type(self))
-        copied.__setstate__(deepcopy(self.__dict__, memo))
-        return copied
+        """Copies the module like any other; torch's copy of a parametrized module would not call `__setstate__`."""
+        memo[id(self)] = copy = self.__new__(type(self))
+        copy.__setstate__(deepcopy(self.__dict__, memo))
+        return copy
 
     def state_device(self) -> torch.device:
-        """The device on which the states have to be."""
+        """Returns the device on which the states must be."""
         raise NotImplementedError
 
     def state_names(self) -> tuple[str, ...]:
-        """The names of all states."""
         return self.tensors["forward"] + self.tensors["backward"]
 
     def prepare(self, length: int) -> None:
-        """Create the delayed states, or resize them to this history length (the newest rows stay). They follow a module
-        whose parameters were moved one by one, as accelerate does, without `_apply`."""
-        device = self.state_device()
+        """Creates the delayed states, or resizes their histories to `length`, and moves them to the module's device."""
+        device = self.state_device()  # accelerate moves parameters without `_apply`, which would move the states
         for name in self.state_names():
             if name not in self.scaling:  # two threads may run the module for the first time at once
                 self.scaling.setdefault(name, ScalingState.create(length, device))
@@ -81,37 +83,36 @@ class Stateful(nn.Module):
             state.resize(length)
 
     def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """The states by tensor name, as this recipe wants them."""
+        """Returns the states by tensor name, with the recipe's history length."""
         self.prepare(recipe.amax_history_len)
         return self.scaling
 
     @property
     def states_by_name(self) -> SimpleNamespace:
-        """What a key of the state dict is followed through; None for a state that does not exist yet."""
+        """The states as attributes of one object; None for a state that does not exist yet."""
         return SimpleNamespace(**{name: self.scaling.get(name) for name in self.state_names()})
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Read by torch.distributed.checkpoint: the attribute that holds what a key names."""
+        """Tells torch.distributed.checkpoint to look up states in `states_by_name`."""
         return dict.fromkeys(self.state_names(), "states_by_name")
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As any module's; if torch.distributed.checkpoint calls with `recurse=False`, followed by the parts of the
-        states, as a state dict has them."""
+        """Yields the buffers, and for torch.distributed.checkpoint with `recurse=False` the tensors of the states."""
         buffers = super().named_buffers(prefix, recurse, remove_duplicate)
-        if recurse or sys._getframe(1).f_globals.get("__name__") != CHECKPOINTING:
+        if recurse or sys._getframe(1).f_globals.get("__name__") != CHECKPOINT_MODULE:
             return buffers
-        start = f"{prefix}." if prefix else ""
-        states = ((f"{start}{n}.{f}", getattr(state, f)) for n, state in self.scaling.items() for f in FIELDS)
+        prefix = f"{prefix}." if prefix else ""
+        states = ((f"{prefix}{n}.{f}", getattr(state, f)) for n, state in self.scaling.items() for f in FIELDS)
         return chain(buffers, states)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.state_device()
-        if device.type == "cuda":  # a module may come to a GPU after `convert` has looked where it lies
+        if device.type == "cuda":  # `convert` prepares the device only if the module is already on a GPU
             prepare_device(device)
-        for state in self.scaling.values():  # follow the module to its device, but stay FP32
+        for state in self.scaling.values():  # states move with the module but stay FP32
             state.move(device)
         return self
 
@@ -126,24 +127,25 @@ class Stateful(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, fields in tensors.items():  # after the parameters, which assign=True may bring to another device
             if any(value is not None for value in fields.values()):
-                self.scaling[name] = restored(fields, f"{prefix}{name}", self.state_device())
+                self.scaling[name] = state_from_tensors(fields, f"{prefix}{name}", self.state_device())
 
 
 def prepare_states(model: nn.Module, recipe: Recipe) -> None:
-    """Create the states of every FP8 layer of `model` that `recipe` will use, as its first step would.
+    """Creates the scaling states of every FP8 layer of `model`, as the first step under `recipe` would.
 
-    For code that loads a checkpoint into the tensors of a state dict, such as `torch.distributed.checkpoint.load`: it
-    loads what is there, and a model that has never run has no states. Nothing for a recipe without states.
+    Call this before `torch.distributed.checkpoint.load`, which loads only tensors that the state dict of the model has:
+    a model that has never run has no states. Does nothing for a recipe without states.
     """
-    if (rules := delayed(recipe)) is not None:
+    if (delayed := as_delayed(recipe)) is not None:
         for module in (m for m in model.modules() if isinstance(m, Stateful)):
-            module.prepare(rules.amax_history_len)
+            module.prepare(delayed.amax_history_len)
 
 
 def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
-    """The delayed states of an FP8 layer by name, such as "input", "weight", "grad_output" of a Linear.
+    """Returns the scaling states of an FP8 layer by tensor name: "input", "weight" and "grad_output" of a Linear.
 
-    Empty before its first delayed run. TypeError for a module that keeps none, such as a whole model.
+    The result is empty before the layer first runs under delayed scaling. Raises TypeError for a module that has no
+    states of its own, such as a whole model.
     """
     if not isinstance(module, Stateful):
         raise TypeError(
@@ -154,18 +156,17 @@ def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
 
 
 def state_key(name: str) -> tuple[str, str] | None:
-    """("P.input", "scale") for the state dict's key "P.input.scale"; None for a key that belongs to no state."""
+    """Splits a key of a state dict, "P.input.scale", into ("P.input", "scale"). Returns None for other keys."""
     tensor, _, field = name.rpartition(".")
     is_state = field in FIELDS and tensor.rpartition(".")[2] in ("input", "weight", "grad_output")
     return (tensor, field) if is_state else None
 
 
-def restored(tensors: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
-    """A state from a state dict, in FP32 whatever its stored dtype; missing counters start at 0.
+def state_from_tensors(tensors: Mapping[str, Tensor | None], name: str, device: torch.device) -> ScalingState:
+    """Creates a state on `device` from the tensors of a state dict, in FP32. Missing counters start at 0.
 
-    It lies on `device`; on "meta" only if it was there, because the parameters of an offloaded layer are replaced while
-    the layer runs, and its states are not.
-    ScalesError: a part is missing, or training could not continue with it.
+    If `device` is "meta", the tensors stay where they are: an offloaded layer has its parameters on "meta", but its
+    states are not replaced when it runs. Raises ScalesError if the scale or the history is missing or invalid.
     """
     scale, history = tensors.get("scale"), tensors.get("amax_history")
     if scale is None or history is None:

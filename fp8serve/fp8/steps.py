@@ -1,17 +1,18 @@
-"""Step: what one outermost context, or one backward pass, has staged, and the update that ends it.
+"""Step: the modules that staged amaxes in one outermost context or one backward pass, and the update that ends it.
 
-Over a process group, the staged amaxes of *all* living modules of the session are reduced with one MAX: a rank where
-some module did not run still takes part with zeros, so nothing hangs and all ranks hold equal scales. Because of a rank
-without a backward pass the others' gradients wait for the end of the next context (distributed.py).
+Over a process group, one MAX all-reduce covers the staged amaxes of *all* live modules of the session. A rank on which
+a module did not run contributes zeros, so nothing hangs and all ranks hold equal scales. If some rank has no backward
+pass, the amaxes of gradients are reduced at the end of the next context (distributed.py).
 
-What ends inside `one_update` is no step of its own: its amaxes wait, and all are updated together. So the microbatches
-of a step compute with the same scales, wherever and in which order they run.
+A context or backward pass that ends inside `accumulated_update` is no step of its own: all states are updated together
+when `accumulated_update` ends. So the microbatches of a step compute with the same scales, wherever and in which order
+they run.
 
-Any number of forward passes can be one step, because states are updated when the outermost context ends. A whole
-training loop inside one context therefore trains with the scales it began with: 1, on a fresh model, at which most
-gradients are below E5M2's smallest number. It looks like training that does not learn. `LoopWatch` warns of it: in a
-loop, unlike in accumulation, one optimizer steps twice with FP8 layers running in between. Different optimizers that
-step once each, such as a generator's and a discriminator's, are not a loop.
+States are updated when the outermost context ends, so any number of forward passes can be one step. A whole training
+loop inside one context therefore never updates its scales. On a new model they are 1, at which most gradients are below
+E5M2's smallest number, and the model does not learn. `LoopDetector` warns about such a loop: one optimizer steps twice
+and FP8 layers run in between, which does not happen in gradient accumulation. Different optimizers that step once each,
+such as those of a generator and a discriminator, are not a loop.
 """
 
 import threading
@@ -27,189 +28,191 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8serve.fp8.distributed import header, reduce_staged
+from fp8serve.fp8.distributed import make_header, reduce_staged_amaxes
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Direction, Entry, Scaled, fp8_max, update
-from fp8serve.fp8.session import Rule, Session
+from fp8serve.fp8.scaling import Direction, Entry, ScaledModule, fp8_max, update
+from fp8serve.fp8.session import Session, UpdateConfig
 from fp8serve.fp8.torch_private import backward_pass, when_backward_ends
 
 
-class LoopWatch:
-    """Watches one outermost context of one thread, from the first amax that is staged in it until `close`."""
+class LoopDetector:
+    """Detects a training loop inside one outermost context of a thread, from its first staged amax until `close`."""
 
     def __init__(self) -> None:
-        self._staged = 0
-        self._staged_at_step: WeakKeyDictionary[Optimizer, int] | None = None  # of optimizers that stepped
+        self._num_staged = 0
+        self._num_staged_at_step: WeakKeyDictionary[Optimizer, int] | None = None  # at each optimizer's last step
 
-    def staged(self) -> None:
-        """Note that a forward pass staged an amax."""
-        if self._staged == 0:
-            _LOCAL.watch = self
-        self._staged += 1
+    def count_staged_amax(self) -> None:
+        """Counts an amax that a forward pass staged."""
+        if self._num_staged == 0:
+            _LOCAL.detector = self
+        self._num_staged += 1
 
     def close(self) -> None:
-        """Stop watching."""
-        if _LOCAL.watch is self:
-            _LOCAL.watch = None
+        """Stops the detection."""
+        if _LOCAL.detector is self:
+            _LOCAL.detector = None
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Warn if this is the optimizer's second step, with something staged in between."""
-        if self._staged_at_step is None:
-            self._staged_at_step = WeakKeyDictionary()
-        if self._staged_at_step.get(optimizer, self._staged) < self._staged:
+    def on_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Warns if the optimizer has stepped before in this context and an amax was staged in between."""
+        if self._num_staged_at_step is None:
+            self._num_staged_at_step = WeakKeyDictionary()
+        if self._num_staged_at_step.get(optimizer, self._num_staged) < self._num_staged:
             warnings.warn(
                 f"{type(optimizer).__name__} stepped twice inside one autocast, which updates delayed scales only when "
                 "the outermost context ends; open the context anew for every step, around the forward pass.",
                 stacklevel=5,
             )
-        self._staged_at_step[optimizer] = self._staged
+        self._num_staged_at_step[optimizer] = self._num_staged
 
 
-class _Local(threading.local):
-    """Per thread: the watcher of its outermost context."""
+class _ThreadState(threading.local):
+    """Per thread: the loop detector of the outermost context."""
 
-    watch: LoopWatch | None = None
-
-
-_LOCAL = _Local()
+    detector: LoopDetector | None = None
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    if _LOCAL.watch is not None:
-        _LOCAL.watch.stepped(optimizer)
+_LOCAL = _ThreadState()
+
+
+def _on_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    if _LOCAL.detector is not None:
+        _LOCAL.detector.on_optimizer_step(optimizer)
 
 
 # Registered once per process: other threads must not change torch's hooks while torch iterates over them.
-register_optimizer_step_post_hook(_stepped)
+register_optimizer_step_post_hook(_on_optimizer_step)
 
 
 @dataclass
 class Step:
-    """What one outermost context, or one backward pass, has staged: per rule the modules by key."""
+    """The modules that staged amaxes in one outermost context or one backward pass: by update config, then by key."""
 
     direction: Direction
-    ran: dict[Rule, dict[int, Scaled]] = field(default_factory=dict)
-    expecting: set[Rule] = field(default_factory=set)  # rules under which something with a backward pass ran
-    watch: LoopWatch = field(default_factory=LoopWatch)
-    # Modules that were evaluated for the first time, and whose scales nothing has set.
-    without_history: list[Scaled] = field(default_factory=list)
+    staged: dict[UpdateConfig, dict[int, ScaledModule]] = field(default_factory=dict)
+    configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # a module that ran has a backward pass
+    loop_detector: LoopDetector = field(default_factory=LoopDetector)
+    # Modules that were evaluated for the first time and still have their initial scales.
+    without_history: list[ScaledModule] = field(default_factory=list)
 
-    def open(self, rule: Rule) -> None:
-        """Take part in the rule's collective even if no module runs here."""
-        self.ran.setdefault(rule, {})
+    def add_config(self, config: UpdateConfig) -> None:
+        """Takes part in the collective of an update config even if no module runs on this rank."""
+        self.staged.setdefault(config, {})
 
-    def add(self, module: Scaled, rule: Rule) -> None:
-        """Note that a module staged amaxes by a rule."""
-        module.session.staged(module)
-        if (modules := self.ran.get(rule)) is None:
-            modules = self.ran[rule] = {}
+    def add_module(self, module: ScaledModule, config: UpdateConfig) -> None:
+        """Adds a module that staged amaxes under an update config."""
+        module.session.include_position_of(module)
+        if (modules := self.staged.get(config)) is None:
+            modules = self.staged[config] = {}
         modules[module.key] = module
 
     def finish(self) -> None:
-        """Update every state that was staged; one op (and one collective) per rule, normally one in all."""
-        for rule in [rule for rule in self.ran if rule.session.held is not None]:
-            rule.session.held.add(self.direction, self.ran.pop(rule))
-        deferred = {rule: rule.attendance.deferred() for rule in self.ran if rule.shared}  # all before any collective
-        for rule, modules in self.ran.items():
-            if rule in deferred:
-                self._finish_together(rule, deferred[rule])
+        """Updates the states of all staged amaxes, with one op (and one collective) per update config."""
+        for config in [config for config in self.staged if config.session.accumulator is not None]:
+            config.session.accumulator.add(self.direction, self.staged.pop(config))
+        # Read for all configs before the first collective changes an answer.
+        is_deferred = {c: c.reduction_state.is_backward_deferred() for c in self.staged if c.reduces_amax}
+        for config, modules in self.staged.items():
+            if config in is_deferred:
+                self._finish_over_group(config, is_deferred[config])
             else:
-                _update(modules.values(), self.direction, rule.recipe)
-        self.ran.clear()
+                _update(modules.values(), self.direction, config.recipe)
+        self.staged.clear()
 
-    def _finish_together(self, rule: Rule, deferred: bool) -> None:
-        if deferred == (self.direction == "forward"):
-            _update_together("backward", rule, expecting=False)
+    def _finish_over_group(self, config: UpdateConfig, is_backward_deferred: bool) -> None:
+        if is_backward_deferred == (self.direction == "forward"):
+            _update_over_group("backward", config, expects_backward=False)
         if self.direction == "forward":
-            _update_together("forward", rule, rule in self.expecting)
+            _update_over_group("forward", config, config in self.configs_with_backward)
 
     def discard(self) -> None:
-        """Forget what was staged, as if the step had not happened."""
-        _discard(self.direction, self.ran)
+        """Discards all staged amaxes, as if the step had not happened."""
+        _discard(self.direction, self.staged)
 
 
-class Held:
-    """What contexts and backward passes have staged that do not update by themselves."""
+class StepAccumulator:
+    """The modules that staged amaxes in several contexts and backward passes, for one update at their end."""
 
     def __init__(self) -> None:
-        self.ran: dict[Direction, dict[int, Scaled]] = {"forward": {}, "backward": {}}
+        self.staged: dict[Direction, dict[int, ScaledModule]] = {"forward": {}, "backward": {}}
 
-    def add(self, direction: Direction, modules: dict[int, Scaled]) -> None:
-        """Take over what one step has staged."""
-        self.ran[direction] |= modules
+    def add(self, direction: Direction, modules: dict[int, ScaledModule]) -> None:
+        """Adds the modules of one step."""
+        self.staged[direction] |= modules
 
-    def finish(self, rule: Rule) -> None:
-        """Update it all, once; over a group all ranks must come here, whatever ran on them."""
-        if rule.shared:
-            rule.attendance.deferred()
-        for direction, modules in self.ran.items():
-            if rule.shared:
-                _update_together(direction, rule, expecting=True)
+    def finish(self, config: UpdateConfig) -> None:
+        """Updates all states once. Over a group every rank must call this, even if no module ran on it."""
+        if config.reduces_amax:
+            config.reduction_state.is_backward_deferred()  # raises if the ranks were in different passes
+        for direction, modules in self.staged.items():
+            if config.reduces_amax:
+                _update_over_group(direction, config, expects_backward=True)
             else:
-                _update(modules.values(), direction, rule.recipe)
+                _update(modules.values(), direction, config.recipe)
 
 
 @contextmanager
-def one_update(session: Session, recipe: DelayedScaling, group: Any = None) -> Iterator[None]:
-    """The contexts of a session and the backward passes that lie inside are one step, by one recipe.
+def accumulated_update(session: Session, recipe: DelayedScaling, group: Any = None) -> Iterator[None]:
+    """Makes all contexts of the session and all backward passes inside one step, with one recipe.
 
-    Their amaxes are reduced over `group` and the scales updated at the end, once, from the largest amax of all. After
-    an exception nothing is updated.
+    At the end the amaxes are reduced over `group`, and each scale is updated once from the largest amax of all passes.
+    An exception discards the amaxes.
     """
-    _, rule = session.rule(recipe, group)
-    held = session.held = Held()
+    _, config = session.update_config(recipe, group)
+    accumulator = session.accumulator = StepAccumulator()
     try:
         yield
     except BaseException:
-        for direction, modules in held.ran.items():
-            _discard(direction, {rule: modules})
+        for direction, modules in accumulator.staged.items():
+            _discard(direction, {config: modules})
         raise
     finally:
-        session.held = None
+        session.accumulator = None
     with torch.no_grad():
-        held.finish(rule)
+        accumulator.finish(config)
 
 
-def _discard(direction: Direction, ran: dict[Rule, dict[int, Scaled]]) -> None:
-    for modules in ran.values():
+def _discard(direction: Direction, staged: dict[UpdateConfig, dict[int, ScaledModule]]) -> None:
+    for modules in staged.values():
         for module in modules.values():
             for name in module.tensors[direction]:
                 module.scaling[name].discard()
 
 
-def _update_together(direction: Direction, rule: Rule, expecting: bool) -> None:
-    """Reduce the amaxes that the session's modules staged in one direction over the group, and update the modules."""
-    session = rule.session
-    own_header = header(direction, expecting, session.reach)
-    chosen = reduce_staged(session.living(), direction, rule.recipe, rule.group, own_header, rule.attendance)
-    _update(chosen, direction, rule.recipe)
+def _update_over_group(direction: Direction, config: UpdateConfig, expects_backward: bool) -> None:
+    """Reduces the session's staged amaxes of one direction over the group and updates the states."""
+    session, recipe = config.session, config.recipe
+    header = make_header(direction, expects_backward, session.num_positions)
+    live_modules = session.live_modules()
+    modules = reduce_staged_amaxes(live_modules, direction, recipe, config.group, header, config.reduction_state)
+    _update(modules, direction, recipe)
 
 
-def _update(modules: Iterable[Scaled], direction: Direction, recipe: DelayedScaling) -> None:
-    limits: dict[str, float] = {}
+def _update(modules: Iterable[ScaledModule], direction: Direction, recipe: DelayedScaling) -> None:
+    maxima: dict[str, float] = {}
     entries = []
     for module in modules:
         for name in module.tensors[direction]:
-            if name not in limits:
-                limits[name] = fp8_max(recipe, name)
-            entries.append(Entry(module.scaling[name], limits[name]))
+            if name not in maxima:
+                maxima[name] = fp8_max(recipe, name)
+            entries.append(Entry(module.scaling[name], maxima[name]))
     update(entries, recipe)
 
 
-_BACKWARD: WeakValueDictionary[int, Step] = WeakValueDictionary()  # by the number of a pass that is running
+_BACKWARD_STEPS: WeakValueDictionary[int, Step] = WeakValueDictionary()  # of running backward passes, by their id
 _LOCK = threading.Lock()
 
 
 def backward_step() -> Step:
-    """The step of the running backward pass; the engine finishes it when the pass ends."""
+    """Returns the step of the running backward pass. The autograd engine finishes it when the pass ends."""
     task = backward_pass()
     assert task is not None, "gradients are staged in a backward pass"
     with _LOCK:  # one pass may run in several threads
-        step = _BACKWARD.get(task)
+        step = _BACKWARD_STEPS.get(task)
         if step is None:
-            step = _BACKWARD[task] = Step("backward")
-            # The engine keeps the bound method, and with it the step, until this backward pass ends or fails: a step
-            # that is freed before it has finished has failed.
-            weakref.finalize(step, _discard, "backward", step.ran).atexit = False
+            step = _BACKWARD_STEPS[task] = Step("backward")
+            # The engine holds the bound method, and with it the step, until the backward pass ends or fails. So a step
+            # that is freed before `finish` has cleared it belongs to a pass that failed.
+            weakref.finalize(step, _discard, "backward", step.staged).atexit = False
             when_backward_ends(step.finish)
     return step

@@ -1,1 +1,1 @@
-"""A directory becomes a module, and back."""
+"""Model directories: reading, writing and converting checkpoints, tokenizers and chat templates."""

@@ -1,13 +1,13 @@
-"""A directory with an adapter, as peft writes one, becomes tensors by the names of linear layers, and back.
+"""Reads and writes LoRA and DoRA adapters in peft's format.
 
-    adapter_config.json         how it is multiplied (formats/peft.py)
+    adapter_config.json         rank, alpha, target modules (formats/peft.py)
     adapter_model.safetensors   `base_model.model.{linear}.lora_A.weight` [r, K], `lora_B.weight` [N, r],
                                 `lora_magnitude_vector` [N] (DoRA)
 
-The projections of decoder layers that FP8 may run can have one, except the experts of a mixture, which run stacked.
+Every linear layer that FP8 may run can have an adapter, except the experts of a mixture, which run stacked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,16 +19,16 @@ from torch import Tensor
 from fp8serve.errors import ModelError
 from fp8serve.model.building import build_on_meta, transposed_linears
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, key_of, place_of, read_config, written_config
+from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
 from fp8serve.model.storage.files import save_tensors, write_json
 from fp8serve.model.storage.shards import Shards, read_header, type_name
 
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
+_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """One linear's adapter: a [r, K] and b [N, r] in BF16, as they are multiplied, magnitude FP32 [N] or None."""
+class LinearAdapter:
+    """The adapter of one linear layer: `a` [r, K] and `b` [N, r] in BF16, and for DoRA `magnitude` [N] in FP32."""
 
     a: Tensor
     b: Tensor
@@ -40,11 +40,11 @@ class LowRank:
         return self.a.nbytes + self.b.nbytes + (0 if self.magnitude is None else self.magnitude.nbytes)
 
 
-Adapter = Mapping[str, LowRank]  # by the name of the linear
+Adapter = Mapping[str, LinearAdapter]  # by the name of the linear
 
 
-def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out, in) features of every linear that can have an adapter, by name, in the model's order."""
+def adaptable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns (out_features, in_features) of every linear layer that can have an adapter, in the model's order."""
     model = build_on_meta(config)
     transposed = transposed_linears(model)
     names = (name for name in model.linear_names() if ".experts." not in name and name not in transposed)
@@ -52,11 +52,9 @@ def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
 
 
-def chosen(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The `linears` that a pattern matches, by the full name or its last component; no pattern: all.
-
-    ModelError: a pattern that matches none.
-    """
+def select_linears(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Returns the `linears` whose full name, or its last component, matches a pattern; all of them without patterns.
+    Raises ModelError if a pattern matches no layer."""
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in linears):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
@@ -68,41 +66,41 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(name.rpartition(".")[2], pattern)
 
 
-def read_adapter(directory: Path | str, config: ModelConfig) -> dict[str, LowRank]:
-    """The adapter in `directory` for a model of this configuration.
+def read_adapter(directory: Path | str, config: ModelConfig) -> dict[str, LinearAdapter]:
+    """Reads the adapter in `directory` for a model of this configuration, by the name of the linear layer.
 
-    ModelError: files that are missing or damaged, a method that is not supported, tensors that do not fit the model.
+    Raises ModelError if a file is missing or damaged, the method is not supported, or a tensor does not fit the model.
     """
     directory = Path(directory)
-    peft, linears = read_config(directory), adaptable(config)
-    adapter = _parts(directory, linears)
-    if not adapter:
+    peft, linears = read_config(directory), adaptable_linears(config)
+    tensors = _read_tensors(directory, linears)
+    if not tensors:
         raise ModelError(f"{directory / WEIGHTS} holds no adapter.")
-    return {linear: _low_rank(directory, linear, adapter[linear], linears[linear], peft) for linear in adapter}
+    return {name: _linear_adapter(directory, name, tensors[name], linears[name], peft) for name in tensors}
 
 
-def _parts(directory: Path, linears: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of the file by linear and part."""
+def _read_tensors(directory: Path, linears: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of the file by linear layer and by part, such as `lora_A`."""
     path = directory / WEIGHTS
     entries, _ = read_header(path)
     for key, entry in entries.items():
-        place = place_of(key)
+        place = parse_name(key)
         if place is None or place[0] not in linears:
             raise ModelError(f"{path} holds {key}, and this model has no such layer that can have an adapter.")
-        if entry.dtype not in _STORED:
+        if entry.dtype not in _STORED_DTYPES:
             raise ModelError(f"{path}: {key} is stored as {type_name(entry.dtype)}; an adapter is F32, BF16 or F16.")
     tensors, parts = Shards(entries), dict[str, dict[str, Tensor]]()
     for key in tensors:
-        linear, part = place_of(key) or ("", "lora_A")
+        linear, part = parse_name(key) or ("", "lora_A")
         if part in parts.setdefault(linear, {}):
             raise ModelError(f"{path} holds the {part} of {linear} under two names.")
         parts[linear][part] = tensors[key]
     return {linear: parts[linear] for linear in linears if linear in parts}
 
 
-def _low_rank(
+def _linear_adapter(
     directory: Path, linear: str, parts: Mapping[str, Tensor], shape: tuple[int, int], peft: PeftConfig
-) -> LowRank:
+) -> LinearAdapter:
     rows, cols = shape
     rank = peft.rank_of(linear)
     expected_shapes: dict[str, tuple[int, ...]] = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
@@ -119,7 +117,7 @@ def _low_rank(
             raise ModelError(f"{directory}: {part} of {linear} holds NaN or an infinity.")
     magnitude = parts["lora_magnitude_vector"].float() if peft.dora else None
     a, b = (parts[part].to(torch.bfloat16) for part in ("lora_A", "lora_B"))
-    return LowRank(a, b, peft.scaling(linear), magnitude)
+    return LinearAdapter(a, b, peft.scaling(linear), magnitude)
 
 
 def write_adapter(
@@ -131,16 +129,19 @@ def write_adapter(
     *,
     dropout: float = 0.0,
 ) -> None:
-    """Write the two files into `folder`. weights: `{linear}.lora_A` and so on, FP32; A and B are rounded to BF16, as
-    training rounds them for its products. linears: all linears of the model that can have an adapter, in its order."""
-    places = [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in weights]
-    adapted = [name for name in linears if name in {linear for linear, _ in places}]
-    write_json(folder / CONFIG, written_config(base, peft, adapted, linears, dropout))
-    save_tensors(folder / WEIGHTS, dict(_written(weights)), {"format": "pt"})
+    """Writes the adapter's two files into `folder`.
 
-
-def _written(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    Args:
+        base: name or path of the base model, for adapter_config.json
+        weights: FP32 tensors by `{linear}.lora_A` and so on; A and B are rounded to BF16, as training multiplies them
+        linears: all linear layers of the model that can have an adapter, in the model's order
+    """
+    owners = {name.rpartition(".")[0] for name in weights}
+    adapted = [name for name in linears if name in owners]
+    write_json(folder / CONFIG, make_config(base, peft, adapted, linears, dropout))
+    tensors = {}
     for name, tensor in weights.items():
         linear, _, part = name.rpartition(".")
         stored = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
-        yield key_of(linear, part), stored.detach().contiguous()  # type: ignore[arg-type]
+        tensors[tensor_name(linear, part)] = stored.detach().contiguous()  # type: ignore[arg-type]
+    save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})

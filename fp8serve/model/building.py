@@ -1,7 +1,4 @@
-"""The module of a configuration: our decoder, transformers' own class where there is no family, or our encoder.
-
-`hidden_states` runs an encoder, or a decoder that embeds, over whole texts, without a cache.
-"""
+"""Builds the network of a configuration: a `Decoder`, an `Encoder`, or transformers' class of the architecture."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
@@ -12,7 +9,7 @@ from torch import Tensor
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
-from fp8serve.model.network.decoder import Decoder, rotated
+from fp8serve.model.network.decoder import Decoder, make_attend
 from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.modern_encoder import encoder_class
 
@@ -24,7 +21,7 @@ AnyModel = Model | Encoder
 
 
 def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """Without weights: every parameter is on "meta"."""
+    """Builds a language model without weights: every parameter is on the "meta" device."""
     if config.computed_by is None:
         return Decoder(config, device="meta", dtype=dtype)
     from fp8serve.model.transformers_backend.network import TransformersModel
@@ -32,20 +29,21 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> M
     return TransformersModel(config, dtype)
 
 
-def skeleton(config: AnyConfig) -> AnyModel:
-    """As `build_on_meta`, for encoders, too."""
+def build_any_on_meta(config: AnyConfig) -> AnyModel:
+    """Builds a language model or an encoder without weights: every parameter is on the "meta" device."""
     return encoder_class(config)(config, device="meta") if isinstance(config, EncoderConfig) else build_on_meta(config)
 
 
 def transposed_linears(model: AnyModel) -> frozenset[str]:
-    """The linears whose weights are transposed in files."""
+    """Returns the names of the linear layers whose weights are stored transposed, as GPT-2's are."""
     return frozenset() if isinstance(model, Decoder | Encoder) else model.transposed
 
 
 def hidden_states(model: AnyModel, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-    """ids and segments integer [T] of texts of these lengths -> [T, hidden]; for a decoder after its final norm.
+    """Runs an encoder or a decoder over packed texts without a KV cache and returns the hidden states [T, hidden].
 
-    Every text attends only to itself: its vectors do not depend on other texts, if the linears' rows do not.
+    `ids` and `segments` are integer tensors [T], and `lengths` are the texts' numbers of tokens. A decoder's hidden
+    states are those after its final norm. A text attends only to itself.
     """
     if isinstance(model, Encoder):
         return model(ids, lengths, segments)  # type: ignore[no-any-return]
@@ -56,4 +54,4 @@ def hidden_states(model: AnyModel, ids: Tensor, lengths: Sequence[int], segments
         parts = zip(*(torch.split(t, list(lengths)) for t in (q, k, v)), strict=True)
         return torch.cat([causal_attention(a, b, c, [len(a)], *options) for a, b, c in parts])
 
-    return model(ids, positions, rotated(mix))  # type: ignore[no-any-return]
+    return model(ids, positions, make_attend(mix))  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""A directory becomes a module, trainable or servable, from BF16/FP16/FP32 or any FP8 spelling of `interop`.
+"""Loads a model directory as a network to train or to serve, from BF16, FP16, FP32 or FP8 weights.
 
-Loading walks the parameters of a model built on "meta" and puts one tensor after another in place, so there are never
-two copies of the weights. On the CPU, FP8 weights and weights already of the wanted type stay views of the mapped file:
-serving starts before the file is read, and the page cache is shared between processes.
+Loading builds the model on the "meta" device and replaces one parameter after another, so that memory never holds two
+copies of the weights. On the CPU, FP8 weights and weights that already have the requested dtype stay views of the
+mapped file: serving starts before the whole file was read, and processes share the page cache.
 
-Other packages import all names that they use from here: `stored` opens a directory, `scales` is the file of scaling
-states.
+Other packages import from here what stored_checkpoint.py (opening a directory) and formats/scales.py (the file of
+scaling states) define.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.casting import cast_by_content
+from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, delayed, from_name
+from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, as_delayed, from_name
 from fp8serve.model.building import AnyModel, Model, build_on_meta
-from fp8serve.model.config.decoder import holds_encoder
+from fp8serve.model.config.decoder import is_encoder_directory
 from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.config.mixture import keeps_fp32
+from fp8serve.model.config.mixture import needs_fp32
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.scales import (
     FILE_NAME,
@@ -42,24 +42,24 @@ from fp8serve.model.network.modern_encoder import encoder_class
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.storage.shards import release_pages
-from fp8serve.model.stored import Checkpoint, StoredLinear, check_agreement, open_checkpoint
+from fp8serve.model.stored_checkpoint import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 __all__ = [
     "Checkpoint",
     "ScalingCheckpoint",
     "StoredLinear",
     "TensorScale",
-    "cache_refusal",
     "check_servable",
-    "fill",
     "fingerprint",
     "kv_scales",
+    "kv_scales_error",
     "load_encoder",
+    "load_parameters",
     "load_scales",
     "load_servable",
     "load_trainable",
     "open_checkpoint",
-    "outline",
+    "open_trainable",
     "save_scales",
 ]
 
@@ -67,28 +67,28 @@ __all__ = [
 def load_trainable(
     model_dir: Path | str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Model:
-    """The model with high-precision weights of `dtype` that may be written to; FP8 weights are dequantized."""
-    model, checkpoint = outline(model_dir, dtype)
-    fill(model, checkpoint, checkpoint, dtype, device)
-    return _complete(model)
+    """Loads a model to train: its weights are writable copies in `dtype`, and FP8 weights are dequantized."""
+    model, checkpoint = open_trainable(model_dir, dtype)
+    load_parameters(model, checkpoint, checkpoint, dtype, device)
+    return _finish_loading(model)
 
 
-def outline(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Model, Checkpoint]:
-    """A model to be trained, without weights, and the checkpoint that `fill` takes them from."""
+def open_trainable(model_dir: Path | str, dtype: torch.dtype = torch.float32) -> tuple[Model, Checkpoint]:
+    """Returns a model to train, without weights, and the checkpoint from which `load_parameters` loads them."""
     checkpoint = open_checkpoint(model_dir)
     if checkpoint.config.head is not None:
-        raise ModelError(f"{model_dir} holds a head of labels, and models that write text are trained here.")
+        raise ModelError(f"{model_dir} holds a classifier; only models that generate text can be trained.")
     return build_on_meta(checkpoint.config, dtype), checkpoint
 
 
-def fill(
+def load_parameters(
     model: Model, checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, device: str | torch.device
 ) -> None:
-    """Puts copies of these tensors in place, as weights to be trained. Tied weights are to be tied again."""
+    """Loads copies of the tensors `names` into `model` as trainable parameters. The caller ties weights again."""
     for name in names:
-        own = torch.float32 if keeps_fp32(name) else dtype
         stored = checkpoint[name]
-        _put(model, name, stored.to(device, own, copy=True), trainable=not keeps_fp32(name))
+        copy = stored.to(device, torch.float32 if needs_fp32(name) else dtype, copy=True)
+        _set_parameter(model, name, copy, trainable=not needs_fp32(name))
         release_pages(stored)
 
 
@@ -100,27 +100,30 @@ def load_servable(
     dtype: torch.dtype = torch.bfloat16,
     head: HeadDtype = "bf16",
 ) -> Model:
-    """The model to serve: a FrozenLinear for every FP8 linear, everything else in `dtype`; `head`: see `_cast_head`.
+    """Loads a model to serve: FP8 linear layers become `FrozenLinear` modules, everything else is in `dtype`.
 
-    recipe "stored": the FP8 weights and input scales in the directory or, for a high-precision directory, its weights
-    with the scales of `scales` (or of a scales.safetensors beside them). "bf16" or None: all dequantized. A `Recipe`:
-    weights quantized by it now; `DelayedScaling` needs scales from one of the places named. ModelError, ScalesError:
-    the directory or the scales cannot be used, or needed scales are missing.
+    Args:
+        recipe: "stored" uses the directory's FP8 weights and input scales, or the weights of a high-precision directory
+            with calibrated scales. "bf16" or None dequantizes everything. A `Recipe` quantizes the weights by it now.
+        scales: file of calibrated scales; None is the directory's scales.safetensors. `DelayedScaling` needs a file.
+        head: "fp8" also casts the matrix that makes logits, see `_cast_head`
+
+    Raises ModelError or ScalesError if the directory or the scales cannot be used, or if scales are missing.
     """
     checkpoint = open_checkpoint(model_dir)
     model = build_on_meta(checkpoint.config, dtype)
-    _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
-    _complete(model)
+    _load_frozen(model, checkpoint, recipe, scales, torch.device(device), dtype)
+    _finish_loading(model)
     if head == "fp8":
         _cast_head(model)
     return model.eval()
 
 
-def _complete(model: Model) -> Model:
-    """With its weights in place."""
+def _finish_loading(model: Model) -> Model:
+    """Ties the weights of a model whose parameters were loaded, and compares it with transformers' class, if any."""
     model.tie()
     if not isinstance(model, Decoder):
-        from fp8serve.model.transformers_backend.trial import check_against_class
+        from fp8serve.model.transformers_backend.class_trace import check_against_class
 
         check_against_class(model)
         reset_token_counts(model)
@@ -128,13 +131,12 @@ def _complete(model: Model) -> Model:
 
 
 def check_servable(checkpoint: Checkpoint) -> None:
-    """ModelError, ScalesError: what loading the directory as it is stored would raise.
+    """Raises the ModelError or ScalesError that `load_servable` would raise for the directory, without reading weights.
 
-    Asks what loading asks, and reads no weight: numbers in the weights, and a class that answers differently from ours
-    (`check_against_class`), are found when it is loaded.
+    Only loading detects NaN in weights and a difference from transformers' class (`check_against_class`).
     """
     checkpoint.check_scales()
-    _frozen_by(checkpoint, "stored" if checkpoint.has_scales else "bf16", None)
+    _scale_source(checkpoint, "stored" if checkpoint.has_scales else "bf16", None)
 
 
 def load_encoder(
@@ -144,21 +146,21 @@ def load_encoder(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Encoder:
-    """As `load_servable`, for an encoder. ModelError also if the directory holds none."""
+    """Loads an encoder to serve, as `load_servable` does. Raises ModelError if the directory holds another model."""
     checkpoint = open_checkpoint(model_dir)
     if not isinstance(checkpoint.any_config, EncoderConfig):
         raise ModelError(f"{model_dir} holds {checkpoint.any_config.architecture}, which is not an encoder.")
     model = encoder_class(checkpoint.any_config)(checkpoint.any_config, device="meta", dtype=dtype)
-    _fill(model, checkpoint, recipe, scales, torch.device(device), dtype)
+    _load_frozen(model, checkpoint, recipe, scales, torch.device(device), dtype)
     return model.eval()
 
 
-def load_reader(model_dir: Path | str, *how: Any, **options: Any) -> AnyModel:
-    """`load_encoder`, or `load_servable`, by what the directory holds."""
-    return (load_encoder if holds_encoder(model_dir) else load_servable)(model_dir, *how, **options)
+def load_any_servable(model_dir: Path | str, *args: Any, **kwargs: Any) -> AnyModel:
+    """Loads an encoder with `load_encoder`, and any other model with `load_servable`."""
+    return (load_encoder if is_encoder_directory(model_dir) else load_servable)(model_dir, *args, **kwargs)
 
 
-def _fill(
+def _load_frozen(
     model: nn.Module,
     checkpoint: Checkpoint,
     recipe: Literal["stored", "bf16"] | Recipe | None,
@@ -166,37 +168,36 @@ def _fill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Put the checkpoint's tensors into the module, and a FrozenLinear for every FP8 linear."""
+    """Loads the checkpoint's tensors into the module and replaces every FP8 linear layer by a `FrozenLinear`."""
     recipe = "bf16" if recipe is None else recipe
-    freezer = _Freezer(checkpoint, _frozen_by(checkpoint, recipe, scales), _named(recipe), device, dtype)
+    explicit_recipe = None if isinstance(recipe, str) else recipe
+    freezer = _Freezer(checkpoint, _scale_source(checkpoint, recipe, scales), explicit_recipe, device, dtype)
     frozen = {name: module for name in checkpoint.linears if (module := freezer(name)) is not None}
     for name in checkpoint:
         if name.rpartition(".")[0] not in frozen:
-            own = torch.float32 if keeps_fp32(name) else dtype
-            _put(model, name, checkpoint[name].to(device, own), trainable=False)
+            tensor = checkpoint[name].to(device, torch.float32 if needs_fp32(name) else dtype)
+            _set_parameter(model, name, tensor, trainable=False)
     for name, module in frozen.items():
-        _put_module(model, name, module)
+        _set_module(model, name, module)
 
 
-def _named(recipe: str | Recipe) -> Recipe | None:
-    """The recipe that was asked for; None for "stored" and "bf16"."""
-    return None if isinstance(recipe, str) else recipe
-
-
-def _frozen_by(
+def _scale_source(
     checkpoint: Checkpoint, recipe: str | Recipe, scales: Path | str | None
 ) -> ScalingCheckpoint | Literal["bf16", "stored", "recipe"]:
-    """Where scales come from: a scaling state, nowhere, the directory's FP8 tensors, or the weights themselves."""
+    """Returns the source of the scales.
+
+    A `ScalingCheckpoint` holds calibrated scales. "stored" means the directory's FP8 tensors, "recipe" that the recipe
+    computes scales from the weights, and "bf16" that nothing is quantized.
+    """
     if isinstance(recipe, str) and recipe not in ("stored", "bf16"):
         raise ModelError(f"recipe {recipe!r} is not 'stored', 'bf16' or a Recipe.")
-    named = _named(recipe)
-    if recipe == "bf16" or (named is not None and delayed(named) is None):
+    if recipe == "bf16" or (isinstance(recipe, Recipe) and as_delayed(recipe) is None):
         if scales is not None:
             raise ScalesError(f"{scales} was given, but this recipe uses no stored scales; leave one of the two out.")
-        return "bf16" if named is None else "recipe"
-    state = _find_scales(checkpoint, None if scales is None else Path(scales))
-    stays_as_stored = recipe == "stored" and checkpoint.runs_in_high_precision
-    if state is None and not checkpoint.fp8_linears and not stays_as_stored:
+        return "recipe" if isinstance(recipe, Recipe) else "bf16"
+    state = _read_scaling_state(checkpoint, None if scales is None else Path(scales))
+    needs_no_scales = recipe == "stored" and checkpoint.runs_in_high_precision
+    if state is None and not checkpoint.fp8_linears and not needs_no_scales:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
             "or choose --recipe current, rowwise, block or bf16."
@@ -204,29 +205,32 @@ def _frozen_by(
     return state or "stored"
 
 
-def _find_scales(checkpoint: Checkpoint, chosen: Path | None) -> ScalingCheckpoint | None:
-    """The scaling state of `given`, else of the file in the directory, whose scales are the exact inverses of the
-    stored `input_scale`; None where there is no file or it holds only a KV cache's scales."""
-    path = checkpoint.path / FILE_NAME if chosen is None else real_path(chosen)
-    if chosen is None and not present(path):
+def _read_scaling_state(checkpoint: Checkpoint, scales: Path | None) -> ScalingCheckpoint | None:
+    """Reads the scaling state from the file `scales` or, if it is None, from the directory's scales.safetensors.
+
+    Returns None if the directory has no such file, or one that only holds scales of a KV cache. The directory's file
+    must agree with the `input_scale` tensors of its checkpoint.
+    """
+    path = checkpoint.path / FILE_NAME if scales is None else real_path(scales)
+    if scales is None and not present(path):
         return None
     state = load_scales(path, checkpoint.path)
-    if chosen is None and not any(key.endswith(".input") for key in state.tensors):
+    if scales is None and not any(key.endswith(".input") for key in state.tensors):
         return None
     linears = checkpoint.fp8_linears or checkpoint.linears
     check_covers(state, linears, str(path))
-    if chosen is None:
+    if scales is None:
         check_agreement(checkpoint, state, str(path))
     return state
 
 
 @dataclass(frozen=True)
 class _Freezer:
-    """Freezes each linear; None leaves it in high precision."""
+    """Makes the `FrozenLinear` of a linear layer, or returns None if the layer runs in high precision."""
 
     checkpoint: Checkpoint
-    source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]
-    recipe: Recipe | None  # see `_named`
+    source: ScalingCheckpoint | Literal["bf16", "stored", "recipe"]  # see `_scale_source`
+    recipe: Recipe | None  # None for "stored" and "bf16"
     device: torch.device
     dtype: torch.dtype
 
@@ -236,17 +240,17 @@ class _Freezer:
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
-            module = self._linear(linear)
+            module = self._high_precision_linear(linear)
             frozen = FrozenLinear.from_linear(module, self.recipe, out_dtype=self.dtype)
             release_pages(module.weight)
             return frozen
         return self._from_stored(linear)
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
-        stored = self.checkpoint.stored(linear)
+        stored = self.checkpoint.fp8_matrix(linear)
         if stored is None:
             return None
-        if delayed(self.recipe) is not None and stored.input_scale is None:
+        if as_delayed(self.recipe) is not None and stored.input_scale is None:
             raise ScalesError(
                 f"{self.checkpoint.path} stores no input scales (its inputs are quantized dynamically); calibrate it, "
                 "or leave out --recipe delayed."
@@ -254,18 +258,21 @@ class _Freezer:
         return self._frozen(linear, stored)
 
     def _from_scales(self, linear: str, state: ScalingCheckpoint) -> FrozenLinear | None:
-        """Stored FP8 weights are used as they are if their scales have the layout of the state's recipe. Other weights
-        are quantized by the state's scale, or by their content where the recipe does so."""
+        """Makes the layer with the input scale of `state`.
+
+        FP8 weights of the checkpoint are used unchanged if their scales have the layout of the state's recipe. Other
+        weights are quantized with the state's scale or, under a recipe with current scaling, with their own amax.
+        """
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        stored = self.checkpoint.stored(linear)
-        spec = (delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
+        stored = self.checkpoint.fp8_matrix(linear)
+        spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
         if stored is not None and tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape):
             return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
         if spec.source == "current":
-            weight_q, weight_scale_inv = cast_by_content(weight, spec)
+            weight_q, weight_scale_inv = cast_current_rowwise(weight, spec)
         else:
             weight_q, weight_scale_inv = ops.quantize(weight, scale=state.weight_scale(linear))
         release_pages(weight)
@@ -282,14 +289,14 @@ class _Freezer:
             out_dtype=self.dtype,
         )
 
-    def _linear(self, linear: str) -> nn.Linear:
-        """The layer in high precision, with the weight in its stored precision, because it is quantized next."""
+    def _high_precision_linear(self, linear: str) -> nn.Linear:
+        """Returns the layer with its weight in the stored dtype, from which the caller quantizes it."""
         weight, bias = f"{linear}.weight", f"{linear}.bias"
         rows, cols = self.checkpoint.shapes[weight]
         module = nn.Linear(cols, rows, bias=bias in self.checkpoint, device="meta")
-        _put(module, "weight", self.checkpoint[weight].to(self.device), trainable=False)
+        _set_parameter(module, "weight", self.checkpoint[weight].to(self.device), trainable=False)
         if bias in self.checkpoint:
-            _put(module, "bias", self._parameter(bias), trainable=False)
+            _set_parameter(module, "bias", self._parameter(bias), trainable=False)
         return module
 
     def _parameter(self, name: str) -> Tensor:
@@ -297,10 +304,10 @@ class _Freezer:
 
 
 def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[int, tuple[Tensor, Tensor]]:
-    """Per layer the (k, v) multipliers, FP32 [], that quantize an FP8 KV cache; empty when the model stores none.
+    """Returns each layer's (k, v) scales, FP32 scalars that quantize an FP8 KV cache; empty if the model has none.
 
-    From `scales` if given, else scales.safetensors in the directory, else the checkpoint's own keys in any spelling.
-    ScalesError, ModelError: a scale is unusable, a layer has only one of the two, or there is no such layer.
+    They come from the file `scales`, else from the directory's scales.safetensors, else from the checkpoint's tensors.
+    Raises ScalesError or ModelError if a scale is unusable, has no counterpart, or belongs to a layer that is missing.
     """
     path = real_path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None
@@ -311,9 +318,9 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     stored = [(owner, key, model_dir) for owner, key in checkpoint.cache_scales()]
     states = () if state is None else (key for key in state.tensors if key.endswith((".self_attn.k", ".self_attn.v")))
     stored += [(key.rpartition(".")[0], key, path) for key in states]
-    if stray := [(key, place) for owner, key, place in stored if owner not in owners]:
-        key, place = stray[0]
-        raise ScalesError(f"{place} holds {key}, the KV-cache scale of a layer that the model does not have.")
+    if unknown := [(key, file) for owner, key, file in stored if owner not in owners]:
+        key, file = unknown[0]
+        raise ScalesError(f"{file} holds {key}, the KV-cache scale of a layer that the model does not have.")
     by_layer = {}
     for layer, owner in enumerate(owners):
         pair = _kv_pair(checkpoint, state, owner)
@@ -326,12 +333,12 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     return by_layer
 
 
-def cache_refusal(model_dir: Path | str, scales: Path | str | None = None) -> str | None:
-    """Why an FP8 cache cannot use the model's scales of keys and values; None where it can, or where there are none."""
+def kv_scales_error(model_dir: Path | str, scales: Path | str | None = None) -> str | None:
+    """Returns the message with which `kv_scales` refuses the model's scales, or None if it accepts them."""
     try:
         kv_scales(model_dir, scales)
-    except (ModelError, ScalesError) as refusal:
-        return str(refusal)
+    except (ModelError, ScalesError) as error:
+        return str(error)
     return None
 
 
@@ -358,31 +365,30 @@ def _kv_scale(
     key = checkpoint.scale_key(owner, role) or checkpoint.scale_key(owner, "kv")
     if key is None:
         return None
-    return interop.quantizing_scale(key, checkpoint.shards[key], checkpoint.shards.entries[key].note)
+    return interop.to_quantizing_scale(key, checkpoint.shards[key], checkpoint.shards.entries[key].note)
 
 
-def _put(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
-    """Make `value` the parameter `name` of `module`, without a copy."""
+def _set_parameter(module: nn.Module, name: str, value: Tensor, trainable: bool) -> None:
+    """Makes `value` the parameter `name` of `module`, without a copy."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=trainable))
 
 
-def _put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)
 
 
 def _cast_head(model: Model) -> None:
-    """Replaces the head of `model`, the matrix that makes logits, by one in FP8, in place, for serving.
+    """Replaces the head of `model`, the matrix that makes logits, by a `FrozenLinear` in place.
 
-    It is the largest of a small model: 21 % of SmolLM2's parameters, read whole for every token. In FP8 a step reads
-    half of it. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16, as in the recipe w8a16,
-    which is as fast there and more accurate. A GPU multiplies only operands of one type, so there each token's input is
-    cast, as in the recipe rowwise. A row of logits does not depend on other rows. A head that is tied to the embedding
-    becomes a separate matrix, and the embedding stays as it is.
+    The head is the largest matrix of a small model (21 % of SmolLM2's parameters), and every decoding step reads all
+    of it; FP8 halves these bytes. Each output channel has a scale from its own amax. On a CPU inputs stay in BF16
+    (recipe w8a16), which is as fast there and more accurate. A GPU multiplies only operands of one type, so there each
+    token's input is cast, too (recipe rowwise). A tied head becomes a separate matrix; the embedding stays in `dtype`.
     """
     weight = cast(Tensor, model.head.weight)
     recipe = cast(Recipe, from_name("rowwise" if weight.is_cuda else "w8a16"))
     frozen = FrozenLinear.from_linear(cast(nn.Linear, model.head), recipe, out_dtype=weight.dtype)
     release_pages(weight)
-    _put_module(model, model.head_name, frozen)
+    _set_module(model, model.head_name, frozen)

@@ -1,6 +1,6 @@
-"""HTTP, and the engine, the jobs and the parser processes behind it.
+"""The HTTP server, which manages engine processes, fine-tune jobs and parser processes.
 
-Packages: `schemas` (what clients send and get), `http` (socket to handler), `serving` (engine and its requests),
-`parsing` (bodies and prompts), `finetuning` (jobs), `api` (routes). `server_state` holds one server's parts; `app`
-joins the packages and `launch` runs the result.
+Packages: `schemas` (request bodies), `http` (connections and middleware), `access` (API keys and limits), `serving`
+(models and their requests), `parsing` (bodies and prompts), `answers` (tool calls and reasoning), `finetuning` (jobs)
+and `api` (routes). `server_state` holds the parts of one server, `app` creates the application, and `launch` runs it.
 """

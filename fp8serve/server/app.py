@@ -1,11 +1,11 @@
-"""The HTTP application: routes, error rendering and the three layers in front of them, around one `ServerState`.
+"""The HTTP application: routes, error handlers and middleware around one `ServerState`.
 
-`create_app(settings)` is a clean ASGI application that anything can host; `fp8serve.server.launch.run` hosts it with
-uvicorn and adds binding, signals and draining. This process never imports torch.
+`create_app(settings)` returns an ASGI application that any ASGI server can host. `fp8serve.server.launch.run` hosts it
+with uvicorn and adds binding, signals and draining. This process never imports torch.
 
-The console and the documentation are plain files of this package under a strict content security policy. They work
-offline, load nothing from elsewhere, and need no build: the console consists of ES modules, served as they are written.
-A browser asks again each time, and learns from the hash of a file's bytes that it already has it.
+The console and the documentation page are files of this package with a strict content security policy. They work
+offline and need no build: the console consists of ES modules, which are served as they are. Browsers revalidate each
+file by its ETag, which is a hash of its content.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from fp8serve.server.api.openai import (
 )
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.data_directory import DataDirectory
-from fp8serve.server.finetuning.job_runner import worker_command
+from fp8serve.server.finetuning.job_runner import training_command
 from fp8serve.server.http.access_control import AccessControl, RateLimits
 from fp8serve.server.http.access_log import AccessLog
 from fp8serve.server.http.body_limits import BodyLimits
 from fp8serve.server.http.error_handlers import add_error_handlers
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.served import Launch
+from fp8serve.server.serving.served_weights import Launch
 from fp8serve.server.settings import Settings
 
 SUMMARY = "Serve a language model in FP8, fine-tune it in FP8, and serve the result, through one interface."
@@ -45,26 +45,27 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-FOLDER = files("fp8serve.server").joinpath("console")
+CONSOLE_DIR = files("fp8serve.server").joinpath("console")
 MEDIA_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
 HTML = "text/html; charset=utf-8"
-PARTS = sorted(item.name for item in FOLDER.iterdir() if item.name.rpartition(".")[2] in MEDIA_TYPES)
+CONSOLE_FILES = sorted(item.name for item in CONSOLE_DIR.iterdir() if item.name.rpartition(".")[2] in MEDIA_TYPES)
 PAGES = {
     "/": ("index.html", HTML),
     "/docs": ("docs.html", HTML),
-    **{f"/console/{name}": (name, MEDIA_TYPES[name.rpartition(".")[2]]) for name in PARTS},
+    **{f"/console/{name}": (name, MEDIA_TYPES[name.rpartition(".")[2]]) for name in CONSOLE_FILES},
 }
 
 
 def create_app(settings: Settings, start_engine: Launch | None = None, worker: Sequence[str] = ()) -> FastAPI:
-    """The application. Loading starts when its lifespan does, and `/health/ready` says when it is done.
+    """Returns the application. Models load after its startup, and `/health/ready` reports when they are loaded.
 
-    `start_engine` and `worker` replace the engine's and the trainer's process, for tests. Raises MachineError when the
-    data directory cannot be used.
+    Tests replace the engine process by `start_engine` and the training process by the command `worker`. Raises
+    MachineError if the data directory cannot be used, and RequestError if an option does not suit the device.
     """
     data = DataDirectory(settings)
     try:
-        state = ServerState(settings, data, start_engine, worker or worker_command(settings.train_procs))
+        settings = settings.on_device()
+        state = ServerState(settings, data, start_engine, worker or training_command(settings.train_procs))
     except BaseException:
         data.discard()
         raise
@@ -94,25 +95,25 @@ def create_app(settings: Settings, start_engine: Launch | None = None, worker: S
 
 
 def pages() -> APIRouter:
-    """One route for each file of `PAGES`; no path of a request ever names a file."""
+    """Returns a router with one route for each file of `PAGES`, so that no request's path becomes a file name."""
     router = APIRouter(tags=["server"])
     for path, (name, media_type) in PAGES.items():
-        content = FOLDER.joinpath(name).read_bytes()
+        content = CONSOLE_DIR.joinpath(name).read_bytes()
         router.add_api_route(path, _page(content, media_type), methods=["GET", "HEAD"], include_in_schema=False)
 
     @router.get("/console", include_in_schema=False)
     def console() -> Response:
-        return RedirectResponse("./")  # relative, because a proxy may put the server below a path
+        return RedirectResponse("./")  # relative, because a proxy may serve this below another path
 
     return router
 
 
 def _page(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {"Content-Security-Policy": CSP, "Cache-Control": "no-cache", "ETag": tag}
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"Content-Security-Policy": CSP, "Cache-Control": "no-cache", "ETag": etag}
 
     async def page(request: Request) -> Response:
-        if tag in request.headers.get("if-none-match", ""):
+        if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
 

@@ -1,8 +1,8 @@
-"""The data directory of one server: locked while the server lives, and removed again if its model never loaded.
+"""The data directory of one server. It is locked while the server runs.
 
-Someone who mistypes an option or names a damaged model starts several times; each start would leave a directory with an
-empty job table. Only what this server itself created is removed: parents that it made, if nothing else is in them, and
-names that were not in the directory before. A directory in which a client has stored something meanwhile stays.
+`discard` removes what a server has created if it could not load a model. Otherwise each failed start, for example with
+a mistyped option, would leave a directory with an empty job database. Only what this server created is removed: new
+files, and new directories if they are empty. A directory in which a client has stored a job or a file is kept.
 """
 
 import fcntl
@@ -17,80 +17,79 @@ from fp8serve.errors import MachineError
 from fp8serve.model.storage.files import make_private
 from fp8serve.server.settings import Settings
 
-JOB_TABLE = "jobs.sqlite3"
-"""A file of the data directory."""
+JOB_DATABASE = "jobs.sqlite3"  # a file in the data directory
 
 
 def data_home() -> Path:
-    """The user's directory that holds one data directory per model."""
+    """Returns the user's directory with one data directory per model."""
     return Path.home() / ".local" / "share" / "fp8serve"
 
 
 def default_data_dir(model: Path) -> Path:
-    """Where jobs, uploads and checkpoints live unless told otherwise: a place of its own for each model."""
+    """Returns the default directory for the jobs, uploads and checkpoints of a model."""
     path = model.resolve()
-    mark = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return data_home() / f"{path.name}-{mark}"
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return data_home() / f"{path.name}-{digest}"
 
 
 class DataDirectory:
-    """MachineError: it cannot be written, or another server uses it."""
+    """The locked data directory. Raises MachineError if it cannot be written or another server uses it."""
 
     def __init__(self, settings: Settings) -> None:
         directory = settings.data_dir or default_data_dir(settings.model)
-        self.path = path = directory.absolute()  # as `safe_text` knows paths of ours
-        self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
+        self.path = path = directory.absolute()  # errors.safe_text recognizes only absolute paths
+        self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             _prepare(path)
-            self._before = set(os.listdir(path))
+            self._existing_names = set(os.listdir(path))
             self._lock = _lock(path)
         except BaseException:
-            self._remove_folders()
+            self._remove_new_folders()
             raise
 
     def close(self) -> None:
-        """Another server may use the directory now."""
+        """Releases the lock."""
         self._lock.close()
 
     def discard(self) -> None:
-        """As `close`, for a server that never served: removes what it created."""
+        """Removes what this server created, and releases the lock."""
         with suppress(OSError):
-            for name in set(os.listdir(self.path)) - self._before:
+            for name in set(os.listdir(self.path)) - self._existing_names:
                 path = self.path / name
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
         self._lock.close()
-        self._remove_folders()
+        self._remove_new_folders()
 
-    def _remove_folders(self) -> None:
-        """Those that this server created, innermost first, as far as they are empty."""
+    def _remove_new_folders(self) -> None:
+        """Removes the empty directories that this server created, innermost first."""
         with suppress(OSError):
-            for folder in self._created:
+            for folder in self._new_folders:
                 Path(folder).rmdir()
 
 
 def _prepare(path: Path) -> None:
-    """Makes the data directory, private to this user.
+    """Creates the data directory with access for this user only.
 
-    A directory that exists and holds anything but an earlier server's files may serve others, too, and keeps its mode;
-    what the server puts there is private in any case.
+    An existing directory with other files keeps its mode, because other programs may use it. The files that the server
+    creates in it are private in any case.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (path / JOB_TABLE).exists() or not any(path.iterdir()):
+        if (path / JOB_DATABASE).exists() or not any(path.iterdir()):
             make_private(path)
     except OSError as error:
         raise MachineError(
-            f"Cannot make the data directory {path} ({error.strerror}); choose another with --data-dir."
+            f"The data directory {path} cannot be created ({error.strerror}); choose another with --data-dir."
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise MachineError(f"The data directory {path} is not writable; choose another with --data-dir.")
 
 
 def _lock(path: Path) -> IO[str]:
-    """Held while a server lives: two servers would run each other's jobs."""
+    """Locks the directory, because two servers would run each other's jobs. The lock is held while the file is open."""
     try:
         make_private(path / "jobs")
         lock = (path / "server.lock").open("a+")

@@ -1,9 +1,9 @@
-"""Every way a request can fail: one list of codes, two renderings.
+"""The errors of requests: their codes, statuses and response bodies.
 
-`Code` names the failure; `KINDS` gives its HTTP status under `/v1` and on the native routes, its OpenAI `type` and
-its text-generation-inference `error_type`. A handler raises `Fault(Code.X, "sentence", param=...)` and never builds
-a response itself; the path decides the rendering. Bodies stay far below 16 KiB, never echo what was sent, and name
-no file of ours: messages that did not come from us are cut and cleaned by `safe_text`.
+`Code` names the error. `KINDS` gives its HTTP status under `/v1` and on native routes, its OpenAI `type` and its
+text-generation-inference `error_type`. Handlers raise `Fault(Code.X, "sentence", param=...)` and never build an error
+response themselves; the request's path decides its format. Bodies are much smaller than 16 KiB and contain neither the
+request's values nor paths on the server's disk: `safe_text` shortens and cleans messages of other programs.
 """
 
 import errno
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 
 class Code(Enum):
-    """The string that `code` carries on the wire."""
+    """The error codes. Their values are the field `code` of error responses."""
 
     INVALID_JSON = "invalid_json"
     INVALID_PARAMETER = "invalid_parameter"
@@ -56,19 +56,19 @@ class Code(Enum):
 
 
 class Kind(NamedTuple):
-    """How a failure looks on both surfaces. `retry`: whether sending the same request again can help."""
+    """The statuses and types of an error. `is_retryable` says whether sending the same request again may succeed."""
 
     v1: int
     native: int
     openai_type: str
     native_type: str
-    retry: bool = False
+    is_retryable: bool = False
 
 
 _INVALID = Kind(400, 422, "invalid_request_error", "validation")
 _CONFLICT = Kind(409, 409, "conflict_error", "conflict")
 _MISSING = Kind(404, 404, "not_found_error", "not_found")
-_UNAVAILABLE = Kind(503, 503, "server_error", "overloaded", retry=True)
+_UNAVAILABLE = Kind(503, 503, "server_error", "overloaded", is_retryable=True)
 
 KINDS: dict[Code, Kind] = {
     Code.INVALID_JSON: _INVALID,
@@ -98,8 +98,8 @@ KINDS: dict[Code, Kind] = {
     Code.NAME_TAKEN: _CONFLICT,
     Code.BODY_TOO_LARGE: Kind(413, 413, "invalid_request_error", "validation"),
     Code.UNSUPPORTED_MEDIA_TYPE: Kind(415, 415, "invalid_request_error", "validation"),
-    Code.QUEUE_FULL: Kind(429, 429, "rate_limit_error", "overloaded", retry=True),
-    Code.RATE_LIMITED: Kind(429, 429, "rate_limit_error", "overloaded", retry=True),
+    Code.QUEUE_FULL: Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True),
+    Code.RATE_LIMITED: Kind(429, 429, "rate_limit_error", "overloaded", is_retryable=True),
     Code.STARTING: _UNAVAILABLE,
     Code.DRAINING: _UNAVAILABLE,
     Code.PAUSED: _UNAVAILABLE,
@@ -117,25 +117,28 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By the status under `/v1`."""
+"""Anthropic's error type for each status under `/v1`."""
 
-MAX_MESSAGE = 600
+MAX_MESSAGE_LENGTH = 600
 _PATH = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 def safe_text(text: str) -> str:
-    """One printable line without file-system paths (their last part stays) or memory addresses, at most MAX_MESSAGE
-    characters.
+    """Returns the text as one line of at most MAX_MESSAGE_LENGTH characters, without memory addresses.
+
+    Of file-system paths, only the last part is kept.
     """
     line = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
     line = _PATH.sub(lambda m: m.group().rstrip("/").rsplit("/", 1)[-1], _ADDRESS.sub("0x…", line))
-    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
+    return line if len(line) <= MAX_MESSAGE_LENGTH else line[: MAX_MESSAGE_LENGTH - 1] + "…"
 
 
-class Fault(Exception):  # noqa: N818 - it is the request's, not ours
-    """A request failed for a reason that its sender may know. `retry_after` in seconds, for the codes that can be
-    retried.
+class Fault(Exception):  # noqa: N818 - the request failed, not the program
+    """An error of a request, with a message for the client.
+
+    `param` is the field at fault, and `hint` says what to do. `retry_after` is in seconds; its default is 1 for
+    retryable codes.
     """
 
     def __init__(
@@ -152,35 +155,35 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         self.message = safe_text(message)
         self.param = param if param is None else safe_text(param)[:120]
         self.hint = hint
-        self.retry_after = retry_after if retry_after is not None or not KINDS[code].retry else 1
+        self.retry_after = retry_after if retry_after is not None or not KINDS[code].is_retryable else 1
 
     def status(self, path: str) -> int:
         kind = KINDS[self.code]
         return kind.v1 if is_openai(path) else kind.native
 
     def body(self, path: str, request_id: str) -> dict[str, Any]:
-        """The JSON object for `path`: Anthropic's or OpenAI's under /v1, text-generation-inference's elsewhere."""
+        """Returns the error body for `path`: in the format of Anthropic or OpenAI under /v1, of TGI elsewhere."""
         if is_anthropic(path):
             return self.anthropic(request_id)
         return self.openai() if is_openai(path) else self.native(request_id)
 
     @property
-    def told(self) -> str:
-        """The message with its hint."""
+    def full_message(self) -> str:
+        """The message followed by the hint."""
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
         status = KINDS[self.code].v1
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        error: dict[str, Any] = {"type": kind, "message": self.told}
-        if self.param == "thread":  # Anthropic's client then sends the request again without it
+        error: dict[str, Any] = {"type": kind, "message": self.full_message}
+        if self.param == "thread":  # Anthropic's client then repeats the request without this field
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def openai(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": self.told,
+                "message": self.full_message,
                 "type": KINDS[self.code].openai_type,
                 "param": self.param,
                 "code": self.code.value,
@@ -188,15 +191,16 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         }
 
     def native(self, request_id: str) -> dict[str, Any]:
-        """A path that is no route has the hint in `error`: clients of other projects may show nothing else."""
-        is_foreign = self.code is Code.ROUTE_NOT_FOUND
-        error, hint = (self.told, None) if is_foreign else (self.message, self.hint)
+        """Returns the body for native routes. For unknown paths, `error` includes the hint, because clients of other
+        projects may show only that field."""
+        is_unknown_path = self.code is Code.ROUTE_NOT_FOUND
+        error, hint = (self.full_message, None) if is_unknown_path else (self.message, self.hint)
         body = {"error": error, "error_type": KINDS[self.code].native_type, "code": self.code.value}
         extra = {"param": self.param, "hint": hint, "request_id": request_id}
         return body | {key: value for key, value in extra.items() if value}
 
     def headers(self) -> dict[str, str]:
-        """Tells a client when to come back, or that coming back is pointless (SDKs retry a 409 otherwise)."""
+        """Returns headers that tell clients when to retry, or not to retry (SDKs would retry a 408 or 409)."""
         if self.code is Code.INVALID_API_KEY:
             return {"WWW-Authenticate": 'Basic realm="fp8serve", charset="UTF-8"'}
         if self.retry_after is not None:
@@ -204,26 +208,26 @@ class Fault(Exception):  # noqa: N818 - it is the request's, not ours
         return {"x-should-retry": "false"} if KINDS[self.code].v1 in (408, 409) else {}
 
     def response(self, path: str, request_id: str) -> JSONResponse:
-        named = {"request-id": request_id} if is_anthropic(path) else {}
-        return JSONResponse(self.body(path, request_id), self.status(path), self.headers() | named)
+        id_header = {"request-id": request_id} if is_anthropic(path) else {}
+        return JSONResponse(self.body(path, request_id), self.status(path), self.headers() | id_header)
 
 
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG})
-"""Errors of a write that neither a request nor this program can avoid."""
+"""Error numbers of writes to a full, failing or read-only disk."""
 
 
-def disk_fault(why: str) -> Fault:
-    """The disk of the data directory did not accept a write."""
+def disk_fault(reason: str) -> Fault:
+    """Returns the fault for a write that the disk of the data directory refused."""
     return Fault(
-        Code.DISK_FULL, f"The data directory cannot be written: {why}.", hint="Make room on the server's disk."
+        Code.DISK_FULL, f"The data directory cannot be written: {reason}.", hint="Free space on the server's disk."
     )
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether `path` is one of Anthropic's API, whose clients expect its error shape."""
+    """Whether `path` is a route of Anthropic's API, with its format of errors."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def is_openai(path: str) -> bool:
-    """Whether `path` has the statuses of `/v1` and, unless `is_anthropic`, OpenAI's error shape."""
+    """Whether `path` has the statuses of `/v1` and, unless `is_anthropic`, OpenAI's format of errors."""
     return path in ("/v1", "/classify") or path.startswith("/v1/")

@@ -1,10 +1,10 @@
-"""Prometheus metrics of one server, in a registry of its own; every name starts with `fp8serve_`.
+"""The Prometheus metrics of one server, in their own registry. Every name starts with `fp8serve_`.
 
-What the front counts itself (HTTP, admission, latencies) are ordinary counters and histograms: a row of `Metrics`, or
-of `ModelMetrics` if it belongs to a model and has its name as the label `model`. What the engines know (running,
-waiting, cache use) is read from their last statistics at scrape time: a row of `ENGINE` or `LAYERS`. Families with a
-vLLM name can be had under it as well (vllm_metrics.py). Labels never hold anything a request sent: routes are
-templates, unknown paths share one label, and models have the names that the operator gave them.
+The server process itself counts responses, admissions and latencies. Their families are attributes of `Metrics`, or of
+`ModelMetrics` if they have a label `model`. Engine processes report running and waiting sequences, cache use and the
+like. Their families are rows of `ENGINE_METRICS` or `LAYER_METRICS`, filled from the engines' last statistics at every
+scrape. vllm_metrics.py publishes families with a vLLM name under that name, too. Labels never contain text of a client:
+routes are templates, unknown paths share one label, and the operator names the models.
 """
 
 import time
@@ -37,31 +37,33 @@ Stats = Mapping[str, Mapping[str, Any]]
 
 
 class Family(Generic[Kind]):
-    """A family of series: an attribute of Metrics, whose value is the family, or of ModelMetrics, whose value is the
-    series of one model. `vllm`: its name in vLLM.
+    """A family of series, declared as a class attribute.
+
+    On an instance of Metrics, the attribute is the family; on one of ModelMetrics, the series of one model. `help` is
+    the HELP line, and `vllm` the name of the same family in vLLM.
     """
 
     def __init__(
-        self, kind: type[Kind], name: str, meaning: str, *labels: str, buckets: Sequence[float] = (), vllm: str = ""
+        self, kind: type[Kind], name: str, help_text: str, *labels: str, buckets: Sequence[float] = (), vllm: str = ""
     ) -> None:
         self._kind: Callable[..., Any] = kind
-        self.name, self.meaning, self.labels = f"fp8serve_{name}", meaning, labels
+        self.name, self.help_text, self.labels = f"fp8serve_{name}", help_text, labels
         self.buckets, self.vllm = buckets, vllm
 
     def create(self, registry: CollectorRegistry, *labels: str) -> Any:
-        more: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
-        return self._kind(self.name, self.meaning, (*labels, *self.labels), registry=registry, **more)
+        options: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
+        return self._kind(self.name, self.help_text, (*labels, *self.labels), registry=registry, **options)
 
     def __get__(self, owner: "Metrics | ModelMetrics", _: object) -> Kind:
         return cast(Kind, owner.series[self])
 
 
-class Split(Family[Counter]):
-    """A counter of a model with one more label; `values`: those that exist from the start. The attribute of
-    ModelMetrics is a function from the label's value to the series."""
+class LabeledCounter(Family[Counter]):
+    """A counter with one more label besides `model`. On an instance of ModelMetrics, the attribute is a function from a
+    value of that label to the series. Series for `values` exist from the start."""
 
-    def __init__(self, name: str, meaning: str, label: str, values: Sequence[str], vllm: str = "") -> None:
-        super().__init__(Counter, name, meaning, label, vllm=vllm)
+    def __init__(self, name: str, help_text: str, label: str, values: Sequence[str], vllm: str = "") -> None:
+        super().__init__(Counter, name, help_text, label, vllm=vllm)
         self.values = values
 
     def __get__(self, owner: "Metrics | ModelMetrics", _: object) -> Callable[[str], Counter]:  # type: ignore[override]
@@ -70,62 +72,66 @@ class Split(Family[Counter]):
 
 
 def families(owner: type) -> list[Family[Any]]:
-    """The rows of a class."""
-    return [row for row in vars(owner).values() if isinstance(row, Family)]
+    """Returns the families that a class declares."""
+    return [family for family in vars(owner).values() if isinstance(family, Family)]
 
 
 class ModelMetrics:
-    """What is counted of one model. The series exist from here on, at zero, so that a rate over them is right from the
-    first event."""
+    """The series of one model or adapter. They start at zero, so that a rate includes their first event."""
 
-    accepted = Family(Counter, "requests_accepted", "Generation requests admitted")
-    finished = Split(
-        "requests_finished", "Generation requests ended: ok, failed or cancelled", "outcome",
+    accepted = Family(Counter, "requests_accepted", "Generation requests that were admitted")
+    finished = LabeledCounter(
+        "requests_finished", "Generation requests that ended, by outcome: ok, failed or cancelled", "outcome",
         ("ok", "failed", "cancelled"),
     )  # fmt: skip
-    rejected = Split(
-        "requests_rejected", "Refused before admission, by the bound that was met", "reason", ("requests", "tokens")
-    )
-    in_flight = Family(Gauge, "requests_in_flight", "Admitted and not ended")
-    prompt_tokens = Family(Counter, "prompt_tokens", "Prompt tokens of ended requests", vllm="prompt_tokens")
+    rejected = LabeledCounter(
+        "requests_rejected", "Generation requests refused because a limit was reached, by limit: requests or tokens",
+        "reason", ("requests", "tokens"),
+    )  # fmt: skip
+    in_flight = Family(Gauge, "requests_in_flight", "Generation requests that were admitted and have not ended")
+    prompt_tokens = Family(Counter, "prompt_tokens", "Prompt tokens of requests that finished", vllm="prompt_tokens")
     cached_tokens = Family(
-        Counter, "prompt_tokens_cached", "Of these, taken from the prefix cache", vllm="prompt_tokens_cached"
-    )
-    generated_tokens = Family(Counter, "generated_tokens", "Tokens generated", vllm="generation_tokens")
-    ended = Split(
-        "sequences_ended", "Sequences that ended: stop, length, abort or error", "finished_reason",
+        Counter, "prompt_tokens_cached", "Prompt tokens of requests that finished, found in the prefix cache",
+        vllm="prompt_tokens_cached",
+    )  # fmt: skip
+    generated_tokens = Family(Counter, "generated_tokens", "Tokens that were generated", vllm="generation_tokens")
+    sequences_ended = LabeledCounter(
+        "sequences_ended", "Sequences that ended, by reason: stop, length, abort or error", "finished_reason",
         ("stop", "length", "abort", "error"), vllm="request_success",
     )  # fmt: skip
     first_token = Family(
-        Histogram, "time_to_first_token_seconds", "Admission to first token", buckets=TTFT,
-        vllm="time_to_first_token_seconds",
+        Histogram, "time_to_first_token_seconds", "Seconds from the admission of a request to its first token",
+        buckets=TTFT, vllm="time_to_first_token_seconds",
     )  # fmt: skip
     inter_token = Family(
-        Histogram, "inter_token_seconds", "Between two tokens of a request", buckets=INTER_TOKEN,
+        Histogram, "inter_token_seconds", "Seconds between two tokens of a request", buckets=INTER_TOKEN,
         vllm="inter_token_latency_seconds",
     )  # fmt: skip
     per_token = Family(
-        Histogram, "time_per_output_token_seconds", "Mean after the first token", buckets=INTER_TOKEN,
+        Histogram, "time_per_output_token_seconds",
+        "Seconds per output token after the first one, the mean of a request", buckets=INTER_TOKEN,
         vllm="request_time_per_output_token_seconds",
     )  # fmt: skip
     request_seconds = Family(
-        Histogram, "request_seconds", "Admission to last token", buckets=LATENCY, vllm="e2e_request_latency_seconds"
-    )
+        Histogram, "request_seconds", "Seconds from the admission of a request to its last token", buckets=LATENCY,
+        vllm="e2e_request_latency_seconds",
+    )  # fmt: skip
     queue_seconds = Family(
-        Histogram, "request_queue_seconds", "From the engine's receipt to its first computation", buckets=PHASES,
+        Histogram, "request_queue_seconds",
+        "Seconds from the arrival of a request in the engine to the start of its prefill", buckets=PHASES,
         vllm="request_queue_time_seconds",
     )  # fmt: skip
     prefill_seconds = Family(
-        Histogram, "request_prefill_seconds", "From then to the first token", buckets=PHASES,
-        vllm="request_prefill_time_seconds",
+        Histogram, "request_prefill_seconds", "Seconds from the start of a request's prefill to its first token",
+        buckets=PHASES, vllm="request_prefill_time_seconds",
     )  # fmt: skip
     decode_seconds = Family(
-        Histogram, "request_decode_seconds", "From the first token to the last", buckets=PHASES,
+        Histogram, "request_decode_seconds", "Seconds from the first token of a request to its last", buckets=PHASES,
         vllm="request_decode_time_seconds",
     )  # fmt: skip
     inference_seconds = Family(
-        Histogram, "request_inference_seconds", "Prefill and decode", buckets=PHASES,
-        vllm="request_inference_time_seconds",
+        Histogram, "request_inference_seconds", "Seconds from the start of a request's prefill to its last token",
+        buckets=PHASES, vllm="request_inference_time_seconds",
     )  # fmt: skip
     request_prompt = Family(
         Histogram, "request_prompt_tokens", "Prompt tokens of a request", buckets=TOKENS, vllm="request_prompt_tokens"
@@ -135,170 +141,197 @@ class ModelMetrics:
         vllm="request_generation_tokens",
     )  # fmt: skip
     request_computed = Family(
-        Histogram, "request_computed_prompt_tokens", "Prompt tokens of a request that no cache had",
+        Histogram, "request_computed_prompt_tokens",
+        "Prompt tokens of a request that were computed, because the prefix cache did not have them",
         buckets=(0, *TOKENS), vllm="request_prefill_kv_computed_tokens",
     )  # fmt: skip
     request_max = Family(
-        Histogram, "request_max_tokens", "The most that a request might generate", buckets=TOKENS,
-        vllm="request_params_max_tokens",
+        Histogram, "request_max_tokens", "Largest number of tokens that a request was allowed to generate",
+        buckets=TOKENS, vllm="request_params_max_tokens",
     )  # fmt: skip
     request_n = Family(
-        Histogram, "request_n", "Answers to a prompt", buckets=(1, 2, 5, 10, 20, 50, 128), vllm="request_params_n"
-    )
-    longest = Family(
-        Histogram, "request_longest_answer_tokens", "Tokens of the longest of a request's answers", buckets=TOKENS,
+        Histogram, "request_n", "Choices that a request asked for per prompt (n)", buckets=(1, 2, 5, 10, 20, 50, 128),
+        vllm="request_params_n",
+    )  # fmt: skip
+    longest_choice = Family(
+        Histogram, "request_longest_answer_tokens", "Tokens of the longest choice of a request", buckets=TOKENS,
         vllm="request_max_num_generation_tokens",
     )  # fmt: skip
-    swaps = Split(
-        "weight_swaps", "Changes of the served weights, by how they ended", "outcome", ("ok", "failed", "rolled_back")
-    )
-    restarts = Family(Counter, "engine_restarts", "Engine processes started again after they died")
+    swaps = LabeledCounter(
+        "weight_swaps", "Activations of weights, by outcome: ok, failed or rolled_back", "outcome",
+        ("ok", "failed", "rolled_back"),
+    )  # fmt: skip
+    restarts = Family(Counter, "engine_restarts", "Restarts of engine processes that died")
 
     def __init__(self, created: Mapping[Family[Any], Any], model: str) -> None:
         self.series: dict[Family[Any], Any] = {}
         self._created, self._model = created, model
-        for row, family in created.items():
-            self.series[row] = partial(family.labels, model) if isinstance(row, Split) else family.labels(model)
-            for value in row.values if isinstance(row, Split) else ():
-                family.labels(model, value)
+        for family, metric in created.items():
+            self.series[family] = (
+                partial(metric.labels, model) if isinstance(family, LabeledCounter) else metric.labels(model)
+            )
+            for value in family.values if isinstance(family, LabeledCounter) else ():
+                metric.labels(model, value)
 
     def forget(self) -> None:
-        """Ends the series: nothing of that name is served any more."""
-        for family in self._created.values():
-            family.remove_by_labels({"model": self._model})
+        """Removes the series, because the model or adapter is no longer served."""
+        for metric in self._created.values():
+            metric.remove_by_labels({"model": self._model})
 
 
 class Metrics:
-    """All metrics of one server. `sources` are asked at every scrape.
+    """All metrics of one server. `sources` holds the functions that are called at every scrape.
 
-    The series of an engine that does not run are absent, and its `fp8serve_engine_up` is 0. Tenants have the names that
-    the operator gave them; no label holds a key.
+    While an engine does not run, its series are absent and `fp8serve_engine_up` is 0. The operator names the tenants;
+    no label contains an API key.
     """
 
-    responses = Family(Counter, "http_responses", "HTTP responses", "route", "method", "status")
-    http_seconds = Family(Histogram, "http_seconds", "From request line to last byte", "route", buckets=LATENCY)
-    errors = Family(Counter, "http_errors", "Requests that failed, by the code of the failure", "code")
-    started = Family(Gauge, "start_time_seconds", "When this server started, in Unix time")
-    reading = Family(Gauge, "reading_bytes", "Of requests that are read, or wait to be")
-    streams_rejected = Family(Counter, "streams_rejected", "Event streams refused because too many were open")
-    tenant_requests = Family(Counter, "tenant_requests", "Requests that were let in", "tenant")
-    tenant_in_flight = Family(Gauge, "tenant_requests_in_flight", "Of these, not ended", "tenant")
-    tenant_tokens = Family(Counter, "tenant_tokens", "Of ended requests: prompt or generated", "tenant", "kind")
+    responses = Family(
+        Counter, "http_responses", "HTTP responses, by route, method and status", "route", "method", "status"
+    )
+    http_seconds = Family(
+        Histogram, "http_seconds", "Seconds from the request line to the last byte of the response", "route",
+        buckets=LATENCY,
+    )  # fmt: skip
+    errors = Family(Counter, "http_errors", "HTTP requests that failed, by error code", "code")
+    start_time = Family(Gauge, "start_time_seconds", "Start of this server, in seconds since the Unix epoch")
+    parsing = Family(Gauge, "reading_bytes", "Bytes of requests that are being parsed or wait for it")
+    streams_rejected = Family(Counter, "streams_rejected", "Event streams that were refused because too many were open")
+    tenant_requests = Family(
+        Counter, "tenant_requests", "Generation requests of a tenant that were within its limits", "tenant"
+    )
+    tenant_in_flight = Family(
+        Gauge, "tenant_requests_in_flight", "Generation requests of a tenant that have not ended", "tenant"
+    )
+    tenant_tokens = Family(
+        Counter, "tenant_tokens", "Tokens of a tenant's requests that ended, by kind: prompt or generated", "tenant",
+        "kind",
+    )  # fmt: skip
     tenant_rejected = Family(
-        Counter, "tenant_requests_rejected", "Refused by a limit of the tenant: requests, tokens or concurrent",
-        "tenant", "reason",
+        Counter, "tenant_requests_rejected",
+        "Generation requests refused by a limit of the tenant, by limit: requests, tokens or concurrent", "tenant",
+        "reason",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
-        self.sources = Sources()
-        self.series = {row: row.create(self.registry) for row in families(Metrics)}
-        self._of_models = {row: row.create(self.registry, "model") for row in families(ModelMetrics)}
-        for code in Code:  # from the start at zero, so that a rate is right from the first event
+        self.sources = ScrapeSources()
+        self.series = {family: family.create(self.registry) for family in families(Metrics)}
+        self._model_families = {family: family.create(self.registry, "model") for family in families(ModelMetrics)}
+        for code in Code:  # the series start at zero, so that a rate includes their first event
             self.errors.labels(code.value)
-        self.started.set(time.time())
-        self.registry.register(Live(self.sources))
+        self.start_time.set(time.time())
+        self.registry.register(ScrapeCollector(self.sources))
 
-    def of(self, model: str) -> ModelMetrics:
-        """The series of one model."""
-        return ModelMetrics(self._of_models, model)
+    def for_model(self, name: str) -> ModelMetrics:
+        """Returns the series of one model or adapter."""
+        return ModelMetrics(self._model_families, name)
 
     def render(self) -> bytes:
-        """The text exposition of everything."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 # -- read at every scrape ----------------------------------------------------------------------------------------------
 
 
-class Reported(NamedTuple):
-    """A figure that an engine reports. `key`: in its statistics, or in a record of `Engine.scales`."""
+class EngineMetric(NamedTuple):
+    """A metric that an engine reports under `key` of its statistics, or of a layer's record in `Engine.scales`."""
 
     key: str
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
-    meaning: str
+    help_text: str
     vllm: str = ""
 
 
-ENGINE = (
-    Reported("running", GaugeMetricFamily, "requests_running", "Sequences being computed", "num_requests_running"),
-    Reported(
-        "waiting", GaugeMetricFamily, "requests_waiting", "Sequences waiting for a place in the batch",
+ENGINE_METRICS = (
+    EngineMetric(
+        "running", GaugeMetricFamily, "requests_running", "Sequences in the running batch", "num_requests_running"
+    ),
+    EngineMetric(
+        "waiting", GaugeMetricFamily, "requests_waiting", "Sequences that wait to enter the running batch",
         "num_requests_waiting",
     ),
-    Reported(
-        "kv_usage", GaugeMetricFamily, "kv_cache_usage_ratio", "Share of cache blocks in use, 0 to 1",
+    EngineMetric(
+        "kv_usage", GaugeMetricFamily, "kv_cache_usage_ratio", "Share of the KV cache blocks in use, 0 to 1",
         "kv_cache_usage_perc",
     ),
-    Reported("kv_blocks_used", GaugeMetricFamily, "kv_cache_blocks_used", "Cache blocks in use"),
-    Reported(
-        "layers_drifting", GaugeMetricFamily, "layers_drifting", "FP8 layers whose inputs are beyond --drift-alarm"
+    EngineMetric("kv_blocks_used", GaugeMetricFamily, "kv_cache_blocks_used", "KV cache blocks in use"),
+    EngineMetric(
+        "layers_drifting", GaugeMetricFamily, "layers_drifting", "FP8 layers whose input drift exceeds --drift-alarm"
     ),
-    Reported(
+    EngineMetric(
         "input_saturation_max", GaugeMetricFamily, "input_cut_off_max_ratio",
-        "Share of the inputs of the last window that were cut off, of the layer where that is most",
+        "Share of input elements that were clipped in the last window, in the layer with the largest share",
     ),
-    Reported(
+    EngineMetric(
         "input_drift_max", GaugeMetricFamily, "input_drift_max_ratio",
-        "Largest input of the last window, as a multiple of the calibrated one, of the layer where that is most",
+        "Input amax of the last window divided by the calibrated amax, in the layer with the largest ratio",
     ),
-    Reported(
+    EngineMetric(
         "scale_windows_total", CounterMetricFamily, "scale_windows",
-        "Looks at the range of inputs by the present engine process",
+        "Windows of layer inputs that the current engine process has measured",
     ),
-    Reported("steps_total", CounterMetricFamily, "engine_steps", "Batches computed by the present engine process"),
-    Reported(
+    EngineMetric(
+        "steps_total", CounterMetricFamily, "engine_steps", "Batches that the current engine process has computed"
+    ),
+    EngineMetric(
         "preemptions_total", CounterMetricFamily, "preemptions",
-        "Sequences that lost their blocks and were recomputed", "num_preemptions",
+        "Preemptions of sequences, which lose their KV cache blocks and are recomputed", "num_preemptions",
     ),
-    Reported(
+    EngineMetric(
         "prefix_queried_tokens_total", CounterMetricFamily, "prefix_cache_queried_tokens",
-        "Prompt tokens looked up in the prefix cache", "prefix_cache_queries",
+        "Prompt tokens that were looked up in the prefix cache", "prefix_cache_queries",
     ),
-    Reported(
+    EngineMetric(
         "prefix_hit_tokens_total", CounterMetricFamily, "prefix_cache_hit_tokens",
-        "Prompt tokens found in the prefix cache", "prefix_cache_hits",
+        "Prompt tokens that were found in the prefix cache", "prefix_cache_hits",
     ),
-    Reported(
+    EngineMetric(
         "prefix_restored_hit_tokens_total", CounterMetricFamily, "prefix_cache_restored_hit_tokens",
-        "Of the prompt tokens found in the prefix cache those that --cache-dir kept from an earlier process",
+        "Prompt tokens that were found in prefix cache blocks restored from --cache-dir",
     ),
-    Reported("drafts_total", CounterMetricFamily, "drafts", "Drafts that were checked", "spec_decode_num_drafts"),
-    Reported(
-        "draft_tokens_total", CounterMetricFamily, "draft_tokens", "Tokens of these drafts",
+    EngineMetric(
+        "drafts_total", CounterMetricFamily, "drafts", "Drafts of speculative decoding that were verified",
+        "spec_decode_num_drafts",
+    ),
+    EngineMetric(
+        "draft_tokens_total", CounterMetricFamily, "draft_tokens", "Draft tokens that were verified",
         "spec_decode_num_draft_tokens",
     ),
-    Reported(
+    EngineMetric(
         "accepted_draft_tokens_total", CounterMetricFamily, "accepted_draft_tokens",
-        "Tokens of these that became part of an answer", "spec_decode_num_accepted_tokens",
+        "Draft tokens that were accepted", "spec_decode_num_accepted_tokens",
     ),
-    Reported(
-        "draft_model_tokens_total", CounterMetricFamily, "draft_model_tokens", "Tokens that a draft model computed"
+    EngineMetric(
+        "draft_model_tokens_total", CounterMetricFamily, "draft_model_tokens", "Tokens that the draft model computed"
     ),
 )  # fmt: skip
-LAYERS = (
-    Reported(
+LAYER_METRICS = (
+    EngineMetric(
         "amax", GaugeMetricFamily, "layer_input_amax",
-        "Largest magnitude of the layer's inputs since the engine started",
+        "Input amax of an FP8 layer since the engine started",
     ),
-    Reported(
+    EngineMetric(
         "headroom", GaugeMetricFamily, "layer_headroom_ratio",
-        "How many times as large its inputs could be and still fit its scale",
+        "Factor by which the inputs of an FP8 layer could grow and still fit its scale",
     ),
-    Reported(
-        "saturation", GaugeMetricFamily, "layer_cut_off_ratio", "Share of its inputs' elements that were cut off"
+    EngineMetric(
+        "saturation", GaugeMetricFamily, "layer_cut_off_ratio",
+        "Share of the input elements of an FP8 layer that were clipped",
     ),
-    Reported(
+    EngineMetric(
         "drift", GaugeMetricFamily, "layer_drift_ratio",
-        "Its largest input in the last window, divided by the calibrated maximum",
+        "Input amax of an FP8 layer in the last window divided by the calibrated amax",
     ),
 )  # fmt: skip
 
 
 @dataclass
-class Sources:
-    """What is asked at every scrape; nothing here may block. By model; an engine that does not run reports nothing."""
+class ScrapeSources:
+    """Functions that are called at every scrape and must not block. All but `jobs`, `ready` and `build` return values
+    by model; an engine that does not run reports nothing."""
 
     stats: Callable[[], Stats] = dict
     adapters: Callable[[], Mapping[str, Mapping[str, Mapping[str, int]]]] = dict
@@ -309,57 +342,63 @@ class Sources:
     served: Callable[[], Mapping[str, Mapping[str, str]]] = dict
 
 
-class Live(Collector):
-    """What is read, and not counted: the engine's last report, and what is served."""
+class ScrapeCollector(Collector):
+    """Collects the metrics that are read at every scrape: the engines' last statistics, the jobs and the models."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: ScrapeSources) -> None:
         self.sources = sources
 
     def collect(self) -> Iterator[Metric]:
         sources = self.sources
         stats = sources.stats()
-        yield GaugeMetricFamily("fp8serve_ready", "Whether requests should be sent here: 1 or 0", value=sources.ready())
-        up = GaugeMetricFamily("fp8serve_engine_up", "Whether an engine runs and reports: 1 or 0", labels=["model"])
-        for model, figures in stats.items():
-            up.add_metric([model], float(bool(figures)))
+        yield GaugeMetricFamily(
+            "fp8serve_ready", "Readiness of this server for requests: 1 or 0", value=sources.ready()
+        )
+        up = GaugeMetricFamily(
+            "fp8serve_engine_up", "State of the model's engine: 1 if it runs and reports, otherwise 0", labels=["model"]
+        )
+        for model, engine_stats in stats.items():
+            up.add_metric([model], float(bool(engine_stats)))
         yield up
-        adapters = {name: counts for beside in sources.adapters().values() for name, counts in beside.items()}
-        yield from _of_engines({**stats, **adapters})
-        yield from _of_layers(sources.layers())
+        adapters = {name: counts for by_name in sources.adapters().values() for name, counts in by_name.items()}
+        yield from _engine_families({**stats, **adapters})
+        yield from _layer_families(sources.layers())
         jobs = GaugeMetricFamily("fp8serve_jobs", "Fine-tune jobs by state", labels=["state"])
         for state, count in sources.jobs().items():
             jobs.add_metric([state], count)
         yield jobs
-        yield from facts("fp8serve_build_info", "Versions of what serves", [sources.build()])
-        about = [{"model": model} | dict(served) for model, served in sources.served().items() if served]
-        yield from facts("fp8serve_model_info", "The weights that answer, and how they are served", about)
+        yield from info_family("fp8serve_build_info", "Versions of fp8serve, Python and PyTorch", [sources.build()])
+        rows = [{"model": model} | dict(served) for model, served in sources.served().items() if served]
+        yield from info_family("fp8serve_model_info", "Weights that a model serves, and their engine's options", rows)
 
 
-def facts(name: str, meaning: str, rows: Sequence[Mapping[str, str]]) -> Iterator[Metric]:
-    """A gauge of 1 for each row, whose labels hold the facts; nothing if there are no rows."""
+def info_family(name: str, help_text: str, rows: Sequence[Mapping[str, str]]) -> Iterator[Metric]:
+    """Yields a gauge with a series of value 1 for each row, whose items become labels; nothing without rows."""
     if rows and rows[0]:
-        family = GaugeMetricFamily(name, meaning, labels=list(rows[0]))
+        family = GaugeMetricFamily(name, help_text, labels=list(rows[0]))
         for row in rows:
             family.add_metric(list(row.values()), 1)
         yield family
 
 
-def _of_engines(stats: Stats) -> Iterator[Metric]:
-    for row in ENGINE:
-        family = row.kind(f"fp8serve_{row.name}", row.meaning, labels=["model"])
-        for model, figures in stats.items():
-            if row.key in figures:
-                family.add_metric([model], float(figures[row.key]))
+def _engine_families(stats: Stats) -> Iterator[Metric]:
+    for row in ENGINE_METRICS:
+        family = row.kind(f"fp8serve_{row.name}", row.help_text, labels=["model"])
+        for model, engine_stats in stats.items():
+            if row.key in engine_stats:
+                family.add_metric([model], float(engine_stats[row.key]))
         yield family
     positions = CounterMetricFamily(
-        "fp8serve_accepted_draft_tokens_by_position", "Of drafts, by their place in it", labels=["model", "position"]
+        "fp8serve_accepted_draft_tokens_by_position",
+        "Draft tokens that were accepted, by position in the draft",
+        labels=["model", "position"],
     )
-    steps = HistogramMetricFamily("fp8serve_step_tokens", "Tokens computed in a batch", labels=["model"])
-    for model, figures in stats.items():
-        for position, count in enumerate(figures.get("accepted_by_position", ())):
+    steps = HistogramMetricFamily("fp8serve_step_tokens", "Tokens computed in one batch", labels=["model"])
+    for model, engine_stats in stats.items():
+        for position, count in enumerate(engine_stats.get("accepted_by_position", ())):
             positions.add_metric([model, str(position)], count)
-        if "step_tokens" in figures:  # counts at or below each bound and above the one before, then above all bounds
-            sizes = figures["step_tokens"]
+        if "step_tokens" in engine_stats:  # one count per bucket, the last one for sizes above all bounds
+            sizes = engine_stats["step_tokens"]
             names = [*(str(float(bound)) for bound in sizes["bounds"]), "+Inf"]
             buckets = list(zip(names, map(float, accumulate(sizes["counts"])), strict=True))
             steps.add_metric([model], buckets, sizes["total"])
@@ -367,9 +406,9 @@ def _of_engines(stats: Stats) -> Iterator[Metric]:
     yield steps
 
 
-def _of_layers(layers: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Metric]:
-    for row in LAYERS:
-        family = GaugeMetricFamily(f"fp8serve_{row.name}", row.meaning, labels=["model", "layer"])
+def _layer_families(layers: Mapping[str, Iterable[Mapping[str, Any]]]) -> Iterator[Metric]:
+    for row in LAYER_METRICS:
+        family = GaugeMetricFamily(f"fp8serve_{row.name}", row.help_text, labels=["model", "layer"])
         for model, records in layers.items():
             for record in records:
                 if record.get(row.key) is not None:

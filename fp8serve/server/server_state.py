@@ -1,7 +1,7 @@
-"""Everything one server holds, made once by `create_app` and handed to the handlers.
+"""The parts of one server, which `create_app` creates once and handlers get as the dependency `StateDep`.
 
-The order of life: `open` starts loading in the background (readiness false), `draining` refuses new work, `close`
-ends the processes. Handlers get it by the `StateDep` dependency (api/routing.py); there is no global.
+`open` starts to load the models in the background, `begin_drain` refuses new requests, and `close` ends all processes.
+There is no global state.
 """
 
 import asyncio
@@ -20,75 +20,78 @@ import fp8serve
 from fp8serve.engine.request import Task
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
+from fp8serve.processes import phases_text, process_seconds
 from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
-from fp8serve.server.data_directory import JOB_TABLE, DataDirectory
+from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.activation import Activation
-from fp8serve.server.finetuning.job_runner import WORKER, JobRunner
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.sources import Sources
+from fp8serve.server.finetuning.sources import WeightSources
 from fp8serve.server.finetuning.submission import Retention, Submissions
 from fp8serve.server.metrics import Metrics
 from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.adapter_loader import AdapterLoader
 from fp8serve.server.serving.adapters import AdapterSource
-from fp8serve.server.serving.admission import Admission, Capacity, Reservation, Streams
+from fp8serve.server.serving.admission import Admission, Capacity, Reservation, StreamLimiter
 from fp8serve.server.serving.generation import Generation, build_requests
-from fp8serve.server.serving.loader import Loader
+from fp8serve.server.serving.model_loader import ModelLoader
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.rolled_scales import RolledScales
-from fp8serve.server.serving.served import Launch, Served, Source, launch
+from fp8serve.server.serving.scale_saver import ScaleSaver
 from fp8serve.server.serving.served_model import BASE, ServedModel
+from fp8serve.server.serving.served_weights import Launch, ServedWeights, WeightSource, launch
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback
-from fp8serve.server.tracing import tracing_of
+from fp8serve.server.tracing import create_tracing
 from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
 
-OWN_SIGNAL_SECONDS = 1.0  # how much later than our engine we may handle a signal that both got
+OWN_SIGNAL_SECONDS = 1.0  # how long the server waits for a signal that may have ended its engine process
 
 
 class ServerState:
-    """One server's parts. `failed` is set when the default model could not be loaded, whose `problem` says why."""
+    """The parts of one server. `failed` is set if the default model cannot be loaded; its `problem` is the error."""
 
     def __init__(
         self,
         settings: Settings,
         data: DataDirectory,
         start_engine: Launch | None = None,
-        worker: Sequence[str] = WORKER,
+        worker: Sequence[str] = TRAINING_COMMAND,
     ) -> None:
         limits = settings.limits
+        self._import_seconds = round(process_seconds(), 3)
         self.settings = settings
         self.keys = KeyFile(settings.api_keys, settings.api_key)
         self._data, self.data_dir = data, data.path
         self.metrics = Metrics()
-        self.tracing = tracing_of(settings.otlp_endpoint)
+        self.tracing = create_tracing(settings.otlp_endpoint)
         self.tenants = TenantLimiter(self.metrics)
         self._start_engine = start_engine or partial(launch, log_format=settings.log_format)
-        home = Source(BASE, settings.model_name, settings.model, settings.engine, settings.answers)
-        self.models = Registry(self._model(settings.model_name, home))
+        base_source = WeightSource(BASE, settings.model_name, settings.model, settings.engine, settings.output_format)
+        self.models = Registry(self._create_model(settings.model_name, base_source))
+        self.models.default.gpu_memory = settings.gpu_memory_beside_jobs
         self.models.aliases |= settings.named_aliases
-        self.loader = Loader(self.models, self._model)
-        self.loader.known |= {named.name: self._home(named) for named in settings.models}
-        self.adapters = AdapterLoader(self.models, self._admission_of_adapter)
+        self.model_loader = ModelLoader(self.models, self._create_model)
+        self.model_loader.known_sources |= {named.name: self._base_source(named) for named in settings.models}
+        self.adapter_loader = AdapterLoader(self.models, self._create_adapter_admission)
         for adapter in settings.adapters:
             source = AdapterSource(adapter.name, adapter.directory.name, adapter.directory, required=True)
-            self.adapters.expect(self.models.default, source)
+            self.adapter_loader.register(self.models.default, source)
         self.supervisor = EngineSupervisor(self.models.default)
-        self.streams = Streams(limits.streams, self.metrics)
-        self.rolled = RolledScales(self.data_dir)
+        self.streams = StreamLimiter(limits.streams, self.metrics)
+        self.scale_saver = ScaleSaver(self.data_dir)
         self.parser = RequestParser(limits, settings.log_format)
-        self.jobs = JobStore(self.data_dir / JOB_TABLE)
+        self.jobs = JobStore(self.data_dir / JOB_DATABASE)
         self.runner = JobRunner(self.jobs, self.data_dir, wait_idle=self._wait_before_training, command=worker)
-        self.sources = Sources(self.jobs, self.runner, self.models)
+        self.sources = WeightSources(self.jobs, self.runner, self.models)
         self.retention = Retention(self.jobs, self.runner, self.models, settings.keep_jobs)
-        self.runner.after_each = self.retention.sweep
-        self.loaded = False  # whether the default model ever was
-        self.started = False  # whether every model of the command line was loaded, or could not be
+        self.runner.on_job_end = self.retention.sweep
+        self.loaded = False  # whether the default model was loaded
+        self.started = False  # whether every model of the command line was loaded or has failed
         self.started_at = int(time.time())
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
@@ -97,28 +100,37 @@ class ServerState:
             settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self.activation = Activation(
-            self.jobs, self.runner, self.sources, self.models, self.loader, self.adapters, self.parser, self.draining
+            self.jobs,
+            self.runner,
+            self.sources,
+            self.models,
+            self.model_loader,
+            self.adapter_loader,
+            self.parser,
+            self.draining,
         )
         self._drain_deadline = math.inf
         self.failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._connect_metrics()
 
-    def _home(self, named: NamedModel) -> Source:
-        return Source(BASE, named.name, named.directory, named.engine(self.settings.device), named.answers)
+    def _base_source(self, named: NamedModel) -> WeightSource:
+        return WeightSource(
+            BASE, named.name, named.directory, named.engine_options(self.settings.device), named.output_format
+        )
 
-    def _model(self, name: str, home: Source) -> ServedModel:
-        """A model that is not loaded yet."""
+    def _create_model(self, name: str, base_source: WeightSource) -> ServedModel:
+        """Creates a model, which is not loaded yet."""
         limits = self.settings.limits
-        capacity = Capacity(home.options.max_num_seqs + limits.queue, limits.queue_tokens)
-        admission = Admission(capacity, self.metrics.of(name))
-        model = ServedModel(name, home, self._start_engine, admission, self.settings.deadlines)
-        model.asks_layers = self.settings.metrics_per_layer
+        capacity = Capacity(base_source.options.num_seqs, limits.queue, limits.queue_tokens)
+        admission = Admission(capacity, self.metrics.for_model(name))
+        model = ServedModel(name, base_source, self._start_engine, admission, self.settings.deadlines)
+        model.needs_layer_stats = self.settings.metrics_per_layer
         return model
 
-    def _admission_of_adapter(self, name: str, base: Admission) -> Admission:
-        """Counts the requests for an adapter, within the capacity of its model."""
-        return Admission(base.capacity, self.metrics.of(name))
+    def _create_adapter_admission(self, name: str, base: Admission) -> Admission:
+        """Creates the admission of an adapter, which shares the capacity of its model."""
+        return Admission(base.capacity, self.metrics.for_model(name))
 
     def _connect_metrics(self) -> None:
         sources = self.metrics.sources
@@ -129,54 +141,58 @@ class ServerState:
         sources.ready = lambda: self.ready
         sources.build = build_facts
         sources.served = lambda: {name: served_facts(model.current) for name, model in self.models.models.items()}
-        self.metrics.reading.set_function(lambda: self.parser.pool.bytes)
+        self.metrics.parsing.set_function(lambda: self.parser.pool.waiting_bytes)
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        await asyncio.to_thread(self._sweep)
-        self._tasks += [asyncio.create_task(self._load()), asyncio.create_task(self.supervisor.watch())]
+        """Starts to load the models in the background, and the jobs after them."""
+        await asyncio.to_thread(self._remove_orphans)
+        self._tasks += [asyncio.create_task(self._load_models()), asyncio.create_task(self.supervisor.watch())]
 
-    async def _load(self) -> None:
+    async def _load_models(self) -> None:
         default = self.models.default
-        await self.activation.expect_adapters(default)
+        await self.activation.register_activated_adapters(default)
         try:
-            served = await default.start(await self.activation.sources_of(default.name, default.home))
+            served = await default.start(await self.activation.sources_of(default.name, default.base_source))
         except Fp8ServeError as error:
             if isinstance(error, MachineError):
-                await self._await_own_signal()
-            if not default.leaving:
+                await self._wait_for_own_signal()
+            if not default.is_shutting_down:
                 default.state, default.problem = "failed", error
                 self.failed.set()
             return
         self.loaded = True
         if served.engine.limits.generates:
-            log.info(answers_line(served))
-        what = served.source.model_id, served.weight_version
-        log.info("ready at %s: serving %s (%s) as %s", self.address, *what, default.name)
-        if not self.settings.asks_for_keys and not is_loopback(self.settings.host):
-            log.warning("no API key is set, as --allow-unauthenticated asks: whoever reaches this server may use it")
+            log.info(output_format_message(served))
+        names = served.source.model_id, served.weight_version, default.name
+        log.info("ready at %s: serving %s (%s) as %s", self.address, *names)
+        phases = {f"engine {name}": value for name, value in served.engine.info.get("start_seconds", {}).items()}
+        total, text = process_seconds(), phases_text({"server imports": self._import_seconds} | phases)
+        log.info("ready in %.1f s: %s", total, text)
+        if not self.settings.requires_keys and not is_loopback(self.settings.host):
+            log.warning("no API key is set (--allow-unauthenticated): everyone who can reach this server may use it")
         self.runner.start()
-        await self._load_further()
+        await self._load_named_models()
         self.started = True
 
-    async def _await_own_signal(self) -> None:
-        """A service manager's signal reaches the engine's process, too, which may end before we handle ours."""
+    async def _wait_for_own_signal(self) -> None:
+        """Waits for a service manager's signal, which may have reached and ended the engine process first."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.draining.wait(), OWN_SIGNAL_SECONDS)
 
-    async def _load_further(self) -> None:
-        """One after the other. One that cannot be served says so where models are listed, and the others serve."""
+    async def _load_named_models(self) -> None:
+        """Loads the other models of the command line, one by one. A model that fails stays listed with its error."""
         for named in self.settings.models:
             try:
-                await self.activation.load(named.name, keep=True)
+                await self.activation.load(named.name, keep_failed=True)
             except Fault as fault:
                 if fault.code is Code.DRAINING:
                     return
-                log.error("%s is not served: %s", named.name, fault.told)
+                log.error("%s is not served: %s", named.name, fault.full_message)
 
-    def _sweep(self) -> None:
-        """Removes what a crash left half-made: job directories and uploads that no row names."""
+    def _remove_orphans(self) -> None:
+        """Removes job directories and uploads that a crash has left behind and that are not in the database."""
         jobs, uploads = self.jobs.ids("jobs"), self.jobs.ids("files")
         for path in self.runner.root.iterdir():
             if path.name not in jobs:
@@ -186,38 +202,38 @@ class ServerState:
                 path.unlink()
 
     def begin_drain(self) -> None:
-        """Takes nothing new; a running job begins to stop at a checkpoint."""
+        """Refuses new requests, and makes a running job stop at a checkpoint."""
         self._drain_deadline = time.monotonic() + self.settings.drain_seconds
         self.draining.set()
         for model in self.models.models.values():
-            model.leaving = True
-        self.loader.give_up()
+            model.is_shutting_down = True
+        self.model_loader.cancel_changes()
         self._tasks.append(asyncio.create_task(self.runner.close(self.settings.drain_seconds)))
 
-    def hurry(self) -> None:
-        """Ends the drain: what is not done by now is ended."""
+    def end_drain(self) -> None:
+        """Ends the drain now; requests that still run are aborted."""
         self._drain_deadline = time.monotonic()
 
     @property
     def drained(self) -> bool:
-        """Whether the server can go: nothing is in flight, or the deadline has passed and the rest was ended."""
+        """Whether no request or job runs. After the deadline, running requests are aborted and this is true."""
         if time.monotonic() >= self._drain_deadline:
             for generation in list(self.active):
-                generation.fail(Fault(Code.DRAINING, "The server is shutting down and could not wait any longer."))
+                generation.fail(
+                    Fault(Code.DRAINING, "The server is shutting down, and the request did not finish in time.")
+                )
             return True
-        return self.in_flight == 0 and self.runner.closed
+        return self.in_flight == 0 and self.runner.is_closed
 
     async def close(self) -> None:
-        """Ends background work and processes. A running job stops at a checkpoint and resumes when a server starts
-        again.
-        """
+        """Ends all tasks and processes. A running job stops at a checkpoint and resumes when a server starts again."""
         self.draining.set()
         await self.runner.close(min(self.settings.drain_seconds, self._drain_deadline - time.monotonic()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.adapters.close()
-        await self.loader.close()
+        await self.adapter_loader.close()
+        await self.model_loader.close()
         await self.parser.close()
         if self.tracing is not None:
             await self.tracing.close()
@@ -228,22 +244,22 @@ class ServerState:
         else:
             self._data.discard()
 
-    # -- how it is -----------------------------------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Requests of all models that were admitted and have not ended."""
-        return self.models.count(lambda model: model.admission.capacity.in_flight)
+        """The number of admitted requests of all models that have not ended."""
+        return self.models.total(lambda model: model.admission.capacity.in_flight)
 
     @property
     def ready(self) -> bool:
         default = self.models.default
-        takes_requests = self.started and not self.draining.is_set() and not self.paused
-        return takes_requests and default.ready and not default.admission.capacity.nearly_full
+        accepts_requests = self.started and not self.draining.is_set() and not self.paused
+        return accepts_requests and default.ready and not default.admission.capacity.nearly_full
 
     @property
     def status(self) -> str:
-        """One word for the health routes."""
+        """The server's status for the health routes, as one word."""
         if self.draining.is_set():
             return "draining"
         if self.paused:
@@ -253,17 +269,18 @@ class ServerState:
             return "loading"
         return "busy" if default.ready and default.admission.capacity.nearly_full else default.state
 
-    # -- generating ----------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
-        """A job runs on the device that serves, and the operator chose to pause serving meanwhile."""
-        return self.settings.train_on == "pause" and self.settings.trains_on_serving_device and self.runner.busy
+        """Whether a job uses the serving device and the operator chose to pause serving meanwhile."""
+        return self.settings.train_on == "pause" and self.settings.trains_on_serving_device and self.runner.is_busy
 
-    def served(self, model: str | None, *tasks: Task) -> Served:
-        """The weights for a new request; where it names no model, those of one for any of `tasks`, if there is one.
+    def served(self, model: str | None, *tasks: Task) -> ServedWeights:
+        """Returns the weights for a new request that names `model`.
 
-        Fault 503 when the server does not take any now, 404 for an unknown model.
+        If `model` is None, a model for one of `tasks` is preferred to the default model. Raises Fault 503 while the
+        server accepts no requests, and 404 for an unknown model.
         """
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
@@ -273,7 +290,7 @@ class ServerState:
 
     def generation(
         self,
-        served: Served,
+        served: ServedWeights,
         prompts: list[tuple[int, ...]],
         params: SamplingParams,
         reservation: Reservation,
@@ -281,7 +298,7 @@ class ServerState:
         tenant: str = "",
         usage: Usage | None = None,
     ) -> Generation:
-        """Checks and admits; after this the answer is a 200. Fault otherwise."""
+        """Checks and admits the prompts of a request. Raises Fault; afterwards the response has the status 200."""
         requests = build_requests(served, prompts, params, n, tenant)
         generation = Generation(served, requests, n, reservation, usage or Usage(), self.settings.request_seconds)
         self.active.add(generation)
@@ -295,22 +312,22 @@ class ServerState:
 
 @cache
 def build_facts() -> dict[str, str]:
-    """Versions, for `fp8serve_build_info`; torch is asked of its package, and not imported."""
+    """Returns the labels of `fp8serve_build_info`. torch's version is read without importing torch."""
     return {"version": fp8serve.__version__, "python": platform.python_version(), "torch": version("torch")}
 
 
-def served_facts(served: Served | None) -> dict[str, str]:
-    """What answers, for `fp8serve_model_info`; nothing while nothing does."""
+def served_facts(served: ServedWeights | None) -> dict[str, str]:
+    """Returns the labels of `fp8serve_model_info`, or an empty dict while no engine runs."""
     if served is None:
         return {}
     names = ("recipe", "device", "kv_cache_dtype", "block_size", "num_blocks")
-    numbers = {name: str(served.engine.info.get(name, "")) for name in names}
-    return {"weights": served.source.model_id, "weight_version": served.weight_version} | numbers
+    options = {name: str(served.engine.info.get(name, "")) for name in names}
+    return {"weights": served.source.model_id, "weight_version": served.weight_version} | options
 
 
-def answers_line(served: Served) -> str:
-    """One line: how tool calls and reasoning are read from answers."""
-    line = f"tool calls are read as {served.answers.tools}, reasoning as {served.answers.reasoning}"
+def output_format_message(served: ServedWeights) -> str:
+    """Returns a log line that says how tool calls and reasoning are parsed."""
+    message = f"tool calls are read as {served.output_format.tools}, reasoning as {served.output_format.reasoning}"
     note = "; the chat template knows no tools, so the system message describes them"
-    described = served.answers.tools != "none" and not served.tokenizer.takes_tools
-    return line + (note if described else "")
+    needs_note = served.output_format.tools != "none" and not served.tokenizer.takes_tools
+    return message + (note if needs_note else "")

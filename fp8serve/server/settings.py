@@ -1,22 +1,23 @@
-"""What a server is told when it starts: one frozen object, checked once, in one sentence per mistake.
+"""The settings of a server, which are checked when they are created.
 
-The command line fills it; `create_app` and `run` read it; nothing here reads the environment. Sizes are bytes,
-times are seconds. `ServerLimits` bounds everything that a request can multiply and is shown by `GET /info`.
+The command line creates them, and `create_app` and `run` read them; the environment is not read here. Sizes are in
+bytes and times in seconds. `GET /info` shows `ServerLimits`.
 """
 
 import ipaddress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from fp8serve.engine.defaults import TRAINING_GPU_MEMORY_FRACTION, with_device
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError, shown
 from fp8serve.logs import LogFormat
-from fp8serve.options import About, check, http_address, options_of
-from fp8serve.server.answers.choice import AnswerFormat, ReasoningFormat, ToolFormat
+from fp8serve.options import AUTO, About, check, http_address, options_of
 from fp8serve.server.named_models import NamedAdapter, NamedModel, check_name
+from fp8serve.server.output_parsers.output_format import OutputFormat, ReasoningFormat, ToolFormat
 from fp8serve.train.reporting import ReportTool, check_installed
 
 TrainOn = Literal["refuse", "share", "pause"]
@@ -27,38 +28,42 @@ KEY_VARIABLE = "FP8SERVE_API_KEY"
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on what one request, or all of them together, may ask for."""
+    """Limits for each request and for all requests together."""
 
     body_bytes: Annotated[Count, About("Bytes of one request's body.")] = 8 << 20
     held_bytes: Annotated[Count, About("Bytes of all request bodies together.")] = 256 << 20
     header_bytes: Annotated[Count, About("Bytes of one request's headers.")] = 64 << 10
-    upload_bytes: Annotated[Count, About("Bytes of an uploaded file, also unpacked.")] = 1 << 30
+    upload_bytes: Annotated[Count, About("Bytes of an uploaded file, also after decompression.")] = 1 << 30
     body_seconds: Annotated[Seconds, About("Seconds for a body to arrive.")] = 30.0
     header_seconds: Annotated[Seconds, About("Seconds for the headers to arrive.")] = 10.0
-    send_seconds: Annotated[Seconds, About("Seconds for a client to take a piece of its answer.")] = 60.0
-    queue: Annotated[Count, About("Answers that wait for a place among those that run.")] = 256
-    queue_tokens: Annotated[Count, About("Tokens of the prompts that wait.")] = 1 << 20
-    n: Annotated[Count, About("Answers to one prompt.")] = 128
+    send_seconds: Annotated[Seconds, About("Seconds for a client to receive a chunk of its response.")] = 60.0
+    queue: Annotated[Count, About("Sequences that wait to enter the running batch.")] = 256
+    queue_tokens: Annotated[
+        Count, About("Tokens of all admitted sequences: prompt plus the most that may be generated.")
+    ] = 1 << 20
+    n: Annotated[Count, About("Choices for one prompt.")] = 128
     prompts: Annotated[Count, About("Prompts of one request.")] = 64
     prompt_logprobs: Annotated[
         Count, About("Log-probabilities of the tokens of one request's prompts and of their alternatives.")
     ] = 1 << 18
-    texts: Annotated[Count, About("Texts of one request for vectors or scores.")] = 2048
+    texts: Annotated[Count, About("Texts of one request for embeddings or scores.")] = 2048
     chat_messages: Annotated[Count, About("Messages of one conversation.")] = 1024
-    connections: Annotated[Count, About("Connections that are open, at most what the limit of open files allows.")] = (
-        8192
-    )
-    streams: Annotated[Count, About("Streams that are open.")] = 512
-    keep_alive_seconds: Annotated[Seconds, About("Seconds between two signs of life in a stream.")] = 15.0
-    jobs_queued: Annotated[Count, About("Fine-tune jobs that wait.")] = 32
+    connections: Annotated[Count, About("Open connections, at most as many as the limit of open files allows.")] = 8192
+    streams: Annotated[Count, About("Open event streams.")] = 512
+    keep_alive_seconds: Annotated[Seconds, About("Seconds between two keep-alive comments in an event stream.")] = 15.0
+    jobs_queued: Annotated[Count, About("Fine-tune jobs that are queued.")] = 32
     row_bytes: Annotated[Count, About("Bytes of one row of training data.")] = 1 << 20
-    rows: Annotated[Count, About("Rows of a file of training data.")] = 1_000_000
-    reading_seconds: Annotated[Seconds, About("Processor time to check, render and tokenize one request.")] = 30.0
-    reading_memory: Annotated[Count, About("Bytes of memory for the same.")] = 1 << 30
-    reading_bytes: Annotated[Count, About("Bytes of requests that wait for that.")] = 64 << 20
-    template_seconds: Annotated[Seconds, About("Seconds of reading_seconds to render a chat template.")] = 2.0
-    validation_seconds: Annotated[Seconds, About("Processor time to check the rows of a fine-tune.")] = 600.0
-    validation_memory: Annotated[Count, About("Bytes of memory for the same, and for a job's data.")] = 8 << 30
+    rows: Annotated[Count, About("Rows of a training data file.")] = 1_000_000
+    reading_seconds: Annotated[Seconds, About("Processor seconds to validate, render and tokenize one request.")] = 30.0
+    reading_memory: Annotated[Count, About("Bytes of memory to validate, render and tokenize one request.")] = 1 << 30
+    reading_bytes: Annotated[Count, About("Bytes of requests that wait to be validated and tokenized.")] = 64 << 20
+    template_seconds: Annotated[
+        Seconds, About("Processor seconds to render a chat template; they count towards reading_seconds.")
+    ] = 2.0
+    validation_seconds: Annotated[Seconds, About("Processor seconds to check the rows of a fine-tune.")] = 600.0
+    validation_memory: Annotated[
+        Count, About("Bytes of memory to check the rows of a fine-tune; a job reads its rows within the same limit")
+    ] = 8 << 30
 
     def __post_init__(self) -> None:
         check(self, RequestError)
@@ -66,7 +71,8 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds: for a heartbeat to come, for a step to end, for weights to load and give a first token."""
+    """The deadlines of an engine process in seconds: to send a heartbeat, to finish a step, and to load the weights and
+    generate a first token."""
 
     heartbeat: float
     step: float
@@ -75,23 +81,23 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(EngineOptions):
-    """One server: which model, and which beside it, how its engine runs, where it listens, who may use it.
+    """The settings of one server: its models, engine options, address, access control, deadlines and limits.
 
-    `train_on` decides what a fine-tune job may do to the device that serves: "refuse" it, "share" the device, or
-    "pause" serving while the job runs; a `train_device` other than `device` needs no such choice. For
-    `allowed_hosts` see http/access_control.py. An engine that breaks a deadline is started again; weights that are
-    not ready in time are given up, and so is an answer. Raises RequestError or MachineError on an impossible value.
+    `train_on` decides about fine-tune jobs on the serving device: "refuse" them, "share" the device, or "pause" serving
+    while a job runs. It has no effect if `train_device` names another device. For `allowed_hosts` see
+    http/access_control.py. An engine that misses a deadline is restarted. Raises RequestError or MachineError for
+    invalid values.
     """
 
     model: Path
-    host: Annotated[str, About("Address to listen on; others than this machine's own need a key.", private=True)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Ge(0), Le(65535), About("Port; 0 takes a free one.", private=True)] = 8000
+    host: Annotated[
+        str, About("Address to listen on; addresses other than this machine's own need a key.", private=True)
+    ] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535), About("Port; 0 chooses a free one.", private=True)] = 8000
     api_key: Annotated[
         str | None,
         About(
-            "Key that every request but health must carry. Other programs of this machine can read it here; "
+            "Key that every request except health checks must have. Other programs of this machine can read it here; "
             f"{KEY_VARIABLE} in the environment and --api-key-file hide it.",
             unset="none",
             private=True,
@@ -105,7 +111,7 @@ class Settings(EngineOptions):
     allowed_hosts: Annotated[
         tuple[str, ...],
         About(
-            "Further name by which requests may ask for this server.",
+            "Further name of this server that requests may have in Host.",
             unset="this machine's own names, where there is no key",
             flag="--allowed-host",
             private=True,
@@ -150,17 +156,17 @@ class Settings(EngineOptions):
         ),
     ] = ()
     data_dir: Annotated[
-        Path | None, About("Where jobs, uploads and checkpoints are kept.", unset="one for each model", private=True)
+        Path | None, About("Directory of jobs, uploads and checkpoints.", unset="one for each model", private=True)
     ] = None
-    train_on: Annotated[TrainOn, About("What a fine-tune may do to the device that serves.")] = "refuse"
-    train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the one that serves")] = None
+    train_on: Annotated[TrainOn, About("How fine-tune jobs use the serving device.")] = "refuse"
+    train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the serving device")] = None
     train_procs: Annotated[
-        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most as many as its accumulate.")
+        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's `accumulate`.")
     ] = 1
     keep_jobs: Annotated[
         int | None,
         Ge(1),
-        About("Fine-tune jobs to keep that have ended; older ones are deleted with their files.", unset="all"),
+        About("Ended fine-tune jobs to keep; older ones are deleted with their files.", unset="all"),
     ] = None
     report_to: Annotated[
         tuple[ReportTool, ...],
@@ -174,41 +180,47 @@ class Settings(EngineOptions):
     grader_urls: Annotated[
         tuple[str, ...],
         About(
-            "Address to which fine-tune jobs may send answers for grading (grpo), with all below it.",
+            "Address to which fine-tune jobs may send completions for grading (grpo), with all paths below it.",
             unset="none",
             flag="--grader-url",
             metavar="URL",
             private=True,
         ),
     ] = ()
-    drain_seconds: Annotated[float, Ge(0), About("How long requests may finish after SIGTERM.")] = 30.0
-    heartbeat_seconds: Annotated[Seconds, About("Silence after which the engine is started again.")] = 30.0
-    step_seconds: Annotated[Seconds, About("Time of one step after which the engine is started again.")] = 600.0
-    load_seconds: Annotated[Seconds, About("How long weights may take to load.")] = 1800.0
-    request_seconds: Annotated[float | None, Gt(0), About("How long an answer may take.", unset="no limit")] = None
-    tool_parser: Annotated[ToolFormat, About("How the model writes tool calls; auto: as its template does.")] = "auto"
-    reasoning_parser: Annotated[ReasoningFormat, About("How the model writes what it thinks; likewise.")] = "auto"
-    log_format: Annotated[LogFormat, About("How the log is written: lines of text, or a JSON object a line.")] = "plain"
+    drain_seconds: Annotated[float, Ge(0), About("Seconds for requests to finish after SIGTERM.")] = 30.0
+    heartbeat_seconds: Annotated[Seconds, About("Seconds without a heartbeat after which the engine is restarted.")] = (
+        30.0
+    )
+    step_seconds: Annotated[Seconds, About("Seconds of one step after which the engine is restarted.")] = 600.0
+    load_seconds: Annotated[Seconds, About("Seconds for weights to load.")] = 1800.0
+    request_seconds: Annotated[float | None, Gt(0), About("Seconds for a response to finish.", unset="no limit")] = None
+    tool_parser: Annotated[
+        ToolFormat, About("Format of the model's tool calls; auto: the format of its chat template.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningFormat, About("Format of the model's reasoning; auto: the format of its chat template.")
+    ] = "auto"
+    log_format: Annotated[LogFormat, About("Format of the log: lines of text, or one JSON object per line.")] = "plain"
     otlp_endpoint: Annotated[
         str | None,
         About(
-            "OpenTelemetry collector that gets spans, by OTLP over HTTP, such as http://localhost:4318.",
+            "OpenTelemetry collector for spans, by OTLP over HTTP, such as http://localhost:4318.",
             unset="OTEL_EXPORTER_OTLP_ENDPOINT",
             private=True,
         ),
     ] = field(default=None, repr=False)
     vllm_metrics: Annotated[bool, About("Also publish metrics under vllm:* names.")] = False
     metrics_per_layer: Annotated[
-        bool, About("Also publish amax, headroom, cut-off share and drift of every FP8 layer in /metrics.")
+        bool, About("Also publish amax, headroom, clipped share and drift of every FP8 layer in /metrics.")
     ] = False
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
-        if isinstance(self.served_model_name, str):  # in Python, one name needs no tuple
+        if isinstance(self.served_model_name, str):  # the Python API also accepts one name without a tuple
             object.__setattr__(self, "served_model_name", (self.served_model_name,))
         EngineOptions.__post_init__(self)
         if self.api_key is not None and not self.api_key.strip():
-            raise RequestError("The API key is empty; give a key or leave the option out.")
+            raise RequestError("The API key is empty; give a key or omit the option.")
         _check_exposure(self)
         check_installed(self.report_to)
         _check_endpoint("--otlp-endpoint", self.otlp_endpoint)
@@ -217,18 +229,35 @@ class Settings(EngineOptions):
         _check_names(self)
 
     @property
-    def asks_for_keys(self) -> bool:
-        """Whether requests must carry a key."""
+    def requires_keys(self) -> bool:
+        """Whether requests must have a key."""
         return self.api_key is not None or self.api_keys is not None
 
     @property
     def engine(self) -> EngineOptions:
-        """What the engine's process is told."""
+        """The options of the engine process."""
         return EngineOptions(**{f.name: getattr(self, f.name) for f in fields(EngineOptions)})
+
+    def on_device(self) -> "Settings":
+        """Returns the settings with the devices that "auto" stands for. Raises RequestError if an option does not suit
+        them."""
+        from fp8serve.model.device import resolve_device  # here, so that `fp8serve --help` is fast
+
+        settings = replace(self, device=with_device(self.engine, self.model).device)
+        if self.train_device != AUTO:
+            return settings
+        return replace(settings, train_device=resolve_device(AUTO, self.model))
+
+    @property
+    def gpu_memory_beside_jobs(self) -> float | None:
+        """The option gpu_memory of engines that leave room for fine-tune jobs, or for the engine of their results. None
+        if it is set, or if this server accepts no jobs."""
+        is_given = self.gpu_memory is not None
+        return None if is_given or self.training_refused is not None else TRAINING_GPU_MEMORY_FRACTION
 
     @property
     def public(self) -> dict[str, Any]:
-        """The options in force, without secrets and places."""
+        """The options without secrets, paths and addresses."""
         return {o.name: getattr(self, o.name) for o in options_of(Settings) if not o.about.private}
 
     @property
@@ -238,18 +267,18 @@ class Settings(EngineOptions):
 
     @property
     def named_aliases(self) -> dict[str, str]:
-        """Of each alias, and each further `served_model_name`, the name that it stands for."""
+        """The name for which each alias, and each further `served_model_name`, stands."""
         further = dict.fromkeys(self.served_model_name[1:], self.model_name)
         return further | dict(text.split("=", 1) for text in self.aliases)
 
     @property
-    def answers(self) -> AnswerFormat:
-        """How answers are read, as far as it is told."""
-        return AnswerFormat(self.tool_parser, self.reasoning_parser)
+    def output_format(self) -> OutputFormat:
+        """How tool calls and reasoning are parsed, with "auto" where nothing was chosen."""
+        return OutputFormat(self.tool_parser, self.reasoning_parser)
 
     @property
     def training_device(self) -> str:
-        """Where a fine-tune job runs."""
+        """The device of fine-tune jobs."""
         return self.train_device or self.device
 
     @property
@@ -262,18 +291,16 @@ class Settings(EngineOptions):
 
     @property
     def training_refused(self) -> str | None:
-        """Why this server runs no fine-tune jobs, without what to do; None if it runs them."""
+        """Why this server refuses fine-tune jobs, or None if it accepts them."""
         if self.train_on != "refuse" or not self.trains_on_serving_device:
             return None
-        return (
-            f"A fine-tune job would run on {self.device}, the device that serves, and this server was not told how to "
-            "share it."
-        )
+        return f"A fine-tune job would run on {self.device}, the serving device, and --train-on does not allow that."
 
 
 def _check_exposure(settings: Settings) -> None:
-    """Whoever can reach the port can run jobs on this machine, so an open port needs a key or an explicit word."""
-    if not settings.asks_for_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
+    """Raises MachineError if the server would listen beyond this machine with neither a key nor
+    --allow-unauthenticated, because anybody who reaches the port could run jobs."""
+    if not settings.requires_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "
             "give --api-key-file (or --api-key, --api-keys), listen on 127.0.0.1, or say --allow-unauthenticated."
@@ -281,13 +308,13 @@ def _check_exposure(settings: Settings) -> None:
 
 
 def _check_endpoint(option: str, endpoint: str | None) -> None:
-    """What is wrong with it is not shown: it may hold a password."""
+    """Raises RequestError for an invalid address. The message does not show it, because it may contain a password."""
     if endpoint is not None and http_address(endpoint) is None:
         raise RequestError(f"{option} must be an address such as http://localhost:4318.")
 
 
 def _check_names(settings: Settings) -> None:
-    """Every name once, and aliases for names that there are."""
+    """Raises RequestError if a name occurs twice or an alias stands for an unknown name."""
     for name in settings.served_model_name[1:]:
         check_name(name)
     names = [settings.model_name, *settings.served_model_name[1:], *(model.name for model in settings.models)]
@@ -295,16 +322,16 @@ def _check_names(settings: Settings) -> None:
         alias, equals, name = text.partition("=")
         if not equals or name not in names:
             known = ", ".join(names)
-            raise RequestError(f"--alias wants ALIAS=NAME, the name one of {known}, and not {shown(text)}.")
+            raise RequestError(f"--alias must be ALIAS=NAME, with one of the names {known}, not {shown(text)}.")
         check_name(alias)
         names.append(alias)
     names += [adapter.name for adapter in settings.adapters]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"{shown(twice)} is the name of two models or adapters; give one of them another name.")
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        raise RequestError(f"{shown(duplicate)} is the name of two models or adapters; give one of them another name.")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    """Whether only this machine can reach the address `host`. Names other than localhost count as reachable."""
     if host == "localhost":
         return True
     try:

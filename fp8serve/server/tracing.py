@@ -1,15 +1,16 @@
-"""Spans of requests for an OpenTelemetry collector, by the standard packages (`pip install 'fp8serve[otel]'`).
+"""Sends spans of requests to an OpenTelemetry collector, with the standard packages (`pip install 'fp8serve[otel]'`).
 
-    POST /v1/chat/completions          from the request's first line to its last byte, a child of the caller's span
-      queue, prefill, decode           of each sequence: by the engine's own clock (engine/output.py: Timing)
+    POST /v1/chat/completions          from the request's first line to the response's last byte, a child of the
+                                       caller's span
+      queue, prefill, decode           for each sequence, measured by the engine's clock (engine/output.py: Timing)
 
-A collector is named by `--otlp-endpoint` or by OTEL_EXPORTER_OTLP_ENDPOINT, and everything else by the standard OTEL_*
-variables, as the packages read them. Spans hold numbers and names: no prompt, no answer, no header. Attributes have the
-names of the GenAI conventions and, where those have changed, the ones that vLLM uses as well.
+`--otlp-endpoint` or OTEL_EXPORTER_OTLP_ENDPOINT names the collector. The packages read the other OTEL_* variables.
+Spans contain numbers and names, but no prompt, completion or header. Attributes have the names of the GenAI
+conventions. Where a convention has changed, vLLM's older name is set as well.
 
-A thread of the package sends spans from a queue of limited length, so a collector that does not answer delays no
-request: spans that do not fit are dropped. The packages' own warnings, one for each batch, are silenced in favour of an
-occasional one. Nothing here is global: a program that hosts the server keeps its own tracing.
+A thread of the package sends spans from a bounded queue and drops spans that do not fit, so a slow collector delays no
+request. The packages would log a warning for each lost batch; `QuietExporter` logs one every few minutes instead.
+Nothing here is global: a program that hosts the server keeps its own tracing.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 import fp8serve
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import KINDS, Code
-from fp8serve.server.usage import Answer, Usage
+from fp8serve.server.usage import SequenceUsage, Usage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -38,9 +39,9 @@ log = logging.getLogger("fp8serve.server.tracing")
 Attributes = dict[str, Any]
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-NEEDED = "pip install 'fp8serve[otel]'"
-QUIET_SECONDS = 300.0  # between two warnings that spans are lost
-CLOSING_SECONDS = 3.0  # for the last spans to be sent
+INSTALL_COMMAND = "pip install 'fp8serve[otel]'"
+WARNING_INTERVAL_SECONDS = 300.0  # between two warnings that spans are lost
+CLOSE_SECONDS = 3.0  # time limit for sending the last spans
 OPERATIONS = {
     "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat", "/v1/embeddings": "embeddings",
     "/v1/completions": "text_completion", "/generate": "text_completion", "/generate_stream": "text_completion",
@@ -48,7 +49,7 @@ OPERATIONS = {
 
 
 class Tracing:
-    """Spans that go to `exporter`."""
+    """Creates spans and sends them to `exporter`."""
 
     def __init__(self, exporter: Any) -> None:
         from opentelemetry.sdk.trace import TracerProvider
@@ -59,7 +60,7 @@ class Tracing:
         self._tracer = self.provider.get_tracer("fp8serve", fp8serve.__version__)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> "RequestSpan":
-        """`headers`: of the request, `traceparent` and `tracestate` among them if it has them."""
+        """Starts the span of a request, as a child of the span that its `headers` name in `traceparent`."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -67,106 +68,99 @@ class Tracing:
         return RequestSpan(self._tracer, self._tracer.start_span(name, parent, SpanKind.SERVER))
 
     async def close(self) -> None:
-        """Sends the remaining spans, for CLOSING_SECONDS at most. The thread may remain: it keeps no process alive."""
-        closing = threading.Thread(target=self.provider.shutdown, daemon=True)
-        closing.start()
-        end = time.monotonic() + CLOSING_SECONDS
-        while closing.is_alive() and time.monotonic() < end:
+        """Sends the remaining spans, for at most CLOSE_SECONDS. Spans that are not sent by then are lost."""
+        thread = threading.Thread(target=self.provider.shutdown, daemon=True)
+        thread.start()
+        end = time.monotonic() + CLOSE_SECONDS
+        while thread.is_alive() and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
 
 class RequestSpan:
-    """The span of one request, from `Tracing.begin` to `end`. Ids are hexadecimal."""
+    """The span of one request. `trace_id` and `span_id` are hexadecimal."""
 
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self._span = tracer, span
-        self._began = time.time()
         context = span.get_span_context()
         self.trace_id, self.span_id = f"{context.trace_id:032x}", f"{context.span_id:016x}"
 
     def end(self, attributes: Attributes, usage: Usage) -> None:
-        """`attributes`: of HTTP, with `http.route` and `http.response.status_code`."""
+        """Ends the span with the HTTP `attributes`, which include `http.route` and `http.response.status_code`."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.update_name(f"{attributes['http.request.method']} {attributes['http.route']}")
-        self._span.set_attributes(attributes | _of_usage(usage, attributes))
-        if "error.type" in attributes and _is_ours(attributes["error.type"]):
+        self._span.set_attributes(attributes | _usage_attributes(usage, attributes))
+        if "error.type" in attributes and KINDS[Code(attributes["error.type"])].v1 >= 500:  # the server is at fault
             self._span.set_status(Status(StatusCode.ERROR))
-        for index, answer in enumerate(usage.answers):
-            self._phases(index, answer)
+        for index, sequence in enumerate(usage.sequences):
+            self._add_phases(index, sequence)
         self._span.end()
 
-    def _phases(self, index: int, answer: Answer) -> None:
-        """The children of one sequence, as far as the engine got."""
+    def _add_phases(self, index: int, sequence: SequenceUsage) -> None:
+        """Adds a child span for each phase of a sequence that the engine has completed."""
         from opentelemetry.trace import set_span_in_context
 
-        if (timing := answer.timing) is None:
+        if (timing := sequence.timing) is None:
             return
-        parent, at = set_span_in_context(self._span), timing.arrived
+        parent, phase_start = set_span_in_context(self._span), timing.arrived
         for name, seconds in (("queue", timing.queue), ("prefill", timing.prefill), ("decode", timing.decode)):
-            if seconds is None or (name == "decode" and answer.finish_reason is None):
+            if seconds is None or (name == "decode" and sequence.finish_reason is None):
                 return
-            span = self._tracer.start_span(name, parent, start_time=_nanoseconds(at))
-            span.set_attributes({"gen_ai.request.id": answer.request.request_id, "fp8serve.sequence": index})
+            span = self._tracer.start_span(name, parent, start_time=_nanoseconds(phase_start))
+            span.set_attributes({"gen_ai.request.id": sequence.request.request_id, "fp8serve.sequence": index})
             if name == "prefill":
-                span.set_attribute("fp8serve.cached_tokens", answer.cached)
-            at += seconds
-            span.end(_nanoseconds(at))
+                span.set_attribute("fp8serve.cached_tokens", sequence.cached_tokens)
+            phase_start += seconds
+            span.end(_nanoseconds(phase_start))
 
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _is_ours(error: str) -> bool:
-    """Whether the failure's code means that the server, and not the client, is at fault."""
-    return KINDS[Code(error)].v1 >= 500
-
-
-def _of_usage(usage: Usage, attributes: Attributes) -> Attributes:
-    """The attributes of the tokens read and generated."""
-    if usage.model is None and not usage.total:
+def _usage_attributes(usage: Usage, attributes: Attributes) -> Attributes:
+    """Returns the attributes that describe the request's tokens and sequences."""
+    if usage.model is None and not usage.total_tokens:
         return {}
     result: Attributes = {
         "gen_ai.provider.name": "fp8serve",
         "gen_ai.operation.name": OPERATIONS.get(attributes["http.route"]),
         "gen_ai.request.model": usage.model,
         "gen_ai.response.model": usage.model,
-        "gen_ai.usage.prompt_tokens": usage.prompt,
-        "gen_ai.usage.input_tokens": usage.prompt,
-        "gen_ai.usage.completion_tokens": usage.generated,
-        "gen_ai.usage.output_tokens": usage.generated,
+        "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.completion_tokens": usage.generated_tokens,
+        "gen_ai.usage.output_tokens": usage.generated_tokens,
     }
-    if usage.answers:
-        result |= _of_answers(usage.answers)
+    if usage.sequences:
+        result |= _sequence_attributes(usage.sequences)
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _of_answers(answers: Sequence[Answer]) -> Attributes:
-    first = answers[0]
+def _sequence_attributes(sequences: Sequence[SequenceUsage]) -> Attributes:
+    first = sequences[0]
     params = first.request.params
     result: Attributes = {
         "gen_ai.request.id": first.request.request_id.rpartition("-")[0],
-        "gen_ai.request.n": len(answers),
+        "gen_ai.request.n": len(sequences),
         "gen_ai.request.max_tokens": params.max_new_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "gen_ai.response.finish_reasons": [answer.finish_reason or "cancelled" for answer in answers],
+        "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in sequences],
     }
-    return result | (_latencies(first) if len(answers) == 1 else {})
+    return result | (_latencies(first) if len(sequences) == 1 else {})
 
 
-def _latencies(answer: Answer) -> Attributes:
-    """Latencies in seconds, as far as the engine got. For a request with several sequences, only the children have
-    them."""
-    if (timing := answer.timing) is None:
+def _latencies(sequence: SequenceUsage) -> Attributes:
+    """Returns the latencies of a request's only sequence, in seconds, for the phases that it completed."""
+    if (timing := sequence.timing) is None:
         return {}
     latencies: Attributes = {"gen_ai.latency.time_in_queue": timing.queue}
     if timing.decode is None or timing.prefill is None:
         return latencies
     latencies["gen_ai.latency.time_in_model_prefill"] = timing.prefill
     latencies["gen_ai.latency.time_to_first_token"] = timing.queue + timing.prefill
-    if answer.finish_reason is None:
+    if sequence.finish_reason is None:
         return latencies
     return latencies | {
         "gen_ai.latency.time_in_model_decode": timing.decode,
@@ -176,58 +170,64 @@ def _latencies(answer: Answer) -> Attributes:
 
 
 def _resource() -> Any:
-    """The sender: as OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, otherwise fp8serve."""
+    """Returns the resource that sends the spans: fp8serve, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES
+    differ."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    ours = Resource.create({"service.name": "fp8serve", "service.version": fp8serve.__version__})
-    return ours.merge(OTELResourceDetector().detect())
+    default = Resource.create({"service.name": "fp8serve", "service.version": fp8serve.__version__})
+    return default.merge(OTELResourceDetector().detect())
 
 
-# -- where they go -----------------------------------------------------------------------------------------------------
+# -- the collector -----------------------------------------------------------------------------------------------------
 
 
-def tracing_of(endpoint: str | None) -> Tracing | None:
-    """Tracing to the collector at `endpoint`, or at that of the environment; None if neither names one.
+def create_tracing(endpoint: str | None) -> Tracing | None:
+    """Returns tracing to the collector at `endpoint` or in the environment, or None if neither names one.
 
-    MachineError: an `endpoint` is given, and the packages are not installed. The environment may be meant for other
-    programs, so that it only causes a warning.
+    If the packages are missing, an `endpoint` raises MachineError. A collector in the environment only causes a
+    warning, because the variable may be meant for other programs.
     """
     is_named = endpoint is not None or any(os.environ.get(name) for name in ENDPOINTS)
     if not is_named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    if not _installed():
+    if not _is_installed():
         if endpoint is not None:
-            raise MachineError(f"--otlp-endpoint needs the OpenTelemetry packages; install them: {NEEDED}.")
-        log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, and no spans are sent: the packages are missing; %s", NEEDED)
+            raise MachineError(f"--otlp-endpoint needs the OpenTelemetry packages; install them: {INSTALL_COMMAND}.")
+        message = "OTEL_EXPORTER_OTLP_ENDPOINT is set, but no spans are sent, because the packages are missing: %s"
+        log.warning(message, INSTALL_COMMAND)
         return None
     if "grpc" in [os.environ.get(name) for name in PROTOCOLS]:
-        log.warning("spans are sent as http/protobuf, whatever OTEL_EXPORTER_OTLP_PROTOCOL says: see the port")
+        log.warning(
+            "OTEL_EXPORTER_OTLP_PROTOCOL asks for grpc, but spans are sent as http/protobuf; check the collector's port"
+        )
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return Tracing(QuietExporter(OTLPSpanExporter(endpoint=None if endpoint is None else traces_url(endpoint))))
 
 
-def _installed() -> bool:
+def _is_installed() -> bool:
     try:
         return all(find_spec(name) for name in ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"))
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans go at a collector: /v1/traces below its address, unless the address says so already."""
+    """Returns the collector's address for spans: `endpoint`, with /v1/traces added if it does not end so."""
     base = endpoint.rstrip("/")
     return base if urlsplit(base).path.endswith("/v1/traces") else f"{base}/v1/traces"
 
 
 class QuietExporter:
-    """`exporter`, with an occasional warning that spans are lost, and a line when they are accepted again. A
-    SpanExporter by its methods, since the package with that class may be missing."""
+    """A span exporter that warns at most every WARNING_INTERVAL_SECONDS that spans are lost.
+
+    It has the methods of SpanExporter, but does not inherit from it, because that package may be missing.
+    """
 
     def __init__(self, exporter: "SpanExporter") -> None:
         self._exporter = exporter
         self._lost = 0
-        self._last_warning = -QUIET_SECONDS
+        self._last_warning = -WARNING_INTERVAL_SECONDS
         for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
@@ -239,13 +239,15 @@ class QuietExporter:
             result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._lost:
-                log.info("the collector takes spans again; %d were lost", self._lost)
+                log.info("the collector accepts spans again; %d spans were lost", self._lost)
             self._lost = 0
             return result
         self._lost += len(spans)
-        if time.monotonic() - self._last_warning >= QUIET_SECONDS:
+        if time.monotonic() - self._last_warning >= WARNING_INTERVAL_SECONDS:
             self._last_warning = time.monotonic()
-            log.warning("the collector takes no spans; %d are lost so far, and requests go on", self._lost)
+            log.warning(
+                "the collector does not accept spans; %d are lost so far; requests are not affected", self._lost
+            )
         return result
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""What one HTTP request has used so far: filled in while it is answered, and read at the end."""
+"""The tokens that one HTTP request has used so far. The counts grow while the response is generated."""
 
 from dataclasses import dataclass, field
 
@@ -7,36 +7,36 @@ from fp8serve.engine.request import Request
 
 
 @dataclass
-class Answer:
-    """One of the sequences that an HTTP request asked the engine for."""
+class SequenceUsage:
+    """The usage of one of the sequences that an HTTP request runs in the engine."""
 
     request: Request
-    cached: int = 0  # tokens of its prompt
-    generated: int = 0
-    finish_reason: FinishReason | None = None  # None: it did not end, or not by itself
-    timing: Timing | None = None  # None: the engine said nothing
+    cached_tokens: int = 0  # of the prompt
+    generated_tokens: int = 0
+    finish_reason: FinishReason | None = None  # None if the sequence runs or was aborted
+    timing: Timing | None = None  # None until the engine reports it
 
-    def saw(self, output: RequestOutput) -> None:
-        self.generated, self.finish_reason = output.num_generated, output.finish_reason
-        self.cached = output.num_cached_tokens
+    def update(self, output: RequestOutput) -> None:
+        self.generated_tokens, self.finish_reason = output.num_generated, output.finish_reason
+        self.cached_tokens = output.num_cached_tokens
         self.timing = output.timing or self.timing
 
 
 @dataclass
 class Usage:
-    """Tokens. A prompt counts once, however many answers it has; generated tokens count as they come.
+    """The tokens of one HTTP request. A prompt counts once, however many choices are generated for it.
 
-    `request_id`: the request's id in the log and for the client, who may give two requests the same. `tenant`: that of
-    the key.
+    `request_id` is the id in the log and the response; a client may give several requests the same one. `tenant` is the
+    tenant of the API key, and `model` the id of the weights that serve the request.
     """
 
     request_id: str = ""
     tenant: str = ""
-    prompt: int = 0
-    generated: int = 0
-    model: str | None = None  # that answers
-    answers: list[Answer] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    model: str | None = None
+    sequences: list[SequenceUsage] = field(default_factory=list)
 
     @property
-    def total(self) -> int:
-        return self.prompt + self.generated
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.generated_tokens

@@ -1,8 +1,8 @@
-"""The server's metrics under the names that dashboards, autoscalers and gateways for vLLM query.
+"""Publishes the server's metrics under the names that dashboards, autoscalers and gateways for vLLM query.
 
-Most are families of fp8serve with another name, and the labels `model_name` and `engine`. A few have no counterpart of
-the same form: why requests wait, the size of the cache, that an engine is awake, which adapters run and wait, and
-responses by the class of their status.
+Most are families of fp8serve with another name and with the labels `model_name` and `engine`. A few have no counterpart
+with the same labels and are built here: waiting requests by reason, the KV cache's size, the engine's sleep state,
+running and waiting adapters, and responses by status class.
 """
 
 import time
@@ -14,11 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fp8serve.server.metrics import ENGINE, Metrics, ModelMetrics, Stats, families
+from fp8serve.server.metrics import ENGINE_METRICS, Metrics, ModelMetrics, Stats, families
 
 VLLM_NAMES = {
     **{row.name: f"vllm:{row.vllm}" for row in families(ModelMetrics) if row.vllm},
-    **{f"fp8serve_{row.name}": f"vllm:{row.vllm}" for row in ENGINE if row.vllm},
+    **{f"fp8serve_{row.name}": f"vllm:{row.vllm}" for row in ENGINE_METRICS if row.vllm},
     "fp8serve_step_tokens": "vllm:iteration_tokens_total",
     "fp8serve_accepted_draft_tokens_by_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
@@ -26,13 +26,13 @@ ENGINE_LABEL = "0"  # a model has one engine
 
 
 class VllmMetrics(Collector):
-    """The families of one server under vLLM's names."""
+    """Collects the families of one server under vLLM's names."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def render(self) -> bytes:
-        """The text exposition."""
+        """Returns the metrics in Prometheus' text format."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
@@ -42,10 +42,10 @@ class VllmMetrics(Collector):
             if (alias := VLLM_NAMES.get(family.name)) is not None:
                 yield _renamed(family, alias)
             if family.name == "fp8serve_http_responses":
-                yield _by_class(family)
+                yield _by_status_class(family)
         sources = self._metrics.sources
         running = {model: stats for model, stats in sources.stats().items() if stats}
-        yield from _of_engines(running, sources.served(), sources.adapters())
+        yield from _engine_families(running, sources.served(), sources.adapters())
 
 
 def _renamed(family: Metric, name: str) -> Metric:
@@ -57,12 +57,14 @@ def _renamed(family: Metric, name: str) -> Metric:
     return copy
 
 
-def _labels(ours: Mapping[str, str]) -> dict[str, str]:
-    return {"model_name" if name == "model" else name: value for name, value in ours.items()} | {"engine": ENGINE_LABEL}
+def _labels(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"model_name" if name == "model" else name: value for name, value in labels.items()} | {
+        "engine": ENGINE_LABEL
+    }
 
 
-def _by_class(family: Metric) -> Metric:
-    """Responses by class, `5xx`, as counted by prometheus-fastapi-instrumentator, which vLLM uses."""
+def _by_status_class(family: Metric) -> Metric:
+    """Returns responses by status class such as `5xx`, as vLLM's prometheus-fastapi-instrumentator counts them."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for sample in family.samples:
         if sample.name.endswith("_total"):
@@ -74,31 +76,37 @@ def _by_class(family: Metric) -> Metric:
     return copy
 
 
-def _of_engines(
+def _engine_families(
     running: Stats, served: Mapping[str, Mapping[str, str]], adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
 ) -> Iterator[Metric]:
-    waiting = _gauge("num_requests_waiting_by_reason", "For a place or for blocks, all of them", "reason")
-    sleep = _gauge("engine_sleep_state", "An engine of ours never sleeps", "sleep_state")
-    cache = _gauge("cache_config_info", "The cache of keys and values", *CACHE)
-    lora = _gauge("lora_requests_info", "The present time, with the adapters that run and wait", *ADAPTERS)
+    waiting = _gauge(
+        "num_requests_waiting_by_reason", "Sequences that wait, by reason; reason is always capacity", "reason"
+    )
+    sleep = _gauge("engine_sleep_state", "Sleep state of the engine; fp8serve engines are always awake", "sleep_state")
+    cache = _gauge("cache_config_info", "Configuration of the KV cache", *CACHE_LABELS)
+    lora = _gauge(
+        "lora_requests_info", "Unix time of this scrape, labeled with the running and waiting adapters", *ADAPTER_LABELS
+    )
     for model, stats in running.items():
-        own = [model, ENGINE_LABEL]
+        labels = [model, ENGINE_LABEL]
         for reason, count in (("capacity", stats.get("waiting", 0)), ("deferred", 0)):
-            waiting.add_metric([*own, reason], count)
+            waiting.add_metric([*labels, reason], count)
         for state, value in (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)):
-            sleep.add_metric([*own, state], value)
-        known = served.get(model, {})
-        sizes = (known.get(name, "") for name in ("block_size", "num_blocks", "kv_cache_dtype"))
-        cache.add_metric([*own, *sizes, "True"], 1)
-        beside = adapters.get(model, {})
-        lists = (",".join(name for name, counts in beside.items() if counts[key]) for key in ("running", "waiting"))
-        lora.add_metric([*own, str(len(beside)), *lists], time.time())
+            sleep.add_metric([*labels, state], value)
+        info = served.get(model, {})
+        sizes = (info.get(name, "") for name in ("block_size", "num_blocks", "kv_cache_dtype"))
+        cache.add_metric([*labels, *sizes, "True"], 1)
+        counts_by_name = adapters.get(model, {})
+        lists = (
+            ",".join(name for name, counts in counts_by_name.items() if counts[key]) for key in ("running", "waiting")
+        )
+        lora.add_metric([*labels, str(len(counts_by_name)), *lists], time.time())
     yield from (waiting, sleep, cache, lora)
 
 
-CACHE = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
-ADAPTERS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+ADAPTER_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
-def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name", "engine", *labels])
+def _gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name", "engine", *labels])

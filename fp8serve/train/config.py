@@ -1,10 +1,10 @@
-"""What a training job is: one frozen dataclass, checked when it is made, and its JSON.
+"""The configuration of a training job: a frozen dataclass that checks its values, and its JSON.
 
-The same object is built by the command line, by `POST /finetune` and by a Python user, and is what `job.json` holds.
-Importing it loads no torch: the server's front process checks a request with it.
+The command line, `POST /finetune` and Python users create the same object, and `job.json` holds it. This module imports
+no torch, because the HTTP server checks requests with it.
 
-`batch_size` counts rows in one microbatch and `accumulate` counts microbatches in one optimizer step, as elsewhere in
-the field. There is no "auto" value: a job uses the numbers that are written down.
+`batch_size` counts the rows of a microbatch, and `accumulate` counts the microbatches of an optimizer step (gradient
+accumulation). No option has an "auto" value: `finetune` and the command choose a device before they create one.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from fp8serve.fp8 import recipe
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.text.data_files import LIMITS, STDIN, DataLimits
 from fp8serve.options import About, check
-from fp8serve.train.methods.options import AnswerOptions
+from fp8serve.train.methods.options import GrpoOptions
 
 OnDivergence = Literal["fail", "keep", "return"]
-LENGTH = frozenset({"epochs", "max_steps", "patience"})  # may differ, too: the run continues to the new end
+LENGTH_OPTIONS = frozenset({"epochs", "max_steps", "patience"})  # may differ: the run then ends at another step
 
 # Fields that may differ between the run that wrote a checkpoint and the run that resumes from it: paths, and how
 # often something is written or reported. Every other field changes the trained bits.
@@ -33,51 +33,52 @@ _FREE_ON_RESUME = {
     *("format", "fsdp", "on_divergence", "recompute", "report_to", "result", "reward", "grader_url", "reward_seconds"),
 }
 
-WIRE_NAMES = {"lr": "learning_rate"}
-"""How a server's clients name an option where the name differs."""
-NOT_ON_THE_WIRE = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward",
+API_NAMES = {"lr": "learning_rate"}
+"""Names of options in the HTTP API that differ from the field names."""
+NOT_IN_API = ("data", "out", "eval_data", "save_minutes", "format", "device", "template_date", "reward",
                    "report_to")  # fmt: skip
-"""Options that are a server's operator's, or that the server fills in."""
+"""Options that clients of the HTTP API cannot give: the server's operator or the server itself sets them."""
 
 
 @dataclass(frozen=True)
-class TrainConfig(AnswerOptions):
+class TrainConfig(GrpoOptions):
     """One training job.
 
-    `model` may also be an FP8 directory: then masters are dequantized, and the histories of its scales.safetensors seed
-    the scaling state. `out` receives `checkpoints/step-N/` and, at the end, `model/`.
+    `model` may be an FP8 directory. Its weights are then dequantized to FP32 masters, and its scales.safetensors
+    initialises the scaling state. The run writes `checkpoints/step-N/` and finally `model/` into `out`.
 
-    `recipe_options` are the recipe's own fields. With `fp8_dpa` or `fp8_mha` attention is trained in FP8, too. The
-    served model attends in high precision over a BF16 or an FP8 cache; the delayed recipe gives that cache its scales
-    of keys and values. `amax_history_len` is shorthand for the delayed recipe's field of that name.
+    `recipe_options` are fields of the recipe. With `fp8_dpa` or `fp8_mha`, attention is trained in FP8, too. A server
+    computes attention in high precision over a BF16 or FP8 KV cache; the delayed recipe provides the scales of an FP8
+    cache. `amax_history_len` is short for the field of that name in `recipe_options` of the delayed recipe.
 
-    The learning rate rises linearly over `warmup_steps` and falls by `lr_schedule` to `lr * min_lr_ratio`, or stays.
-    With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are cut into windows
-    of `seq_len`, longer conversations are truncated. The last step always gets a checkpoint. A served model's chat
-    template is told the day of each request; in training it is told `template_date`. `train.validation` says when a run
-    has made its model worse.
+    The learning rate rises linearly over `warmup_steps`. `lr_schedule` then lowers it to `lr * min_lr_ratio`, or keeps
+    it constant. With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are split
+    into windows of `seq_len`, longer conversations are truncated. The last step always writes a checkpoint. Chat
+    templates receive `template_date` as the current date, where a server gives them the day of the request.
+    `train.validation` defines when a run has made the model worse.
 
-    A run that validates (`eval_data`, `eval_every`) may end early: after `patience` validations in a row without a new
-    lowest loss. With `result="best"` its model is made of the checkpoint with the lowest loss.
+    A run with `eval_data` and `eval_every` stops early after `patience` validations in a row without a new lowest loss.
+    With `result="best"`, `out/model/` is made of the checkpoint with the lowest validation loss.
 
-    With `lora_rank` the model stays as it is and computes as it is served, under "delayed" with its stored scales; the
-    run trains an adapter, which is what `out/model/` then holds (`train.lora`).
+    With `lora_rank` the base model is frozen and computes as a server does ("delayed" uses its stored scales). The run
+    trains an adapter, and `out/model/` holds that adapter (`train.lora`).
 
-    `max_rows`, `max_row_bytes` and `max_data_bytes` bound each file, unpacked, and `max_data_memory` what all of them
-    take; a server sets its own.
+    `max_rows`, `max_row_bytes` and `max_data_bytes` limit each file after decompression, and `max_data_memory` limits
+    the memory of all files. A server sets its own limits.
 
-    `method` says what is minimised and what the data are (`train.methods`).
-    Raises JobError for a value that cannot be used.
+    `method` chooses the loss and the kind of data (`train.methods`). Raises JobError for an invalid value.
     """
 
-    device: Annotated[str, Len(1), About("cpu or cuda.")] = "cpu"
+    device: Annotated[
+        str, Len(1), About("cpu or cuda; for the command also auto: a GPU if fp8serve can use it and the model fits.")
+    ] = "cpu"
     template_date: Annotated[
-        str | None, About("Date that chat templates are told.", unset="day of the first checkpoint", metavar="DATE")
+        str | None, About("Current date for chat templates.", unset="day of the first checkpoint", metavar="DATE")
     ] = None
     on_divergence: Annotated[
         OnDivergence,
         About(
-            "A run that made the model worse fails, or gives a model all the same (keep). With return, a run that "
+            "A run that made the model worse fails (fail), or still writes its model (keep). With return, a run that "
             "diverges continues from its last good checkpoint with a larger margin, then with current scaling."
         ),
     ] = "fail"
@@ -88,21 +89,19 @@ class TrainConfig(AnswerOptions):
     max_data_memory: Annotated[int | None, Ge(1)] = LIMITS.memory
 
     def __post_init__(self) -> None:
-        recipe.from_name(self.recipe)  # an unknown name first
+        recipe.from_name(self.recipe)  # reports an unknown name before any other error
         check(self, JobError)
         if self.template_date is not None:
-            _date("template_date", self.template_date)
+            _check_date("template_date", self.template_date)
         if self.eval_every is not None and not self.eval_data:
             raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
         if (self.patience is not None or self.result == "best") and self.eval_every is None:
             name = "patience" if self.patience is not None else 'result="best"'
             raise JobError(f"{name} compares validations; give eval_data and eval_every, too, or leave it out.")
         if STDIN in (*self.data, *self.eval_data):
-            raise JobError(
-                "Data are read again when a run goes on, so standard input ('-') cannot be used; name a file."
-            )
+            raise JobError("A resumed run reads its data again, so standard input ('-') cannot be used; name a file.")
         _check_recipe(self)
-        changed = _changed(self)
+        changed = _changed_options(self)
         self._check_adapter(changed)
         _check_fsdp(self)
         if self.on_divergence == "return":
@@ -111,26 +110,26 @@ class TrainConfig(AnswerOptions):
 
     @property
     def today(self) -> date | None:
-        """`template_date` as a date."""
+        """The date that chat templates receive, or None if they receive the actual date."""
         return None if self.template_date is None else date.fromisoformat(self.template_date)
 
     @property
-    def divides(self) -> bool:
-        """Whether several processes can take a step together: its items are known beforehand."""
+    def supports_processes(self) -> bool:
+        """Whether several processes can share a step. GRPO cannot: its rollouts are generated during the step."""
         return self.method != "grpo"
 
     @property
     def data_limits(self) -> DataLimits:
-        """What a file of data may hold."""
+        """The limits of the data files."""
         return DataLimits(self.max_rows, self.max_row_bytes, self.max_data_bytes, self.max_data_memory)
 
-    def processes(self, most: int) -> int:
-        """How many of so many processes a step has work for."""
-        return min(most, self.accumulate) if self.divides else 1
+    def usable_processes(self, count: int) -> int:
+        """Returns how many of `count` processes a step can use; each needs a microbatch."""
+        return min(count, self.accumulate) if self.supports_processes else 1
 
     @property
     def fp8_recipe(self) -> Recipe | None:
-        """The recipe of this name with these options; None for BF16. Raises RecipeError."""
+        """The recipe with `recipe_options`, or None for BF16. Raises RecipeError for invalid options."""
         history = {} if self.amax_history_len is None else {"amax_history_len": self.amax_history_len}
         options = {**self.recipe_options, **history}
         base = recipe.from_name(self.recipe, **({} if self.recipe != "bf16" else options))
@@ -141,66 +140,66 @@ class TrainConfig(AnswerOptions):
 
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
-        """Raises JobError for text that is not an object, for an unknown key, and for a value of the wrong kind."""
+        """Returns the configuration in JSON text. Raises JobError for invalid JSON, unknown keys and invalid values."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise JobError(f"The job description is not valid JSON: {json_fault(error)}.") from error
+            raise JobError(f"The job's configuration is not valid JSON: {json_fault(error)}.") from error
         return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: Any) -> "TrainConfig":
         if not isinstance(values, dict):
-            raise JobError(f"A job description must be a JSON object, and is {json_kind(values)}.")
-        known = [f.name for f in dataclasses.fields(cls)]
-        if unknown := sorted(set(values) - set(known)):
-            raise JobError(f"Unknown training option {unknown[0]!r}; the options are {', '.join(known)}.")
+            raise JobError(f"A job's configuration must be a JSON object, not {json_kind(values)}.")
+        names = [f.name for f in dataclasses.fields(cls)]
+        if unknown := sorted(set(values) - set(names)):
+            raise JobError(f"Unknown training option {unknown[0]!r}; the options are {', '.join(names)}.")
         if missing := [n for n in ("model", "data", "out") if n not in values]:
-            raise JobError(f"The job description lacks {missing[0]!r}.")
+            raise JobError(f"The job's configuration has no {missing[0]!r}.")
         return cls(**values)
 
-    def defines(self) -> dict[str, Any]:
-        """The fields that decide the trained bits: a resumed run must have the same ones."""
+    def identity(self) -> dict[str, Any]:
+        """Returns the fields that change the trained weights. A resumed run must have equal values."""
         return {k: v for k, v in json.loads(self.to_json()).items() if k not in _FREE_ON_RESUME}
 
 
 def _check_recipe(config: TrainConfig) -> None:
     if config.amax_history_len is not None and config.recipe != "delayed":
-        raise JobError(f"amax_history_len is the delayed recipe's; the recipe {config.recipe!r} keeps no history.")
-    if not recipe.trains(base := config.fp8_recipe):
+        raise JobError(f"amax_history_len needs the delayed recipe; the recipe {config.recipe!r} has no amax history.")
+    if not recipe.can_train(base := config.fp8_recipe):
         raise RecipeError(f"The recipe {config.recipe!r} is for serving only; train with another.")
     if recipe.name_of(base) != config.recipe:
         raise RecipeError(
-            f"With these recipe_options it is another recipe than {config.recipe!r}; name that one in `recipe`."
+            f"The recipe_options change the recipe {config.recipe!r} into another one; name the other one in `recipe`."
         )
-    # No file format can express it, so the result would not be served as it was trained.
+    # No file format can store such scales, so the served model would differ from the trained one.
     inputs = None if base is None else base.specs.linear["input"]
     if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
-        raise RecipeError("Served models compute their scales unrounded; leave power_2_scale off in training.")
+        raise RecipeError("Servers do not round scales to powers of two; leave power_2_scale off in training.")
 
 
-def _changed(config: TrainConfig) -> frozenset[str]:
-    """The fields whose value differs from the default."""
+def _changed_options(config: TrainConfig) -> frozenset[str]:
+    """Returns the fields whose value differs from the default."""
     return frozenset(f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default)
 
 
 def _check_fsdp(config: TrainConfig) -> None:
     if config.fsdp and config.lora_rank is not None:
-        raise JobError("fsdp divides what is trained, and an adapter is small beside its frozen base; leave it out.")
-    if config.fsdp and not config.divides:
-        raise JobError(f"fsdp divides a model among processes, and {config.method} runs in one; leave it out.")
+        raise JobError("fsdp shards trained weights only, and an adapter has few of them; leave fsdp or lora_rank out.")
+    if config.fsdp and not config.supports_processes:
+        raise JobError(f"fsdp shards a model over several processes, and {config.method} uses one; leave fsdp out.")
 
 
 def _check_return(config: TrainConfig) -> None:
     option = 'on_divergence="return"'
     if config.recipe != "delayed" or config.lora_rank is not None:
-        what = f"the recipe {config.recipe!r}" if config.lora_rank is None else "an adapter"
-        raise JobError(f'{option} changes the margin of delayed scaling, which {what} does not have; use "fail".')
+        subject = f"the recipe {config.recipe!r}" if config.lora_rank is None else "an adapter"
+        raise JobError(f'{option} changes the margin of delayed scaling, which {subject} does not have; use "fail".')
     if config.save_every is None:
-        raise JobError(f"{option} goes back to checkpoints at fixed steps; give save_every, too.")
+        raise JobError(f"{option} needs checkpoints at fixed steps; give save_every, too.")
 
 
-def _date(name: str, value: Any) -> None:
+def _check_date(name: str, value: Any) -> None:
     try:
         date.fromisoformat(value)
     except (TypeError, ValueError):

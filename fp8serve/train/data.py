@@ -1,13 +1,13 @@
-"""Rows and items: what a training step learns from, and in which order. No torch here.
+"""The rows and items that a run trains on, and the order of its steps. This module needs no torch.
 
-A row is one document as token ids plus a mask of the tokens that carry loss: all of a text, only the completion of a
-prompt, only what the assistant says in a chat (`model.text.examples` decides which, for calibration as for training).
-An item of a method is one such row or several (`methods.interface`). Rows are held in memory, 5 bytes a token.
+A row is one document as token ids with a loss mask. The mask covers all tokens of a text, only the completion after a
+prompt, or only the assistant's text in a chat (`model.text.examples`). An item of a method consists of one or more rows
+(`methods.interface`). Rows are held in memory and take 5 bytes a token.
 
-The order is a pure function of (seed, epoch), so that a data cursor is two integers. Each epoch permutes the rows anew.
-A microbatch is either `batch_size` consecutive rows of the permutation ("rows"), or as many whole consecutive rows as
-fit in a token budget ("tokens"). Rows are never split, padded or dropped: the last step of an epoch is simply
-smaller.
+The order is a pure function of (seed, epoch), so a data cursor is two integers. Each epoch uses another permutation of
+the items. With packing="rows" a microbatch is `batch_size` consecutive items of the permutation. With packing="tokens"
+it is as many consecutive items as fit in a token budget. Items are never split, padded or dropped, so the last step of
+an epoch may be smaller.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ from fp8serve.train.config import TrainConfig
 if TYPE_CHECKING:
     from fp8serve.train.methods.interface import Reader
 
-Microbatch = tuple[int, ...]  # row numbers
-Step = tuple[Microbatch, ...]  # the microbatches whose gradients make one optimizer step
+Microbatch = tuple[int, ...]  # indices of items
+Step = tuple[Microbatch, ...]  # the microbatches of one optimizer step
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """ids int32 [n+1]: n inputs and, one to the right, their n targets. loss bool [n+1]: which ids count as targets."""
+    """A tokenized document: `ids` int32 [n+1] and the loss mask `loss` bool [n+1]. Input ids[i] has target ids[i+1]."""
 
     ids: npt.NDArray[np.int32]
     loss: npt.NDArray[np.bool_]
@@ -46,40 +46,41 @@ class Row:
         return len(self.ids) - 1
 
     @property
-    def trainable(self) -> int:
+    def trainable_tokens(self) -> int:
         return int(self.loss[1:].sum())
 
     @property
     def rows(self) -> "tuple[Row, ...]":
-        """The row itself: it is an item of one row."""
+        """Returns the row itself: a row is an item of one row."""
         return (self,)
 
     @property
     def extra(self) -> bytes:
-        """b"": only the row decides what is learnt."""
+        """Returns b"": a row has no other content."""
         return b""
 
 
 class Item(Protocol):
-    """The unit that a step counts; the numbers are those of all its rows."""
+    """The unit in which steps are counted. `tokens` counts the inputs of all its rows, `trainable_tokens` the targets
+    in the loss mask."""
 
     @property
     def tokens(self) -> int: ...
 
     @property
-    def trainable(self) -> int: ...
+    def trainable_tokens(self) -> int: ...
 
     @property
     def rows(self) -> tuple[Row, ...]: ...
 
     @property
     def extra(self) -> bytes:
-        """What else decides what is learnt from the item; b"" for nothing."""
+        """Returns content besides the rows that changes the training, as bytes for the fingerprint of the data."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The contents of the files. tokens: inputs per epoch; trainable_tokens: those whose successor carries loss."""
+    """Counts of the data. `tokens` are the inputs of an epoch, `trainable_tokens` the targets in the loss mask."""
 
     examples: int
     rows: int
@@ -96,30 +97,30 @@ class RowCounts:
 def load_items(
     reader: "Reader[Any, Any]", paths: Sequence[str], tokenizer: Tokenizer, seq_len: int, limits: DataLimits = LIMITS
 ) -> tuple[list[Any], RowCounts]:
-    """Read and tokenize `paths`, one example at a time. Raises DataError for a bad file or line, for more than the
-    limits, and when no row has a token to learn."""
-    examples = (example for path in paths for example in reader.file(path, limits))
+    """Reads and tokenizes `paths`. Raises DataError for an invalid file or line, for data beyond the limits, and if no
+    row has a trainable token."""
+    examples = (example for path in paths for example in reader.read_examples(path, limits))
     try:
         with nullcontext() if limits.memory is None else limited_memory(limits.memory):
-            items, report = reader.items(examples, tokenizer, seq_len)
+            items, counts = reader.tokenize(examples, tokenizer, seq_len)
     except MemoryError:
-        files, most = ", ".join(paths), (limits.memory or 0) >> 20
-        raise DataError(f"{files} takes more than {most} MiB of memory to read and tokenize; give less.") from None
+        files, limit = ", ".join(paths), (limits.memory or 0) >> 20
+        raise DataError(f"{files} takes more than {limit} MiB of memory to read and tokenize; give less.") from None
     if not items:
-        raise nothing_to_learn(reader, report.examples, paths, seq_len)
-    return items, report
+        raise no_trainable_row_error(reader, counts.examples, paths, seq_len)
+    return items, counts
 
 
-def nothing_to_learn(reader: "Reader[Any, Any]", count: int, paths: Sequence[str], seq_len: int) -> DataError:
-    """The error for `count` examples of `paths` that were all dropped."""
+def no_trainable_row_error(reader: "Reader[Any, Any]", count: int, paths: Sequence[str], seq_len: int) -> DataError:
+    """Returns the error for `count` examples of `paths` that were all dropped."""
     return DataError(
-        f"None of the {count} examples in {', '.join(paths)} has {reader.lacks} within seq_len {seq_len}; "
+        f"None of the {count} examples in {', '.join(paths)} has {reader.requirement} within seq_len {seq_len}; "
         f"{reader.advice}."
     )
 
 
 def fingerprint(items: Sequence[Item]) -> str:
-    """SHA-256 over every id, mask and `extra`: two runs see the same data when it is equal."""
+    """Returns the SHA-256 over the ids, loss masks and `extra` of all items, in hex."""
     digest = hashlib.sha256()
     for item in items:
         for row in item.rows:
@@ -129,7 +130,7 @@ def fingerprint(items: Sequence[Item]) -> str:
 
 
 def check_length(seq_len: int, model: ModelConfig) -> None:
-    """Raises ModelError for a row longer than the model's context."""
+    """Raises ModelError if `seq_len` is longer than the model's context."""
     if seq_len > model.max_position_embeddings:
         raise ModelError(
             f"seq_len {seq_len} is longer than the {model.max_position_embeddings} tokens of this model's "
@@ -139,41 +140,42 @@ def check_length(seq_len: int, model: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next step to take: `step_in_epoch` of `epoch`, both from zero."""
+    """The position of the next step in the data: `step_in_epoch` of `epoch`, both from zero."""
 
     epoch: int = 0
     step_in_epoch: int = 0
 
 
-def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """Seeding with a string goes through SHA-512, so neighbouring seeds and epochs are unrelated."""
-    order = list(range(rows))
+def permutation(count: int, seed: int, epoch: int) -> list[int]:
+    """Returns the order of `count` items in an epoch."""
+    order = list(range(count))
+    # A string is hashed with SHA-512, so the orders of neighbouring seeds and epochs are unrelated.
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
 
 
 def epoch_steps(lengths: Sequence[int], config: TrainConfig, epoch: int) -> list[Step]:
-    """The optimizer steps of one epoch. `lengths`: tokens per row."""
+    """Returns the optimizer steps of one epoch. `lengths` holds the tokens of each item."""
     order = permutation(len(lengths), config.seed, epoch)
     if config.packing == "tokens":
-        microbatches = _fill(order, lengths, config.batch_size * config.seq_len)
+        microbatches = _pack_tokens(order, lengths, config.batch_size * config.seq_len)
     else:
         microbatches = [tuple(order[i : i + config.batch_size]) for i in range(0, len(order), config.batch_size)]
     return [tuple(microbatches[i : i + config.accumulate]) for i in range(0, len(microbatches), config.accumulate)]
 
 
-def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[Microbatch]:
-    """Next-fit: keeps the order, so a row's neighbours depend on nothing but the permutation."""
-    full: list[Microbatch] = []
+def _pack_tokens(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[Microbatch]:
+    """Packs items into microbatches of at most `budget` tokens, next-fit, which keeps their order."""
+    microbatches: list[Microbatch] = []
     current: list[int] = []
-    used = 0
-    for row in order:
-        if current and used + lengths[row] > budget:
-            full.append(tuple(current))
-            current, used = [], 0
-        current.append(row)
-        used += lengths[row]
-    return [*full, tuple(current)] if current else full
+    tokens = 0
+    for item in order:
+        if current and tokens + lengths[item] > budget:
+            microbatches.append(tuple(current))
+            current, tokens = [], 0
+        current.append(item)
+        tokens += lengths[item]
+    return [*microbatches, tuple(current)] if current else microbatches
 
 
 def total_steps(lengths: Sequence[int], config: TrainConfig) -> int:
@@ -182,13 +184,15 @@ def total_steps(lengths: Sequence[int], config: TrainConfig) -> int:
     return sum(len(epoch_steps(lengths, config, epoch)) for epoch in range(config.epochs))
 
 
-def walk(lengths: Sequence[int], config: TrainConfig, start: Cursor, count: int) -> Iterator[tuple[Step, Cursor]]:
-    """`count` steps from `start` on, each with the cursor that follows it; continues into further epochs as needed."""
+def iterate_steps(
+    lengths: Sequence[int], config: TrainConfig, start: Cursor, count: int
+) -> Iterator[tuple[Step, Cursor]]:
+    """Yields `count` steps from `start` on, across epochs, each with the cursor of the step after it."""
     epoch, position = start.epoch, start.step_in_epoch
     while count > 0:
         steps = epoch_steps(lengths, config, epoch)
         for index in range(position, len(steps))[:count]:
-            last = index + 1 == len(steps)
-            yield steps[index], Cursor(epoch + 1, 0) if last else Cursor(epoch, index + 1)
+            is_last = index + 1 == len(steps)
+            yield steps[index], Cursor(epoch + 1, 0) if is_last else Cursor(epoch, index + 1)
         count -= max(0, len(steps) - position)
         epoch, position = epoch + 1, 0

@@ -1,12 +1,12 @@
-"""Turns a step checkpoint into a model directory to serve, with the scales that training kept.
+"""Exports a checkpoint as a servable model directory, with the scales of the training.
 
-There is no calibration pass. Under delayed scaling, the serving scales are the input and weight scales that the next
-training step would have used, and weights are quantized from the same high-precision values by the same op. So the
-served model computes what the trainer's own evaluation computed, bit for bit. Recipes that take scales from the tensors
-need none stored. A run whose forward pass was not in FP8 gives a BF16 directory; a run that trained an adapter gives
-the files of that adapter. Weights are read lazily, one tensor in memory at a time.
+There is no calibration pass. Under delayed scaling, the served scales are the input and weight scales of the next
+training step, and weights are quantized from the same high-precision values by the same op. The served model therefore
+computes bit for bit what the trainer's evaluation computed. Recipes with current scaling store no scales. A run whose
+forward pass was not in FP8 is exported in BF16, and a run that trained an adapter as the files of the adapter. Weights
+are read lazily, with one tensor in memory at a time.
 
-    python -m fp8serve.train.export CHECKPOINT OUT    for a process that loads no torch; an error is one sentence
+    python -m fp8serve.train.export CHECKPOINT OUT    for callers that must not import torch
 """
 
 import json
@@ -20,88 +20,87 @@ from torch import Tensor
 
 from fp8serve import __version__
 from fp8serve.errors import Fp8ServeError, JobError
-from fp8serve.fp8.recipe import Recipe, delayed
+from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
-from fp8serve.model.storage.files import read_json, whole_directory
-from fp8serve.model.storage.shards import SINGLE, load_tensors
-from fp8serve.train.checkpoint import require_whole
+from fp8serve.model.storage.files import atomic_directory, read_json
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, load_tensors
+from fp8serve.train.checkpoint import require_complete
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.lora import write_result
+from fp8serve.train.lora import write_adapter_files
 
 
 def export(checkpoint_dir: Path | str, out: Path | str) -> Path:
-    """Write the servable directory `out` from a checkpoint `step-N/`, whole or not at all, and return it.
+    """Writes the servable directory `out` from a checkpoint `step-N/` atomically, and returns it.
 
-    Raises JobError for a damaged checkpoint, ModelError when `out` is taken, ScalesError when a layer was never run.
+    Raises JobError for a damaged checkpoint, ModelError if `out` exists, and ScalesError if a layer never ran.
     """
     source, out = Path(checkpoint_dir), Path(out)
-    require_whole(source)
+    require_complete(source)
     meta = read_json(source / "trainer.json", JobError)
     config = TrainConfig.from_dict(meta["config"])
     if config.lora_rank:
-        return _adapter(source, out, config, meta)
+        return _export_adapter(source, out, config, meta)
     extra = {"training.json": training_record(meta)}
-    weights = _as_computed(source, config)
+    weights = _forward_weights(source, config)
     recipe = config.fp8_recipe
-    if recipe is not None and not recipe.override_linear_precision[0]:  # what the forward pass ran in
+    if recipe is not None and not recipe.override_linear_precision[0]:  # the forward pass ran in FP8
         scales = serving_scales(source, recipe, meta)
-        retained = meta.get("kept", ())
+        unquantized = meta.get("kept", ())
         write_calibrated(
-            out, source, scales, weights=weights, high_precision=retained, format=config.format, extra_files=extra
+            out, source, scales, weights=weights, high_precision=unquantized, format=config.format, extra_files=extra
         )
     else:
         base = read_json(source / "config.json", JobError)
-        write_hf_directory(out, base, weights, carry_from=source, extra_files=extra)
+        write_hf_directory(out, base, weights, copy_files_from=source, extra_files=extra)
     return out
 
 
-def _adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, Any]) -> Path:
-    with whole_directory(out) as folder:
-        write_result(folder, config, load_tensors(source / SINGLE))
+def _export_adapter(source: Path, out: Path, config: TrainConfig, meta: Mapping[str, Any]) -> Path:
+    with atomic_directory(out) as folder:
+        write_adapter_files(folder, config, load_tensors(source / SAFE_WEIGHTS))
         (folder / "training.json").write_text(training_record(meta), encoding="utf-8")
     return out
 
 
-_SCALING = ("recipe", "recipe_options", "amax_history_len")
+_SCALING_OPTIONS = ("recipe", "recipe_options", "amax_history_len")
 
 
 def training_record(meta: Mapping[str, Any]) -> str:
-    """`training.json`: how the model came to be; no times, so that equal runs write equal directories."""
+    """Returns the text of `training.json`, which describes the run. It has no times: equal runs give equal text."""
     progress = meta["progress"]
-    retained = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
-    if progress.get("returns"):  # then the scales are not those that the job asked for
-        retained |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING}}
+    record = {k: progress[k] for k in ("step", "trained_tokens", "skipped", "metrics")}
+    if progress.get("returns"):  # recovery has changed the scaling
+        record |= {"returns": progress["returns"], "trained_with": {k: meta["config"][k] for k in _SCALING_OPTIONS}}
     return (
-        json.dumps({**retained, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2)
-        + "\n"
+        json.dumps({**record, "config": meta["identity"]["config"], "data": meta["identity"]["data"]}, indent=2) + "\n"
     )
 
 
 def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:
-    """The scaling state of a checkpoint as a scaling file: scales and histories of every tensor that ever ran.
+    """Returns the scales and amax histories of a checkpoint's scaling state, of every tensor that ever ran.
 
-    Of attention that was trained in FP8, it keeps the keys' and values', which are the scales of an FP8 KV cache.
+    If attention was trained in FP8, these include the keys and values, whose scales are those of an FP8 KV cache.
     """
-    stored = load_tensors(source / "scaling.safetensors") if delayed(recipe) is not None else {}
+    stored = load_tensors(source / "scaling.safetensors") if as_delayed(recipe) is not None else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
     served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
-    ran = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}
+    steps = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}
     return ScalingCheckpoint(
         recipe=recipe,
-        tensors={n: TensorScale(stored[f"{n}.scale"], _history(stored[f"{n}.amax_history"])) for n in ran},
-        observations={"batches": meta["step"], "tokens": meta["progress"]["trained_tokens"], "tensors": ran},
+        tensors={n: TensorScale(stored[f"{n}.scale"], _history(stored[f"{n}.amax_history"])) for n in steps},
+        observations={"batches": meta["step"], "tokens": meta["progress"]["trained_tokens"], "tensors": steps},
         created_by=f"fp8serve {__version__} train",
     )
 
 
 def _history(history: Tensor) -> Tensor | None:
-    """A history of length 1 is only the staging slot, which is empty between steps: nothing to store."""
+    """Returns the history, or None if it has length 1: it then has only the staging slot, empty between steps."""
     return history if bool(history.any()) else None
 
 
-class _Rounded(Mapping[str, Tensor]):
-    """The FP32 masters as the BF16 model that the trainer computed with."""
+class _Bf16Weights(Mapping[str, Tensor]):
+    """A lazy view of FP32 masters, rounded to BF16."""
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self._masters = masters
@@ -116,14 +115,14 @@ class _Rounded(Mapping[str, Tensor]):
         return len(self._masters)
 
 
-def _as_computed(source: Path, config: TrainConfig) -> Mapping[str, Tensor]:
-    """The weights as the quantizer saw them: FP32 where the model holds the masters, else BF16."""
+def _forward_weights(source: Path, config: TrainConfig) -> Mapping[str, Tensor]:
+    """Returns the weights of the forward pass: FP32 if the model holds the masters, else BF16."""
     masters = open_checkpoint(source)
-    return masters if config.master_weights == "model" else _Rounded(masters)
+    return masters if config.master_weights == "model" else _Bf16Weights(masters)
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Exports a checkpoint, prints an error if there is one, and returns the exit status."""
     try:
         export(*arguments)
     except Fp8ServeError as error:

@@ -1,12 +1,12 @@
-"""Several processes of this machine that do one piece of work together, started by torch's elastic launcher.
+"""Runs a function in a group of processes on this machine, with torch's elastic launcher.
 
-    run_group(2, "fp8serve.train.job_process:as_rank", ["JOB_DIR"])
+    run_group(2, "fp8serve.train.job_process:run_rank", ["JOB_DIR"])
 
-Each calls that function as a rank (`fp8serve.ranks`). When one of them crashes or is killed, the others end and the
-group starts again, MAX_RESTARTS times: the work must continue from its files on the disk. A function that returns has
-reported its result, even if that is an error. The launcher would take any exit status but 0 for a crash, so rank 0
-writes the function's status to a file. A signal to this process reaches all ranks, and they have time to write a
-checkpoint. If this process is killed, they die with it.
+Each process calls the function as a rank (`fp8serve.ranks`). If a process crashes or is killed, the other ones end, and
+the group restarts up to MAX_RESTARTS times. The function must therefore resume from files on the disk. The launcher
+would treat any exit status except 0 as a crash, so rank 0 writes the function's return value to a file. Signals to this
+process are forwarded to all ranks, which then have time to write a checkpoint. If this process is killed, the kernel
+kills the ranks, too.
 """
 
 import ctypes
@@ -26,16 +26,16 @@ from fp8serve.errors import GroupError
 from fp8serve.processes import end_process, module_command
 
 MAX_RESTARTS = 3
-STOP_SECONDS = 600  # for the current step and a checkpoint; ranks that take longer are killed
-PEER_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
-"""torch's messages when an exchange fails because the other process is gone: not a fault of this one."""
+STOP_SECONDS = 600  # after a signal, for the current step and a checkpoint; then ranks are killed
+PEER_LOST_MESSAGES = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
+"""torch's messages if a collective fails because another process has ended."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_group(count: int, function: str, arguments: Sequence[str]) -> int | None:
-    """The result of `function` ("module:name", of a list of strings) on rank 0; None: a signal came before it returned.
+    """Runs `function` ("module:name") with `arguments` in `count` processes, and returns rank 0's return value.
 
-    Raises GroupError when the processes die more often than they are restarted.
+    Returns None if a signal ended the group before. Raises GroupError if the processes die after the last restart.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,10 +51,10 @@ def run_group(count: int, function: str, arguments: Sequence[str]) -> int | None
         except SignalException:
             pass
         except ChildFailedError as error:
-            how = error.failures[min(error.failures)].message.splitlines()[0]
+            first_line = error.failures[min(error.failures)].message.splitlines()[0]
             raise GroupError(
-                f"A process of the group died {MAX_RESTARTS + 1} times ({how}); the same command again goes on from "
-                "the last checkpoint."
+                f"A process of the group died {MAX_RESTARTS + 1} times ({first_line}); run the same command again to "
+                "resume from the last checkpoint."
             ) from None
         return int(status.read_text()) if status.exists() else None
 
@@ -79,28 +79,28 @@ def _launch_config(count: int, folder: str) -> Any:
 
 
 def _only_log_errors(package: str) -> None:
-    """The launcher warns of every signal that it passes on, and each of its modules has a level of its own."""
+    """Suppresses the launcher's warnings about forwarded signals. Each of its modules has a logger with a level."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(package)]:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _share_cores(count: int) -> None:
-    """Gives each process as many threads as its share of the cores, and lets them find each other on this machine."""
+    """Divides the cores among the processes, and makes gloo use the loopback interface."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def main(arguments: list[str]) -> int:
-    """A rank: PARENT STATUS_FILE FUNCTION ARGUMENT..."""
-    parent, status_file, function, *rest = arguments
-    _die_with(int(parent))
+    """Runs a rank with the arguments PARENT_PID STATUS_FILE FUNCTION ARGUMENT... Returns the exit status."""
+    parent_pid, status_file, function, *function_arguments = arguments
+    _die_with_parent(int(parent_pid))
     try:
-        status = resolve_name(function)(rest)
-    except SystemExit as end:  # raised by a rank that leaves the message to rank 0
-        status = end.code
+        status = resolve_name(function)(function_arguments)
+    except SystemExit as exit_:  # `torchrun` raises it on ranks other than 0, because rank 0 reports the error
+        status = exit_.code
     except Exception as error:
-        if any(words in str(error) for words in PEER_LOST):
-            print("fp8serve: another process of the group ended, and this one does, too.", file=sys.stderr)
+        if any(message in str(error) for message in PEER_LOST_MESSAGES):
+            print("fp8serve: this process ends because another process of the group has ended.", file=sys.stderr)
         else:
             traceback.print_exc()
         return 1
@@ -109,10 +109,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _die_with(parent: int) -> None:
-    """Has this process killed when the one that started it ends, or at once if that has ended already."""
+def _die_with_parent(parent_pid: int) -> None:
+    """Makes the kernel kill this process when its parent ends. Ends this process if the parent has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         end_process(1)
 
 

@@ -1,19 +1,23 @@
-"""The process a job runs in: `python -m fp8serve.train.job_process [--procs N] JOB_DIR`.
+"""The process of a job: `python -m fp8serve.train.job_process [--procs N] JOB_DIR`.
 
-    JOB_DIR/job.json      in   the TrainConfig
-    JOB_DIR/events.jsonl  out  one event a line (`train.events`), `id` rising by one across restarts, and `created_at`
-    JOB_DIR/result.json   out  the TrainResult, written whole when the job has succeeded
-    JOB_DIR/worker.lock   a file lock held while the process lives: who can take it knows that no worker runs
+    JOB_DIR/job.json      input   the TrainConfig
+    JOB_DIR/events.jsonl  output  the log, one event a line (`train.events`)
+    JOB_DIR/result.json   output  the TrainResult, written atomically after the job has succeeded
+    JOB_DIR/worker.lock           a file lock that the process holds, so that others can see whether it runs
 
-Exit status: 0 the job is done, 1 it failed (the last event is the one-sentence error), 2 wrong usage, 3 it was told to
-stop (SIGTERM or SIGINT), wrote a checkpoint and can be started again, 4 processes of it died too often, 5 another
-process runs the job. Starting it again after any end, kill -9 and power loss included, goes on from the last whole
-checkpoint with the same bits; steps that are taken again are not logged again, unless a run that diverged went back to
-take them in another way. An event is on the disk before the next step starts, so a reader never sees one that a crash
-takes back; a line cut by a crash is removed at the next start.
+Exit status:
+    0   the job has succeeded
+    1   the job failed; its last event has the error
+    2   the arguments are invalid
+    3   SIGTERM or SIGINT stopped the job after it had written a checkpoint
+    4   the processes of the group died too often
+    5   another process runs the job
 
-With --procs, N further processes take the steps together (`train.group`), or as many as a step has microbatches. This
-process holds worker.lock and passes signals on; rank 0 writes the rest. The next start may use another N.
+A job that is started again after any end, kill -9 and power loss included, resumes from its newest complete checkpoint
+and gives the same bits.
+
+With --procs, N child processes share the steps (`train.group`), but not more than a step has microbatches. This process
+then holds worker.lock and forwards signals, and rank 0 writes the files. The next start may use another N.
 """
 
 import os
@@ -25,7 +29,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from fp8serve.errors import Fp8ServeError, GroupError, JobError
-from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text, take_lock, whole_file
+from fp8serve.model.storage.files import MAX_JSON_BYTES, acquire_lock, atomic_file, read_text
 from fp8serve.processes import end_process
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.events import EVENTS, Event, OnEvent, logged, message
@@ -36,8 +40,8 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_DIED, EXIT_LOCKED = range(6)
 
 
-class _Stop:
-    """True once the process was asked to stop; installed as the handler of SIGTERM and SIGINT."""
+class _StopSignals:
+    """Handles SIGTERM and SIGINT. Calling it returns whether one of them has arrived."""
 
     def __init__(self) -> None:
         self.is_stopping = False
@@ -67,40 +71,42 @@ def main(arguments: list[str]) -> int:
     with lock:
         if (directory / "result.json").exists():
             return EXIT_DONE
-        used = processes(directory, int(count))
-        return as_rank([name]) if used == 1 else _group(name, used)
+        usable = usable_processes(directory, int(count))
+        return run_rank([name]) if usable == 1 else _run_group(name, usable)
 
 
-def processes(directory: Path, most: int) -> int:
-    """At most `most`, and one for each microbatch of a step; one for a broken job, which then reports what is wrong."""
+def usable_processes(directory: Path, count: int) -> int:
+    """Returns how many of `count` processes the job can use, and 1 if its configuration is invalid: that process then
+    reports the error."""
     try:
-        return job_config(directory).processes(most)
+        return job_config(directory).usable_processes(count)
     except Fp8ServeError:
         return 1
 
 
-def _group(job: str, count: int) -> int:
+def _run_group(job: str, count: int) -> int:
     from fp8serve.train.group import run_group
 
     try:
-        status = run_group(count, "fp8serve.train.job_process:as_rank", [job])
+        status = run_group(count, "fp8serve.train.job_process:run_rank", [job])
     except GroupError as error:
         print(error, file=sys.stderr)
         return EXIT_DIED
     return EXIT_STOPPED if status is None else status
 
 
-def as_rank(arguments: list[str]) -> int:
-    """JOB_DIR: run the job, alone or as one of the ranks that torch's launcher has started."""
+def run_rank(arguments: list[str]) -> int:
+    """Runs the job in the directory `arguments[0]`, alone or as one of the ranks of torch's launcher. Returns the exit
+    status."""
     directory = Path(arguments[0])
     if os.environ.get("RANK", "0") != "0":
-        return _work(directory, _ignore)
+        return _run_job(directory, _ignore)
     with logged(directory / EVENTS) as log:
-        return _work(directory, log)
+        return _run_job(directory, log)
 
 
 def _take_lock(path: Path) -> IO[str]:
-    lock = take_lock(path, f"Another worker is running the job in {path.parent}; wait for it or stop it first.")
+    lock = acquire_lock(path, f"Another worker runs the job in {path.parent}; wait for it, or stop it first.")
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
@@ -108,18 +114,18 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def _ignore(event: Event) -> None:
-    """Only rank 0 reports events."""
+    """Does nothing: only rank 0 reports events."""
 
 
-def _work(directory: Path, log: OnEvent) -> int:
+def _run_job(directory: Path, log: OnEvent) -> int:
     try:
         result = _train(directory, log)
-    except GroupError:  # the group starts again
+    except GroupError:  # `train.group` restarts the group
         raise
     except Fp8ServeError as error:
         log(message("error", str(error), level="error"))
         return EXIT_FAILED
-    except Exception as error:  # the owner is told in one sentence, the developer on standard error
+    except Exception as error:  # users read the message in the log, developers the traceback
         if "RANK" in os.environ:
             raise
         traceback.print_exc()
@@ -128,15 +134,15 @@ def _work(directory: Path, log: OnEvent) -> int:
     if result.status == "stopped":
         return EXIT_STOPPED
     if log is not _ignore:
-        with whole_file(directory / "result.json") as file:
+        with atomic_file(directory / "result.json") as file:
             file.write_text(result.to_json(), encoding="utf-8")
     return EXIT_DONE
 
 
 def _train(directory: Path, log: OnEvent) -> "TrainResult":
-    stop = _Stop()
+    stop = _StopSignals()
     config = job_config(directory)
-    from fp8serve.ranks import torchrun  # loads torch, so not before the lock is held and the job is read
+    from fp8serve.ranks import torchrun  # imports torch, so only after the lock and the configuration
     from fp8serve.train.trainer import Trainer
 
     with torchrun(config.device) as ranks:
@@ -144,7 +150,7 @@ def _train(directory: Path, log: OnEvent) -> "TrainResult":
 
 
 def job_config(directory: Path) -> TrainConfig:
-    """The configuration in a job's directory. JobError if it cannot be read or understood."""
+    """Returns the configuration in a job's directory. Raises JobError if it cannot be read or is invalid."""
     return TrainConfig.from_json(read_text(directory / "job.json", MAX_JSON_BYTES, JobError))
 
 

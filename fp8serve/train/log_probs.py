@@ -1,7 +1,7 @@
-"""Computes log-probabilities of given tokens with training's forward pass: the bits that a server on a CPU returns.
+"""Computes log-probabilities of given tokens with the forward pass of training, with the bits of a server on a CPU.
 
-This is for code that compares the two, such as a test, or a reinforcement trainer whose importance ratios must begin at
-1. A run's own `Forward` computes them with gradients (`Forward.log_probs`).
+Use it to compare training and serving, for example in a reinforcement trainer whose importance ratios must start at 1.
+`Forward.log_probs` computes the same numbers with gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, Network, collate, target_log_probs
 
-ROWS = 256  # of logits at a time, as in a server
+ROWS_PER_CHUNK = 256  # rows of logits at a time, as in a server
 KvDtype = Literal["bf16", "fp8"]
 Scorer = Callable[[Sequence[int]], Tensor]
 
@@ -38,32 +38,32 @@ def log_probs(
     kv_cache_dtype: KvDtype = "bf16",
     max_model_len: int | None = None,
 ) -> list[Tensor]:
-    """For every sequence of token ids [n], the log-probabilities FP32 [n - 1] of all tokens but the first, each given
-    those before it.
+    """Returns, for every sequence of token ids [n], the log-probabilities FP32 [n - 1] of all tokens except the first.
 
-    model: a model directory, computed as `fp8serve serve` with these options computes it, or a trainer's forward pass,
-    which takes no options. The values equal those of a server for prompt and answer to the last bit, however it divides
-    the prompt, batches or caches; RecipeError, with the reason, if that is impossible. RequestError for a sequence
-    without tokens, with a token that the model does not have, or longer than the model takes; ModelError, ScalesError
-    for a directory that cannot be served with these options.
+    `model` is a model directory, or a trainer's forward pass, which takes no options. A directory is computed like
+    `fp8serve serve` with the same options. The values are bit-identical to a server's for prompts and outputs, and do
+    not depend on its chunks, batches or caches.
+
+    Raises RecipeError if that is impossible, with the reason. Raises RequestError for a sequence that is empty, too
+    long, or has an invalid token id, and ModelError or ScalesError for a directory that cannot be served.
     """
     if isinstance(model, Forward):
         if (recipe, scales, kv_cache_dtype, max_model_len) != ("stored", None, "bf16", None):
             raise RequestError("A trainer's forward pass has its recipe and scales already; leave the options out.")
-        score, config = _of_trainer(model), model.network.decoder.config
+        score, config = _trainer_scorer(model), model.network.decoder.config
     else:
         network = served_network(Path(model), recipe, scales, kv_cache_dtype, max_model_len)
-        score, config = _of_network(network), network.decoder.config
+        score, config = _network_scorer(network), network.decoder.config
     for ids in sequences:
-        _check(ids, config, max_model_len or config.max_length)
+        _check_ids(ids, config, max_model_len or config.max_length)
     return [score(ids) if len(ids) > 1 else torch.empty(0) for ids in sequences]
 
 
-def _check(ids: Sequence[int], config: ModelConfig, longest: int) -> None:
-    if not 0 < len(ids) <= longest:
-        raise RequestError(f"A sequence has from 1 to {longest} tokens here; found {len(ids)}.")
+def _check_ids(ids: Sequence[int], config: ModelConfig, max_length: int) -> None:
+    if not 0 < len(ids) <= max_length:
+        raise RequestError(f"A sequence must have from 1 to {max_length} tokens; found {len(ids)}.")
     if not all(0 <= token < config.vocab_size for token in ids):
-        raise RequestError(f"Token ids go from 0 to {config.vocab_size - 1} here; found {min(ids)} to {max(ids)}.")
+        raise RequestError(f"Token ids must be from 0 to {config.vocab_size - 1}; found {min(ids)} to {max(ids)}.")
 
 
 def served_network(
@@ -73,42 +73,44 @@ def served_network(
     kv_cache_dtype: KvDtype = "bf16",
     max_model_len: int | None = None,
 ) -> Network:
-    """A directory's model with frozen FP8 weights and scales in the trainer's forward pass. See `log_probs`."""
-    named = from_name(recipe) if isinstance(recipe, str) and recipe != "stored" else recipe
-    model = load_servable(model_dir, "bf16" if named is None else named, scales)  # type: ignore[arg-type]
+    """Returns the trainer's forward pass of a directory, with the FP8 weights and scales of a server."""
+    loaded_recipe = from_name(recipe) if isinstance(recipe, str) and recipe != "stored" else recipe
+    model = load_servable(model_dir, "bf16" if loaded_recipe is None else loaded_recipe, scales)  # type: ignore[arg-type]
     for layer in (m for m in model.modules() if isinstance(m, FrozenLinear)):
         layer.make_rows_independent()
     if has_batch_invariant_products("cpu"):
         use_batch_invariant_products(model)
-    model.expect(max_model_len or model.config.max_length)
-    reasons = parity.differences(None, model.config, "cpu", 1)  # rows are apart, and the longest sequence is known
-    _refuse(list(reasons))
-    return Network(model, _cache(model_dir, scales) if kv_cache_dtype == "fp8" else None)
+    model.set_max_length(max_model_len or model.config.max_length)
+    # No recipe is passed: its rows are independent here, and the maximum length is set.
+    _check_parity(list(parity.differences(None, model.config, "cpu", 1)))
+    return Network(model, _cache_scales(model_dir, scales) if kv_cache_dtype == "fp8" else None)
 
 
-def _cache(model_dir: Path, scales: Path | str | None) -> list[KvScale]:
-    result = kv_scales(model_dir, scales)
-    if not result:
+def _cache_scales(model_dir: Path, scales: Path | str | None) -> list[KvScale]:
+    layers = kv_scales(model_dir, scales)
+    if not layers:
         raise ScalesError(f"{model_dir} has no scales of keys and values; calibrate with --kv-cache.")
-    return [KvScale.of(*result[layer]) for layer in sorted(result)]
+    return [KvScale.of(*layers[layer]) for layer in sorted(layers)]
 
 
-def _refuse(reasons: Sequence[str]) -> None:
-    if reasons:
-        raise RecipeError(f"These log-probabilities would not be a server's: {reasons[0]}")
+def _check_parity(differences: Sequence[str]) -> None:
+    if differences:
+        raise RecipeError(f"These log-probabilities would differ from a server's: {differences[0]}")
 
 
-def _of_trainer(forward: Forward) -> Scorer:
-    _refuse(forward.differences())
+def _trainer_scorer(forward: Forward) -> Scorer:
+    _check_parity(forward.differences())
     return lambda ids: forward.log_probs(collate([_row(ids)], forward.device))
 
 
-def _of_network(network: Network) -> Scorer:
+def _network_scorer(network: Network) -> Scorer:
     def score(ids: Sequence[int]) -> Tensor:
         batch = collate([_row(ids)], "cpu")
-        parts = zip(torch.split(network.hidden(batch), ROWS), torch.split(batch.targets, ROWS), strict=True)
-        narrow = network.decoder.narrow_logits
-        return torch.cat([target_log_probs(narrow(rows), targets) for rows, targets in parts])
+        chunks = zip(
+            torch.split(network.hidden(batch), ROWS_PER_CHUNK), torch.split(batch.targets, ROWS_PER_CHUNK), strict=True
+        )
+        logits = network.decoder.logits_in_weight_dtype
+        return torch.cat([target_log_probs(logits(hidden), targets) for hidden, targets in chunks])
 
     return score
 

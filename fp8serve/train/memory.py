@@ -1,133 +1,134 @@
-"""The memory that a fine-tune takes, from the sizes in config.json alone: no weight is loaded, and no torch.
+"""Estimates the memory of a fine-tune from the sizes in config.json, without weights and without torch.
 
-The matrices of every family are counted: attention, latent or not, dense MLPs and experts. Biases are not, nor are the
-masks and buffers of a model that transformers computes.
+The estimate counts the matrices of every family: attention, latent attention, dense MLPs and experts. It counts neither
+biases nor the masks and buffers of a model that the transformers backend computes.
 """
 
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import why_not_gathered
+from fp8serve.fp8.recipe import fp8_gather_obstacle
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.config import TrainConfig
 
-HIDDEN_BYTES, MIDDLE_BYTES = (
-    30,
-    14,
-)  # that a layer keeps for the backward pass, per hidden and per MLP element of a token
-LOGITS_AT_ONCE = 1 << 20  # elements that are widened to FP32 together (forward.py)
-SENT_BYTES = 8  # per hidden element of a token, for each of the experts that it is sent to
+# Bytes that a layer keeps for the backward pass, for each element of a token's
+HIDDEN_BYTES = 30  # hidden state
+MLP_BYTES = 14  # MLP activation
+EXPERT_INPUT_BYTES = 8  # hidden state, for each expert that receives the token
+LOGITS_PER_CHUNK = 1 << 20  # elements that forward.py converts to FP32 at a time
 
 
 def memory_estimate(
     model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int = 1
 ) -> dict[str, int]:
-    """Bytes of each of the `processes` by part for microbatches of `tokens` tokens of which `fraction` carry loss, and
-    "total", the peak.
+    """Returns the bytes of each process by part, and their peak as "total".
 
-    weights: masters and moments, including every expert's; with masters in the optimizer, the BF16 model, too.
-    gradients: FP32; with masters in the optimizer, BF16 and FP32. casts: FP8 weights, and BF16 casts of the others,
-    while a step runs. activations: what layers keep for the backward pass; of experts, only those that a token is sent
-    to. logits: BF16 with their gradient, for tokens that carry loss, and FP32 for a piece of them at a time. engine, if
-    answers are written first (grpo): weights and cache of the engine that writes them; `tokens` are the prompts' then.
+    A microbatch has `tokens` tokens (of prompts with grpo), of which `fraction` are in the loss mask. The parts are
 
-    In the backward pass activations are freed while gradients are made, so the peak holds the larger of the two. If
-    gradients accumulate, those of earlier microbatches are there from the start, and the peak holds both. With `fsdp`
-    each process has its part of weights, moments and summed gradients, and gathers a layer at a time; casts are then
-    what is gathered, and the FP8 weights that are kept for the backward pass.
+        weights      masters and moments of all weights; with masters in the optimizer also the BF16 model
+        gradients    in FP32; with masters in the optimizer also in BF16
+        casts        FP8 weights and BF16 casts of the other weights during a step; with `fsdp` the gathered weights
+        activations  tensors that layers keep for the backward pass
+        logits       BF16 logits and their gradients of tokens in the loss mask, and one chunk in FP32
+        engine       weights and KV cache of the engine that generates completions (grpo)
+
+    The backward pass frees activations while it computes gradients, so the peak contains the larger of the two. With
+    gradient accumulation the gradients exist from the start, so the peak contains both.
     """
     if config.method == "grpo":
-        answers = config.batch_size * config.num_generations * config.longest_answer
-        tokens = config.num_generations * tokens + answers
-        fraction = answers / tokens
+        completion_tokens = config.batch_size * config.num_generations * config.max_completion_tokens
+        tokens = config.num_generations * tokens + completion_tokens
+        fraction = completion_tokens / tokens
     if config.lora_rank is not None:
-        return _of_adapter(model, config, tokens, fraction)
+        return _adapter_estimate(model, config, tokens, fraction)
     linears, others = parameter_counts(model)
-    every, in_model = linears + others, config.master_weights == "model"
+    total, norms, in_model = linears + others, _norm_weights(model), config.master_weights == "model"
     if config.fsdp and processes > 1:
-        return _of_shards(model, config, tokens, fraction, processes)
-    recipe, once = config.fp8_recipe, _has_one_cast(config)
+        return _sharded_estimate(model, config, tokens, fraction, processes)
+    recipe = config.fp8_recipe
     parts = {
-        "weights": every * (4 if in_model else 6) + _moments(config, every - _norms(model), _norms(model)),
-        "gradients": every * (4 if in_model else 6),
-        "casts": 2 * others + linears * (1 if once else 2),
+        "weights": total * (4 if in_model else 6) + _moments_bytes(config, total - norms, norms),
+        "gradients": total * (4 if in_model else 6),
+        "casts": 2 * others + linears * (1 if _has_one_cast(config) else 2),
         "activations": tokens * _bytes_per_token(model, config),
-        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
+        "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
     if config.method == "grpo":
-        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _cached(model)
-    passing = parts["activations"] + parts["logits"]
-    both = max(parts["gradients"], passing) if config.accumulate == 1 else parts["gradients"] + passing
-    return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + both}
+        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _kv_elements(model)
+    forward_bytes = parts["activations"] + parts["logits"]
+    peak = max(parts["gradients"], forward_bytes) if config.accumulate == 1 else parts["gradients"] + forward_bytes
+    return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + peak}
 
 
 def _has_one_cast(config: TrainConfig) -> bool:
-    """Whether the FP8 data of a weight serve both directions."""
+    """Whether forward and backward pass use the same FP8 cast of a weight."""
     recipe = config.fp8_recipe
     return recipe is not None and recipe.specs.linear["weight"].serves_both_directions
 
 
-def _of_shards(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int) -> dict[str, int]:
-    """gradients: the sums, and those of the largest unit, its own and all parts that others send; casts: a layer as it
-    is gathered, twice, because the next one is fetched early, and what is around the layers in BF16."""
-    linears, rest = parameter_counts(model)
-    every, layer = linears + rest, linears // model.num_layers
-    own = 4 * every + _moments(config, every - _norms(model), _norms(model))
-    in_fp8 = why_not_gathered(config.fp8_recipe) is None
-    element = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
+def _sharded_estimate(
+    model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int
+) -> dict[str, int]:
+    """Returns the estimate with `fsdp`. Gradients are the sums, and sent and received gradients of the largest unit.
+    Casts contain two gathered layers, because FSDP2 prefetches one, and the embedding and the head in BF16."""
+    linears, others = parameter_counts(model)
+    total, layer = linears + others, linears // model.num_layers
+    unsharded = 4 * total + _moments_bytes(config, total - _norm_weights(model), _norm_weights(model))
+    in_fp8 = fp8_gather_obstacle(config.fp8_recipe) is None
+    itemsize = 1 if in_fp8 else 2 if config.fp8_recipe is None or config.master_weights == "optimizer" else 4
     cast = 0 if config.fp8_recipe is None else linears * (1 if _has_one_cast(config) else 2)
-    retained = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
+    saved_cast = cast // processes if in_fp8 else cast // model.num_layers if config.recompute else cast
     parts = {
-        "weights": own // processes,
-        "gradients": 4 * every // processes + 8 * max(layer, rest),
-        "casts": 2 * rest + 2 * element * layer + retained,
+        "weights": unsharded // processes,
+        "gradients": 4 * total // processes + 8 * max(layer, others),
+        "casts": 2 * others + 2 * itemsize * layer + saved_cast,
         "activations": tokens * _bytes_per_token(model, config),
-        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
+        "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
     return {**parts, "total": sum(parts.values())}
 
 
-def _of_logits(elements: int) -> int:
-    return 4 * elements + 8 * min(elements, LOGITS_AT_ONCE)
+def _logits_bytes(elements: int) -> int:
+    return 4 * elements + 8 * min(elements, LOGITS_PER_CHUNK)
 
 
-def _moments(config: TrainConfig, in_matrices: int, others: int) -> int:
-    """Bytes of both moments of so many parameters."""
+def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
+    """Returns the bytes of both moments."""
     return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
 def check_layers(config: TrainConfig, model: ModelConfig) -> None:
-    """JobError for a model that transformers computes: it is a single piece here, so nothing would be saved."""
+    """Raises JobError if `recompute` or `fsdp` is set for a model of the transformers backend, which has no layers."""
     for name in ("recompute", "fsdp"):
         if getattr(config, name) and model.computed_by is not None:
-            what = "works layer by layer, but transformers computes this model as a whole"
-            raise JobError(f"{name} {what}; leave it out.")
+            reason = "works layer by layer, but transformers computes this model as a whole"
+            raise JobError(f"{name} {reason}; leave it out.")
 
 
-def _cached(model: ModelConfig) -> int:
-    """The number of elements of a token's keys in all layers; its values have as many."""
+def _kv_elements(model: ModelConfig) -> int:
+    """Returns the number of elements of a token's keys in all layers, which is also that of its values."""
     return model.num_layers * model.num_kv_heads * model.head_dim
 
 
-def _of_adapter(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
-    """The parts for an adapter. weights: the base as it is served, with an adapter at every projection and its
-    moments."""
+def _adapter_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
+    """Returns the estimate for an adapter at every projection. Weights are those of the served base model, and the
+    adapter with its moments."""
     linears, others = parameter_counts(model)
-    sides, rank = _sides(model), config.lora_rank or 0
+    sides, rank = _adapter_sides(model), config.lora_rank or 0
     adapter = rank * sides + (sides // 2 if config.dora else 0)  # about half of the sides are outputs
-    trained = 4 * adapter + _moments(config, adapter, 0)
+    adapter_bytes = 4 * adapter + _moments_bytes(config, adapter, 0)
     parts = {
-        "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + trained,
+        "weights": linears * (2 if config.recipe == "bf16" else 1) + 2 * others + adapter_bytes,
         "gradients": 4 * adapter,
         "casts": model.hidden_size * model.intermediate_size,  # the transpose of the largest weight
         "activations": tokens
         * (_bytes_per_token(model, config) + 2 * rank * 7 * (1 if config.recompute else model.num_layers)),
-        "logits": _of_logits(int(tokens * fraction) * model.vocab_size),
+        "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
     return {**parts, "total": sum(parts.values())}
 
 
-def _sides(model: ModelConfig) -> int:
-    """Inputs and outputs of all projections that can have an adapter, added up: not those of routed experts."""
+def _adapter_sides(model: ModelConfig) -> int:
+    """Returns the sum of the input and output sizes of all projections with an adapter; routed experts have none."""
     width, heads, latent = model.hidden_size, model.num_heads * model.head_dim, model.latent
     attention = 4 * width + 2 * heads + 2 * model.num_kv_heads * model.head_dim
     if latent is not None:
@@ -142,42 +143,44 @@ def _sides(model: ModelConfig) -> int:
 
 
 def parameter_counts(model: ModelConfig) -> tuple[int, int]:
-    """(weights of the projections that FP8 may run, all other parameters but biases)."""
+    """Returns (weights of the projections that can run in FP8, all other parameters without biases)."""
     sparse, experts = _sparse_layers(model), model.experts
-    attention, absorbed = _attention(model)
-    linears = model.num_layers * attention + (model.num_layers - sparse) * _dense(model)
+    attention, absorbed = _attention_counts(model)
+    linears = model.num_layers * attention + (model.num_layers - sparse) * _dense_mlp_weights(model)
     others = model.num_layers * absorbed
     if experts is not None:
         shared = experts.shared_size or 0
-        linears += sparse * (experts.count * _gated(model, experts.size) + _gated(model, shared))
+        linears += sparse * (
+            experts.count * _gated_mlp_weights(model, experts.size) + _gated_mlp_weights(model, shared)
+        )
         gates = experts.count + (1 if experts.names.shared_gate is not None else 0)
         others += sparse * gates * model.hidden_size
     heads = 1 if model.tie_word_embeddings else 2
-    return linears, others + heads * model.vocab_size * model.hidden_size + _norms(model)
+    return linears, others + heads * model.vocab_size * model.hidden_size + _norm_weights(model)
 
 
-def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Of one layer: weights of linears, and the weight that latent attention applies head by head, which is no
-    linear."""
+def _attention_counts(model: ModelConfig) -> tuple[int, int]:
+    """Returns the weights of one layer's attention: (linear layers, the weight that latent attention applies head by
+    head)."""
     width, latent = model.hidden_size, model.latent
     if latent is None:
         return width * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads), 0
     query = model.num_heads * (latent.nope + latent.rope)
     queries = width * query if latent.q_rank is None else latent.q_rank * (width + query)
-    around = width * (latent.rank + latent.rope) + model.num_heads * latent.value * width
-    return queries + around, model.num_heads * (latent.nope + latent.value) * latent.rank
+    keys_and_output = width * (latent.rank + latent.rope) + model.num_heads * latent.value * width
+    return queries + keys_and_output, model.num_heads * (latent.nope + latent.value) * latent.rank
 
 
-def _gated(model: ModelConfig, size: int) -> int:
+def _gated_mlp_weights(model: ModelConfig, size: int) -> int:
     return 3 * model.hidden_size * size
 
 
-def _dense(model: ModelConfig) -> int:
+def _dense_mlp_weights(model: ModelConfig) -> int:
     return (2 if model.activation == "xielu" else 3) * model.hidden_size * model.intermediate_size
 
 
-def _norms(model: ModelConfig) -> int:
-    """Two norms of each layer and a last one; some families have more, which are as small."""
+def _norm_weights(model: ModelConfig) -> int:
+    """Returns the weights of two norms a layer and of the final norm. Some families have more norms, as small."""
     latent = 0 if model.latent is None else model.latent.rank + (model.latent.q_rank or 0)
     return (2 * model.num_layers + 1) * model.hidden_size + model.num_layers * latent
 
@@ -187,21 +190,21 @@ def _sparse_layers(model: ModelConfig) -> int:
 
 
 def _bytes_per_token(model: ModelConfig, config: TrainConfig) -> int:
-    """Bytes of a token at the peak: of all layers, or of their inputs and the one layer that is computed again."""
+    """Returns the bytes of activations a token at the peak. With `recompute` these are the inputs of all layers, and
+    the activations of one layer."""
     if not config.recompute:
-        return _activations(model)
-    return 2 * model.hidden_size * model.num_layers + _activations(model) // model.num_layers
+        return _activation_bytes_per_token(model)
+    return 2 * model.hidden_size * model.num_layers + _activation_bytes_per_token(model) // model.num_layers
 
 
-def _activations(model: ModelConfig) -> int:
-    """Bytes of a token in all layers."""
+def _activation_bytes_per_token(model: ModelConfig) -> int:
     sparse = _sparse_layers(model)
-    of_experts = 0 if model.experts is None else sparse * _in_experts(model, model.experts)
-    dense = (model.num_layers - sparse) * MIDDLE_BYTES * model.intermediate_size
-    return model.num_layers * HIDDEN_BYTES * model.hidden_size + dense + of_experts
+    expert_bytes = 0 if model.experts is None else sparse * _expert_activation_bytes(model, model.experts)
+    dense = (model.num_layers - sparse) * MLP_BYTES * model.intermediate_size
+    return model.num_layers * HIDDEN_BYTES * model.hidden_size + dense + expert_bytes
 
 
-def _in_experts(model: ModelConfig, experts: Experts) -> int:
-    """Of one layer."""
-    middle = experts.per_token * experts.size + (experts.shared_size or 0)
-    return MIDDLE_BYTES * middle + SENT_BYTES * experts.per_token * model.hidden_size
+def _expert_activation_bytes(model: ModelConfig, experts: Experts) -> int:
+    """Returns the bytes of a token's activations in one layer of experts."""
+    mlp_size = experts.per_token * experts.size + (experts.shared_size or 0)
+    return MLP_BYTES * mlp_size + EXPERT_INPUT_BYTES * experts.per_token * model.hidden_size

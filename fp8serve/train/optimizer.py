@@ -1,19 +1,19 @@
-"""AdamW on FP32 master weights, the learning-rate curve, and gradient clipping.
+"""AdamW with FP32 master weights, the learning-rate schedule, and gradient clipping.
 
-Two places for the masters:
-* "model": the model's own parameters are FP32 and are the masters; every use casts them on the fly. 16 bytes a
-  parameter (weight, gradient, two moments), nothing is copied.
-* "optimizer": the model holds BF16 and the optimizer an FP32 copy; after each microbatch, BF16 gradients are
-  added to an FP32 accumulator, so accumulation loses nothing. 20 bytes a parameter.
+`master_weights` says where the FP32 masters are:
+* "model": the model's parameters are FP32 masters, and the forward pass casts them. This takes 16 bytes a parameter
+  (weight, gradient, two moments).
+* "optimizer": the model holds BF16 weights and the optimizer FP32 masters. After each microbatch, BF16 gradients are
+  added to FP32 accumulators, so that accumulation loses no precision. This takes 20 bytes a parameter.
 
-The moments and the update are `torch.optim.AdamW` in its fused form: one pass over weight, gradient and moments.
-Weight decay touches matrices only: norms and biases are left alone.
+Moments and updates are those of the fused `torch.optim.AdamW`. Weight decay applies to matrices only, not to norms and
+biases.
 
-With `optimizer_states="8bit"` the moments of matrices have 8 bits: torchao's, each block of 256 numbers with a scale of
-its own (FP32), which takes 1 1/64 bytes a parameter instead of 4. Masters and the update stay FP32. Matrices that have
-fewer than 4096 numbers, or not whole blocks, keep FP32 moments. torchao compiles its update by default, which takes a
-C++ compiler and minutes at the first step. Here it runs op by op, which gives the same bits on all machines of one
-kind. In a checkpoint such a moment is two tensors, `{moment}_codes` (uint8) and `{moment}_scale` (FP32).
+With `optimizer_states="8bit"` the moments of matrices are torchao's 8-bit moments. Each block of 256 elements has an
+FP32 scale, so a moment takes 1 1/64 bytes a parameter instead of 4. Masters and updates are FP32. Matrices with fewer
+than 4096 elements, or with an incomplete block, have FP32 moments. torchao compiles its update by default, which needs
+a C++ compiler and minutes. Here the update runs eagerly, which gives the same bits on all machines of one kind. A
+checkpoint stores an 8-bit moment as two tensors, `{moment}_codes` (uint8) and `{moment}_scale` (FP32).
 """
 
 import logging
@@ -30,62 +30,61 @@ from fp8serve.errors import JobError
 from fp8serve.model.storage.shards import release_pages
 from fp8serve.train.config import TrainConfig
 
-SMALLEST, BLOCK = 4096, 256  # torchao's: of numbers in a matrix, and in a block
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether the moment can be negative
+MIN_8BIT_ELEMENTS = 4096  # torchao gives smaller matrices FP32 moments
+BLOCK = 256  # elements of a block of torchao's 8-bit moments
+MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 PARTS = ("codes", "scale")
-Norm = Callable[[Mapping[str, Tensor]], float]
+GradientNorm = Callable[[Mapping[str, Tensor]], float]
 
 
 def has_blocks(elements: int) -> bool:
-    """Whether a matrix of so many numbers has moments of 8 bits."""
-    return elements >= SMALLEST and elements % BLOCK == 0
+    """Whether a matrix with this number of elements has 8-bit moments."""
+    return elements >= MIN_8BIT_ELEMENTS and elements % BLOCK == 0
 
 
 def _adamw_8bit(
     groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """torchao's AdamW over parameter groups."""
-    created: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
-    return created
+    optimizer: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return optimizer
 
 
 def _step_8bit(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """One update at learning rate `rate`."""
     for group in optimizer.param_groups:
         group["lr"].fill_(rate)
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
 
 
-def flat_state(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state as plain tensors."""
-    results: dict[str, Tensor] = {}
-    for name, value in entry.items():
+def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a parameter's optimizer state with each 8-bit moment as two plain tensors."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
         parts = {f"{name}_{part}": getattr(value, part) for part in PARTS if hasattr(value, part)}
-        results |= parts or {name: value}
-    return results
+        tensors |= parts or {name: value}
+    return tensors
 
 
-def whole_state(entry: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """The reverse of `flat_state`, for the state of `parameter`, on its device."""
-    results = {name: value for name, value in entry.items() if name.rpartition("_")[2] not in PARTS}
-    for name, signed in MOMENTS.items():
-        if f"{name}_codes" in entry:
-            results[name] = _moment(entry[f"{name}_codes"], entry[f"{name}_scale"], signed, parameter)
-    return results
+def optimizer_state(tensors: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the optimizer state of `parameter` from the result of `plain_state`, on the parameter's device."""
+    state = {name: value for name, value in tensors.items() if name.rpartition("_")[2] not in PARTS}
+    for name, is_signed in MOMENT_IS_SIGNED.items():
+        if f"{name}_codes" in tensors:
+            state[name] = _8bit_moment(tensors[f"{name}_codes"], tensors[f"{name}_scale"], is_signed, parameter)
+    return state
 
 
-def _moment(codes: Tensor, scale: Tensor, signed: bool, parameter: Tensor) -> Tensor:
-    state: Any = _torchao().subclass_8bit.OptimState8bit
+def _8bit_moment(codes: Tensor, scale: Tensor, is_signed: bool, parameter: Tensor) -> Tensor:
+    tensor_class: Any = _torchao().subclass_8bit.OptimState8bit
     block = codes.numel() // scale.numel()
-    created: Tensor = state.zeros(parameter.shape, signed, block, parameter.device, dtype=parameter.dtype)
+    moment: Tensor = tensor_class.zeros(parameter.shape, is_signed, block, parameter.device, dtype=parameter.dtype)
     for part, value in zip(PARTS, (codes, scale), strict=True):
-        getattr(created, part).copy_(value)
-    return created
+        getattr(moment, part).copy_(value)
+    return moment
 
 
 def _torchao() -> Any:
-    """`torchao.optim`, without the warnings of torchao's other parts about missing kernels that nothing here uses."""
+    """Imports `torchao.optim`, without torchao's warnings about missing kernels that the optimizer does not use."""
     logs = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [log.level for log in logs]
     for log in logs:
@@ -104,47 +103,51 @@ def warmup_steps(config: TrainConfig, total: int) -> int:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Rate of step `step` (from 0): linear to `lr` over the warm-up, then by the schedule down to `lr * min_lr_ratio`.
+    """Returns the learning rate of step `step` (from 0) of `total` steps.
 
-    "cosine" is half a period, "linear" a straight line; "constant" stays at `lr`.
+    The rate rises linearly to `lr` during the warm-up. Then "cosine" (half a period) and "linear" lower it to
+    `lr * min_lr_ratio`, and "constant" keeps it at `lr`.
     """
-    warm = warmup_steps(config, total)
-    if step < warm:
-        return config.lr * (step + 1) / warm
-    done = min(1.0, (step - warm) / max(1, total - warm))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.lr_schedule]
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    warmup = warmup_steps(config, total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    decay = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.lr_schedule]
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
 class Optimizer:
-    """The masters of `parameters` by name, their gradients and their moments.
+    """Holds the FP32 masters of `parameters` by name, and updates them with AdamW.
 
-    With `master_weights="optimizer"` the FP32 parameters that are handed in become BF16. norm: of gradients of which
-    this process has only a part, by name; then the parameters are the masters in any case, and stay FP32.
+    With `master_weights="optimizer"` it converts the FP32 `parameters` to BF16 in place. A sharded run passes `norm`,
+    which computes the norm of gradients from the shards by name. Then the parameters are FP32 masters in any case.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, norm: Norm | None = None) -> None:
-        self._model = dict(parameters)
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, norm: GradientNorm | None = None
+    ) -> None:
+        self._parameters = dict(parameters)
         self._norm = global_norm if norm is None else norm
-        self._own = config.master_weights == "optimizer" and norm is None
-        self.masters = {n: _move_out(p) if self._own else p for n, p in self._model.items()}
+        self._has_copies = config.master_weights == "optimizer" and norm is None
+        self.masters = {n: _move_to_master(p) if self._has_copies else p for n, p in self._parameters.items()}
         self._clip = config.clip
-        decayed = [p for p in self.masters.values() if p.dim() >= 2]
-        plain = [p for p in self.masters.values() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        about: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-        self._small: torch.optim.Optimizer | None = None  # for the matrices, with moments of 8 bits
+        matrices = [p for p in self.masters.values() if p.dim() >= 2]
+        vectors = [p for p in self.masters.values() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        self._adam_8bit: torch.optim.Optimizer | None = None
         if config.optimizer_states == "8bit":
-            self._small = _adamw_8bit(groups[:1], **about) if decayed else None
+            self._adam_8bit = _adamw_8bit(groups[:1], **options) if matrices else None
             groups = groups[1:]
         groups = [group for group in groups if group["params"]]
-        self._adam = torch.optim.AdamW(groups, **about, fused=True) if groups else None
+        self._adam = torch.optim.AdamW(groups, **options, fused=True) if groups else None
 
-    def collect(self) -> None:
-        """After each backward: move BF16 gradients into the FP32 accumulators ("optimizer" masters only)."""
-        if not self._own:
+    def accumulate_in_fp32(self) -> None:
+        """Adds BF16 gradients to the FP32 accumulators and clears them. It must be called after each backward pass, and
+        does nothing if the model holds the masters."""
+        if not self._has_copies:
             return
-        for name, parameter in self._model.items():
+        for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 grad, master = parameter.grad.float(), self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
@@ -152,77 +155,77 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> float:
-        """Clip, update at learning rate `rate`, clear the gradients; returns the global gradient norm before clipping.
+        """Clips the gradients, updates the weights at learning rate `rate`, and clears the gradients.
 
-        If the norm is infinite or NaN, it only clears the gradients, and the caller reports the step as skipped.
+        Returns the global gradient norm before clipping. If the norm is infinite or NaN, the weights do not change, and
+        the caller reports the step as skipped.
         """
         grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         norm = self._norm(grads)
         if math.isfinite(norm):
-            self._clip_to(grads.values(), norm)
+            self._clip_gradients(grads.values(), norm)
             self._update(rate)
-        for parameter in (*self.masters.values(), *self._model.values()):
+        for parameter in (*self.masters.values(), *self._parameters.values()):
             parameter.grad = None
         return norm
 
-    def _clip_to(self, grads: Iterable[Tensor], norm: float) -> None:
+    def _clip_gradients(self, grads: Iterable[Tensor], norm: float) -> None:
         if self._clip is not None and norm > self._clip:
             for grad in grads:
                 grad.mul_(self._clip / norm)
 
     def _update(self, rate: float) -> None:
-        if self._small is not None:
-            _step_8bit(self._small, rate)
+        if self._adam_8bit is not None:
+            _step_8bit(self._adam_8bit, rate)
         if self._adam is not None:
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
-        if self._own:
-            for name, parameter in self._model.items():
+        if self._has_copies:
+            for name, parameter in self._parameters.items():
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Moments as `{name}.{exp_avg|exp_avg_sq|step}`, those of 8 bits as `eight_bit` says.
+        """Returns the moments as `{name}.{exp_avg|exp_avg_sq|step}`; 8-bit moments are two tensors each.
 
-        A parameter that never had a gradient has none.
+        Parameters that never had a gradient have no moments.
         """
-        entries = {name: self._of(parameter).state.get(parameter, {}) for name, parameter in self.masters.items()}
-        flat = {name: flat_state(entry) for name, entry in entries.items()}
-        return {f"{name}.{kind}": value for name, entry in flat.items() for kind, value in entry.items()}
+        states = {name: self._adam_of(master).state.get(master, {}) for name, master in self.masters.items()}
+        return {f"{name}.{kind}": t for name, state in states.items() for kind, t in plain_state(state).items()}
 
-    def _of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """The optimizer that updates a parameter."""
-        result = self._small if self._small is not None and parameter.dim() >= 2 else self._adam
-        assert result is not None
-        return result
+    def _adam_of(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        """Returns the torch optimizer that updates a master."""
+        adam = self._adam_8bit if self._adam_8bit is not None and master.dim() >= 2 else self._adam
+        assert adam is not None
+        return adam
 
     @torch.no_grad()
     def load(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Restores `masters` and `state()`, which may be views of files. Raises JobError when names or shapes do not
-        fit."""
+        """Loads `masters` and the result of `state`, which may be views of files. Raises JobError if the names of the
+        masters differ."""
         if set(masters) != set(self.masters):
             raise JobError(
-                "The checkpoint's weights are not those of this model; start again in a fresh output directory."
+                "The checkpoint's weights are not those of this model; start again in a new output directory."
             )
         for name, value in masters.items():
             self.masters[name].copy_(value)
-            self._model[name].copy_(value)
+            self._parameters[name].copy_(value)
             release_pages(value)
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name, _, kind = key.rpartition(".")
             moments.setdefault(name, {})[kind] = value.to(self.masters[name].device, copy=True)
             release_pages(value)
-        for name, entry in moments.items():
+        for name, tensors in moments.items():
             master = self.masters[name]
-            self._of(master).state[master] = whole_state(entry, master)
+            self._adam_of(master).state[master] = optimizer_state(tensors, master)
 
 
 def global_norm(grads: Mapping[str, Tensor]) -> float:
-    """The norm of all gradients as one vector: FP32 within a row, FP64 over rows.
+    """Returns the norm of all gradients as one vector, computed in FP32 within a row and in FP64 over rows.
 
-    FP64 throughout would copy every gradient. It is only used when a square exceeds FP32's range, to find out whether
-    the gradient itself is finite.
+    FP64 within rows would copy every gradient. It is used only if a square exceeds FP32, to find out whether the
+    gradient itself is finite.
     """
     norm = norm_of_rows([row_norms(grad) for grad in grads.values()])
     if math.isfinite(norm):
@@ -232,18 +235,18 @@ def global_norm(grads: Mapping[str, Tensor]) -> float:
 
 
 def row_norms(grad: Tensor) -> Tensor:
-    """FP32, flat: the norm of each row of a gradient [..., n]."""
+    """Returns the norms of the rows of a gradient [..., n], flat, FP32."""
     norms: Tensor = torch.linalg.vector_norm(grad, dim=-1)
     return norms.flatten()
 
 
 def norm_of_rows(norms: Sequence[Tensor]) -> float:
-    """The norm of what has these norms of rows; infinite or NaN where a square is beyond FP32."""
+    """Returns the norm of gradients from the norms of their rows. It is infinite or NaN if a square exceeds FP32."""
     return float(torch.cat(list(norms)).double().square().sum().sqrt())
 
 
-def _move_out(parameter: nn.Parameter) -> nn.Parameter:
-    """An FP32 copy of `parameter`, which itself becomes BF16 in place."""
+def _move_to_master(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns an FP32 copy of `parameter`, and converts `parameter` to BF16 in place."""
     master = nn.Parameter(parameter.detach().float().clone())
     parameter.data = parameter.data.to(torch.bfloat16)
     return master

@@ -1,13 +1,13 @@
-"""A run that has diverged goes back to its last good checkpoint, if it may, and takes the same steps with other scales.
+"""Recovery of a diverged run (on_divergence="return"): it returns to its last good checkpoint and changes its scaling.
 
-    0   as the job says
-    1   a margin larger by 2: four times the room above the largest value that a history holds
-    2   current scaling: every tensor is scaled by its own largest value, and none is ever cut off
+    returns   scaling of the following steps
+    0         as configured
+    1         a margin larger by 2: a scale leaves four times as much headroom above the largest amax of the history
+    2         current scaling: each tensor is scaled by its own amax, so no value saturates
 
-Each is tried once; a run keeps what it tries until it diverges again. Its checkpoints record how often it went back.
-Every checkpoint of such a run is judged before it is written, so those of the multiples of `save_every` are good. A run
-that is killed after it went back, but before its next checkpoint, finds the same divergence and goes back again, so it
-ends with the same bytes.
+A run keeps a scaling until it diverges again. Checkpoints record the number of returns. The trainer evaluates a run
+with recovery before it writes a checkpoint, so all checkpoints at multiples of `save_every` are good. A run that is
+killed between a return and its next checkpoint repeats the divergence and the return, so it ends with the same bytes.
 """
 
 import dataclasses
@@ -20,48 +20,48 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import MAX_MARGIN
 from fp8serve.train import events
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.run import Course
-from fp8serve.train.validation import DivergenceError, outcome
+from fp8serve.train.run import TrainingRun
+from fp8serve.train.validation import DivergenceError, outcome_of
 
 if TYPE_CHECKING:
-    from fp8serve.train.checkpointing import Saving
+    from fp8serve.train.checkpointing import Checkpointer
 
-LARGER = 2
+MARGIN_INCREASE = 2
 _SHARED = ("fp8_format", "override_linear_precision", "fp8_dpa", "fp8_mha")  # parameters of both recipes
 
 
-def attempts(config: TrainConfig) -> list[TrainConfig]:
-    """The job as it is after 0, 1, ... returns; of another recipe than delayed, only itself."""
+def recovery_configs(config: TrainConfig) -> list[TrainConfig]:
+    """Returns the job's configuration after 0, 1, ... returns. Recipes other than delayed have only the first."""
     if config.recipe != "delayed" or config.lora_rank is not None:
         return [config]
     margin = _margin(config)
     options = dict(config.recipe_options)
-    larger = {**options, "margin": min(margin + LARGER, MAX_MARGIN)}
+    larger = {**options, "margin": min(margin + MARGIN_INCREASE, MAX_MARGIN)}
     shared = {name: value for name, value in options.items() if name in _SHARED}
-    results = [config]
+    configs = [config]
     if margin < MAX_MARGIN:
-        results.append(dataclasses.replace(config, recipe_options=larger, on_divergence="fail"))
+        configs.append(dataclasses.replace(config, recipe_options=larger, on_divergence="fail"))
     current = dataclasses.replace(
         config, recipe="current", recipe_options=shared, amax_history_len=None, on_divergence="fail"
     )
-    return [*results, current]
+    return [*configs, current]
 
 
-def attempt(config: TrainConfig, returns: int) -> TrainConfig:
-    """The job after `returns` returns."""
-    return (result := attempts(config))[min(returns, len(result) - 1)]
+def config_after(config: TrainConfig, returns: int) -> TrainConfig:
+    """Returns the job's configuration after this number of returns."""
+    configs = recovery_configs(config)
+    return configs[min(returns, len(configs) - 1)]
 
 
-def described(config: TrainConfig) -> str:
-    """The scaling of an attempt, in words."""
+def describe_scaling(config: TrainConfig) -> str:
     return f"margin {_margin(config)}" if config.recipe == "delayed" else f"{config.recipe} scaling"
 
 
-def rescaled(scaling: Mapping[str, Tensor], before: TrainConfig, now: TrainConfig) -> dict[str, Tensor]:
-    """The scaling state of a checkpoint that was written under `before`, to go on with under `now`."""
-    if now.recipe != "delayed":
+def convert_scaling(scaling: Mapping[str, Tensor], source: TrainConfig, target: TrainConfig) -> dict[str, Tensor]:
+    """Returns the scaling state of a checkpoint with the configuration `source` for a run with `target`."""
+    if target.recipe != "delayed":
         return {}
-    factor = 2.0 ** (_margin(before) - _margin(now))  # a power of two: exact
+    factor = 2.0 ** (_margin(source) - _margin(target))  # a power of two, so the product is exact
     return {name: tensor * factor if name.endswith(".scale") else tensor for name, tensor in scaling.items()}
 
 
@@ -69,28 +69,27 @@ def _margin(config: TrainConfig) -> int:
     return int(config.recipe_options.get("margin", 0))
 
 
-def go_back_if_diverged(course: Course) -> None:
-    """Raises DivergenceError, on all ranks."""
-    results = course.ranks.gather(outcome(course).divergence) if course.may_go_back else []
-    if (why := next(filter(None, results), None)) is not None:
-        raise DivergenceError(why)
+def check_divergence(run: TrainingRun) -> None:
+    """Raises DivergenceError on all ranks if a run that may recover has diverged."""
+    divergences = run.ranks.gather(outcome_of(run).divergence) if run.may_recover else []
+    if (reason := next(filter(None, divergences), None)) is not None:
+        raise DivergenceError(reason)
 
 
-def go_back(course: Course, saving: "Saving", why: str, *, again: bool) -> int:
-    """Removes what was written since the last good checkpoint, where the next run begins. Returns how often the run has
-    gone back now. JobError when everything has been tried.
+def return_to_good_checkpoint(run: TrainingRun, checkpointer: "Checkpointer", reason: str, *, is_repeated: bool) -> int:
+    """Removes the checkpoints after the last good one, and returns the new number of returns.
 
-    again: the model had already diverged at the checkpoint that the run went back to. Then it goes back to the one
-    before it, and this counts as the same return.
+    Raises JobError if all scalings have been tried. `is_repeated` means that the weights of the previous return's
+    checkpoint had already diverged. The run then returns to an earlier checkpoint, within the same return.
     """
-    tried, progress = attempts(course.job), course.progress
-    returns = progress.returns + (not again)
-    if returns == len(tried):
-        names = " nor ".join(described(config) for config in tried[1:])
-        raise JobError(f"{why}, and neither {names} helped; lower lr ({course.config.lr}), or look at the data.")
-    to = course.ranks.by_first(lambda: saving.removed_since_good(course))
-    with_ = described(tried[returns])
-    text = f"{why}. Going back from step {progress.step} to step {to}, and on with {with_}"
-    details = {"step": to, "from_step": progress.step, "returns": returns, "tried": with_}
-    course.on_event(events.message("returned", text, level="warn", **details))
+    configs, progress = recovery_configs(run.job_config), run.progress
+    returns = progress.returns + (not is_repeated)
+    if returns == len(configs):
+        names = " nor ".join(describe_scaling(config) for config in configs[1:])
+        raise JobError(f"{reason}, and neither {names} helped; lower lr ({run.config.lr}), or check the data.")
+    step = run.ranks.run_on_first(lambda: checkpointer.remove_after_good(run))
+    scaling = describe_scaling(configs[returns])
+    text = f"{reason}. The run returns from step {progress.step} to step {step} and continues with {scaling}"
+    details = {"step": step, "from_step": progress.step, "returns": returns, "tried": scaling}
+    run.on_event(events.message("returned", text, level="warn", **details))
     return returns

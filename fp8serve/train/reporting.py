@@ -1,12 +1,12 @@
-"""Metrics for other tools, besides a run's own events: TensorBoard and Weights & Biases, where they are installed.
+"""Reports the metrics of a run to TensorBoard and Weights & Biases.
 
-    tensorboard   event files in out/tensorboard/; earlier metrics of the steps that this process takes are replaced
-    wandb         one run of wandb across restarts, by the id in out/wandb-id; project, host and mode come from the
-                  environment (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE); the default project is "fp8serve"
+    tensorboard   writes event files into out/tensorboard/; a restarted run replaces the metrics of repeated steps
+    wandb         continues one wandb run across restarts, with the id in out/wandb-id; the environment sets project,
+                  host and mode (WANDB_PROJECT, WANDB_BASE_URL, WANDB_MODE); the default project is "fp8serve"
 
-A tool that fails, for example because its disk is full or its server is down, gets no more metrics, and the run reports
-that. A tool never ends a run or changes a bit of it. A package that is not installed is refused before a run starts,
-without torch.
+If a tool fails, for example because its disk is full or its server is down, it gets no more metrics, and an event says
+so. A tool never ends a run and never changes its results. Missing packages are detected before a run starts. This
+module imports no torch.
 """
 
 import os
@@ -28,20 +28,20 @@ ReportTool = Literal["tensorboard", "wandb"]
 PROJECT = "fp8serve"
 
 
-def require_package(name: str, needed: str, option: str) -> None:
-    """MachineError: the package is not installed. needed: the beginning of the sentence, which names it."""
+def require_package(name: str, reason: str, option: str) -> None:
+    """Raises MachineError if the package is not installed. `reason` is the first clause of its message."""
     if find_spec(name) is None:
-        raise MachineError(f"{needed}, which is not installed: pip install 'fp8serve[{name}]', or leave {option} out.")
+        raise MachineError(f"{reason}, which is not installed: pip install 'fp8serve[{name}]', or leave {option} out.")
 
 
-def check_states(config: "TrainConfig") -> None:
-    """MachineError: the optimizer's states need a package that is not installed."""
+def check_optimizer_package(config: "TrainConfig") -> None:
+    """Raises MachineError if the optimizer states need torchao and it is not installed."""
     if config.optimizer_states == "8bit":
         require_package("torchao", "8-bit optimizer states need torchao", "optimizer_states")
 
 
 class Writer(Protocol):
-    """Takes numbers by their names."""
+    """Writes the metrics of a step to a tool."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -49,7 +49,7 @@ class Writer(Protocol):
 
 
 class TensorBoard:
-    """See the module."""
+    """Writes metrics as TensorBoard event files."""
 
     def __init__(self, config: "TrainConfig", first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -66,15 +66,15 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """See the module."""
+    """Writes metrics to Weights & Biases."""
 
     def __init__(self, config: "TrainConfig", first_step: int) -> None:
         import wandb  # type: ignore[import-not-found,unused-ignore]
 
         out = Path(config.out)
         project = os.environ.get("WANDB_PROJECT") or PROJECT
-        about = {"dir": str(out), "project": project, "config": config.defines(), "id": _wandb_id(out)}
-        self._run: Any = wandb.init(**about, resume="allow")
+        options = {"dir": str(out), "project": project, "config": config.identity(), "id": _wandb_id(out)}
+        self._run: Any = wandb.init(**options, resume="allow")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -89,67 +89,67 @@ WRITERS: dict[ReportTool, Callable[["TrainConfig", int], Writer]] = {
 
 
 def check_installed(tools: Sequence[ReportTool]) -> None:
-    """MachineError names the first tool that is not installed."""
+    """Raises MachineError that names the first tool whose package is not installed."""
     for tool in tools:
         require_package(tool, f"Reporting to {tool} needs its package", "report_to")
 
 
 @contextmanager
-def reported(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
-    """An `on_event` that also gives metrics to the tools in `config.report_to`."""
+def reporting_to_tools(config: "TrainConfig", on_event: OnEvent) -> Iterator[OnEvent]:
+    """Yields a function that calls `on_event` and also sends metrics to the tools in `config.report_to`."""
     if not config.report_to:
         yield on_event
         return
-    reports = [_Report(tool, config, on_event) for tool in dict.fromkeys(config.report_to)]
+    reporters = [_Reporter(tool, config, on_event) for tool in dict.fromkeys(config.report_to)]
 
     def handle(event: Event) -> None:
         on_event(event)
         if event["type"] == "metrics":
-            for report in reports:
-                report.take(event)
+            for reporter in reporters:
+                reporter.report(event)
 
     try:
         yield handle
     finally:
-        for report in reports:
-            report.close()
+        for reporter in reporters:
+            reporter.close()
 
 
 @dataclass
-class _Report:
-    """One tool, from its first step on, until it fails."""
+class _Reporter:
+    """Sends metrics to one tool until the tool fails."""
 
     tool: ReportTool
     config: "TrainConfig"
     on_event: OnEvent
     writer: Writer | None = None
-    is_lost: bool = False
+    has_failed: bool = False
 
-    def take(self, event: Event) -> None:
-        if self.is_lost:
+    def report(self, event: Event) -> None:
+        if self.has_failed:
             return
         numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name != "step"}
         try:
             self.writer = self.writer or WRITERS[self.tool](self.config, event["step"])
             self.writer.write(event["step"], numbers)
-        except Exception as problem:  # whatever the tool raises
-            self._lost(problem)
+        except Exception as problem:
+            self._handle_failure(problem)
 
     def close(self) -> None:
         try:
             if self.writer is not None:
                 self.writer.close()
         except Exception as problem:
-            self._lost(problem)
+            self._handle_failure(problem)
 
-    def _lost(self, problem: Exception) -> None:
-        self.is_lost = True
+    def _handle_failure(self, problem: Exception) -> None:
+        self.has_failed = True
         text = f"{self.tool} failed and gets no more metrics of this run: {type(problem).__name__}: {one_line(problem)}"
         self.on_event(message("report_lost", text, level="warn"))
 
 
 def _wandb_id(out: Path) -> str:
-    """The id of the run at wandb, the same for all its starts."""
+    """Returns the id of the wandb run, which all starts of this run share."""
     path = out / "wandb-id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex, encoding="utf-8")

@@ -1,8 +1,7 @@
-"""Where a run stands, and what the parts of the loop share.
+"""The progress of a training run, and the state that the modules of the training loop share.
 
-`Progress` is everything that a checkpoint records besides tensors. `Course` is what the parts of a run work on: a step
-(`train.train_step`), validation, checkpoints (`train.checkpointing`), and going back (`train.recovery`).
-`train.trainer` calls them in order.
+A checkpoint records `Progress` besides its tensors. `TrainingRun` is the argument of steps (`train.train_step`),
+validation, checkpointing and recovery. `train.trainer` calls these modules in order.
 """
 
 import math
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class HeldOut:
-    """Validation losses of a run: before its first step, the lowest since, and the last."""
+class ValidationLosses:
+    """The validation losses of a run: the one before the first step, the lowest one since then, and the last one."""
 
     first: float | None = None
     best: float | None = None
     best_step: int | None = None
     last: float | None = None
-    since_best: int = 0  # validations
+    since_best: int = 0  # validations since the lowest loss
 
-    def note(self, loss: float, step: int) -> None:
-        """Records a validation; a loss that is not finite is never the best, and is kept as None."""
+    def record(self, loss: float, step: int) -> None:
+        """Records the loss of a validation. A loss that is not finite is recorded as None and is never the lowest."""
         self.last = loss if math.isfinite(loss) else None
         if math.isfinite(loss) and (self.best is None or loss < self.best):
             self.best, self.best_step, self.since_best = loss, step, 0
@@ -40,7 +39,8 @@ class HeldOut:
 
 @dataclass
 class Progress:
-    """Where a run stands between two steps; all of it is in the checkpoint. returns: how often it went back."""
+    """The progress of a run between two steps, as checkpoints store it. `returns` counts the returns to an earlier
+    checkpoint after a divergence."""
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -49,20 +49,20 @@ class Progress:
     skipped_in_a_row: int = 0
     total_steps: int | None = None
     first_loss: float | None = None
-    held_out: HeldOut = field(default_factory=HeldOut)
+    held_out: ValidationLosses = field(default_factory=ValidationLosses)
     metrics: dict[str, Any] = field(default_factory=dict)
     returns: int = 0
 
 
 @dataclass
-class Course:
-    """A run on its way.
+class TrainingRun:
+    """A run in progress.
 
-    job: the job's own configuration. config: the one that is in effect, after `progress.returns` returns. identity:
-    see `identity_of`.
+    `job_config` is the job's configuration. `config` is the one in effect, which recovery may have changed.
+    `identity` is the result of `checkpointing.identity_of`.
     """
 
-    job: TrainConfig
+    job_config: TrainConfig
     config: TrainConfig
     ranks: Ranks
     on_event: OnEvent
@@ -72,26 +72,27 @@ class Course:
 
     @property
     def out(self) -> Path:
-        return Path(self.job.out)
+        return Path(self.config.out)
 
     @property
-    def may_go_back(self) -> bool:
-        return self.job.on_divergence == "return"
+    def may_recover(self) -> bool:
+        """Whether a divergence sends the run back to an earlier checkpoint."""
+        return self.job_config.on_divergence == "return"
 
     @property
     def save_every(self) -> int:
-        """The run may go back to the checkpoints of the multiples of this step."""
-        return self.job.save_every or 1
+        """Recovery goes back to checkpoints of steps that are multiples of this number."""
+        return self.job_config.save_every or 1
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each item."""
+        """The tokens of each item."""
         return [item.tokens for item in self.setup.items]
 
-    def items(self, step: Step) -> list[list[Item]]:
-        """The items of every microbatch of a step."""
-        return [[self.setup.items[i] for i in items] for items in step]
+    def microbatches(self, step: Step) -> list[list[Item]]:
+        """Returns the items of each microbatch of a step."""
+        return [[self.setup.items[i] for i in microbatch] for microbatch in step]
 
-    def due(self, every: int | None) -> bool:
-        """Whether something that is done every so many steps is to be done now."""
+    def is_due(self, every: int | None) -> bool:
+        """Whether an action that runs every `every` steps is due after the current step; never if `every` is None."""
         return every is not None and self.progress.step % every == 0

@@ -1,9 +1,8 @@
-"""Writes a small Llama-shaped model: a byte-pair tokenizer trained on the given texts, and random weights.
+"""Writes a small Llama model with random weights and a byte-level BPE tokenizer that is trained on given texts.
 
-The demonstration trains it from its first step, and tests use it as a model. It is an ordinary Hugging Face directory
-(config, safetensors, tokenizer with a chat template) that every command takes like any other. The tokenizer works on
-bytes, so every text can be encoded. Weights: normal with standard deviation 0.02, the layers that write to the residual
-stream scaled down by sqrt(2 * layers) as in GPT-2 (Radford et al. 2019, section 2.3), norms one.
+`fp8serve demo` trains such a model, and tests use it. It is a Hugging Face directory (config, safetensors, tokenizer
+with a chat template) that every command accepts. Weights are normal with standard deviation 0.02; projections into the
+residual stream are divided by sqrt(2 * layers) as in GPT-2 (Radford et al. 2019, section 2.3). Norms are one.
 """
 
 import json
@@ -22,11 +21,11 @@ from torch import Tensor
 
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.storage.files import save_tensors, whole_directory, write_json
-from fp8serve.model.storage.shards import SINGLE, write_index
+from fp8serve.model.storage.files import atomic_directory, save_tensors, write_json
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, write_index
 
 END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
-SPECIAL = (END, USER, ASSISTANT, SYSTEM)
+SPECIAL_TOKENS = (END, USER, ASSISTANT, SYSTEM)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -46,24 +45,29 @@ def write_random_model(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write the directory `out` (whole or not at all) and return it.
+    """Writes the model directory `out` atomically, and returns it.
 
-    `texts` train the tokenizer; it holds at most `vocab_size` tokens, of which 256 are bytes and 4 mark chat turns.
-    Raises ModelError when `out` exists or the sizes do not make a model.
+    The tokenizer is trained on `texts`. It has at most `vocab_size` tokens, of which 256 are bytes and 4 are special
+    tokens for chat turns. Raises ModelError if `out` exists or the sizes are invalid.
     """
-    with whole_directory(Path(out)) as directory:
+    with atomic_directory(Path(out)) as directory:
         tokenizer = train_tokenizer(texts, vocab_size)
         tokenizer.save(str(directory / "tokenizer.json"))
         write_json(directory / "tokenizer_config.json", _tokenizer_config(context))
         end = tokenizer.token_to_id(END)
-        shape = {"hidden_size": hidden_size, "layers": layers, "heads": heads, "kv_heads": kv_heads}
-        wide = intermediate_size or 128 * math.ceil(hidden_size * 8 / 3 / 128)
-        vocab = tokenizer.get_vocab_size()
-        config = llama_config(**shape, intermediate_size=wide, vocab_size=vocab, context=context)
+        config = llama_config(
+            hidden_size=hidden_size,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            intermediate_size=intermediate_size or 128 * math.ceil(hidden_size * 8 / 3 / 128),
+            vocab_size=tokenizer.get_vocab_size(),
+            context=context,
+        )
         config |= {"bos_token_id": end, "eos_token_id": end}
         write_json(directory / "config.json", config)
         write_json(directory / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-        save_tensors(directory / SINGLE, random_weights(directory, seed), {"format": "pt"})
+        save_tensors(directory / SAFE_WEIGHTS, random_weights(directory, seed), {"format": "pt"})
         write_index(directory)
     return Path(out)
 
@@ -71,7 +75,7 @@ def write_random_model(
 def llama_config(
     *, hidden_size: int, layers: int, heads: int, kv_heads: int, intermediate_size: int, vocab_size: int, context: int
 ) -> dict[str, Any]:
-    """The config.json of a Llama with tied embeddings, for sequences of at most `context` tokens."""
+    """Returns the config.json of a Llama with tied embeddings, for sequences of at most `context` tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -93,11 +97,11 @@ def llama_config(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level byte-pair encoding; the same texts give the same tokenizer."""
+    """Returns a byte-level BPE tokenizer. The same texts give the same tokenizer."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL]
+    special = [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
     trainer = BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
@@ -118,20 +122,20 @@ def _tokenizer_config(context: int) -> dict[str, Any]:
 
 
 def random_weights(directory: Path, seed: int) -> dict[str, Tensor]:
-    """BF16 weights for the config.json in `directory`, from their own random generator."""
+    """Returns random BF16 weights for the config.json in `directory`, by name."""
     decoder = Decoder(read_config(directory), device="meta")
     generator = torch.Generator().manual_seed(seed)
-    return {n: _random(n, p, decoder.config.num_layers, generator) for n, p in decoder.named_parameters()}
+    return {n: _random_weight(n, p.shape, decoder.config.num_layers, generator) for n, p in decoder.named_parameters()}
 
 
-def _random(name: str, shape: Tensor, layers: int, generator: torch.Generator) -> Tensor:
-    if shape.dim() == 1:
-        return torch.ones(shape.shape, dtype=torch.bfloat16)
-    spread = 0.02 / math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-    return (torch.randn(shape.shape, generator=generator) * spread).to(torch.bfloat16)
+def _random_weight(name: str, shape: torch.Size, layers: int, generator: torch.Generator) -> Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    std = 0.02 / math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+    return (torch.randn(shape, generator=generator) * std).to(torch.bfloat16)
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:
-    """`texts` as JSON lines that the trainer reads."""
+    """Writes `texts` as JSON lines of training data, and returns the path."""
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     return path

@@ -1,7 +1,6 @@
-"""Everything that a run needs before its first step: rows, model and optimizer, from a base model or a checkpoint.
+"""Loads the data, the model and the optimizer of a run, from its base model or from a checkpoint.
 
-A checkpoint is itself a model directory, so a resumed job no longer needs the base model. A job that trains an adapter
-needs its base model.
+A checkpoint is a model directory, so a resumed run does not need the base model, unless it trains an adapter.
 """
 
 import gc
@@ -23,35 +22,35 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.quantization_config import quantization_files
 from fp8serve.model.storage.files import read_json
 from fp8serve.model.storage.memory import trim
-from fp8serve.model.stored import matrices_note
+from fp8serve.model.stored_checkpoint import matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import state
-from fp8serve.train.checkpoint import carried_files
+from fp8serve.train.checkpoint import model_file_writer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Item, RowCounts, check_length, fingerprint, total_steps
 from fp8serve.train.events import OnEvent, message
 from fp8serve.train.forward import Forward, Logits
-from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.lora import adapted_model, adapter_parameters
 from fp8serve.train.memory import check_layers
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.methods.table import method_of, reader_of
 from fp8serve.train.optimizer import Optimizer
-from fp8serve.train.tokenized import TokenizedData
+from fp8serve.train.token_cache import TokenCache
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
-    from fp8serve.train.sharded.building import Sharded
+    from fp8serve.train.sharded.building import ShardedModel
 
-ITEMS = ("items", "eval_items")
+ITEM_FIELDS = ("items", "eval_items")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that stay the same during a run.
+    """The data, the model and the optimizer of a run.
 
-    items, eval_items: what is learnt, and what is held out; see `methods.interface`. carry: writes the base model's
-    small files into a directory. high_precision_linears: those in high precision, as in the base model. sharded: where
-    the weights are divided among processes; `forward` is its own.
+    `items` are trained on, `eval_items` are the validation data. `copy_model_files` writes the base model's
+    configuration and tokenizer into a directory. `high_precision_linears` are the linear layers that the base model
+    holds in high precision. If the weights are sharded over processes, `forward` belongs to `sharded`.
     """
 
     method: Method[Any]
@@ -61,89 +60,89 @@ class Setup:
     optimizer: Optimizer
     total_steps: int
     data_fingerprint: str
-    carry: Callable[[Path], None]
+    copy_model_files: Callable[[Path], None]
     high_precision_linears: tuple[str, ...] = ()
-    sharded: "Sharded | None" = None
+    sharded: "ShardedModel | None" = None
 
     @property
     def decoder(self) -> Model:
-        """The model that is trained."""
         return self.forward.network.decoder
 
     def observe(self, loss: Callable[[Logits], Tensor]) -> None:
-        """`Forward.observe`. Weights that are gathered in FP8 have no other values, so there a second model, which is
-        gathered as it is, lends what it has seen."""
+        """Calls `Forward.observe`. If weights are gathered in FP8, a second model that gathers them in high precision
+        observes the loss instead, and its amaxes are copied."""
         if self.sharded is None or not self.sharded.in_fp8:
             return self.forward.observe(loss)
         ranks = self.sharded.shards.ranks
-        with ranks.together():
+        with ranks.shared_errors():
             second = self.sharded.in_high_precision()
         state.load_scaling(second, state.scaling_tensors(self.forward))
         second.observe(loss)
         state.load_scaling(self.forward, state.scaling_tensors(second))
-        del second  # it is made of cycles
-        gc.collect()
+        del second
+        gc.collect()  # the model has reference cycles
         trim()
         return None
 
-    def begun(self, ranks: Ranks) -> "Setup":
-        """A copy whose items hold what the method needs to know about the model as it is now."""
-        items, eval_items = (self.method.begin(self.forward, result, ranks) for result in (self.items, self.eval_items))
+    def with_reference(self, ranks: Ranks) -> "Setup":
+        """Returns a copy whose items hold the reference values of the current model."""
+        items, eval_items = (
+            self.method.compute_reference(self.forward, items, ranks) for items in (self.items, self.eval_items)
+        )
         return replace(self, items=items, eval_items=eval_items)
 
-    def tensors_of_items(self) -> dict[str, Tensor]:
-        """What the items hold, for a checkpoint: tensors under `items.` or `eval_items.` and the method's names."""
-        results = {name: self.method.keep(getattr(self, name)) for name in ITEMS}
-        return {f"{name}.{key}": tensor for name, tensors in results.items() for key, tensor in tensors.items()}
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """Returns the items' reference values for a checkpoint, named `items.*` and `eval_items.*`."""
+        tensors = {field: self.method.reference_tensors(getattr(self, field)) for field in ITEM_FIELDS}
+        return {f"{field}.{name}": tensor for field in ITEM_FIELDS for name, tensor in tensors[field].items()}
 
-    def recall_items(self, tensors: Mapping[str, Tensor]) -> "Setup":
-        """The reverse of `tensors_of_items`. JobError if `tensors` belong to other items."""
-        items, eval_items = (self.method.recall(getattr(self, name), _below(name, tensors)) for name in ITEMS)
+    def with_loaded_reference(self, tensors: Mapping[str, Tensor]) -> "Setup":
+        """Returns a copy with the reference values of a checkpoint. Raises JobError if they belong to other items."""
+        items, eval_items = (
+            self.method.load_reference(getattr(self, field), _with_prefix(f"{field}.", tensors))
+            for field in ITEM_FIELDS
+        )
         return replace(self, items=items, eval_items=eval_items)
 
 
-def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with `name.`, by the rest of their names."""
-    return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks = ALONE) -> Setup:
-    """Load data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError, JobError.
-
-    A checkpoint of an adapter is no model, so the base model is read again.
-    """
-    source = Path(config.model) if config.lora_rank else source
+    """Loads data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError or JobError."""
+    source = Path(config.model) if config.lora_rank else source  # a checkpoint of an adapter has no base weights
     check_format(config)
     model = read_config(source)
     check_length(config.seq_len, model)
     check_layers(config, model)
     recipe = config.fp8_recipe
-    device_of(config)
-    data = TokenizedData(config, source, Tokenizer.from_dir(source, config.today), on_event, keeps=ranks.first)
-    items, report = data.load("data")
-    report_data(report, on_event, reader_of(config).lacks)
-    eval_items = data.load("eval_data")[0] if config.eval_data else []
+    check_device(config.device)
+    cache = TokenCache(config, source, Tokenizer.from_dir(source, config.today), on_event, writes=ranks.is_first)
+    items, counts = cache.load("data")
+    report_data(counts, on_event, reader_of(config).requirement)
+    eval_items = cache.load("eval_data")[0] if config.eval_data else []
     report_overlap(items, eval_items, on_event)
-    retained = () if recipe is None or config.lora_rank else high_precision_linears(source)
-    if retained:
-        text = f"{len(retained)} linear layers that are not in FP8 in the model are trained in BF16 and stay so"
-        on_event(message("kept", text, kept=len(retained)))
+    unquantized = () if recipe is None or config.lora_rank else high_precision_linears(source)
+    if unquantized:
+        text = f"{len(unquantized)} linear layers that the model stores in high precision are trained in BF16"
+        on_event(message("kept", text, kept=len(unquantized)))
     for note in () if config.lora_rank else matrices_note(open_checkpoint(source), rewritten=True):
         on_event(message("widened", note))
-    sharded = _sharded(config, source, retained, ranks, on_event) if config.fsdp else None
+    sharded = _sharded_model(config, source, unquantized, ranks, on_event) if config.fsdp else None
     if sharded is not None:
         forward, parameters = sharded.forward, sharded.shards.masters
     else:
-        decoder = adapted_model(config) if config.lora_rank else _decoder(source, recipe, retained, config)
+        decoder = adapted_model(config) if config.lora_rank else _trainable_model(source, recipe, unquantized, config)
         forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
-        parameters = trained(decoder) if config.lora_rank else dict(decoder.named_parameters())
+        parameters = adapter_parameters(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
-        on_event(message("seeded", f"{seeded} tensors start with the scales stored in the model", seeded=seeded))
+        on_event(message("seeded", f"{seeded} tensors start with the scales in the model", seeded=seeded))
     for reason in forward.differences():
-        on_event(message("log_probs_differ", f"A server will return other log-probabilities than this run: {reason}"))
+        on_event(message("log_probs_differ", f"A server computes other log-probabilities than this run: {reason}"))
     if config.lora_rank:
         count = sum(parameter.numel() for parameter in parameters.values())
-        on_event(message("adapter", f"An adapter of {count} parameters is trained", parameters=count))
+        on_event(message("adapter", f"The run trains an adapter of {count} parameters", parameters=count))
         report_rank(parameters, config.lora_rank, on_event)
     optimizer = Optimizer(parameters, config, None if sharded is None else sharded.norm)
     return Setup(
@@ -154,66 +153,65 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         optimizer=optimizer,
         total_steps=total_steps([item.tokens for item in items], config),
         data_fingerprint=fingerprint(items),
-        carry=_nothing if config.lora_rank else carried_files(source),
-        high_precision_linears=retained,
+        copy_model_files=(lambda directory: None) if config.lora_rank else model_file_writer(source),
+        high_precision_linears=unquantized,
         sharded=sharded,
     )
 
 
-def _sharded(
-    config: TrainConfig, source: Path, retained: Collection[str], ranks: Ranks, on_event: OnEvent
-) -> "Sharded | None":
-    """The model divided among the processes; None if there is one process. JobError: see `check_blocks`."""
-    from fp8serve.train.sharded.building import Sharded, described
+def _sharded_model(
+    config: TrainConfig, source: Path, unquantized: Collection[str], ranks: Ranks, on_event: OnEvent
+) -> "ShardedModel | None":
+    """Returns the model sharded over the processes, or None if there is one process. Raises JobError if 8-bit moments
+    cannot be divided."""
+    from fp8serve.train.sharded.building import ShardedModel, describe
     from fp8serve.train.sharded.shards import check_blocks
 
-    sharded = Sharded(config, source, retained, ranks) if ranks.in_step else None
+    sharded = ShardedModel(config, source, unquantized, ranks) if ranks.is_sharded else None
     if sharded is not None and config.optimizer_states == "8bit":
         check_blocks(sharded.shards)
-    on_event(message("sharded", described(sharded), processes=ranks.size))
+    on_event(message("sharded", describe(sharded), processes=ranks.size))
     return sharded
 
 
-def _nothing(directory: Path) -> None:
-    """What an adapter's checkpoint takes over from the base model."""
-
-
 def check_format(config: TrainConfig) -> None:
-    """Raises ModelError before any work for a format that cannot express the recipe's weights."""
+    """Raises ModelError if the job's file format cannot store weights of the job's recipe."""
     recipe = config.fp8_recipe
     if recipe is not None and not recipe.override_linear_precision[0]:
         quantization_files(config.format, recipe, kv_cache=False)
 
 
-def device_of(config: TrainConfig) -> torch.device:
+def check_device(name: str) -> None:
+    """Raises JobError if torch cannot use the device. Runs the self-check of its kernels otherwise."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise JobError(f"The device {config.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise JobError(f"The device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     prepare_device(device)
-    return device
 
 
-def report_data(report: RowCounts, on_event: OnEvent, lacks: str) -> None:
-    """Say how much of the data carries loss before any time is spent on it."""
+def report_data(counts: RowCounts, on_event: OnEvent, requirement: str) -> None:
+    """Reports the size of the data, and warns of dropped examples, which lack `requirement`."""
     text = (
-        f"{report.rows} rows, {report.tokens} tokens an epoch, {report.trainable_fraction:.1%} of them carry loss; "
-        f"{report.truncated_rows} rows truncated"
+        f"{counts.rows} rows, {counts.tokens} tokens an epoch, {counts.trainable_fraction:.1%} of them carry loss; "
+        f"{counts.truncated_rows} rows truncated"
     )
-    numbers = {**vars(report), "trainable_fraction": report.trainable_fraction}
-    on_event(message("data", text, **numbers))
-    if report.dropped_rows:
-        text = f"{report.dropped_rows} examples do not have {lacks} within seq_len and were dropped"
-        on_event(message("rows_dropped", text, level="warn", dropped_rows=report.dropped_rows))
+    on_event(message("data", text, **vars(counts), trainable_fraction=counts.trainable_fraction))
+    if counts.dropped_rows:
+        text = f"{counts.dropped_rows} examples do not have {requirement} within seq_len and were dropped"
+        on_event(message("rows_dropped", text, level="warn", dropped_rows=counts.dropped_rows))
 
 
 def report_overlap(items: Sequence[Item], eval_items: Sequence[Item], on_event: OnEvent) -> None:
-    """Warn if training rows are also validation rows, because their loss falls by memorisation alone."""
-    learnt = {_content(item) for item in items} if eval_items else set()
-    if both := sum(_content(item) in learnt for item in eval_items):
-        text = f"{both} of {len(eval_items)} validation rows are training rows, too: their loss falls by memory alone"
-        on_event(message("overlap", text, level="warn", rows=both))
+    """Warns if validation rows are also training rows, because their loss falls by memorization alone."""
+    training_contents = {_content(item) for item in items} if eval_items else set()
+    if overlap := sum(_content(item) in training_contents for item in eval_items):
+        text = (
+            f"{overlap} of {len(eval_items)} validation rows are also training rows: their loss falls by memorization "
+            "alone"
+        )
+        on_event(message("overlap", text, level="warn", rows=overlap))
 
 
 def _content(item: Item) -> tuple[bytes, ...]:
@@ -221,34 +219,33 @@ def _content(item: Item) -> tuple[bytes, ...]:
 
 
 def report_rank(parameters: Mapping[str, nn.Parameter], rank: int, on_event: OnEvent) -> None:
-    """Warn if the rank of an adapter is larger than the smaller side of a matrix, which bounds the rank of its
-    change."""
+    """Warns if an adapter's rank is larger than the smaller side of a matrix, the highest rank that it can use."""
     shapes = {name.rpartition(".")[0]: [0, 0] for name in parameters}
     for name, parameter in parameters.items():
         layer, _, part = name.rpartition(".")
         if part in ("lora_A", "lora_B"):
             shapes[layer][part == "lora_B"] = parameter.numel() // rank
     sides = [min(shape) for shape in shapes.values()]
-    if more := sum(side < rank for side in sides):
+    if count := sum(side < rank for side in sides):
         text = (
-            f"Rank {rank} is more than the smaller side of {more} of {len(sides)} matrices (the smallest: "
-            f"{min(sides)}), which can learn no more by it than by a rank of that side"
+            f"Rank {rank} is more than the smaller side of {count} of {len(sides)} matrices (the smallest has "
+            f"{min(sides)}), and a rank above the smaller side adds no capacity"
         )
-        on_event(message("rank_too_large", text, level="warn", layers=more))
+        on_event(message("rank_too_large", text, level="warn", layers=count))
 
 
 def high_precision_linears(source: Path) -> tuple[str, ...]:
-    """The linears that an FP8 directory holds in high precision; a checkpoint records those of its base model.
+    """Returns the linear layers that an FP8 directory, or the base model of a checkpoint, holds in high precision.
 
-    A directory without FP8 weights keeps none, because no layers were chosen for it.
+    Returns () for a directory without FP8 weights: then all linear layers are trained in FP8.
     """
     if (source / "trainer.json").exists():
         return tuple(read_json(source / "trainer.json", JobError).get("kept", ()))
     return tuple(open_checkpoint(source).high_precision_linears)
 
 
-def _decoder(source: Path, recipe: Recipe | None, retained: tuple[str, ...], config: TrainConfig) -> Model:
+def _trainable_model(source: Path, recipe: Recipe | None, unquantized: tuple[str, ...], config: TrainConfig) -> Model:
     decoder = load_trainable(source, dtype=torch.float32, device=config.device)
     if recipe is not None:
-        convert(decoder, skip=(decoder.head_name, *retained))
+        convert(decoder, skip=(decoder.head_name, *unquantized))
     return decoder

@@ -1,20 +1,20 @@
-"""One step of a run: the gradients of its microbatches, their sum over processes, its updates, and what it reports.
+"""One training step: gradient accumulation over its microbatches and over processes, its updates, and its metrics.
 
-A step is the same for any number of processes: its microbatches compute with the same scales (`Forward.one_update`),
-each draws its own random numbers, and gradients are added in the order of the microbatches.
+A step gives the same bits for any number of processes. Its microbatches compute with the same scales
+(`Forward.accumulated_update`), each microbatch seeds its own random numbers, and gradients are added in the order of
+the microbatches.
 
-A single process adds g0 + g1 + g2 ... in FP32. A sum depends on its order, so an all-reduce would give other weights.
-Here rank i mod N computes microbatch i. After each round of N, every rank gets its N-th part of all N gradients and
-adds them to its part of the sum, in order. At the end of the step the parts are gathered. So weights have the same bits
-whatever N is. A rank sends its gradients once a microbatch, and its part of the sum once a step; an all-reduce of the
-step's sums would send the gradients only once a step.
+A single process adds g0 + g1 + g2 ... in FP32. A floating-point sum depends on its order, so an all-reduce would give
+other weights. Here rank i mod N computes microbatch i. After each round of N microbatches, every rank receives its N-th
+part of the N gradients and adds them to its part of the sum, in order. The parts are gathered at the end of the step.
+This sends the gradients once a microbatch, where an all-reduce of the step's sums would send them once a step.
 
-A missing gradient (of an expert that no token chose, or of a microbatch that does not exist) is sent as -0.0, the only
-number whose addition changes nothing, not even the sign of a zero. Gradients travel in buckets, so that beside a rank's
-own gradients and its part of the sum only two buckets are in memory.
+A missing gradient (of an expert that no token chose, or of a rank without a microbatch) is sent as -0.0. This is the
+only number whose addition changes nothing, not even the sign of a zero. Gradients are sent in buckets, so that besides
+a rank's gradients and its part of the sum only two buckets are in memory.
 
-A gradient that is not finite is never applied: the step is skipped with an event, the moments stay, and ten in a row
-end the run, or send it back (`train.recovery`).
+Gradients that are not finite are never applied. Such a step is skipped with an event and leaves the moments unchanged.
+Ten skipped steps in a row end the run, or make it return to an earlier checkpoint (`train.recovery`).
 """
 
 import math
@@ -37,88 +37,90 @@ from fp8serve.train.data import Item, Step
 from fp8serve.train.forward import Forward
 from fp8serve.train.methods.interface import Method
 from fp8serve.train.optimizer import Optimizer, learning_rate
-from fp8serve.train.run import Course
-from fp8serve.train.validation import DivergenceError, validate_run
+from fp8serve.train.run import TrainingRun
+from fp8serve.train.validation import DivergenceError, evaluate_run
 
 if TYPE_CHECKING:
-    from fp8serve.train.sharded.building import Sharded
+    from fp8serve.train.sharded.building import ShardedModel
 
-BUCKET = 1 << 24  # elements, unless one parameter has more
-NOTHING = -0.0
+BUCKET_ELEMENTS = 1 << 24  # of a bucket, unless one parameter has more
+NO_GRADIENT = -0.0  # x + -0.0 has the bits of x, also for x = -0.0
 MAX_SKIPPED_IN_A_ROW = 10
 
 
-class Exchange:
-    """Sums gradients of `parameters` over the microbatches of one step and over `ranks`; with one rank it does
-    nothing."""
+class GradientExchange:
+    """Sums the gradients of `parameters` over the microbatches of one step and over `ranks`.
+
+    With one rank its methods do nothing, because autograd accumulates into `.grad`.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._buckets = [_Bucket(some, ranks) for some in _buckets_of(parameters)] if ranks.size > 1 else []
+        self._buckets = [_Bucket(part, ranks) for part in _partition(parameters)] if ranks.size > 1 else []
 
-    def begin(self, working: int) -> None:
-        """Before each round, of which so many ranks compute a microbatch."""
+    def start_round(self, active_ranks: int) -> None:
+        """Must be called before each round, in which the first `active_ranks` ranks compute a microbatch."""
 
-    def round(self) -> None:
-        """After each rank's next microbatch, if there is one: adds the gradients in `.grad`, and clears them."""
+    def finish_round(self) -> None:
+        """Adds the gradients in `.grad` of all ranks to the sums, and clears them."""
         for bucket in self._buckets:
-            bucket.add()
+            bucket.add_gradients()
 
-    def finish(self) -> None:
-        """Puts the sums into `.grad` of every rank; None where no microbatch gave a gradient."""
+    def finish_step(self) -> None:
+        """Sets `.grad` on every rank to the sums, or to None where no microbatch gave a gradient."""
         for bucket in self._buckets:
-            bucket.gather()
+            bucket.gather_sums()
 
 
 class _Bucket:
-    """Some parameters end to end, padded to N parts of `width` elements; this rank sums one part."""
+    """Some of the parameters, concatenated and padded to N parts of equal width. This rank sums one part."""
 
     def __init__(self, parameters: list[nn.Parameter], ranks: Ranks) -> None:
         self._parameters = parameters
         self._ranks = ranks
-        self._seen = torch.zeros(len(parameters), dtype=torch.uint8, device=parameters[0].device)
+        self._has_gradient = torch.zeros(len(parameters), dtype=torch.uint8, device=parameters[0].device)
         self._width = -(-sum(p.numel() for p in parameters) // ranks.size)
         self._sum = self._filled(self._width)
 
     def _filled(self, *shape: int) -> Tensor:
-        return torch.full(shape, NOTHING, device=self._parameters[0].device)
+        return torch.full(shape, NO_GRADIENT, device=self._parameters[0].device)
 
-    def add(self) -> None:
+    def add_gradients(self) -> None:
         sent = self._filled(self._ranks.size * self._width)
-        for i, (parameter, place) in enumerate(self._places(sent)):
+        for i, (parameter, view) in enumerate(self._views(sent)):
             if parameter.grad is not None:
-                place.copy_(parameter.grad)
-                self._seen[i] = 1
+                view.copy_(parameter.grad)
+                self._has_gradient[i] = 1
                 parameter.grad = None
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         for part in received.view(self._ranks.size, -1):
             self._sum += part
 
-    def gather(self) -> None:
-        whole = self._filled(self._ranks.size * self._width)
-        dist.all_gather(list(whole.view(self._ranks.size, -1).unbind()), self._sum)
-        dist.all_reduce(self._seen, dist.ReduceOp.MAX)
-        for (parameter, place), seen in zip(self._places(whole), self._seen.tolist(), strict=True):
-            parameter.grad = place.clone() if seen else None
+    def gather_sums(self) -> None:
+        flat = self._filled(self._ranks.size * self._width)
+        dist.all_gather(list(flat.view(self._ranks.size, -1).unbind()), self._sum)
+        dist.all_reduce(self._has_gradient, dist.ReduceOp.MAX)
+        for (parameter, view), has_gradient in zip(self._views(flat), self._has_gradient.tolist(), strict=True):
+            parameter.grad = view.clone() if has_gradient else None
 
-    def _places(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its part of `flat`, in its shape."""
+    def _views(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns each parameter with its part of `flat`, in the parameter's shape."""
         starts = accumulate((p.numel() for p in self._parameters), initial=0)
-        return [(p, flat[at : at + p.numel()].view_as(p)) for p, at in zip(self._parameters, starts, strict=False)]
+        return [(p, flat[i : i + p.numel()].view_as(p)) for p, i in zip(self._parameters, starts, strict=False)]
 
 
-def _buckets_of(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Buckets of the parameters in their order, as many in each as fit."""
-    results: list[list[nn.Parameter]] = []
-    room = 0
+def _partition(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Divides the parameters, in their order, into buckets of at most BUCKET_ELEMENTS."""
+    buckets: list[list[nn.Parameter]] = []
+    remaining = 0
     for parameter in parameters:
-        if room < parameter.numel():
-            results.append([])
-            room = max(BUCKET, parameter.numel())
-        results[-1].append(parameter)
-        room -= parameter.numel()
-    return results
+        if remaining < parameter.numel():
+            buckets.append([])
+            remaining = max(BUCKET_ELEMENTS, parameter.numel())
+        buckets[-1].append(parameter)
+        remaining -= parameter.numel()
+    return buckets
 
 
 def accumulate_gradients(
@@ -129,137 +131,136 @@ def accumulate_gradients(
     *,
     ranks: Ranks = ALONE,
     seed: str = "",
-    sharded: "Sharded | None" = None,
+    sharded: "ShardedModel | None" = None,
 ) -> list[float]:
-    """Accumulate the gradients of all microbatches; returns the means of the loss and of `method.measures`.
+    """Accumulates the gradients of all microbatches. Returns the means of the loss and of `method.metrics`.
 
-    The loss is the mean over the whole step, so neither packing nor accumulation changes what is minimised. Microbatch
-    i runs on rank i mod N; the gradients and the means are on all ranks. `seed`: of the step's random numbers.
-    `sharded`: where the weights are divided among the ranks; then each rank has the gradients of its own rows.
+    The loss is the mean over the whole step, independent of packing and of the number of microbatches. Rank i mod N
+    computes microbatch i, and all ranks receive the gradients and the means. `seed` determines the step's random
+    numbers. If `sharded` is given, each rank receives the gradients of its own rows only.
     """
-    weight = method.weight([item for items in microbatches for item in items])
-    # FP64 on the model's device: reading each microbatch's figures would wait for a GPU; one read at the end is enough
-    result = torch.zeros(len(microbatches), 1 + len(method.measures), dtype=torch.float64, device=forward.device)
-    exchange = Exchange(list(optimizer.masters.values()), ranks) if sharded is None else sharded.exchange()
-    several = len(microbatches) > ranks.size  # with one microbatch, there is nothing to keep
-    with forward.one_update():
+    terms = method.count_loss_terms([item for items in microbatches for item in items])
+    # The sums stay on the model's device: reading them after each microbatch would synchronize with the GPU.
+    sums = torch.zeros(len(microbatches), 1 + len(method.metrics), dtype=torch.float64, device=forward.device)
+    exchange = GradientExchange(list(optimizer.masters.values()), ranks) if sharded is None else sharded.exchange()
+    has_several_rounds = len(microbatches) > ranks.size  # otherwise caching quantized weights saves nothing
+    with forward.accumulated_update():
         for start in range(0, len(microbatches), ranks.size):
-            mine, working = start + ranks.rank, min(ranks.size, len(microbatches) - start)
-            has_one = ranks.rank < working
-            exchange.begin(working)
-            if has_one or ranks.in_step:
-                index, first = mine if has_one else start, start == 0 if several else None
-                with _random_numbers(f"{seed}:{index}"):
-                    sums = _backward(method, forward, microbatches[index], weight, first)
-                if has_one:
-                    result[mine] = sums
-                optimizer.collect()
-            exchange.round()
-    exchange.finish()
+            active_ranks = min(ranks.size, len(microbatches) - start)
+            is_active = ranks.rank < active_ranks
+            exchange.start_round(active_ranks)
+            if is_active or ranks.is_sharded:  # a sharded rank without a microbatch repeats rank 0's
+                index = start + ranks.rank if is_active else start
+                is_first = start == 0 if has_several_rounds else None
+                with _seeded(f"{seed}:{index}"):
+                    microbatch_sums = _backward(method, forward, microbatches[index], terms, is_first)
+                if is_active:
+                    sums[index] = microbatch_sums
+                optimizer.accumulate_in_fp32()
+            exchange.finish_round()
+    exchange.finish_step()
     if ranks.size > 1:
-        dist.all_reduce(result)  # each row is zero on all ranks but one
-    return [value / weight for value in _sum_in_order(result)]
-
-
-def _sum_in_order(results: Tensor) -> list[float]:
-    """The sum of the rows of `results`, added one after the other: [1 + measures]."""
-    sums = torch.zeros_like(results[0])
-    for row in results:
-        sums += row
-    return list(sums.tolist())
+        dist.all_reduce(sums)  # each row is zero on all ranks but one
+    totals = torch.zeros_like(sums[0])
+    for microbatch_sums in sums:  # in order, as one process adds them
+        totals += microbatch_sums
+    return [total / terms for total in totals.tolist()]
 
 
 @contextmanager
-def _random_numbers(seed: str) -> Iterator[None]:
-    """Seeds the random numbers of a microbatch, whichever process computes it."""
+def _seeded(seed: str) -> Iterator[None]:
+    """Seeds torch's random numbers within the block, and restores their state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.Random(seed).getrandbits(63))
         yield
 
 
-def _backward(method: Method[Any], forward: Forward, items: Sequence[Item], weight: int, first: bool | None) -> Tensor:
-    result = method.sums(partial(forward.logits, is_first_microbatch=first), items)
-    (result[0] / weight).backward()  # type: ignore[no-untyped-call]
-    return torch.stack([value.detach().double() for value in result])
+def _backward(
+    method: Method[Any], forward: Forward, items: Sequence[Item], terms: int, is_first: bool | None
+) -> Tensor:
+    """Adds the gradients of a microbatch to `.grad`. Returns the sums of its loss and metrics."""
+    sums = method.compute_sums(partial(forward.logits, is_first_microbatch=is_first), items)
+    (sums[0] / terms).backward()  # type: ignore[no-untyped-call]
+    return torch.stack([value.detach().double() for value in sums])
 
 
-def take_step(course: Course, step: Step) -> float:
-    """Takes a step and reports it; returns its loss. All of `course.progress` moves on but the cursor.
+def take_step(run: TrainingRun, step: Step) -> float:
+    """Takes a step, reports it, and returns its loss. It updates all of `run.progress` except the cursor.
 
-    After ten steps in a row that were skipped: DivergenceError for a run that may go back, else JobError.
+    After ten skipped steps in a row it raises DivergenceError if the run may recover, else JobError.
     """
-    began, progress = time.monotonic(), course.progress
-    rate = learning_rate(course.config, progress.step, course.setup.total_steps)
-    microbatches = course.setup.method.collect(progress.step, course.items(step))
-    means, norm = _update(course, microbatches, rate)
+    start, progress = time.monotonic(), run.progress
+    rate = learning_rate(run.config, progress.step, run.setup.total_steps)
+    microbatches = run.setup.method.prepare_step(progress.step, run.microbatches(step))
+    means, norm = _update(run, microbatches, rate)
     tokens = sum(item.tokens for items in microbatches for item in items)
     progress.step += 1
     progress.trained_tokens += tokens
     if math.isfinite(norm):
         progress.skipped_in_a_row = 0
-        _report(course, means, rate, norm, tokens / (time.monotonic() - began))
+        _report(run, means, rate, norm, tokens / (time.monotonic() - start))
     else:
-        _skip(course, norm)
+        _skip(run, norm)
     return means[0]
 
 
-def _update(course: Course, microbatches: Sequence[Sequence[Item]], rate: float) -> tuple[list[float], float]:
-    """Makes all updates of a step; returns the means that the step reports, and the norm of the last gradient. A norm
-    that is not finite ends the updates."""
-    method, forward, optimizer = course.setup.method, course.setup.forward, course.setup.optimizer
-    seed, result, norm = f"{course.config.seed}:{course.progress.step}", list[list[float]](), 0.0
-    while len(result) < method.updates and math.isfinite(norm):
-        result.append(
+def _update(run: TrainingRun, microbatches: Sequence[Sequence[Item]], rate: float) -> tuple[list[float], float]:
+    """Makes all updates of a step. Returns the means to report and the last gradient norm. It stops at the first norm
+    that is not finite."""
+    method, forward, optimizer = run.setup.method, run.setup.forward, run.setup.optimizer
+    seed, means, norm = f"{run.config.seed}:{run.progress.step}", list[list[float]](), 0.0
+    while len(means) < method.updates and math.isfinite(norm):
+        means.append(
             accumulate_gradients(
                 method,
                 forward,
                 optimizer,
                 microbatches,
-                ranks=course.ranks,
-                seed=f"{seed}:{len(result)}",
-                sharded=course.setup.sharded,
+                ranks=run.ranks,
+                seed=f"{seed}:{len(means)}",
+                sharded=run.setup.sharded,
             )
         )
         norm = optimizer.step(rate)
-    of_first = [False, *(measure.of_first for measure in method.measures)]
-    return [a if is_first else b for a, b, is_first in zip(result[0], result[-1], of_first, strict=True)], norm
+    use_first = [False, *(metric.from_first_update for metric in method.metrics)]
+    return [first if use else last for first, last, use in zip(means[0], means[-1], use_first, strict=True)], norm
 
 
-def _skip(course: Course, norm: float) -> None:
-    progress = course.progress
+def _skip(run: TrainingRun, norm: float) -> None:
+    progress = run.progress
     progress.skipped += 1
     progress.skipped_in_a_row += 1
     text = f"Step {progress.step} was skipped: its gradient norm is {norm}"
-    course.on_event(events.message("step_skipped", text, level="warn", step=progress.step))
+    run.on_event(events.message("step_skipped", text, level="warn", step=progress.step))
     if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        why = (
+        reason = (
             f"Training diverged: the gradients of {MAX_SKIPPED_IN_A_ROW} steps in a row up to step "
             f"{progress.step} were not finite"
         )
-        if course.may_go_back:
-            raise DivergenceError(why)
-        raise JobError(f"{why}; lower lr ({course.config.lr}) or clip ({course.config.clip}).")
+        if run.may_recover:
+            raise DivergenceError(reason)
+        raise JobError(f"{reason}; lower lr ({run.config.lr}) or clip ({run.config.clip}).")
 
 
-def _report(course: Course, means: Sequence[float], rate: float, norm: float, speed: float) -> None:
-    """Reports the figures of a step that was taken, and validates where that is due."""
-    progress, setup, measures = course.progress, course.setup, course.setup.method.measures
+def _report(run: TrainingRun, means: Sequence[float], rate: float, norm: float, tokens_per_second: float) -> None:
+    """Reports the metrics of a step. Evaluates the validation data first if a validation is due."""
+    progress, setup, method_metrics = run.progress, run.setup, run.setup.method.metrics
     is_last = progress.step == setup.total_steps
     values = {
         "step": progress.step,
         "total_steps": setup.total_steps,
         "epoch": progress.cursor.epoch,
         "train_loss": means[0],
-        **{measure.name: mean for measure, mean in zip(measures, means[1:], strict=True)},
+        **{metric.name: mean for metric, mean in zip(method_metrics, means[1:], strict=True)},
         "learning_rate": rate,
         "grad_norm": norm,
         "trained_tokens": progress.trained_tokens,
         **({"returns": progress.returns} if progress.returns else {}),
     }
-    if setup.eval_items and (course.due(course.config.eval_every) or is_last):
-        values |= validate_run(course)
-        progress.held_out.note(values["valid_loss"], progress.step)
+    if setup.eval_items and (run.is_due(run.config.eval_every) or is_last):
+        values |= evaluate_run(run)
+        progress.held_out.record(values["valid_loss"], progress.step)
     progress.metrics = {k: v if math.isfinite(v) else None for k, v in values.items()}
-    if course.due(course.config.log_every) or "valid_loss" in values or is_last:
-        words = {measure.name: measure.words for measure in measures if measure.words}
-        course.on_event(events.metrics({**progress.metrics, "tokens_per_second": speed}, words))
+    if run.is_due(run.config.log_every) or "valid_loss" in values or is_last:
+        labels = {metric.name: metric.label for metric in method_metrics if metric.label}
+        run.on_event(events.metrics({**progress.metrics, "tokens_per_second": tokens_per_second}, labels))

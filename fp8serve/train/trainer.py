@@ -1,31 +1,29 @@
-"""The training loop: rows in, checkpoints and one servable model out.
+"""The training loop: it turns rows into checkpoints and one servable model.
 
-A run is a pure function of its configuration, its data and the machine's arithmetic. Everything it carries from one
-step to the next is in a checkpoint (`train.checkpoint`), and data order is a function of (seed, epoch), so that a run
-killed at any instant and started again ends with the same bytes. That holds for the same torch build, thread count and
-kernels; a resume on a different machine works and says that the bits may differ.
+A run is a pure function of its configuration, its data and the machine's arithmetic. A checkpoint holds all state that
+one step passes to the next (`train.checkpoint`), and the data order is a function of (seed, epoch). A run that is
+killed at any instant and started again therefore ends with the same bytes. This needs the same torch build, thread
+count and kernels. A run that resumes on another machine reports that its bits may differ.
 
-    out/checkpoints/step-N/   each one resumable, loadable as a model, and convertible by `train.export`
-    out/model/                the result: FP8, servable, its scales those that training kept; or an adapter
-    out/run.lock              held while a run lives: two cannot share a directory
+    out/checkpoints/step-N/   checkpoints; each can be resumed, loaded as a model, and exported by `train.export`
+    out/model/                the result: an FP8 model with the scales of the training, or an adapter
+    out/run.lock              a file lock, so that two runs cannot share a directory
 
-Several processes may take the steps of a run together (`Ranks`). All hold the whole model; they divide the microbatches
-of a step (`train.train_step`), held-out rows and references. Only rank 0 writes files, reports events, and sends the
-others what it reads from the disk. The bytes do not depend on the number of processes, so a run may continue with
-another number.
+Several processes may share the steps of a run (`Ranks`). Each holds the whole model; they divide the microbatches of a
+step (`train.train_step`), the validation rows and the reference scores. Only rank 0 writes files and reports events.
+The bytes do not depend on the number of processes, so a run may resume with another number.
 
-The method defines what is minimised (`methods.interface`). The parts of a run share a `Course` (`train.run`): a step
-(`train.train_step`), `train.validation`, checkpoints (`train.checkpointing`), and `train.recovery` of a run that has
-diverged, with on_divergence="return". A run that ends worse than it began fails. Other trouble is only reported
-(`train.health`).
+The method defines the loss (`methods.interface`). The modules of the loop share a `TrainingRun` (`train.run`): steps
+(`train.train_step`), `train.validation`, `train.checkpointing`, and with on_divergence="return" `train.recovery`. A run
+fails if its model is worse at the end than at the start. Other problems are only reported (`train.health`).
 
-With delayed scaling, a base model that brings no histories is first observed for one microbatch in high precision. A
-gradient quantized at scale 1 is mostly below E5M2's smallest number, and zero gradients teach the layers before them no
-scale either: without this, scales would become right one layer a step.
+With delayed scaling, a base model without amax histories is first observed for one microbatch in high precision. At
+scale 1 most of a gradient would underflow in E5M2, and the layers before it would see zeros only, so that the scales
+would become right by one layer a step.
 
-A finished run continues if it is started again with more steps. From there on its learning rate follows the longer
-schedule, so the result differs from that of a run which had this length from the start; an event says so. The model of
-the earlier end is kept as `model-step-N`.
+A finished run continues if it is started again with more steps. Its learning rate then follows the longer schedule, so
+the result differs from that of a run with this length from the start; an event says so. The model of the first end is
+renamed to `model-step-N`.
 """
 
 import dataclasses
@@ -42,114 +40,97 @@ from typing import Any, Literal
 import torch
 
 from fp8serve.errors import JobError
-from fp8serve.model.readers import reader_notes
-from fp8serve.model.storage.files import check_writable, read_json, take_lock
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.compatibility import compatibility_notes
+from fp8serve.model.storage.files import acquire_lock, check_writable, read_json
+from fp8serve.model.stored_checkpoint import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, recovery, state
-from fp8serve.train.checkpointing import Saving, dated, identity_of, restore, resume
+from fp8serve.train.checkpointing import Checkpointer, identity_of, load_state, resume, with_template_date
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import walk
+from fp8serve.train.data import iterate_steps
 from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.health import Health
-from fp8serve.train.methods.interface import Scene
-from fp8serve.train.recovery import go_back, go_back_if_diverged
-from fp8serve.train.reporting import check_installed, check_states, reported
-from fp8serve.train.run import Course, Progress
+from fp8serve.train.methods.interface import RunContext
+from fp8serve.train.recovery import check_divergence
+from fp8serve.train.reporting import check_installed, check_optimizer_package, reporting_to_tools
+from fp8serve.train.run import Progress, TrainingRun
 from fp8serve.train.setup import check_format, prepare
 from fp8serve.train.train_step import take_step
-from fp8serve.train.validation import DivergenceError, Outcome, first_loss, outcome, validate_run
+from fp8serve.train.validation import DivergenceError, Outcome, evaluate_run, first_rows_loss, outcome_of
 
 
-def begin(course: Course) -> None:
-    """Raises JobError where the model has no finite loss."""
-    warm_scales(course)
-    _begin_method(course)
-    loss = _finite_first_loss(course)
-    course.progress.first_loss = loss if course.setup.method.is_supervised else None
-    _validate_first(course)
-
-
-def warm_scales(course: Course) -> None:
-    """Fills the histories that the base model does not bring with one observed microbatch."""
-    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.states(course.setup.forward)):
-        return
-    step, _ = next(walk(course.lengths, course.config, course.progress.cursor, 1))
-    method, microbatches = course.setup.method, course.items(step)
-    weight = method.weight([item for items in microbatches for item in items])
-    course.setup.observe(lambda logits: method.sums(logits, microbatches[0])[0] / weight)
-    text = "Scales start from the amaxes of one pass in high precision"
-    course.on_event(events.message("scales_observed", text))
-
-
-def _begin_method(course: Course) -> None:
-    """Computes what the method needs to know about the model before its first step."""
-    course.setup = course.setup.begun(course.ranks)
-    if course.setup.tensors_of_items():
-        text = f"The reference: what the model computes for {len(course.setup.items)} items before its first step"
-        course.on_event(events.message("reference", text))
-
-
-def _finite_first_loss(course: Course) -> float:
-    loss = first_loss(course)
+def initialize(run: TrainingRun) -> None:
+    """Prepares a new run for its first step: scales, reference scores and initial losses. Raises JobError if the loss
+    is not finite."""
+    initialize_scales(run)
+    run.setup = run.setup.with_reference(run.ranks)
+    if run.setup.reference_tensors():
+        text = f"Computed the reference scores of {len(run.setup.items)} items with the initial model"
+        run.on_event(events.message("reference", text))
+    loss = first_rows_loss(run)
     if not math.isfinite(loss):
         raise JobError(f"The loss of the first rows is {loss} before any step; check the model's weights and scales.")
-    return loss
+    run.progress.first_loss = loss if run.setup.method.is_supervised else None
+    if run.setup.eval_items:
+        loss = run.progress.held_out.first = evaluate_run(run)["valid_loss"]
+        run.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
 
 
-def _validate_first(course: Course) -> None:
-    """At its end the run is judged by this loss."""
-    if course.setup.eval_items:
-        loss = course.progress.held_out.first = validate_run(course)["valid_loss"]
-        course.on_event(events.message("validated", f"Validation loss before the first step: {loss:.4f}", loss=loss))
+def initialize_scales(run: TrainingRun) -> None:
+    """Observes one microbatch in high precision if an amax history is empty."""
+    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.states(run.setup.forward)):
+        return
+    step, _ = next(iterate_steps(run.lengths, run.config, run.progress.cursor, 1))
+    method, microbatches = run.setup.method, run.microbatches(step)
+    terms = method.count_loss_terms([item for items in microbatches for item in items])
+    run.setup.observe(lambda logits: method.compute_sums(logits, microbatches[0])[0] / terms)
+    text = "Scales start from the amaxes of one pass in high precision"
+    run.on_event(events.message("scales_observed", text))
 
 
-def chosen_of(config: TrainConfig, latest: Path, best_step: int | None, on_event: OnEvent) -> Path:
-    """The checkpoint that the result is made of: the last one, where that was asked for or the best one is damaged."""
+def result_checkpoint(config: TrainConfig, latest: Path, best_step: int | None, on_event: OnEvent) -> Path:
+    """Returns the checkpoint that becomes the result: the best one if the job asks for it and it is intact, else
+    `latest`."""
     best = latest.with_name(f"step-{best_step}")
     if config.result == "last" or best == latest:
         return latest
-    if (why := checkpoint.verify(best)) is not None:
-        text = f"The best checkpoint, {best.name}, cannot be used ({why}): the result is made of the last one"
+    if (damage := checkpoint.verify(best)) is not None:
+        text = f"The best checkpoint, {best.name}, cannot be used ({damage}): the result is made of the last one"
         on_event(events.message("best_lost", text, level="warn"))
         return latest
     return best
 
 
-def judge(config: TrainConfig, chosen: Path, outcome: Outcome, on_event: OnEvent) -> None:
-    """When the run made the model worse: JobError, or a warning if the job keeps the model all the same."""
-    if outcome.problem is None:
+def check_outcome(config: TrainConfig, chosen: Path, outcome: Outcome, on_event: OnEvent) -> None:
+    """Raises JobError if the run made the model worse, or reports a warning with on_divergence="keep"."""
+    if outcome.failure is None:
         return
     if config.on_divergence != "keep":
         raise JobError(
-            f"{outcome.problem}; lower lr ({config.lr}), or make a model of {chosen} by starting again with "
+            f"{outcome.failure}; lower lr ({config.lr}), or make a model of {chosen} by starting again with "
             'on_divergence="keep" (--on-divergence keep).'
         )
-    on_event(events.message("diverged", outcome.problem, level="warn"))
+    on_event(events.message("diverged", outcome.failure, level="warn"))
 
 
-def published(config: TrainConfig, chosen: Path, on_event: OnEvent) -> Path:
-    """The model of a checkpoint, in `out/model/`."""
+def export_result(config: TrainConfig, chosen: Path, on_event: OnEvent) -> Path:
+    """Exports the checkpoint `chosen` to `out/model/`, unless it is there already. Returns that directory."""
     model = Path(config.out) / "model"
-    _set_aside(model, chosen)
+    if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
+        model.rename(model.with_name(f"model-step-{step}"))  # not deleted, because a server may be using it
     if not model.exists():
         export(chosen, model)
         on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
-        for note in () if config.lora_rank else reader_notes(open_checkpoint(model)):
+        for note in () if config.lora_rank else compatibility_notes(open_checkpoint(model)):
             on_event(events.message("readers", note, level="warn"))
     return model
 
 
-def _set_aside(model: Path, chosen: Path) -> None:
-    """A model of another step of this run keeps its files under another name, because a server may be using them."""
-    if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
-        model.rename(model.with_name(f"model-step-{step}"))
-
-
 @dataclass(frozen=True)
 class TrainResult:
-    """status "succeeded" (then `model` is the servable directory) or "stopped" (then another start continues)."""
+    """The result of a run. With status "succeeded", `model` is the servable directory. With status "stopped", the same
+    job started again continues the run."""
 
     status: Literal["succeeded", "stopped"]
     step: int
@@ -166,7 +147,7 @@ class TrainResult:
 
 
 def _ignore(event: events.Event) -> None:
-    """For callers who want only the result."""
+    """Does nothing."""
 
 
 def _never() -> bool:
@@ -174,177 +155,180 @@ def _never() -> bool:
 
 
 class Trainer:
-    """`Trainer(config).run()`; started again with the same configuration it resumes by itself.
+    """Runs a job: `Trainer(config).run()`. The same call again resumes from the newest checkpoint.
 
-    ranks: the processes that take_step the steps together; each makes a trainer of the same configuration and runs it.
+    `ranks` are the processes that share the steps. Each of them creates a trainer with the same configuration.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.ranks = replace(ranks, in_step=config.fsdp and ranks.size > 1)
+        self.ranks = replace(ranks, is_sharded=config.fsdp and ranks.size > 1)
 
     def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
-        """Train to the end, or until `stop()` is true between two steps, on any rank. Events are rank 0's.
+        """Trains to the end, or until `stop()` returns True on any rank between two steps. Only rank 0 reports events.
 
-        Raises DataError, ModelError, ScalesError, RecipeError for bad input and JobError for a run that cannot go on.
+        Raises DataError, ModelError, ScalesError or RecipeError for invalid input, and JobError if the run cannot
+        continue or made the model worse.
         """
         check_processes(self.config, self.ranks.size)
         check_installed(self.config.report_to)
-        check_states(self.config)
-        with self.ranks.together():
-            lock = self._take_lock() if self.ranks.first else nullcontext()
-        reporting = reported(self.config, on_event) if self.ranks.first else nullcontext(_ignore)
+        check_optimizer_package(self.config)
+        with self.ranks.shared_errors():
+            lock = self._take_lock() if self.ranks.is_first else nullcontext()
+        reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(_ignore)
         returns = None
         with lock, reporting as report, torch.random.fork_rng(devices=[]):
             while True:
                 torch.manual_seed(self.config.seed)
-                run = _Run(self.config, report, self.ranks, returns)
+                attempt = _Attempt(self.config, report, self.ranks, returns)
                 try:
-                    return run.to_end(stop)
+                    return attempt.train(stop)
                 except DivergenceError as divergence:
-                    why = str(divergence)
+                    reason = str(divergence)
                 finally:
-                    run.close()
-                returns = run.go_back(why)
-                del run  # two do not fit into memory
+                    attempt.close()
+                returns = attempt.return_to_good_checkpoint(reason)
+                del attempt  # the models of two attempts would not fit into memory
                 gc.collect()
 
     def _take_lock(self) -> AbstractContextManager[Any]:
-        """The lock of the directory, which rank 0 holds for all."""
+        """Returns the file lock of the output directory. Raises JobError if another run holds it."""
         out = Path(self.config.out)
         if out.exists() and not out.is_dir():
             raise JobError(f"{out} exists and is not a directory; choose another output directory.")
         check_writable(out)
         out.mkdir(parents=True, exist_ok=True)
-        refusal = f"Another run is at work in {out}; wait for it, or use another output directory."
-        return take_lock(out / "run.lock", refusal)
+        message = f"Another run uses {out}; wait for it, or use another output directory."
+        return acquire_lock(out / "run.lock", message)
 
 
 def check_processes(config: TrainConfig, count: int) -> None:
-    """JobError for more processes than a step has work for."""
-    if count > 1 and not config.divides:
-        raise JobError(f"The method {config.method} draws its answers in one process; ask for one, and not {count}.")
+    """Raises JobError if a step cannot use `count` processes."""
+    if count > 1 and not config.supports_processes:
+        raise JobError(f"The method {config.method} runs in one process; start 1 process instead of {count}.")
     if count > config.accumulate:
         raise JobError(
-            f"{count} processes divide the microbatches of a step, and it has {config.accumulate} (accumulate); use at "
-            f"most that many processes, or --accumulate {count} or more, with a smaller --batch-size for an equal step."
+            f"Each process needs a microbatch, and a step has {config.accumulate} (accumulate) for {count} processes; "
+            f"use {config.accumulate}, or --accumulate {count} or more, with a smaller --batch-size for an equal step."
         )
 
 
-class _Run:
-    """One run from wherever it stands to its end, or until it goes back.
+class _Attempt:
+    """One attempt of a run, from its newest checkpoint to its end or to a divergence.
 
-    returns: how often it has gone back, if its checkpoint does not say so yet.
+    `returns` is the number of returns after a divergence, which no checkpoint holds yet, or None in the first attempt.
     """
 
     def __init__(self, config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int | None = None) -> None:
-        self.started = time.monotonic()
-        self.came_back = returns is not None
-        self.saving = Saving(Path(config.out), ranks, on_event)
-        settings = ranks.by_first(lambda: dated(config, self.saving.latest))
-        saved = ranks.by_first(self.saving.returns)
-        with ranks.together():
-            self.course = self._prepared(settings, on_event, ranks, saved if returns is None else returns)
-        if self.saving.latest is None:
-            begin(self.course)
-        self.began = self.course.progress.step
-        first_loss = self.course.progress.first_loss
-        self.health = Health(self.course.setup.forward, on_event, first_loss) if ranks.first else None
+        self.start_time = time.monotonic()
+        self.is_after_return = returns is not None
+        self.checkpointer = Checkpointer(Path(config.out), ranks, on_event)
+        job_config = ranks.run_on_first(lambda: with_template_date(config, self.checkpointer.latest))
+        saved_returns = ranks.run_on_first(self.checkpointer.saved_returns)
+        with ranks.shared_errors():
+            self.run = self._load(job_config, on_event, ranks, saved_returns if returns is None else returns)
+        if self.checkpointer.latest is None:
+            initialize(self.run)
+        self.first_step = self.run.progress.step
+        first_loss = self.run.progress.first_loss
+        self.health = Health(self.run.setup.forward, on_event, first_loss) if ranks.is_first else None
 
-    def _prepared(self, settings: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> Course:
-        """Reads from the disk what the first step needs."""
-        latest, config = self.saving.latest, recovery.attempt(settings, returns)
-        for tried in recovery.attempts(settings) if settings.on_divergence == "return" else ():
-            check_format(tried)
-        if latest is None and not config.lora_rank:  # a checkpoint has all weights in FP32, and the result in FP8
+    def _load(self, job_config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> TrainingRun:
+        """Loads the model, the data and the newest checkpoint."""
+        latest, config = self.checkpointer.latest, recovery.config_after(job_config, returns)
+        if job_config.on_divergence == "return":
+            for recovery_config in recovery.recovery_configs(job_config):
+                check_format(recovery_config)
+        if latest is None and not config.lora_rank:  # a checkpoint has 4 bytes a weight, the result 1
             check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
-        identity = identity_of(settings, setup.data_fingerprint, latest)
-        course = Course(settings, config, ranks, on_event, setup, identity, Progress(returns=returns))
+        identity = identity_of(job_config, setup.data_fingerprint, latest)
+        run = TrainingRun(job_config, config, ranks, on_event, setup, identity, Progress(returns=returns))
         if latest is not None:
-            resume(course, latest)
-        return course
+            resume(run, latest)
+        return run
 
     def close(self) -> None:
-        """Ends what the run has opened."""
-        self.course.setup.method.close()
+        self.run.setup.method.close()
         if self.health is not None:
             self.health.close()
 
-    def to_end(self, stop: Callable[[], bool]) -> TrainResult:
-        course, ranks = self.course, self.course.ranks
-        if self.came_back:
-            go_back_if_diverged(course)  # its checkpoint may be older than on_divergence="return"
-        left = course.setup.total_steps - course.progress.step
-        if left:
-            source = self.saving.latest or Path(course.config.model)
-            course.setup.method.start(Scene(course.setup.forward, source, course.out, self.saving.latest is None))
-        for step, cursor in walk(course.lengths, course.config, course.progress.cursor, left):
+    def train(self, stop: Callable[[], bool]) -> TrainResult:
+        """Takes the remaining steps and exports the result. Raises DivergenceError if the run must return."""
+        run, ranks = self.run, self.run.ranks
+        if self.is_after_return:
+            check_divergence(run)  # the checkpoint may have been written before on_divergence="return" was set
+        remaining_steps = run.setup.total_steps - run.progress.step
+        if remaining_steps:
+            model_dir = self.checkpointer.latest or Path(run.config.model)
+            is_new_run = self.checkpointer.latest is None
+            run.setup.method.start(RunContext(run.setup.forward, model_dir, run.out, is_new_run))
+        for step, cursor in iterate_steps(run.lengths, run.config, run.progress.cursor, remaining_steps):
             if ranks.any(stop()):
-                return self._stopped()
-            if self._is_early_end():
+                return self._stop()
+            if self._is_patience_exhausted():
                 break
-            loss = take_step(course, step)
+            loss = take_step(run, step)
             if self.health is not None:
-                self.health.step(course.progress.step, loss)
-            course.progress.cursor = cursor
-            if ranks.any(self.saving.is_due(course)):
-                go_back_if_diverged(course)
-                self.saving.save(course)
-        go_back_if_diverged(course)
-        latest, held_out = self.saving.save(course), course.progress.held_out
-        chosen = self._chosen(latest)
-        result = outcome(course, held_out.last if chosen == latest else held_out.best)
-        return ranks.by_first(lambda: self._finished(chosen, result))
+                self.health.step(run.progress.step, loss)
+            run.progress.cursor = cursor
+            if ranks.any(self.checkpointer.is_due(run)):
+                check_divergence(run)
+                self.checkpointer.save(run)
+        check_divergence(run)
+        latest, held_out = self.checkpointer.save(run), run.progress.held_out
+        chosen = self._load_result_checkpoint(latest)
+        outcome = outcome_of(run, held_out.last if chosen == latest else held_out.best)
+        return ranks.run_on_first(lambda: self._finish(chosen, outcome))
 
-    def go_back(self, why: str) -> int:
-        """See `recovery.go_back`."""
-        again = self.came_back and self.course.progress.step <= self.began
-        return go_back(self.course, self.saving, why, again=again)
+    def return_to_good_checkpoint(self, reason: str) -> int:
+        """Removes the checkpoints after the last good one. Returns the new number of returns."""
+        is_repeated = self.is_after_return and self.run.progress.step <= self.first_step
+        return recovery.return_to_good_checkpoint(self.run, self.checkpointer, reason, is_repeated=is_repeated)
 
-    def _is_early_end(self) -> bool:
-        course = self.course
-        held_out, patience = course.progress.held_out, course.config.patience
+    def _is_patience_exhausted(self) -> bool:
+        run = self.run
+        held_out, patience = run.progress.held_out, run.config.patience
         if patience is None or held_out.since_best < patience:
             return False
         text = (
-            f"Ended early: {held_out.since_best} validations in a row had no lower loss than the {held_out.best:.4f} "
+            f"Stopped early: {held_out.since_best} validations in a row had no lower loss than the {held_out.best:.4f} "
             f"of step {held_out.best_step}"
         )
-        step = course.progress.step
-        course.on_event(events.message("early_end", text, step=step, best_step=held_out.best_step))
+        step = run.progress.step
+        run.on_event(events.message("early_end", text, step=step, best_step=held_out.best_step))
         return True
 
-    def _stopped(self) -> TrainResult:
-        if step := self.course.progress.step:
-            self.saving.save(self.course)
-        self.course.on_event(events.message("stopped", f"Stopped at step {step}", step=step))
+    def _stop(self) -> TrainResult:
+        if step := self.run.progress.step:
+            self.checkpointer.save(self.run)
+        self.run.on_event(events.message("stopped", f"Stopped at step {step}", step=step))
         return self._result("stopped", None)
 
-    def _chosen(self, latest: Path) -> Path:
-        """The checkpoint that the result is made of. From here on the model computes with its weights."""
-        course, best = self.course, self.course.progress.held_out.best_step
-        chosen = course.ranks.by_first(lambda: chosen_of(course.config, latest, best, course.on_event))
+    def _load_result_checkpoint(self, latest: Path) -> Path:
+        """Returns the checkpoint that becomes the result, after loading its state into the run."""
+        run, best_step = self.run, self.run.progress.held_out.best_step
+        chosen = run.ranks.run_on_first(lambda: result_checkpoint(run.config, latest, best_step, run.on_event))
         if chosen != latest:
-            with course.ranks.together():
-                restore(course, checkpoint.read_checkpoint(chosen))
+            with run.ranks.shared_errors():
+                load_state(run, checkpoint.read_checkpoint(chosen))
         return chosen
 
-    def _finished(self, chosen: Path, final: Outcome) -> TrainResult:
-        course = self.course
-        judge(course.job, chosen, final, course.on_event)
-        return self._result("succeeded", str(published(course.config, chosen, course.on_event)))
+    def _finish(self, chosen: Path, outcome: Outcome) -> TrainResult:
+        run = self.run
+        check_outcome(run.job_config, chosen, outcome, run.on_event)
+        return self._result("succeeded", str(export_result(run.config, chosen, run.on_event)))
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:
-        progress, latest = self.course.progress, self.saving.latest
+        progress, latest = self.run.progress, self.checkpointer.latest
         return TrainResult(
             status=status,
             step=progress.step,
-            total_steps=self.course.setup.total_steps,
+            total_steps=self.run.setup.total_steps,
             trained_tokens=progress.trained_tokens,
             skipped_steps=progress.skipped,
             metrics=progress.metrics,
             checkpoint=str(latest) if latest else None,
             model=model,
-            seconds=time.monotonic() - self.started,
+            seconds=time.monotonic() - self.start_time,
         )

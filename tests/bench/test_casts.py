@@ -24,9 +24,9 @@ def test_the_stratified_values_leave_out_no_boundary() -> None:
     values = casts.stratified()
     bits = values.view(torch.int32).numpy()
     assert bits.shape == (2**24,)
-    assert (np.bincount((bits >> 23) + 256) == casts.MANTISSAS).all()
+    assert (np.bincount((bits >> 23) + 256) == casts.STRATIFIED_MANTISSAS).all()
     bits.sort()
-    wanted = [next(casts.every(torch.bfloat16)).float()]
+    wanted = [next(casts.all_values(torch.bfloat16)).float()]
     for dtype in arithmetic.FP8_MAX:
         values = torch.from_numpy(magnitudes(dtype)).float()
         middle = (values[1:] + values[:-1]) / 2
@@ -38,9 +38,9 @@ def test_the_stratified_values_leave_out_no_boundary() -> None:
 
 
 def test_every_value_comes_once() -> None:
-    values = torch.cat(list(casts.every(torch.float16)))
+    values = torch.cat(list(casts.all_values(torch.float16)))
     assert torch.equal(values.view(torch.int16).int().sort()[0], torch.arange(-(2**15), 2**15, dtype=torch.int32))
-    chunks = casts.every(torch.float32)
+    chunks = casts.all_values(torch.float32)
     first, second = next(chunks), next(chunks)
     assert second.view(torch.int32)[0] - first.view(torch.int32)[-1] == 1
 
@@ -59,11 +59,11 @@ class Wrong:
 
 def test_one_wrong_code_is_found() -> None:
     x = torch.linspace(-500, 500, 4096)
-    found = casts.compare(iter([x]), 4096, nothing, chosen=["quantize"], at=["wrong"], kernels=Wrong())
+    found = casts.compare(iter([x]), 4096, nothing, probes=["quantize"], at=["wrong"], kernels=Wrong())
     assert [(f.differing, f.values) for f in found] == [(1, 4096), (1, 4096)]
     assert found[0].first is not None
     assert (-500.0).hex() in found[0].first
-    assert casts.differing([torch.zeros(3)], [torch.zeros(4)]) == 3
+    assert casts.count_differing([torch.zeros(3)], [torch.zeros(4)]) == 3
 
 
 @needs_library

@@ -82,7 +82,7 @@ def test_the_greedy_answer_is_greedy(harness: Any) -> None:
 
 def test_rolling_covers_a_text_longer_than_the_context(harness: Any) -> None:
     words = "river and hill and town " * 40
-    assert len(harness.tok_encode(words)) > harness.longest
+    assert len(harness.tok_encode(words)) > harness.max_prompt_tokens
     short, long = harness.loglikelihood_rolling([asked("river and hill"), asked(words)])
     assert long < short < 0
 

@@ -120,7 +120,7 @@ def test_drafts_are_measured_beside_plain_decoding(tmp_path: Path, capsys: pytes
     model = write_model(tmp_path, max_position_embeddings=1024)
     args = ["--recipe", "bf16", "--new", "24", "--rounds", "2", "--speculative-tokens", "3", "--out", str(tmp_path)]
     assert main(["bench", "speculation", str(model), *args]) == 0
-    assert "same answer" in capsys.readouterr().out
+    assert "same output" in capsys.readouterr().out
     found = json.loads((tmp_path / "speculation.json").read_text())
     assert [row["text"] for row in found["texts"]] == ["summary", "edit", "code", "story"]
     for row in found["texts"]:

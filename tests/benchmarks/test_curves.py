@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Cursor, walk
+from fp8serve.train.data import Cursor, iterate_steps
 from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ ROWS = [{"number": i} for i in range(12)]
 def taken(rows: list[dict[str, int]]) -> list[dict[str, int]]:
     """The rows as the trainer takes them."""
     config = TrainConfig(model="m", data=("d",), out="o", batch_size=4, seed=3)
-    steps = walk([1] * len(rows), config, Cursor(), 3)
+    steps = iterate_steps([1] * len(rows), config, Cursor(), 3)
     return [rows[i] for step, _ in steps for microbatch in step for i in microbatch]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp8serve.calibration.data import (
-    IGNORED,
+    IGNORE_INDEX,
     PASSAGES,
     Batch,
     Sample,
@@ -133,7 +133,7 @@ def test_targets_are_the_next_tokens_and_prompts_are_not_scored() -> None:
     (batch,) = make_batches([Sample((5, 6, 7, 8), scored), Sample((9, 10), (True, True))], 2)
     assert batch.ids.tolist() == [5, 6, 7, 8, 9, 10]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch.targets.tolist() == [IGNORED, 7, 8, IGNORED, 10, IGNORED]
+    assert batch.targets.tolist() == [IGNORE_INDEX, 7, 8, IGNORE_INDEX, 10, IGNORE_INDEX]
     assert batch.lengths == [4, 2]
 
 
@@ -143,7 +143,7 @@ def test_prompt_tokens_of_a_file_are_not_scored(tokenizer: Tokenizer, tmp_path: 
     (sample,) = load_samples([path], tokenizer, VOCAB, count=4, seq_len=64, seed=0)
     (batch,) = make_batches([sample], 1)
     prompt = len(tokenizer.encode("Name a river: "))
-    assert (batch.targets[: prompt - 1] == IGNORED).all()
+    assert (batch.targets[: prompt - 1] == IGNORE_INDEX).all()
     assert (batch.targets[prompt - 1 : -1] == batch.ids[prompt:]).all()
 
 
@@ -175,7 +175,7 @@ def test_data_that_are_all_held_out_are_refused(tokenizer: Tokenizer, tmp_path: 
     data = write_lines(tmp_path / "d.jsonl", ["the only text"])
     twice = write_lines(tmp_path / "t.jsonl", ["the only text", "and another"])
     for holdout in (data, twice):
-        with pytest.raises(DataError, match=r"d\.jsonl.* is held out as well"):
+        with pytest.raises(DataError, match=r"d\.jsonl.* are held out"):
             calibration_batches(
                 [data], tokenizer, VOCAB, samples=4, seq_len=64, batch_size=4, seed=0, holdout=[holdout]
             )
@@ -198,7 +198,7 @@ def test_settings_that_read_nothing_are_refused(name: str, least: int) -> None:
 def test_standard_input_is_read_once(tmp_path: Path) -> None:
     assert SampleOptions.of({"data": "-"}).data == ("-",)
     for given in ({"data": ["-", "-"]}, {"data": "-", "holdout": ["a.txt", "-"]}):
-        with pytest.raises(DataError, match="can be read once only; give a file in the other place"):
+        with pytest.raises(DataError, match="can be read only once; use it for data or for holdout"):
             CalibrationOptions.of(given)
 
 

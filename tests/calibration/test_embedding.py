@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import load_samples
-from fp8serve.calibration.embedding import Closeness
+from fp8serve.calibration.embedding import CosineSummary
 from fp8serve.calibration.pipeline import calibrate, calibrate_encoder
 from fp8serve.cli import main
 from fp8serve.engine.embedding import Embedder
@@ -44,7 +44,7 @@ def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, re
     exact, served = Embedder(tiny, recipe="bf16"), Embedder(tmp_path / "fp8")
     assert len(served.frozen) == 12
     texts = ["some text", "other words here"]
-    assert Closeness.of(exact.embed(texts).vectors, served.embed(texts).vectors).least > 0.98
+    assert CosineSummary.of(exact.embed(texts).vectors, served.embed(texts).vectors).least > 0.98
     together = served.embed(texts).vectors
     assert all(torch.equal(served.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
@@ -73,7 +73,7 @@ def test_modernbert(tmp_path: Path, recipe: str) -> None:
     exact, got = Embedder(tmp_path / "m", recipe="bf16"), Embedder(tmp_path / "fp8")
     texts = ["some text", "other words here" * 2, "a"]
     together = got.embed(texts).vectors
-    assert 0.98 < Closeness.of(exact.embed(texts).vectors, together).least < 1
+    assert 0.98 < CosineSummary.of(exact.embed(texts).vectors, together).least < 1
     assert all(torch.equal(got.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
@@ -84,7 +84,7 @@ def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
     assert left in {name for kept in report.kept for name in kept.names}
     embedder = Embedder(tmp_path / "fp8")
     assert set(embedder.frozen) == {layer.name for layer in report.layers}
-    with pytest.raises(RecipeError, match="fits no linear layer"):
+    with pytest.raises(RecipeError, match="matches no linear layer"):
         calibrate_encoder(tiny, out=tmp_path / "no", skip=["*.q_proj"], **TEXTS)
 
 
@@ -99,31 +99,31 @@ def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path
     assert 0 < len(report.layers) < 12
     assert all(kept.cosine is not None and kept.cosine < 1 for kept in report.kept)
     assert served(tmp_path / "fp8", tiny).median >= target - 1e-6
-    with pytest.raises(RecipeError, match="asks for every linear layer"):
+    with pytest.raises(RecipeError, match="needs every linear layer"):
         calibrate_encoder(tiny, out=tmp_path / "no", target_cosine=1.0, **TEXTS)
     assert not (tmp_path / "no").exists()
 
 
-def served(folder: Path, original: Path) -> Closeness:
+def served(folder: Path, original: Path) -> CosineSummary:
     """The closeness of the engine's vectors for the texts that `calibrate` holds out."""
     held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
     ids = [list(sample.ids) for sample in held_out]
     exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
-    return Closeness.of(exact.embed(ids).vectors, got.embed(ids).vectors)
+    return CosineSummary.of(exact.embed(ids).vectors, got.embed(ids).vectors)
 
 
 def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = calibrate_encoder(tiny, out=tmp_path / "good", **OPTIONS)
-    assert good.notes == (good.quality.text(),)
-    monkeypatch.setattr("fp8serve.calibration.output.GOAL", 0.999999)
+    assert good.notes == (good.quality.summary(),)
+    monkeypatch.setattr("fp8serve.calibration.output.MIN_MEDIAN_COSINE", 0.999999)
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", **OPTIONS)
-    assert "by --rounding gptq, --recipe w8a16, --target-cosine 0.999999" in report.notes[1]
+    assert "error: --rounding gptq, --recipe w8a16, --target-cosine 0.999999" in report.notes[1]
     report = calibrate_encoder(tiny, out=tmp_path / "w8a16", recipe=from_name("w8a16"), rounding="gptq", **OPTIONS)
-    assert "by --target-cosine 0.999999" in report.notes[1]
+    assert "error: --target-cosine 0.999999" in report.notes[1]
 
 
 def test_options_of_language_models_are_refused(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="kv_cache is for models that write text"):
+    with pytest.raises(RecipeError, match="kv_cache is for models that generate text"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", kv_cache=True, **OPTIONS)
     with pytest.raises(RecipeError, match="nothing to calibrate"):
         calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=None, **OPTIONS)
@@ -159,7 +159,7 @@ def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest
     assert main([*asked, str(tmp_path / "out"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert 0.98 < said["quality"]["median"] < 1
-    assert said["notes"][0] == Closeness(**said["quality"]).text()
+    assert said["notes"][0] == CosineSummary(**said["quality"]).summary()
     assert main([*asked, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page == (tmp_path / "again" / "report.html").read_text()
@@ -172,4 +172,4 @@ def test_commands_of_language_models_say_what_it_is(tiny: Path, capfd: pytest.Ca
     assert main(["generate", str(tiny), "abc"]) == 1
     said = capfd.readouterr().err.strip()
     assert said.count("\n") == 0
-    assert "family: it embeds or classifies, and writes no text" in said
+    assert "which embeds or classifies texts and generates none" in said

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import load_samples
-from fp8serve.calibration.embedding import Closeness, Ranking, halves, neighbours
+from fp8serve.calibration.embedding import CosineSummary, Ranking, candidate_indices, split_texts
 from fp8serve.calibration.evaluate import evaluate_encoder
 from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.cli import main
@@ -39,13 +39,13 @@ def test_vectors_are_compared_as_they_are_served(tiny: tuple[Path, Path]) -> Non
     samples = load_samples(None, Tokenizer.from_dir(exact), 96, count=12, seq_len=20, seed=0)
     ids = [list(sample.ids) for sample in samples]
     one, other = (Embedder(folder, recipe=recipe).embed(ids) for folder, recipe in ((exact, "bf16"), (fp8, "stored")))
-    expected = Closeness.of(one.vectors, other.vectors)  # whose BF16 products are ours, and sum in another order
+    expected = CosineSummary.of(one.vectors, other.vectors)  # whose BF16 products are ours, and sum in another order
     assert report.closeness is not None
     for name in ("median", "fifth", "least", "mean"):
         assert 1 - getattr(report.closeness, name) == pytest.approx(1 - getattr(expected, name), rel=0.05)
     assert report.closeness.least <= report.closeness.fifth <= report.closeness.median < 1
     assert len(report.layers) == 12
-    assert report.notes[0] == "Texts were cut to 20 tokens, which is what the model reads."
+    assert report.notes[0] == "Texts were cut to 20 tokens, the limit of the model."
     same = evaluate_encoder(exact, against=exact, recipe="bf16", **SAMPLES)
     assert same.closeness is not None
     assert same.closeness.least == pytest.approx(1)
@@ -107,15 +107,15 @@ def test_rankings_by_hand() -> None:
     many = torch.arange(40.0)[None]
     shifted = torch.cat([many[:, 5:], many[:, :5]], 1)  # of the first ten of each, five are the same
     assert Ranking.of(many, torch.tensor([0]), shifted).same_top == pytest.approx(0.5)
-    assert neighbours(3).tolist() == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
-    assert neighbours(40).shape == (40, 10)
+    assert candidate_indices(3).tolist() == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+    assert candidate_indices(40).shape == (40, 10)
 
 
 def test_halves_hold_the_whole_text(tmp_path: Path) -> None:
     letters(tmp_path)
     tokenizer = Tokenizer.from_dir(tmp_path)
     rows = [tokenizer.encode(text) for text in ("abcdefg", "abc", "")]
-    assert [("".join(a.split()), "".join(b.split())) for a, b in halves(rows, tokenizer)] == [("abc", "defg")]
+    assert [("".join(a.split()), "".join(b.split())) for a, b in split_texts(rows, tokenizer)] == [("abc", "defg")]
 
 
 def test_the_command_prints_json_and_writes_a_page(
@@ -131,4 +131,4 @@ def test_the_command_prints_json_and_writes_a_page(
     assert "encoder.layer.1.output.dense" in page.read_text()
     assert "fp8serve eval" in page.read_text()
     assert main(asked) == 0
-    assert "same first, same ten" in capsys.readouterr().out
+    assert "retrieval top-1" in capsys.readouterr().out

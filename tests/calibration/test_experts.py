@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.result import CalibrationReport, read_report
-from fp8serve.calibration.techniques.precision import choices, groups
+from fp8serve.calibration.techniques.precision import input_groups, serving_groups
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name
@@ -124,7 +124,7 @@ def test_all_experts_gives_it_a_scale_that_was_measured(tmp_path: Path) -> None:
 def test_a_starved_expert_is_noted_where_no_scale_is_needed(tmp_path: Path) -> None:
     model = write_qwen(tmp_path / "model", starve=True)
     report = run(model, tmp_path / "out", recipe=from_name("rowwise"))
-    assert any("experts.3; nothing of them was observed" in note for note in report.notes)
+    assert any("experts.3; their inputs were not observed" in note for note in report.notes)
 
 
 def test_resumed_is_the_same(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_resumed_is_the_same(qwen: Path, tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("fp8serve.calibration.job.Divergence.measure", stop)
+        broken.setattr("fp8serve.calibration.job.GenerationTask.measure", stop)
         with pytest.raises(KeyboardInterrupt):
             run(qwen, tmp_path / "out")
     again = run(qwen, tmp_path / "out", resume=True)
@@ -155,8 +155,8 @@ def test_gradients_smoothing_rounding_and_healing_know_experts(qwen: Path, tmp_p
 
 def test_the_experts_of_a_layer_stay_in_bf16_together(qwen: Path, tmp_path: Path) -> None:
     names = load_servable(qwen, "bf16").linear_names()
-    assert len(choices(names)) == 2 * 3  # qkv, o and the experts of each layer
-    assert len(groups(names)) == 2 * (2 + 6 * 2)
+    assert len(serving_groups(names)) == 2 * 3  # qkv, o and the experts of each layer
+    assert len(input_groups(names)) == 2 * (2 + 6 * 2)
     run(qwen, tmp_path / "out", skip=("model.layers.0.mlp.experts.*",))
     served = load_servable(tmp_path / "out")
     fp8 = {name for name, m in served.named_modules() if isinstance(m, FrozenLinear)}

@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM
 from fp8serve.calibration import generated
 from fp8serve.calibration.data import Sample, make_batches
 from fp8serve.calibration.generated import (
-    PROMPT,
-    QUESTION,
+    MAX_CHAT_PROMPT_TOKENS,
+    MAX_PROMPT_TOKENS,
     TEMPERATURE,
     TOO_LARGE,
     _Cache,
     _gumbel,
     _prompts,
-    continued,
+    generate_continuations,
 )
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.reports.page import html_report
@@ -34,7 +34,7 @@ PROMPTS = [
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(model_dir: Path) -> None:
-    ours = continued(load_servable(model_dir, "bf16"), PROMPTS, tokens=20, temperature=0)
+    ours = generate_continuations(load_servable(model_dir, "bf16"), PROMPTS, tokens=20, temperature=0)
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     for prompt, found in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([prompt + found])
@@ -45,17 +45,17 @@ def test_the_likeliest_tokens_are_those_of_transformers(model_dir: Path) -> None
 
 def test_prompts_do_not_know_each_other(model_dir: Path) -> None:
     model = load_servable(model_dir, "bf16")
-    alone = [continued(model, [prompt], tokens=12)[0] for prompt in PROMPTS]
-    assert sum(a == b for a, b in zip(continued(model, PROMPTS, tokens=12), alone, strict=True)) >= 2
+    alone = [generate_continuations(model, [prompt], tokens=12)[0] for prompt in PROMPTS]
+    assert sum(a == b for a, b in zip(generate_continuations(model, PROMPTS, tokens=12), alone, strict=True)) >= 2
 
 
 def test_the_prompt_of_a_chat_is_its_question_and_that_of_a_text_its_beginning() -> None:
     chat = Sample(tuple(range(40)), (False,) * 30 + (True,) * 10)
     text = Sample(tuple(range(60)), (True,) * 60)
     without_answer = Sample(tuple(range(20)), (False,) * 20)
-    long = Sample(tuple(range(QUESTION + 20)), (False,) * (QUESTION + 10) + (True,) * 10)
+    long = Sample(tuple(range(MAX_CHAT_PROMPT_TOKENS + 20)), (False,) * (MAX_CHAT_PROMPT_TOKENS + 10) + (True,) * 10)
     prompts = list(_prompts(make_batches([chat, text, without_answer, long], 3)))
-    assert [len(prompt) for prompt in prompts] == [30, PROMPT, 10, PROMPT]
+    assert [len(prompt) for prompt in prompts] == [30, MAX_PROMPT_TOKENS, 10, MAX_PROMPT_TOKENS]
     assert all(prompt == list(range(len(prompt))) for prompt in prompts)
 
 
@@ -80,8 +80,8 @@ def test_both_models_draw_with_the_same_random_numbers(model_dir: Path) -> None:
     assert torch.equal(first[1], again)
     assert not torch.equal(first[0], first[1])
     model = load_servable(model_dir, "bf16")
-    assert continued(model, PROMPTS) == continued(model, PROMPTS)
-    assert continued(model, PROMPTS) != continued(model, PROMPTS, temperature=0)
+    assert generate_continuations(model, PROMPTS) == generate_continuations(model, PROMPTS)
+    assert generate_continuations(model, PROMPTS) != generate_continuations(model, PROMPTS, temperature=0)
 
 
 def test_the_noise_draws_from_the_softmax() -> None:
@@ -95,7 +95,7 @@ def test_the_noise_draws_from_the_softmax() -> None:
 def test_a_continuation_ends_with_the_context(model_dir: Path) -> None:
     model = load_servable(model_dir, "bf16")
     model.config = replace(model.config, max_position_embeddings=20)
-    assert [len(ids) for ids in continued(model, PROMPTS)] == [3, 3, 3]
+    assert [len(ids) for ids in generate_continuations(model, PROMPTS)] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("kv_cache", [False, True])

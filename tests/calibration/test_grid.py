@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fp8serve.calibration.measure import SLICE, GridTally
+from fp8serve.calibration.measure import SLICE_ELEMENTS, GridTally
 from fp8serve.calibration.result import CastReport
 from fp8serve.fp8.ops import dequantize, quantize
 
@@ -48,8 +48,8 @@ def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
     whole, parts = GridTally(), GridTally()
     whole.add(x, *quantize(x, scale=50.0))
-    assert SLICE > 8
-    monkeypatch.setattr("fp8serve.calibration.measure.SLICE", 24)  # three rows at a time
+    assert SLICE_ELEMENTS > 8
+    monkeypatch.setattr("fp8serve.calibration.measure.SLICE_ELEMENTS", 24)  # three rows at a time
     for rows in (x[:7], x[7:]):
         parts.add(rows, *quantize(rows, scale=50.0))
     one, other = whole.report(), parts.report()

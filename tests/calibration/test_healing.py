@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.observe import observe, settle
-from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.pipeline import calibrate, load_for_calibration
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.calibration.techniques.healing import Schedule, heal
 from fp8serve.errors import Fp8ServeError, ModelError
@@ -46,7 +46,7 @@ def test_it_brings_the_model_nearer_and_is_served_as_measured(recipe: Recipe, mo
     assert healing.kl_after < 0.97 * healing.kl_before
     assert report.quality.kl_divergence == healing.kl_after
     assert divergence(tmp_path / "out", model_dir) == pytest.approx(healing.kl_after, rel=1e-6)
-    assert "Healing took 40 steps" in report.notes[0]
+    assert "40 steps of healing changed the KL divergence" in report.notes[0]
     assert CalibrationReport.from_json((tmp_path / "out" / "calibration.json").read_text()) == report
 
 
@@ -67,11 +67,11 @@ def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -
 
 def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
     """The training forward pass of the next step has the same bits as that of the frozen layers."""
-    decoder, linears = load(model_dir, "cpu")
+    decoder, linears = load_for_calibration(model_dir, "cpu")
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
     recipe = DelayedScaling()
     observer = observe(decoder, linears, batches, recipe)
-    settle(observer)
+    final_states(observer)
     kept: dict[str, torch.Tensor] = {}
     before = {name: linear.weight for name, linear in linears.items()}
     frozen, _ = heal(decoder, linears, load_servable(model_dir, "bf16"), batches, recipe, Schedule(5, RATE), observer)
@@ -112,7 +112,7 @@ def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> N
     report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=3, heal_rate=0.5)
     assert report.healing is not None
     assert not report.healing.helped
-    assert "no better: the weights were written as they were before" in report.notes[0]
+    assert "no improvement, so the weights from before healing were written" in report.notes[0]
     assert report.quality.kl_divergence == report.healing.kl_before
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
     assert weights[0] == weights[1]
@@ -131,9 +131,9 @@ def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"scales_only": True}, "leave out scales_only, input_scales"),
-        ({"input_scales": "search"}, "leave out scales_only, input_scales"),
-        ({"recipe": from_name("w8a16")}, "Nothing trains under the recipe 'w8a16'"),
+        ({"scales_only": True}, "leave out scales_only and input_scales"),
+        ({"input_scales": "search"}, "leave out scales_only and input_scales"),
+        ({"recipe": from_name("w8a16")}, "The recipe 'w8a16' does not support training"),
         ({"heal": -1}, "heal"),
         ({"heal_rate": 0.0}, "heal_rate"),
         ({"heal_rate": 1.5}, "heal_rate"),

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import Batch, calibration_batches
-from fp8serve.calibration.passes import forward, hooks
-from fp8serve.calibration.pipeline import calibrate, load
-from fp8serve.calibration.techniques.input_scales import RANGES, searched_amaxes
+from fp8serve.calibration.passes import forward, forward_hooks
+from fp8serve.calibration.pipeline import calibrate, load_for_calibration
+from fp8serve.calibration.techniques.input_scales import RANGE_FRACTIONS, searched_amaxes
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import quantize
@@ -26,14 +26,14 @@ DOWN, Q, V = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", 
 @pytest.fixture(scope="module")
 def loaded(model_dir: Path) -> tuple[Decoder, dict[str, Linear], list[Batch]]:
     found = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
-    return *load(model_dir, "cpu"), found.calibration
+    return *load_for_calibration(model_dir, "cpu"), found.calibration
 
 
 @torch.no_grad()
 def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], name: str) -> torch.Tensor:
     """Every input of a linear, [tokens, K]."""
     seen: list[torch.Tensor] = []
-    with hooks({name: linears[name]}, lambda _: lambda module, args, out: seen.append(args[0])):
+    with forward_hooks({name: linears[name]}, lambda _: lambda module, args, out: seen.append(args[0])):
         for batch in batches:
             forward(decoder, batch)
     return torch.cat(seen)
@@ -51,13 +51,13 @@ def test_the_search_takes_the_range_with_the_least_error(
         return float(((q.float() * scale_inv - x.float()).double() @ w.double().t()).square().sum())
 
     found = searched_amaxes(decoder, linears, batches, seen)[f"{DOWN}.input"]
-    assert found / seen[f"{DOWN}.input"] == min(RANGES, key=error)
+    assert found / seen[f"{DOWN}.input"] == min(RANGE_FRACTIONS, key=error)
 
 
 def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) -> None:
     recipe = DelayedScaling(amax_history_len=8, margin=1)
     report = calibrate(model_dir, out=tmp_path / "out", recipe=recipe, input_scales="search", **SMALL)  # type: ignore[arg-type]
-    decoder, linears = load(model_dir, "cpu")
+    decoder, linears = load_for_calibration(model_dir, "cpu")
     seen = {t.name: t.amax for t in report.tensors}
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
     expected = searched_amaxes(decoder, linears, batches, seen)
@@ -74,7 +74,7 @@ def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"recipe": from_name("rowwise"), "input_scales": "search"}, "'rowwise' stores no scales of inputs"),
+        ({"recipe": from_name("rowwise"), "input_scales": "search"}, "'rowwise' stores no scales for inputs"),
         ({"input_scales": "median"}, "median"),
     ],
 )

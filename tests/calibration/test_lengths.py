@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8serve.calibration.checks import shortfall
+from fp8serve.calibration.checks import missing_samples_note
 from fp8serve.calibration.evaluate import evaluate
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.reports.page import html_report
@@ -15,7 +15,7 @@ from fp8serve.cli import main
 from fp8serve.inspection import inspect
 
 SMALL = {"samples": 4, "batch_size": 4}
-CUT = "Sequences were cut to 32 tokens, the model's trained context, instead of the 48 asked for."
+CUT = "Sequences were cut to the model's context of 32 tokens instead of 48 tokens."
 
 
 def edited(model_dir: Path, folder: Path, **changes: object) -> Path:
@@ -74,16 +74,17 @@ def test_far_less_data_than_asked_for_is_said(model_dir: Path, tmp_path: Path) -
     data.write_text("".join(json.dumps({"text": f"The text with number {i}."}) + "\n" for i in range(3)))
     report = calibrate(model_dir, data=data, out=tmp_path / "out", samples=16, seq_len=64)
     tokens = report.data.tokens
-    gave = f"the data gave 3 samples with {tokens} tokens, because there is no more text."
-    assert report.notes == (f"16 samples of 64 tokens were asked for; {gave}",)
+    gave = f"The data gave 3 samples with {tokens} tokens instead of"
+    note = f"{gave} 16 samples of 64 tokens, because there is no more text."
+    assert report.notes == (note,)
     assert (report.data.documents, report.data.held_out_documents) == (3, 2)
     found = evaluate(tmp_path / "out", data=data, samples=3, seq_len=128)
-    gave = f"the data gave 3 samples with {tokens} tokens, because short documents are not joined."
-    assert found.notes == (f"3 samples of 128 tokens were asked for; {gave}",)
+    note = f"{gave} 3 samples of 128 tokens, because short documents are not joined."
+    assert found.notes == (note,)
     assert (found.documents, found.tokens, found.quality.tokens) == (3, tokens, tokens - 3)
     assert "3 samples from 3 documents" in html_report(report)
 
 
 def test_the_last_window_of_a_text_may_be_short() -> None:
-    assert shortfall(4, 32, 4, 124) == shortfall(4, 32, 4, 128) == ()
-    assert all((shortfall(4, 32, 4, 63), shortfall(4, 32, 3, 96)))
+    assert missing_samples_note(4, 32, 4, 124) == missing_samples_note(4, 32, 4, 128) == ()
+    assert all((missing_samples_note(4, 32, 4, 63), missing_samples_note(4, 32, 3, 96)))

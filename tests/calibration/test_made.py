@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from fp8serve.calibration.evaluate import evaluate
-from fp8serve.calibration.output import call
+from fp8serve.calibration.output import call_text
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -9,10 +9,10 @@ SMALL = {"samples": 8, "seq_len": 32}
 
 
 def test_a_call_can_be_typed_again() -> None:
-    text = call("calibrate", Path("model"), out=Path("out"), recipe=DelayedScaling(), data=None, samples=3)
+    text = call_text("calibrate", Path("model"), out=Path("out"), recipe=DelayedScaling(), data=None, samples=3)
     assert text.startswith("fp8serve.calibrate('model', out='out', recipe=DelayedScaling(")
     assert text.endswith(", samples=3)")
-    assert call("evaluate", Path("model")) == "fp8serve.evaluate('model')"
+    assert call_text("evaluate", Path("model")) == "fp8serve.evaluate('model')"
 
 
 def test_reports_say_how_they_were_made(model_dir: Path, tmp_path: Path) -> None:

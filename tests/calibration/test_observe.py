@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fp8serve.calibration.data import Batch, Sample, make_batches
-from fp8serve.calibration.observe import Observer, check, observe, scale_of, settle
-from fp8serve.calibration.passes import attention_names, backward, forward, tracked
+from fp8serve.calibration.observe import Observer, check_records, final_states, observe, scales_of
+from fp8serve.calibration.passes import attention_names, backward, forward, with_activation_gradients
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
@@ -49,7 +49,7 @@ def decoder(model_dir: Path) -> Decoder:
 
 
 def scales(observer: Observer) -> dict[str, float]:
-    return {name: float(state.scale) for name, state in settle(observer).items()}
+    return {name: float(state.scale) for name, state in final_states(observer).items()}
 
 
 def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
@@ -59,7 +59,7 @@ def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
         decoder = plain(model_dir)
         linears = converted(decoder)
         observer = observe(decoder, linears, [batches[i] for i in order], RECIPE, kv_cache=True, gradients=True)
-        states = settle(observer)
+        states = final_states(observer)
         found.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
     assert found[0].keys() == found[1].keys()
     assert len(found[0]) == 14 * 3 + 4
@@ -76,9 +76,9 @@ def test_every_batch_counts_even_when_the_history_is_shorter(model_dir: Path) ->
         alone.append(observe(decoder, converted(decoder), [batch], RECIPE))
     decoder = plain(model_dir)
     short = observe(decoder, converted(decoder), batches, replace(RECIPE, amax_history_len=3))
-    for name, seen in short.seen.items():
+    for name, seen in short.records.items():
         assert seen.batches == 7
-        assert seen.amax == max(one.seen[name].amax for one in alone)
+        assert seen.amax == max(one.records[name].amax for one in alone)
     reversed_decoder = plain(model_dir)
     backwards = observe(
         reversed_decoder, converted(reversed_decoder), batches[::-1], replace(RECIPE, amax_history_len=3)
@@ -101,7 +101,7 @@ def test_recorded_amaxes_are_those_of_the_untouched_model(decoder: Decoder, mode
     for batch in batches:
         forward(reference, batch)
     observer = observe(decoder, converted(decoder), batches, RECIPE)
-    assert {name: seen.amax for name, seen in observer.seen.items()} == largest
+    assert {name: seen.amax for name, seen in observer.records.items()} == largest
     assert scales(observer) == {n: float(torch.tensor(448.0) / torch.tensor(a)) for n, a in largest.items()}
 
 
@@ -123,15 +123,15 @@ def test_gradient_scales_are_those_of_the_exact_gradients(decoder: Decoder, mode
             largest[name] = max(largest.get(name, 0), float(grad_out[0].abs().max()))
 
         reference.get_submodule(name).register_full_backward_hook(note)
-    with tracked(reference):
+    with with_activation_gradients(reference):
         for batch in batches:
             backward(reference, forward(reference, batch), batch.targets)
     observer = observe(decoder, converted(decoder), batches, RECIPE, gradients=True)
-    found = settle(observer)
+    found = final_states(observer)
     for name, amax in largest.items():
-        assert observer.seen[f"{name}.grad_output"].amax == pytest.approx(amax, rel=1e-2)
+        assert observer.records[f"{name}.grad_output"].amax == pytest.approx(amax, rel=1e-2)
         scale = found[f"{name}.grad_output"].scale
-        assert float(scale) == pytest.approx(57344.0 / observer.seen[f"{name}.grad_output"].amax, rel=1e-6)
+        assert float(scale) == pytest.approx(57344.0 / observer.records[f"{name}.grad_output"].amax, rel=1e-6)
     assert all(p.grad is None for p in decoder.parameters())
 
 
@@ -145,7 +145,7 @@ def test_keys_and_values_are_observed_after_rotation(decoder: Decoder) -> None:
 
     forward(decoder, batch, tap)
     observer = observe(decoder, converted(decoder), [batch], RECIPE, kv_cache=True)
-    assert {name: observer.seen[name].amax for name in observer.kv} == seen
+    assert {name: observer.records[name].amax for name in observer.kv} == seen
     assert list(observer.kv) == [f"{a}.{p}" for a in attention_names(decoder) for p in "kv"]
 
 
@@ -154,21 +154,21 @@ def test_margin_and_most_recent_are_honoured(model_dir: Path) -> None:
     last, margin = plain(model_dir), plain(model_dir)
     recent = observe(last, converted(last), batches, replace(RECIPE, amax_compute_algo="most_recent"))
     for name, scale in scales(recent).items():
-        assert scale == float(torch.tensor(448.0) / torch.tensor(recent.seen[name].newest[-1]))
+        assert scale == float(torch.tensor(448.0) / torch.tensor(recent.records[name].recent_amaxes[-1]))
     halved = observe(margin, converted(margin), batches, replace(RECIPE, margin=1))
     for name, scale in scales(halved).items():
-        assert scale == float(torch.tensor(224.0) / torch.tensor(halved.seen[name].amax))
+        assert scale == float(torch.tensor(224.0) / torch.tensor(halved.records[name].amax))
 
 
 @pytest.mark.parametrize("length", [1, 2, 1024])
 def test_histories_have_the_length_that_was_asked_for(decoder: Decoder, length: int) -> None:
     recipe = DelayedScaling(amax_history_len=length, interval=3)
     observer = observe(decoder, converted(decoder), random_batches(2), recipe)
-    for name, state in settle(observer).items():
+    for name, state in final_states(observer).items():
         assert state.amax_history.shape == (length,)
-        assert float(state.scale) == float(torch.tensor(448.0) / torch.tensor(observer.seen[name].amax))
-        assert list(observer.seen[name].newest)[-max(0, min(2, length - 1)) :] == (
-            state.amax_history[1:][-2:].tolist() or list(observer.seen[name].newest)
+        assert float(state.scale) == float(torch.tensor(448.0) / torch.tensor(observer.records[name].amax))
+        assert list(observer.records[name].recent_amaxes)[-max(0, min(2, length - 1)) :] == (
+            state.amax_history[1:][-2:].tolist() or list(observer.records[name].recent_amaxes)
         )
 
 
@@ -195,10 +195,14 @@ def test_a_linear_that_never_ran_is_named(decoder: Decoder) -> None:
 
 def test_an_amax_that_overflowed_is_refused_even_if_the_result_is_finite(decoder: Decoder) -> None:
     observer = Observer(converted(decoder), RECIPE)
-    observer.seen["model.layers.0.mlp.up_proj.input"].nonfinite = 2
+    observer.records["model.layers.0.mlp.up_proj.input"].nonfinite = 2
     with pytest.raises(ScalesError, match=r"up_proj\.input was not finite in 2 of 5 batches"):
-        check(observer.seen, (), 5)
+        check_records(observer.records, (), 5)
 
 
 def test_a_tiny_amax_gives_the_largest_finite_scale() -> None:
-    assert float(scale_of(1e-38, "x.input", RECIPE)) == torch.finfo(torch.float32).max
+    scales = scales_of({"x.input": 1e-38, "y.weight": 448.0}, RECIPE, torch.device("cpu"))
+    assert {name: float(scale) for name, scale in scales.items()} == {
+        "x.input": torch.finfo(torch.float32).max,
+        "y.weight": 1.0,
+    }

@@ -4,9 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fp8serve.calibration.reports.findings import Finding, evaluation_findings, findings, kind_of
+from fp8serve.calibration.reports.findings import Finding, evaluation_findings, findings, input_kind
 from fp8serve.calibration.reports.page import html_evaluation, html_report
-from fp8serve.calibration.reports.sections import before_and_after, by_projection, what_to_know
+from fp8serve.calibration.reports.sections import by_projection, finding_list, generated_text
 from fp8serve.calibration.result import (
     CalibrationReport,
     ChannelReport,
@@ -58,10 +58,10 @@ def test_the_input_of_every_expert_is_looked_at() -> None:
         for i in range(4)
         for leaf in ("gate_proj", "up_proj")
     ]
-    found = next(f for f in findings(dataclasses.replace(report, layers=tuple(experts))) if "beyond" in f.text)
-    assert found.trouble
+    found = next(f for f in findings(dataclasses.replace(report, layers=tuple(experts))) if "saturated" in f.text)
+    assert found.is_problem
     assert "1 of 4 inputs" in found.text
-    assert "at most 1 % of layer 0 expert 2 into gate, up" in found.text
+    assert "the largest share is 1 %, of the layer 0 expert 2 gate/up input" in found.text
 
 
 def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
@@ -69,7 +69,7 @@ def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
     page = html_report(report)
     for layer in report.layers:
         assert f"{layer.name}: {layer.sqnr_db:.1f} dB</title>" in page
-    table = page[page.index("What each layer costs") :]
+    table = page[page.index("KL divergence of each layer") :]
     rows = re.findall(r'<tr><td><span title="(model[^"]*)">', table)[:12]
     assert rows == [layer.name for layer in report.worst_layers[:12]]
 
@@ -112,15 +112,16 @@ def test_a_report_without_layers_is_still_a_page() -> None:
     without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "made"))
     bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), **without)
     page = whole(html_report(bare))
-    assert re.findall("<h2>(.*?)</h2>", page) == ["How it was made"]
+    assert re.findall("<h2>(.*?)</h2>", page) == ["How to reproduce this report"]
 
 
 def test_every_section_has_a_line_that_explains_it() -> None:
     page = whole(html_report(make_report()))
     titles = re.findall("<h2>(.*?)</h2>", page)
-    assert titles == ["Before and after", "What each layer costs", "Signal and noise", "Room at the top",
-                      "Largest values, batch by batch", "Where values land on the grid of E4M3",
-                      "Largest values, layer by layer", "Smoothing", "Healing", "How it was made"]  # fmt: skip
+    assert titles == ["Text generated before and after calibration", "KL divergence of each layer", "SQNR by layer",
+                      "Headroom, saturation and underflow of inputs", "Amax per batch",
+                      "Distribution of values over the exponents of E4M3", "Amax by layer", "Smoothing", "Healing",
+                      "How to reproduce this report"]  # fmt: skip
     assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
 
 
@@ -133,7 +134,7 @@ def test_the_page_says_how_it_was_made() -> None:
 def test_an_evaluation_is_a_page_with_and_without_a_reference() -> None:
     report = make_report()
     with_reference = whole(html_evaluation(evaluation(report)))
-    assert "What each layer costs" in with_reference
+    assert "KL divergence of each layer" in with_reference
     assert "against models/tiny in high precision" in with_reference
     alone = whole(html_evaluation(evaluation(report, against=None, layers=(), quality=Quality(9, 12.5))))
     assert "12.5" in alone
@@ -162,31 +163,36 @@ DOWN = "model.layers.2.mlp.down_proj"
 def test_a_calm_report_says_so() -> None:
     (found,) = findings(calm())
     assert found == Finding(
-        "No input value was cut off. layer 0 into q, k, v came nearest to its limit, with 71% of it."
+        "No input value saturated. The largest value relative to its range is in the layer 0 q/k/v input: 71% of the "
+        "range."
     )
-    assert "Nothing here needs attention." in what_to_know([found])
-    assert "Nothing here" not in what_to_know([found, Finding("Much.", trouble=True)])
+    assert "No problems were found." in finding_list([found])
+    assert "No problems" not in finding_list([found, Finding("Much.", is_problem=True)])
 
 
 @pytest.mark.parametrize(
     ("changes", "words", "trouble"),
     [
-        ({"saturated": 1e-5, "input": cast(-1.2)}, "1 of 16 inputs held values .* or a margin larger by 2,", False),
-        ({"saturated": 0.01, "input": cast(-0.2)}, "at most 1 % of layer 2 into down. .* margin larger by 1,", True),
-        ({"sqnr_db": 9.0}, r"1 layer with less than 15 dB .*: layer 2 down_proj \(9.0 dB\)", True),
-        ({"underflowed": 0.2}, r"In 1 input more than 5% .*: layer 2 into down \(20 %\)", False),
+        (
+            {"saturated": 1e-5, "input": cast(-1.2)},
+            "1 of 16 inputs have values that saturated.* or a margin larger by 2,",
+            False,
+        ),
+        ({"saturated": 0.01, "input": cast(-0.2)}, "is 1 %, of the layer 2 down input. .* margin larger by 1,", True),
+        ({"sqnr_db": 9.0}, r"SQNR is below 15 dB in the output of 1 layer: layer 2 down_proj \(9.0 dB\)", True),
+        ({"underflowed": 0.2}, r"In 1 input more than 5% .*: layer 2 down input \(20 %\)", False),
         (
             {"outlier": ChannelReport(7, 60.0, 2.0)},
-            r"In 1 input one channel .*: layer 2 into down \(channel 7: 60",
+            r"In 1 input one channel .*: layer 2 down input \(channel 7: 60",
             False,
         ),
         ({"outlier": ChannelReport(7, 60.0, 0.01)}, "its weights 0.01 times.*--smoothing 0.5", True),
-        ({"kl": 1.0}, "1 of 28 layers make 100% of the cost: layer 2 down_proj", False),
+        ({"kl": 1.0}, "100% of the KL divergence comes from 1 of 28 layers: layer 2 down_proj", False),
     ],
 )
 def test_a_layer_that_stands_out_is_named(changes: dict[str, object], words: str, trouble: bool) -> None:
     found = [f for f in findings(changed(calm(), DOWN, **changes)) if re.search(words, f.text)]
-    assert [f.trouble for f in found] == [trouble]
+    assert [f.is_problem for f in found] == [trouble]
 
 
 def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
@@ -194,7 +200,7 @@ def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
     healed = HealingReport(10, 1e-5, (0.1,), 0.06, 0.05)
     report = dataclasses.replace(calm(), quality=quality, healing=healed)
     first = findings(report)[0]
-    assert first.trouble
+    assert first.is_problem
     assert "--rounding gptq`, `--recipe rowwise`." in first.text
     assert "--heal" not in first.text
 
@@ -202,7 +208,7 @@ def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
 def test_a_weight_that_rounding_made_another_is_named() -> None:
     report = dataclasses.replace(changed(calm(), DOWN, weight=cast(0.0, sqnr_db=6.5)), healing=None, rounding="gptq")
     assert findings(report)[0].text.startswith(
-        "Rounding left less than 15 dB of 1 weight: layer 2 down_proj (6.5 dB). More"
+        "Rounding left an SQNR below 15 dB in 1 weight: layer 2 down_proj (6.5 dB). More"
     )
     healed = dataclasses.replace(report, healing=make_report().healing)
     assert not any("Rounding" in f.text for f in findings(healed))
@@ -211,7 +217,9 @@ def test_a_weight_that_rounding_made_another_is_named() -> None:
 def test_an_evaluation_says_that_the_cost_is_high() -> None:
     dear = dataclasses.replace(calm().quality, kl_divergence=0.05)
     first = evaluation_findings(evaluation(calm(), quality=dear))[0]
-    assert first == Finding("FP8 moves the model's predictions by 0.05 nats per token, which is high.", trouble=True)
+    assert first == Finding(
+        "The KL divergence of the FP8 model is 0.05 nats per token, which is high.", is_problem=True
+    )
 
 
 def test_an_input_whose_range_one_batch_decides_is_named() -> None:
@@ -219,7 +227,7 @@ def test_an_input_whose_range_one_batch_decides_is_named() -> None:
     name = f"{DOWN}.input"
     wild = (dataclasses.replace(t, amax=9.0, history=(1.0, 9.0, 1.0)) if t.name == name else t for t in report.tensors)
     texts = [f.text for f in findings(dataclasses.replace(report, tensors=tuple(wild)))]
-    assert any("In 1 of 16 inputs one batch" in t and "layer 2 into down 9 times" in t for t in texts)
+    assert any("In 1 of 16 inputs the amax" in t and "is 9, of the layer 2 down input" in t for t in texts)
 
 
 # -- before and after -------------------------------------------------------------------------------------------------
@@ -236,14 +244,14 @@ def test_an_input_whose_range_one_batch_decides_is_named() -> None:
     ],
 )
 def test_the_first_difference_is_marked(before: str, after: str, same: int, marked: list[str]) -> None:
-    text = before_and_after([GeneratedReport("Once", before, after, 48, same)])
+    text = generated_text([GeneratedReport("Once", before, after, 48, same)])
     assert re.findall("<mark>(.*?)</mark>", text) == marked
-    assert ("In FP8: the same<" in text) is (before == after)
+    assert ("In FP8: the same text<" in text) is (before == after)
 
 
 def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
     page = html_report(make_report(layers=30))
-    assert "in 1 of 120 pairs" in page
+    assert "in 1 of 120 pairs of a norm" in page
     assert "<td>model.layers.0.input_layernorm</td>" in page
     for none in (SmoothingReport(0.5, (), 120), None):
         assert "<h2>Smoothing" not in html_report(dataclasses.replace(make_report(), smoothing=none))
@@ -252,4 +260,4 @@ def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
 def test_fused_projections_are_drawn() -> None:
     values = [(f"model.layers.0.{name}", 1.0, "1") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
     assert [by_projection([value]).count("<circle") for value in values] == [1, 1]
-    assert [kind_of(name) for name, _, _ in values] == ["into q, k, v", "into gate, up"]
+    assert [input_kind(name) for name, _, _ in values] == ["q/k/v", "gate/up"]

@@ -15,7 +15,7 @@ from fp8serve.errors import DataError, Fp8ServeError, MachineError, ModelError, 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, from_name, to_json
 from fp8serve.model.checkpoint import kv_scales, load_scales, load_servable
-from fp8serve.model.readers import MODELOPT, SPELLING
+from fp8serve.model.compatibility import MODELOPT_NOTE, SCALE_NAMES_NOTE
 from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB, write_model
@@ -115,7 +115,7 @@ def test_other_formats_hold_the_same_model(
     for name, entry in mine.tensors.items():
         assert torch.equal(entry.scale, theirs.tensors[name].scale)
     assert calibrated[1].notes == ()
-    assert report.notes == ((SPELLING,) if format_ == "fp8" else (MODELOPT,))
+    assert report.notes == ((SCALE_NAMES_NOTE,) if format_ == "fp8" else (MODELOPT_NOTE,))
     assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
 
 
@@ -259,7 +259,7 @@ def test_progress_tells_every_stage_and_layer(model_dir: Path, tmp_path: Path) -
             RecipeError,
             "nothing to calibrate",
         ),
-        ({"recipe": from_name("rowwise"), "gradients": True}, RecipeError, "gradient calibration"),
+        ({"recipe": from_name("rowwise"), "gradients": True}, RecipeError, "leave out gradients"),
         ({"recipe": from_name("rowwise"), "scales_only": True}, RecipeError, "nothing to write"),
         ({"recipe": from_name("bf16")}, RecipeError, "bf16"),
         ({"format": "gguf"}, DataError, "gguf"),

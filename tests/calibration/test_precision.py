@@ -12,7 +12,7 @@ from fp8serve.calibration.pipeline import calibrate
 from fp8serve.calibration.reports.page import html_report
 from fp8serve.calibration.reports.tables import summary_table
 from fp8serve.calibration.result import CalibrationReport, LinearGroup, Quality
-from fp8serve.calibration.techniques.precision import Target, fewest, groups, left_out
+from fp8serve.calibration.techniques.precision import QualityTarget, excluded_linears, input_groups, min_groups_in_bf16
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import Fp8ServeError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -47,7 +47,7 @@ def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: 
     assert {layer.name for layer in report.layers} == every - stays
     assert divergence(out, model_dir) == pytest.approx(report.quality.kl_divergence, rel=1e-6)
     assert CalibrationReport.from_json((out / "calibration.json").read_text()) == report
-    assert "Stays in BF16" in html_report(report)
+    assert "Layers in BF16" in html_report(report)
     assert any("stays in BF16" in str(cell) for column in summary_table(report).columns for cell in column.cells)
 
 
@@ -119,32 +119,35 @@ def test_the_fewest_are_found() -> None:
     candidates = [LinearGroup((str(i),), 1, 1.0) for i in range(20)]
     asked: list[int] = []
 
-    def needs(target: Target) -> int:
+    def needs(target: QualityTarget) -> int:
         def enough(kept: Sequence[LinearGroup]) -> bool:
             asked.append(len(kept))
             return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
 
-        return fewest(candidates, enough)
+        return min_groups_in_bf16(candidates, enough)
 
-    assert needs(Target(kl=0.349)) == 14
+    assert needs(QualityTarget(kl=0.349)) == 14
     assert len(asked) <= 6
-    assert needs(Target(kl=1.0)) == 0
-    assert needs(Target(ppl_increase=9.0)) == 20
+    assert needs(QualityTarget(kl=1.0)) == 0
+    assert needs(QualityTarget(ppl_increase=9.0)) == 20
 
 
 def test_what_reads_one_input_is_one_choice() -> None:
     names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]
-    assert groups(names) == [tuple(names[:2]), (names[2],), (names[3],)]
-    assert left_out(names, ["down_proj"], ()) == [names[3]]
+    assert input_groups(names) == [tuple(names[:2]), (names[2],), (names[3],)]
+    assert excluded_linears(names, ["down_proj"], ()) == [names[3]]
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"skip": ["model.layers.9.*"]}, "'model.layers.9.*' fits no linear layer; they have names such as model.lay"),
-        ({"skip": ["*"]}, "Every linear layer is left out"),
-        ({"only": ["lm_head"]}, "'lm_head' fits no linear layer"),
-        ({"target_kl": 1e-9}, "The target asks for every linear layer in high precision"),
+        (
+            {"skip": ["model.layers.9.*"]},
+            "'model.layers.9.*' matches no linear layer; linear layers have names such as model.lay",
+        ),
+        ({"skip": ["*"]}, "skip and only exclude every linear layer"),
+        ({"only": ["lm_head"]}, "'lm_head' matches no linear layer"),
+        ({"target_kl": 1e-9}, "The target needs every linear layer in high precision"),
         ({"target_kl": 0.0}, "target_kl"),
         ({"max_ppl_increase": 0}, "max_ppl_increase must be greater than 0, not 0"),
         ({"skip": ["q_proj"], "scales_only": True}, "so none can stay in high precision"),

@@ -16,7 +16,7 @@ from fp8serve.ranks import Ranks
 from tests.fp8.distributed.ranks import on_ranks
 from tests.patience import PATIENCE
 
-from .test_unfinished import content
+from .test_stage_results import content
 
 pytestmark = pytest.mark.distributed
 
@@ -59,7 +59,7 @@ def test_the_bytes_of_one_process(case: str, world: int, model_dir: Path, tmp_pa
 def _fails(rank: int) -> list[str]:
     ranks = Ranks(rank, 3)
     try:
-        with ranks.together():
+        with ranks.shared_errors():
             if rank == 1:
                 raise DataError("The second share is damaged.")
     except Fp8ServeError as error:

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fp8serve.calibration.reports.tables import eval_table, summary_table, verdict
+from fp8serve.calibration.reports.tables import eval_table, summary, summary_table
 from fp8serve.calibration.result import CalibrationReport, EvalReport, LayerReport
 from fp8serve.errors import DataError
 
@@ -36,7 +36,7 @@ def test_layers_without_error_come_last() -> None:
     layers = (LayerReport("a", None, 0), LayerReport("b", 30.0, 0), LayerReport("c", 20.0, 0))
     report = dataclasses.replace(make_report(), layers=layers)
     assert [layer.name for layer in report.worst_layers] == ["c", "b", "a"]
-    assert "c at 20.0 dB" in verdict(report)
+    assert "c: SQNR 20.0 dB" in summary(report)
 
 
 def printed(table: object) -> str:

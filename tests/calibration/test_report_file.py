@@ -37,7 +37,7 @@ def test_calibrate_without_weights_writes_the_page(model_dir: Path, tmp_path: Pa
     page = tmp_path / "page.html"
     out = str(tmp_path / "out")
     assert main(["calibrate", str(model_dir), "--out", out, "--scales-only", "--report", str(page), *SMALL]) == 0
-    assert "What each layer costs" in page.read_text()
+    assert "KL divergence of each layer" in page.read_text()
 
 
 def test_eval_writes_its_page(calibrated: Path, model_dir: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_eval_writes_its_page(calibrated: Path, model_dir: Path, tmp_path: Path)
     assert main(asked) == 0
     text = page.read_text()
     assert "Evaluation of out" in text
-    assert "Where values land on the grid" in text
+    assert "Distribution of values over the exponents" in text
     assert f"fp8serve eval {calibrated / 'out'}" in text
 
 
@@ -63,7 +63,7 @@ def test_inspect_draws_nothing_of_what_was_not_calibrated(
     assert main(["inspect", str(model_dir), "--report", page]) == 1
     assert "holds no calibration.json" in capsys.readouterr().err
     assert main(["inspect", str(calibrated / "out"), str(model_dir), "--report", page]) == 1
-    assert "leave out the other" in capsys.readouterr().err
+    assert "leave OTHER out" in capsys.readouterr().err
     assert not Path(page).exists()
 
 

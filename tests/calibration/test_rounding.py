@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.measure import TokenTally, add_logits
-from fp8serve.calibration.passes import forward, hooks, streams
-from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.passes import forward, forward_hooks, layerwise_passes
+from fp8serve.calibration.pipeline import calibrate, load_for_calibration
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.calibration.techniques.rounding import _products_of
 from fp8serve.errors import Fp8ServeError
@@ -57,13 +57,15 @@ def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, t
 
 def test_weights_are_fitted_to_inputs_as_the_layer_reads_them(model_dir: Path) -> None:
     """Inputs are taken after their cast: with a scale so large that half of them are cut off, the products show it."""
-    decoder, linears = load(model_dir, "cpu")
+    decoder, linears = load_for_calibration(model_dir, "cpu")
     name = "model.layers.0.self_attn.q_proj"
-    (stream,) = streams(decoder, calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **ONE).calibration)  # type: ignore[arg-type]
+    (stream,) = layerwise_passes(
+        decoder, calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **ONE).calibration
+    )  # type: ignore[arg-type]
     layer = FrozenLinear.from_linear(linears[name], DelayedScaling(), torch.tensor(448.0), torch.tensor(1.0))
     found = _products_of(stream, 0, linears, {name: layer})[name]
     seen: list[Tensor] = []
-    with hooks({name: linears[name]}, lambda _: lambda linear, args, out: seen.append(args[0])):
+    with forward_hooks({name: linears[name]}, lambda _: lambda linear, args, out: seen.append(args[0])):
         stream.run(0)
     x = seen[0].float()
     assert x.abs().max() > 1
@@ -76,7 +78,7 @@ def test_scales_and_everything_but_weights_are_those_of_rounding_to_nearest(mode
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     plain, found = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
     for name in plain.fp8_linears:
-        one, other = plain.stored(name), found.stored(name)
+        one, other = plain.fp8_matrix(name), found.fp8_matrix(name)
         assert one is not None
         assert other is not None
         assert torch.equal(one.weight_scale_inv, other.weight_scale_inv)
@@ -98,7 +100,7 @@ def test_training_goes_on_from_the_weights_that_are_served(model_dir: Path, tmp_
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     stored, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
     name = stored.fp8_linears[0]
-    layer = stored.stored(name)
+    layer = stored.fp8_matrix(name)
     assert layer is not None
     assert torch.equal(trainable.get_parameter(f"{name}.weight"), layer.weight_q.float() * layer.weight_scale_inv)
 

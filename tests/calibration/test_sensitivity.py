@@ -5,36 +5,41 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8serve.calibration.compare import freezer, kl_shares
+from fp8serve.calibration.compare import freeze_function, kl_shares
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.measure import TokenTally, add_logits
-from fp8serve.calibration.observe import observe, settle
-from fp8serve.calibration.passes import forward, hooks
-from fp8serve.calibration.pipeline import load
-from fp8serve.calibration.result import LayerReport, worst_first
+from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.passes import forward, forward_hooks
+from fp8serve.calibration.pipeline import load_for_calibration
+from fp8serve.calibration.progress import Stages
+from fp8serve.calibration.result import LayerReport, by_cost
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.text.tokenizer import Tokenizer
 
 from .conftest import VOCAB
 
+RECIPE = DelayedScaling(amax_history_len=8)
+
 
 @pytest.fixture(scope="module")
 def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
     """(estimated shares, KL divergence with that layer alone in FP8), of a model with one layer that is much worse."""
-    decoder, linears = load(model_dir, "cpu")
+    decoder, linears = load_for_calibration(model_dir, "cpu")
     found = calibration_batches(
         None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
     )
-    states = settle(observe(decoder, linears, found.calibration, DelayedScaling(amax_history_len=8)))
+    states = final_states(observe(decoder, linears, found.calibration, DelayedScaling(amax_history_len=8)))
     states["model.layers.0.self_attn.o_proj.input"].scale.mul_(2.0**-13)  # most of its inputs underflow
-    freeze = freezer(DelayedScaling(), states)
+    freeze = freeze_function(DelayedScaling(), states)
     shares = kl_shares(decoder, linears, found.held_out, lambda name, linear, x: freeze(name, linears[name])(x))
 
     def alone(name: str) -> float:
         tally = TokenTally()
         for batch in found.held_out:
             exact = forward(decoder, batch)
-            with hooks({name: linears[name]}, lambda n: lambda linear, args, out: freeze(n, linears[n])(args[0])):
+            with forward_hooks(
+                {name: linears[name]}, lambda n: lambda linear, args, out: freeze(n, linears[n])(args[0])
+            ):
                 add_logits(tally, batch.targets, (decoder, forward(decoder, batch)), (decoder, exact))
         return tally.quality(compared=True).kl_divergence or 0.0
 
@@ -61,4 +66,26 @@ def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> No
         LayerReport("harmful", 40.0, 0.0, kl=1e-3),
         LayerReport("exact", None, 0.0),
     ]
-    assert [row.name for row in worst_first(rows)] == ["harmful", "loud", "exact"]
+    assert [row.name for row in by_cost(rows)] == ["harmful", "loud", "exact"]
+
+
+def test_joined_sequences_have_the_same_shares(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU ranks several sequences in one pass."""
+    decoder, linears = load_for_calibration(model_dir, "cpu")
+    batches = calibration_batches(
+        None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
+    )
+    freeze = freeze_function(DelayedScaling(), final_states(observe(decoder, linears, batches.calibration, RECIPE)))
+    frozen = {name: freeze(name, linear) for name, linear in linears.items()}
+    passes: list[int] = []
+
+    def shares(limit: int | None) -> dict[str, float]:
+        monkeypatch.setattr("fp8serve.calibration.compare._tokens_per_pass", lambda linears: limit)
+        stages = Stages(lambda stage, done, total: passes.append(total))
+        return kl_shares(decoder, linears, batches.held_out, lambda name, linear, x: frozen[name](x), stages=stages)
+
+    alone = shares(None)
+    assert shares(10**6) == pytest.approx(alone, rel=1e-3)
+    assert (passes[0], passes[-1]) == (sum(len(batch.lengths) for batch in batches.held_out), 1)
+    assert shares(130) == pytest.approx(alone, rel=1e-3)
+    assert 1 < passes[-1] < passes[0]

@@ -14,11 +14,19 @@ from torch import Tensor
 
 from fp8serve.calibration.data import Batch, Sample, load_samples, make_batches
 from fp8serve.calibration.passes import forward
-from fp8serve.calibration.pipeline import calibrate, load
+from fp8serve.calibration.pipeline import calibrate, load_for_calibration
 from fp8serve.calibration.reports.findings import findings
 from fp8serve.calibration.reports.tables import summary_table
 from fp8serve.calibration.result import CalibrationReport
-from fp8serve.calibration.techniques.smoothing import FACTORS, factors, fold, pairs, parameters, put, smooth
+from fp8serve.calibration.techniques.smoothing import (
+    FACTORS,
+    fold,
+    layer_parameters,
+    set_parameters,
+    smooth,
+    smoothing_factors,
+    smoothing_pairs,
+)
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.hub import find_model
@@ -78,13 +86,13 @@ def fold_at_random(decoder: Decoder) -> int:
     """Fold factors from 2^-6 to 2^6 into every pair of every layer; how many pairs there are."""
     generator, names, count = torch.Generator().manual_seed(0), [n for n, _ in decoder.named_modules()], 0
     for index in range(decoder.config.num_layers):
-        for pair in pairs(decoder.config, index, names):
-            weights = parameters(decoder, index)
-            channels = weights[f"{pair.before}.weight"].shape[0]
+        for pair in smoothing_pairs(decoder.config, index, names):
+            weights = layer_parameters(decoder, index)
+            channels = weights[f"{pair.producer}.weight"].shape[0]
             by = torch.ldexp(torch.ones(channels), torch.randint(-6, 7, (channels,), generator=generator))
             changed = fold(pair, weights, by)
             assert changed is not None
-            put(decoder, changed)
+            set_parameters(decoder, changed)
             count += 1
     return count
 
@@ -103,8 +111,8 @@ def test_folding_changes_no_bit_of_any_family(kind: str, tmp_path: Path) -> None
 @pytest.mark.smoke
 def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> None:
     decoder = load_servable(model_dir, "bf16")
-    pair = pairs(decoder.config, 0, ["model.layers.0.mlp.down_proj"])[0]
-    weights = parameters(decoder, 0)
+    pair = smoothing_pairs(decoder.config, 0, ["model.layers.0.mlp.down_proj"])[0]
+    weights = layer_parameters(decoder, 0)
     assert fold(pair, weights, torch.full((160,), 2.0**10)) is not None
     assert fold(pair, weights, torch.full((160,), 2.0**127)) is None
 
@@ -113,11 +121,11 @@ def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> Non
 def test_factors_even_channels_out_by_alpha() -> None:
     inputs, weights = torch.tensor([1.0, 1.0, 64.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1 / 64, 1.0, 1.0])
     for alpha in (0.0, 0.5, 1.0):
-        assert factors(inputs, weights, alpha).tolist() == [1, 1, 64, 1, 1]
-    assert factors(inputs, torch.ones(5), 1.0).tolist() == [1, 1, 64, 1, 1]
-    assert factors(inputs, torch.ones(5), 0.5).tolist() == [1, 1, 8, 1, 1]
-    assert factors(inputs, torch.ones(5), 0.0).tolist() == [1, 1, 1, 1, 1]
-    assert factors(torch.zeros(3), torch.ones(3), 0.5).tolist() == [1, 1, 1]
+        assert smoothing_factors(inputs, weights, alpha).tolist() == [1, 1, 64, 1, 1]
+    assert smoothing_factors(inputs, torch.ones(5), 1.0).tolist() == [1, 1, 64, 1, 1]
+    assert smoothing_factors(inputs, torch.ones(5), 0.5).tolist() == [1, 1, 8, 1, 1]
+    assert smoothing_factors(inputs, torch.ones(5), 0.0).tolist() == [1, 1, 1, 1, 1]
+    assert smoothing_factors(torch.zeros(3), torch.ones(3), 0.5).tolist() == [1, 1, 1]
 
 
 # -- planted outliers --------------------------------------------------------------------------------------------------
@@ -143,7 +151,7 @@ def test_it_survives_a_planted_outlier_and_is_served_as_measured(
     assert NORM in report.smoothing.pairs
     assert report.smoothing.tried == 8
     assert CalibrationReport.from_json((tmp_path / "smooth" / "calibration.json").read_text()) == report
-    assert "Smoothing evened out the channels of" in report.notes[0]
+    assert "Smoothing was applied to the channels of" in report.notes[0]
 
 
 @pytest.mark.slow
@@ -164,14 +172,14 @@ def test_an_outlier_is_found_and_named(
 ) -> None:
     report = reports(planted if power == LARGE else plant(model_dir, tmp_path / "planted", power), "delayed")
     (found,) = [f for f in findings(report) if "--smoothing" in f.text]
-    assert found.trouble
-    assert f"layer 1 into gate, up (channel {CHANNEL}: " in found.text
+    assert found.is_problem
+    assert f"layer 1 gate/up input (channel {CHANNEL}: " in found.text
     worst = {layer.name: layer.outlier for layer in report.layers}["model.layers.1.mlp.gate_proj"]
     assert worst is not None
     assert (worst.channel, round(worst.excess, -3) > 0) == (CHANNEL, True)
     out = StringIO()
     Console(file=out, width=300).print(summary_table(report))
-    assert re.search(rf"most uneven input .* model.layers.1.mlp.\w+_proj, channel {CHANNEL}: ", out.getvalue())
+    assert re.search(rf"largest outlier channel .* model.layers.1.mlp.\w+_proj, channel {CHANNEL}: ", out.getvalue())
 
 
 def test_an_ordinary_model_has_none(model_dir: Path, reports: Callable[[Path, str], CalibrationReport]) -> None:
@@ -232,7 +240,7 @@ def test_norms_by_one_plus_weight_are_left_alone(tmp_path: Path) -> None:
     report = run(tmp_path / "model", tmp_path / "out", smoothing=0.5)
     assert report.smoothing is not None
     assert report.smoothing.tried == 2 * 4
-    assert "Smoothing left the norms alone" in report.notes[0]
+    assert "The norms were not smoothed" in report.notes[0]
 
 
 @pytest.mark.slow
@@ -253,7 +261,7 @@ def samples(planted: Path) -> list[Sample]:
 
 
 def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
-    decoder, linears = load(model, "cpu")
+    decoder, linears = load_for_calibration(model, "cpu")
     return smooth(decoder, linears, make_batches(samples, batch_size), DelayedScaling(), 0.5)
 
 
@@ -281,7 +289,7 @@ def test_alpha_is_a_fraction(alpha: float, model_dir: Path, tmp_path: Path) -> N
 
 @pytest.mark.smoke
 def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(Fp8ServeError, match="scales_only writes no weights, and smoothing changes them"):
+    with pytest.raises(Fp8ServeError, match="scales_only writes no weights, but smoothing changes weights"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -312,7 +320,7 @@ def test_smollm2_survives_a_planted_outlier(
     assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
     assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
     (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
-    assert "layer 15 into gate, up (channel 100: " in found.text
+    assert "layer 15 gate/up input (channel 100: " in found.text
     smoothing = figures["smooth"].smoothing
     assert smoothing is not None
     assert norm in smoothing.pairs

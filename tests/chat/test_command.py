@@ -79,8 +79,8 @@ def test_a_failure_is_a_status(fake: FakeServer, asks: Any) -> None:
         (["m", "--server", "http://a"], "give either a MODEL"),
         (["m", "--model", "x"], "--model is for --server"),
         (["m", "--api-key-file", "x"], "--api-key-file is for --server"),
-        (["--server", "http://a", "--recipe", "bf16"], "--recipe is for a MODEL"),
-        (["--server", "http://a", "--no-cuda-graphs"], "--cuda-graphs is for a MODEL"),
+        (["--server", "http://a", "--recipe", "bf16"], "--recipe is for a local MODEL"),
+        (["--server", "http://a", "--no-cuda-graphs"], "--cuda-graphs is for a local MODEL"),
     ],
 )
 def test_wrong_usage(args: list[str], sentence: str, asks: Any) -> None:

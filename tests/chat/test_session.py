@@ -10,7 +10,7 @@ import pytest
 
 from fp8serve.chat.models import ChatOptions
 from fp8serve.chat.session import DIM, PLAIN, Session
-from fp8serve.client.answers import Piece
+from fp8serve.client.completions import Piece
 from fp8serve.errors import RequestError
 
 HELLO = [Piece("text", "Good "), Piece("text", "day.")]
@@ -65,7 +65,11 @@ def test_a_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_thoughts_and_calls_are_shown_and_not_sent_back(capsys: pytest.CaptureFixture[str]) -> None:
     first = [Piece("reasoning", "Hm. "), Piece("reasoning", "So:"), Piece("text", "Yes.")]
-    calls = [Piece("tool", "look_up", opens=True), Piece("tool", '{"a": 1}'), Piece("tool", "stop", opens=True)]
+    calls = [
+        Piece("tool", "look_up", starts_call=True),
+        Piece("tool", '{"a": 1}'),
+        Piece("tool", "stop", starts_call=True),
+    ]
     model = Scripted(first + calls, HELLO)
     talk(model, "Hello", "And?")
     assert ("assistant", "Yes.") in roles(model.seen[1][0])
@@ -79,7 +83,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixtu
     model = Scripted([Piece("text", "Good "), KeyboardInterrupt()], [KeyboardInterrupt()], HELLO)
     session = talk(model, "One", "Two", KeyboardInterrupt(), "Three")
     assert session.conversation.turns == [("One", "Good "), ("Three", "Good day.")]
-    assert "(ctrl-D or /quit leaves)" in capsys.readouterr().out
+    assert "(type ctrl-D or /quit to quit)" in capsys.readouterr().out
 
 
 def test_a_failure_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +91,7 @@ def test_a_failure_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     session = talk(Scripted(HELLO, [long], [Piece("text", "Go"), RequestError("It died.")]), "One", "Two", "Three")
     assert session.conversation.turns == [("One", "Good day.")]
     shown = capsys.readouterr().out
-    assert "context holds 8. /reset begins a new conversation" in shown
+    assert "context holds 8. Use /reset to start a new conversation" in shown
     assert "It died.\n" in shown
 
 
@@ -112,7 +116,7 @@ def test_saved_conversations_are_training_data(tmp_path: Path, capsys: pytest.Ca
     said = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}
     assert json.loads(file.read_text()) == said
     shown = capsys.readouterr().out
-    for sentence in ("nothing to save", f"saved to {file}", "File exists; give another name", "Give a file", "No such"):
+    for sentence in ("nothing to save", f"saved to {file}", "File exists; use another name", "Name a file", "No such"):
         assert sentence in shown
 
 
@@ -123,13 +127,13 @@ def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureF
         assert f"/{command} " in shown
     assert "There is no command '/nonsense'" in shown
     assert "There is no command '/'" in shown
-    assert "There is no question to answer again" in shown
+    assert "There is no message to answer again" in shown
 
 
 def test_ctrl_c_between_steps_of_the_engine() -> None:
-    from fp8serve.chat.models import held_interrupts
+    from fp8serve.chat.models import deferred_interrupt
 
-    with held_interrupts() as interrupted:
+    with deferred_interrupt() as interrupted:
         assert not interrupted()
         signal.raise_signal(signal.SIGINT)
         assert interrupted()

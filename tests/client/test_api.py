@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.client.answers import Piece, chat_pieces
 from fp8serve.client.api import Api, base_url
+from fp8serve.client.completions import Piece, chat_pieces
 from fp8serve.errors import DataError, Fp8ServeError, RequestError, ServerError
 from tests.client.fake import CHAT, FakeServer, Said, delta, says, streams
 
@@ -68,14 +68,14 @@ def test_no_proxy_stands_before_this_machine(fake: FakeServer, monkeypatch: pyte
         (says({"detail": [{"loc": ["body"]}]}, 422), "The server answered 422: [{'loc': ['body']}]."),
         (says(["odd"], 500), "The server answered 500 Internal Server Error."),
         (Said([b"<html>"], 502), "The server answered 502 Bad Gateway."),
-        (Said([b"<html>"], 404), "The server answered 404 Not Found; is there such a server at"),
+        (Said([b"<html>"], 404), "The server answered 404 Not Found; check the URL of the server ("),
         (
             says({"error": {"message": "Bad key"}}, 401),
-            "The server refuses the key, or the lack of one (Bad key); give",
+            "The server refuses the API key or requires one (Bad key); provide",
         ),
-        (Said([], 403), "The server refuses the key, or the lack of one (403); give"),
-        (Said([], 308, headers={"Location": "https://b/"}), "The server is not here: it answered 308 and names 'https"),
-        (Said([b"<html>"]), "answered what is not JSON"),
+        (Said([], 403), "The server refuses the API key or requires one (403); provide"),
+        (Said([], 308, headers={"Location": "https://b/"}), "The server responded with a redirect (308) to 'https"),
+        (Said([b"<html>"]), "is not JSON; check the URL"),
         (says({"data": [{"name": "x"}]}), "/v1/models did not return a list of models"),
         (says([]), "/v1/models did not return a list of models"),
         (says({"data": []}), "serves no model now"),
@@ -107,7 +107,7 @@ def test_pieces_of_an_answer(fake: FakeServer) -> None:
         Piece("reasoning", "Hm."),
         Piece("reasoning", "So."),
         Piece("text", "Yes"),
-        Piece("tool", "look_up", opens=True),
+        Piece("tool", "look_up", starts_call=True),
         Piece("tool", '{"a": 1}'),
     ]
     assert fake.bodies(ROUTE) == [BODY | {"stream": True}]
@@ -116,15 +116,15 @@ def test_pieces_of_an_answer(fake: FakeServer) -> None:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (streams(*CHAT[:3]), "broke off before the end of its answer"),
-        (streams(*CHAT[:3], cut=True), "broke off: "),
+        (streams(*CHAT[:3]), "closed the stream before the end of its response"),
+        (streams(*CHAT[:3], cut=True), "closed the connection: "),
         (streams(*CHAT[:2], {"error": {"message": "It died.\nSorry."}}), "with an error: It died. Sorry."),
         (streams(*CHAT[:2], {"error": "It died."}), "with an error: It died."),
         (streams("nonsense"), "an event that is not a JSON object: 'nonsense'"),
         (streams([1]), "an event that is not a JSON object: '[1]'"),
-        (streams({"choices": [1]}), "an event that is not OpenAI's"),
-        (streams({"choices": 7}), "an event that is not OpenAI's"),
-        (streams({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event that is not OpenAI's"),
+        (streams({"choices": [1]}), "an event unknown to OpenAI's API"),
+        (streams({"choices": 7}), "an event unknown to OpenAI's API"),
+        (streams({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event unknown to OpenAI's API"),
         (says({"choices": [{"message": {"content": "whole"}}]}), "text/event-stream"),
         (says({"error": {"message": "No."}}, 400), "The server answered 400: No."),
     ],
@@ -160,5 +160,5 @@ def test_an_answer_without_the_field_that_counts(fake: FakeServer, tmp_path: Pat
     said: Any = {"object": "file"}
     fake.routes["POST /v1/files"] = says(said)
     (tmp_path / "a.jsonl").write_text("{}")
-    with Api(fake.url) as api, pytest.raises(ServerError, match="answer has no file"):
+    with Api(fake.url) as api, pytest.raises(ServerError, match="response has no file"):
         api.upload(tmp_path / "a.jsonl")

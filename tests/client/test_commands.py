@@ -95,13 +95,13 @@ def test_activation(fake: FakeServer, call: Any) -> None:
     chosen = "--step", "4", "--max-perplexity-ratio", "1.5"
     assert call("models", "activate", "ftjob-1", *chosen) == (0, "ft:m is served.\n", "")
     assert fake.bodies("POST /finetune/ftjob-1/activate") == [{}, {"step": 4, "max_perplexity_ratio": 1.5}]
-    assert "leave --model out" in call("models", "activate", "ftjob-1", "--step", "4", "--model", "m")[2]
+    assert "leave --step or --model out" in call("models", "activate", "ftjob-1", "--step", "4", "--model", "m")[2]
     fake.routes["POST /models/m/activate"] = says({"served": {"model": "m"}})
     assert call("models", "activate", "base") == (0, "m is served.\n", "")
     assert fake.bodies("POST /models/m/activate") == [{"source": "base"}]
     fake.routes["POST /models/small/activate"] = says([])
     answer = call("models", "activate", "ftjob-1", "--model", "small")
-    assert answer == (1, "", "fp8serve: The server's answer has no model; is it an fp8serve server?\n")
+    assert answer == (1, "", "fp8serve: The server's response has no model; is it an fp8serve server?\n")
     assert fake.bodies("POST /models/small/activate") == [{"source": "ftjob-1"}]
 
 
@@ -115,10 +115,10 @@ def test_loading_unloading_and_other_names(fake: FakeServer, call: Any) -> None:
     assert fake.bodies("POST /models/small/load") == [
         {"source": "more", "options": {"recipe": "bf16", "max_num_seqs": 2}}, {},
     ]  # fmt: skip
-    assert call("models", "unload", "small", "--seconds", "0") == (0, "small is not served any more.\n", "")
+    assert call("models", "unload", "small", "--seconds", "0") == (0, "small was unloaded.\n", "")
     assert fake.bodies("POST /models/small/unload") == [{"seconds": 0.0}]
-    assert call("models", "alias", "small", "gpt") == (0, "gpt is a name of small.\n", "")
-    assert call("models", "alias", "small", "gpt", "--remove")[1] == "gpt is no name of small.\n"
+    assert call("models", "alias", "small", "gpt") == (0, "gpt is an alias of small.\n", "")
+    assert call("models", "alias", "small", "gpt", "--remove")[1] == "gpt is no longer an alias of small.\n"
     assert [b["remove"] for b in fake.bodies("POST /models/small/alias")] == [False, True]
     assert call("models", "load", "small", "--option", "recipe=bf16")[0] == 2
 
@@ -176,7 +176,7 @@ def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
 
 def test_a_job_is_deleted(fake: FakeServer, call: Any) -> None:
     fake.routes["DELETE /finetune/a%2Fb"] = says({"id": "a/b", "deleted": True})
-    assert call("jobs", "delete", "a/b") == (0, "a/b is deleted.\n", "")
+    assert call("jobs", "delete", "a/b") == (0, "a/b was deleted.\n", "")
     assert json.loads(call("jobs", "delete", "a/b", "--json")[1]) == {"id": "a/b", "deleted": True}
     fake.routes["DELETE /finetune/a%2Fb"] = says({"error": "The job has not ended.", "code": "job_state"}, 409)
     assert call("jobs", "delete", "a/b")[2] == "fp8serve: The server answered 409: The job has not ended.\n"
@@ -231,13 +231,13 @@ def test_a_dry_run_on_the_server_starts_no_job(fake: FakeServer, call: Any, tmp_
     status, out, _ = call("jobs", "submit", str(data), "--epochs", "3", "--dry-run")
     assert (status, out.splitlines()[0]) == (
         0,
-        "1 rows, 2 tokens, 100% of them learnt; 3 steps; about 1.0 GiB of memory",
+        "1 rows, 2 tokens, 100% of them carry loss; 3 steps; about 1.0 GiB of memory",
     )
     assert fake.bodies("POST /finetune/validate") == [{"epochs": 3, "file_id": "file-1"}]
     bad = {"line": 1, "message": "line 1 is\033 bad"}
     fake.routes["POST /finetune/validate"] = says(report | {"ok": False, "bad_lines": [bad], "bad_line_count": 2})
     status, out, _ = call("jobs", "submit", str(data), "--dry-run")
-    assert (status, out.splitlines()[:2]) == (1, ["line 1 is\ufffd bad", "... and 1 more rows that are wrong"])
+    assert (status, out.splitlines()[:2]) == (1, ["line 1 is\ufffd bad", "... and 1 more invalid rows"])
     assert json.loads(call("jobs", "submit", str(data), "--dry-run", "--json")[1])["bad_lines"] == [bad]
 
 
@@ -258,7 +258,7 @@ def test_ctrl_c_leaves_the_job_running(fake: FakeServer) -> None:
         assert "Step 1/2" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-        assert process.stderr.read() == "The job goes on; fp8serve jobs cancel j ends it.\n"
+        assert process.stderr.read() == "The job is still running; fp8serve jobs cancel j ends it.\n"
     pause.set()
 
 
@@ -292,15 +292,15 @@ def test_wrong_usage(args: list[str]) -> None:
 def test_losses_are_drawn_for_a_person_at_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs.show_chart(SERIES)
+    jobs.print_loss_chart(SERIES)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    jobs.show_chart([])
-    jobs.show_chart(SERIES)
+    jobs.print_loss_chart([])
+    jobs.print_loss_chart(SERIES)
     assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["training", "o", "validation"]
 
 
 def test_as_many_metrics_as_are_named_are_drawn() -> None:
     names = [f"metric {n}" for n in range(7)]
-    drawn = jobs.chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
+    drawn = jobs.terminal_chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
     assert [name for name in names if name in drawn] == names

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.studies import parity
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.loading import CACHE
+from fp8serve.engine.loading import FP8_CACHE_DIFFERS
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
@@ -21,7 +21,7 @@ from fp8serve.model.checkpoint import load_scales, load_servable, load_trainable
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.model.formats import FORMATS
-from fp8serve.model.network.experts import rows_of_experts
+from fp8serve.model.network.experts import expert_row_counts
 from fp8serve.train.forward import Forward, PackedBatch, summed_loss
 from tests.compatibility.cases import NAMES, NOT_READ_BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, write_tokenizer
@@ -124,11 +124,11 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
     done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **told)[0]
     assert len(done.token_ids) == 8
     row = [*IDS[:100].tolist(), *done.token_ids]
-    if engine.loaded.differences == [CACHE]:  # training, too, has these bits, of a prompt and of an answer
+    if engine.loaded.differences == [FP8_CACHE_DIFFERS]:  # training, too, has these bits, of a prompt and of an answer
         found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
         assert found == parity.training(out, "delayed", "fp8")([row])[0].tolist()
     else:
-        with pytest.raises(RecipeError, match="would not be a server's"):
+        with pytest.raises(RecipeError, match="would differ from a server's"):
             parity.training(out, "delayed", "fp8")([row])
 
 
@@ -147,7 +147,7 @@ def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
     optimizer.step()
     assert loss.isfinite()
     assert sum(isinstance(module, Linear) for module in decoder.modules()) == len(decoder.linear_names())
-    rows = rows_of_experts(decoder)  # by linear; an expert that no token reached stays what it was
+    rows = expert_row_counts(decoder)  # by linear; an expert that no token reached stays what it was
     for parameter, weight in decoder.named_parameters():
         assert weight.isfinite().all(), parameter
         has_moved = not torch.equal(weight, before[parameter])

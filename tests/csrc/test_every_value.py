@@ -23,14 +23,14 @@ def silent(what: str, done: int, total: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_2_24_values_like_the_reference(level, values, probe):
-    found = casts.compare(iter(values.split(casts.CHUNK)), values.numel(), silent, chosen=[probe], at=[level])
+    found = casts.compare(iter(values.split(casts.CHUNK_VALUES)), values.numel(), silent, probes=[probe], at=[level])
     assert [f.values for f in found] == [2**23 if probe in casts.SCALES else 2**24] * len(found)
     assert [f for f in found if f.differing] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_kernel_casts_every_short_value_like_the_reference(level, dtype):
-    found = casts.compare(casts.every(dtype), 2**16, silent, at=[level])
+    found = casts.compare(casts.all_values(dtype), 2**16, silent, at=[level])
     assert {f.probe for f in found} == set(casts.PROBES)
     assert {f.values for f in found} == {2**16, 2**15}
     assert [f for f in found if f.differing] == []
@@ -39,7 +39,7 @@ def test_every_kernel_casts_every_short_value_like_the_reference(level, dtype):
 @pytest.mark.parametrize(("limit", "margin"), [(448.0, 0), (57344.0, 3)])
 def test_delayed_scales_of_every_bf16_amax(limit, margin):
     """One state of one slot for each of the 32768 magnitudes, updated by the kernel and by the reference."""
-    amaxes = next(casts.every(torch.bfloat16)).float()
+    amaxes = next(casts.all_values(torch.bfloat16)).float()
     results = []
     for ops in (torch.ops.fp8serve, reference):
         scales, histories = torch.full_like(amaxes, 0.5), amaxes.clone().view(-1, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops import cases, packing, reference
-from fp8serve.fp8.ops.grouped import spans
+from fp8serve.fp8.ops.grouped import expert_row_ranges
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 OPS = torch.ops.fp8serve
@@ -42,7 +42,7 @@ def operands(counts: list[int], n: int, k: int, scales: str, a: torch.dtype) -> 
 
 def looped(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, bias: Tensor | None, out) -> Tensor:
     parts = []
-    for e, (begin, end) in enumerate(spans(offsets)):
+    for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
         more = None if bias is None else bias[e]
         parts.append(OPS.scaled_mm(a[begin:end], b[e], scale, b_scale[e], more, out))
@@ -87,7 +87,10 @@ def test_matrices_in_bf16_give_the_bits_of_mm_however_far_they_are_filled_up(lev
         a, b = (torch.nn.functional.pad(tame(m, k, seed=m).bfloat16(), (0, filled - k)) for m in (sum(rows), n))
         every = torch.stack([b * (e + 1) for e in range(len(rows))])
         found = OPS.grouped_mm(a, every, one, ones, offsets, None, torch.float32)
-        parts = [OPS.mm(a[i:j, :k], every[e, :, :k], None, torch.float32) for e, (i, j) in enumerate(spans(offsets))]
+        parts = [
+            OPS.mm(a[i:j, :k], every[e, :, :k], None, torch.float32)
+            for e, (i, j) in enumerate(expert_row_ranges(offsets))
+        ]
         assert_bits_equal(found, torch.cat(parts))
 
 
@@ -119,7 +122,7 @@ def test_casts_are_those_of_each_expert(level, case):
     expected = reference.grouped_quantize(x, scale, offsets, dtype)
     assert_fp8_equal(q, expected[0])
     assert_bits_equal(amax, expected[1])
-    for e, (begin, end) in enumerate(spans(offsets)):
+    for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         part, largest = OPS.quantize(x[begin:end], scale[e], dtype)
         assert_fp8_equal(q[begin:end], part)
         assert amax[e] == largest

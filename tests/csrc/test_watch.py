@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.ops.registry import replace_by_default, restore
+from fp8serve.fp8.ops.registry import restore_library_kernels, use_default_kernel
 from tests.csrc.helpers import FORMATS, assert_fp8_equal
 
 WATCHED = torch.ops.fp8serve.quantize_watched
@@ -47,11 +47,11 @@ def test_where_the_kernel_is_off_it_is_composed_of_the_casts():
     found = [case.make() for case in cases("quantize_watched")]
     expected = [case.make() for case in cases("quantize_watched")]
     kernels = [WATCHED(*args) for args in expected]
-    replace_by_default("quantize_watched", "cpu")
+    use_default_kernel("quantize_watched", "cpu")
     try:
         composed = [WATCHED(*args) for args in found]
     finally:
-        restore("cpu")
+        restore_library_kernels("cpu")
     for q, wanted, args, others in zip(composed, kernels, found, expected, strict=True):
         assert_fp8_equal(q, wanted)
         assert args[4:6] == others[4:6]

@@ -84,5 +84,5 @@ def scaled_mm_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _PRODUCTS = SimpleNamespace(scaled_mm=scaled_mm)
-grouped_mm = grouped._looped(_PRODUCTS)
-grouped_wgrad = grouped._looped_wgrad(_PRODUCTS)
+grouped_mm = grouped._make_grouped_mm(_PRODUCTS)
+grouped_wgrad = grouped._make_grouped_wgrad(_PRODUCTS)

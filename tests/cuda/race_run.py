@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fp8serve.fp8.ops import cases
-from fp8serve.fp8.selfcheck.agreement import tensors
+from fp8serve.fp8.selfcheck.agreement import flatten_tensors
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation
@@ -97,7 +97,7 @@ class AfterOthers:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            self._gpu.write_earlier(tensors(*arguments))
+            self._gpu.write_earlier(flatten_tensors(*arguments))
             try:
                 return getattr(self._gpu.ops, op)(*arguments)
             finally:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, compiled_for
-from fp8serve.fp8.selfcheck.candidates import for_gpu
+from fp8serve.fp8.selfcheck.candidates import gpu_cases
 from tests.csrc.test_sample import arguments
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation
@@ -44,7 +44,7 @@ def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: 
     capability, _, most = CHIPS[request.node.callspec.params["chip"]]
     emulated.emulator().launches()
     for op in sorted(compiled_for("cuda") & set(OPS)):
-        for case in for_gpu(op)[:: max(1, len(for_gpu(op)) // 3)]:
+        for case in gpu_cases(op)[:: max(1, len(gpu_cases(op)) // 3)]:
             getattr(chip.ops, op)(*case.make())
     for rows in (1, 17, 65):
         chip.run("scaled_mm", *operands(rows, 72, 656, "1x128", "1x128"), None, torch.float32)

@@ -30,7 +30,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.config.decoder import parse_config
-from fp8serve.model.network.decoder import Decoder, rotated
+from fp8serve.model.network.decoder import Decoder, make_attend
 from tests.cuda import emulated, hopper
 from tests.cuda.conftest import on_both
 
@@ -95,9 +95,10 @@ class Tiny:
             work = scheduler.schedule()
             logits = self.runner.run(work)
             self.logits.append(logits.cpu().clone())
+            scheduler.launch(work)
             scheduler.advance(work)
-            chosen = sample(logits, [item.seq for item in work if item.samples], ())
-            for item, sampled in zip([item for item in work if item.samples], chosen, strict=True):
+            chosen = sample(logits, [item.seq for item in work if item.needs_sample], ())
+            for item, sampled in zip([item for item in work if item.needs_sample], chosen, strict=True):
                 assert sampled.token_id is not None
                 done = item.seq.num_generated
                 chose = given[seqs.index(item.seq)][done] if given else sampled.token_id
@@ -262,7 +263,7 @@ def gradients(device: str, recipe: str | None) -> Gradients:
     for _ in range(2):
         decoder.zero_grad()
         with autocast(enabled=recipe is not None, recipe=how):
-            attend = rotated(lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
+            attend = make_attend(lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
             hidden = decoder(tokens, positions, attend)
             logits = decoder.logits(hidden)  # type: ignore[operator]
         torch.nn.functional.cross_entropy(logits, tokens.roll(-1)).backward()

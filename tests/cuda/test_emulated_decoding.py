@@ -46,7 +46,7 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
         return emulated.ops().grouped_mm(*args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(stacked, "_grouped_mm", grouped_mm)
-    monkeypatch.setattr(stacked.Stacked, "makes_mlp_with", lambda *_: False)  # as on a GPU: op by op
+    monkeypatch.setattr(stacked.StackedExperts, "can_run_mlp_with", lambda *_: False)  # as on a GPU: op by op
     found = Tiny("cpu", recipe, budget=48)
     assert all(experts.is_stacked for experts in mixtures(found.runner.model).values())
     found.generate(2, temperature=0.0)

@@ -24,7 +24,7 @@ def check(kernels, values, probe, stride):
     whole = x[: len(x) // chunk * chunk]
     found = casts.compare(
         iter(whole.view(-1, chunk)), len(whole), silent,
-        chosen=[probe], at=[kernels.device], kernels=kernels.ops, device=kernels.device,
+        probes=[probe], at=[kernels.device], kernels=kernels.ops, device=kernels.device,
     )  # fmt: skip
     assert found
     assert [f for f in found if f.differing] == []
@@ -37,4 +37,4 @@ def test_every_kernel_casts_stratified_values_like_the_reference(kernels, probe)
 
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_every_bf16_value_like_the_reference(kernels, probe):
-    check(kernels, torch.cat(list(casts.every(torch.bfloat16))), probe, 61 if probe in casts.SCALES else 1)
+    check(kernels, torch.cat(list(casts.all_values(torch.bfloat16))), probe, 61 if probe in casts.SCALES else 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.ops.grouped import spans, wgrad_case
+from fp8serve.fp8.ops.grouped import expert_row_ranges, wgrad_case
 from fp8serve.fp8.ops.registry import Case
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
 from tests.csrc.test_gemm import E4M3, E5M2
@@ -25,7 +25,7 @@ def product(kernels, a, b, a_scale, b_scale, bias, out, few):
 def looped(kernels, a, b, a_scale, b_scale, offsets, bias, out):
     few = len(a) <= 64 and E5M2 not in (a.dtype, b.dtype)
     parts = [a.new_empty((0, b.shape[1]), dtype=out)]
-    for e, (begin, end) in enumerate(spans(offsets)):
+    for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         if begin < end:
             scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
             more = None if bias is None else bias[e]
@@ -37,7 +37,7 @@ def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets,
     if kernels.device == "cpu":
         assert_bits_equal(found, looped(kernels, a, b, a_scale, b_scale, offsets, bias, out))
         return
-    for e, (begin, end) in enumerate(spans(offsets)):
+    for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
         more = None if bias is None else bias[e]
         assert_within_accumulation(found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device)
@@ -105,7 +105,7 @@ def test_nothing_to_multiply(kernels):
 def wgrad_parts(a, b, a_scale, b_scale, offsets):
     """(expert, operands of scaled_mm) of those that have columns."""
     first = 0
-    for e, (begin, end) in enumerate(spans(offsets)):
+    for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         past = first + -(-(end - begin) // 128)
 
         def part(scale, expert=e, piece=slice(first, past)):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops import cases, reference
 from fp8serve.fp8.ops.registry import Case
-from fp8serve.fp8.selfcheck.agreement import difference, tensors
-from fp8serve.fp8.selfcheck.candidates import on_gpu
+from fp8serve.fp8.selfcheck.agreement import describe_difference, flatten_tensors
+from fp8serve.fp8.selfcheck.candidates import gpu_candidates
 from tests.csrc.test_gemm import exact
 from tests.cuda import hopper
 from tests.cuda.accumulation import assert_within_accumulation, magnitudes
@@ -66,7 +66,7 @@ def remembered() -> Iterator[None]:
 
 def tried(op: str) -> list[Case]:
     """Every case of FP8 that the self-check may try on a kernel of the op."""
-    every = {case.name: case for c in on_gpu(torch.ops.fp8serve) if c.op == op for case in c.cases}
+    every = {case.name: case for c in gpu_candidates(torch.ops.fp8serve) if c.op == op for case in c.cases}
     return [case for case in every.values() if case.make()[0].itemsize == 1 and case.make()[0].numel()]
 
 
@@ -74,7 +74,9 @@ def tried(op: str) -> list[Case]:
 def test_the_self_check_accepts_hoppers_sums(op: str) -> None:
     for case in tried(op):
         found, expected = getattr(hopper, op)(*case.make()), getattr(reference, op)(*case.make())
-        assert difference(op, case.make(), tensors(found), tensors(expected)) is None, case.name
+        assert describe_difference(op, case.make(), flatten_tensors(found), flatten_tensors(expected)) is None, (
+            case.name
+        )
 
 
 def without_the_last_block_of_k(arguments: Arguments) -> Arguments:
@@ -109,7 +111,9 @@ FAULTS = {
 def touched(op: str, fault: str) -> Iterator[tuple[Case, list[Tensor], list[Tensor]]]:
     """The cases whose results a fault changes, the right results and the wrong ones."""
     for case in tried(op):
-        right, wrong = (tensors(getattr(reference, op)(*args)) for args in (case.make(), FAULTS[fault](case.make())))
+        right, wrong = (
+            flatten_tensors(getattr(reference, op)(*args)) for args in (case.make(), FAULTS[fault](case.make()))
+        )
         if not all(torch.equal(one.float(), other.float()) for one, other in zip(right, wrong, strict=True)):
             yield case, right, wrong
 
@@ -120,7 +124,7 @@ def test_the_self_check_rejects_a_kernel_that_is_wrong(op: str, fault: str) -> N
     results = list(touched(op, fault))
     assert len(results) >= 3
     for case, right, wrong in results:
-        assert difference(op, case.make(), wrong, right) is not None, case.name
+        assert describe_difference(op, case.make(), wrong, right) is not None, case.name
 
 
 def test_sums_lose_what_the_page_says() -> None:

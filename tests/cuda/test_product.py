@@ -84,6 +84,28 @@ def test_replayed_steps_give_the_same_bits(device: str, calibrated: Path) -> Non
     assert replayed.scales() == plain.scales()
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_step_in_flight_changes_no_token(device: str, calibrated: Path, graphs: bool) -> None:
+    """All requests have the same length, so that both engines run the same batches."""
+    overlapping, plain = (serve(calibrated, device, cuda_graphs=None if graphs else False) for _ in range(2))
+    assert overlapping.async_scheduling == (device == "cuda")
+    for engine in (overlapping, plain):
+        engine.async_scheduling = engine is overlapping
+        if graphs and device == "cpu":
+            engine.pack_weights()
+            engine.loaded.runner.capture_decoding(engine.options, 256, lambda run: run)
+    prompts, common = SENTENCES[:3], dict[str, Any](max_new_tokens=40, ignore_eos=True)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 3, "top_p": 0.9},
+        {"seed": 3, "logprobs": 2},
+        {"seed": 3, "presence_penalty": 1.0},
+    ]
+    for kind in kinds:
+        assert overlapping.generate(prompts, **common, **kind) == plain.generate(prompts, **common, **kind)
+    assert overlapping.stats()["steps_total"] == plain.stats()["steps_total"]
+
+
 def test_a_seed_gives_the_same_text_whoever_shares_the_batch(device: str, calibrated: Path) -> None:
     engine = serve(calibrated, device)
     sampling: dict[str, Any] = {"seed": 11, "max_new_tokens": 10, "ignore_eos": True, "top_p": 0.9}

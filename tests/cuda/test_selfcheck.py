@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for, reference
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MOST, OVERLAP, TILES, on_gpu, switch_products_off
-from fp8serve.fp8.selfcheck.child import tried
-from fp8serve.fp8.selfcheck.verdict import Finding
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MAX_CASES, OVERLAP, TILES, gpu_candidates, switch_off_by_name
+from fp8serve.fp8.selfcheck.child import check_kernel
+from fp8serve.fp8.selfcheck.verdict import KernelResult
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels
@@ -27,13 +27,13 @@ def switched(kernels: Kernels) -> Iterator[Kernels]:
 
 
 def test_every_kernel_is_a_candidate(kernels: Kernels) -> None:
-    assert sorted(candidate.name for candidate in on_gpu(kernels.ops)) == sorted(NAMES)
+    assert sorted(candidate.name for candidate in gpu_candidates(kernels.ops)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_agrees_with_the_reference(switched: Kernels, name: str) -> None:
-    candidate = next(c for c in on_gpu(switched.ops) if c.name == name)
-    found = tried(candidate, switched.device)
+    candidate = next(c for c in gpu_candidates(switched.ops) if c.name == name)
+    found = check_kernel(candidate, switched.device)
     if found is None:
         assert name in CUTLASS, "only a tile that was not compiled takes nothing"
     else:
@@ -42,9 +42,9 @@ def test_a_kernel_agrees_with_the_reference(switched: Kernels, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["scaled_mm.mma", "scaled_mm.skinny", "scaled_mm.cublaslt"])
 def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name: str) -> None:
-    candidate = next(c for c in on_gpu(kernels.ops) if c.name == name)
-    assert len(candidate.cases) >= MOST
-    made = [case.make() for case in candidate.cases[:MOST]]
+    candidate = next(c for c in gpu_candidates(kernels.ops) if c.name == name)
+    assert len(candidate.cases) >= MAX_CASES
+    made = [case.make() for case in candidate.cases[:MAX_CASES]]
     assert len({a.shape for a, *_ in made}) == 6
     assert {out for *_, out in made} == {torch.bfloat16, torch.float32}
     assert len({(a.dtype, b.dtype) for a, b, *_ in made}) == 3
@@ -56,7 +56,7 @@ def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name:
 def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
     """Prompts on Hopper: warpgroups, then warps, then FP32."""
     gpu, here = emulated.emulator(), torch.zeros(1)
-    by_name = {c.name: c for c in on_gpu(gpu.ops)}
+    by_name = {c.name: c for c in gpu_candidates(gpu.ops)}
     prompt = by_name["paged_attention.wgmma"].cases[0].make()
     gpu.be(90, 132, 227 * 1024)
     try:
@@ -65,14 +65,14 @@ def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None
             ("paged_attention.mma", "attention_mma.cu", "attention_mma+attention_wgmma"),
         ):
             gpu.leave_out(waits(source)[0])
-            found = tried(by_name[name], "cpu")
+            found = check_kernel(by_name[name], "cpu")
             gpu.leave_out("")
             assert found is not None
             assert found.state == "disagrees"
-            switch_products_off(here, [name], gpu.ops)
+            switch_off_by_name(here, [name], gpu.ops)
             assert gpu.ops.gemm_kernels(here, "") == off
             assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
-        assert tried(by_name["paged_attention"], "cpu") == Finding("agrees")
+        assert check_kernel(by_name["paged_attention"], "cpu") == KernelResult("agrees")
         assert gpu.ops.gemm_kernels(here, "") == off, "what was off stays off"
     finally:
         gpu.leave_out("")
@@ -90,14 +90,14 @@ def waits(source: str) -> list[str]:
 def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
     """mma without a wait: then cuBLASLt's contract, and behind it the reference, multiply as they should."""
     gpu, here = emulated.emulator(), torch.zeros(1)
-    candidate = next(c for c in on_gpu(gpu.ops) if c.name == "scaled_mm.mma")
+    candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == "scaled_mm.mma")
     try:
         gpu.leave_out(waits("gemm_sm89.cu")[0])
-        found = tried(candidate, "cpu")
+        found = check_kernel(candidate, "cpu")
         assert found is not None
         assert found.state == "disagrees"
         assert re.search(r"\d+ of \d+ values, the first at \[", found.why)
-        switch_products_off(here, ["scaled_mm.mma"], gpu.ops)
+        switch_off_by_name(here, ["scaled_mm.mma"], gpu.ops)
         assert gpu.ops.gemm_kernels(here, "") == "mma"
         for case in cases("scaled_mm")[::5]:
             a, b, a_scale, b_scale, bias, out = case.make()
@@ -107,7 +107,7 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
         a, b = (torch.ones(n, 64).to(torch.float8_e4m3fn) for n in (70, 32))
         args = a, b, torch.tensor(0.3), torch.tensor(0.7), None, torch.bfloat16
         assert torch.equal(gpu.ops.scaled_mm(*args), gpu.ops.scaled_mm_by(*args, "cublaslt", 1))
-        switch_products_off(here, ["scaled_mm.skinny"], gpu.ops)
+        switch_off_by_name(here, ["scaled_mm.skinny"], gpu.ops)
         assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "what was off stays off"
     finally:
         gpu.leave_out("")
@@ -118,16 +118,16 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
 @pytest.mark.parametrize("name", OVERLAP)
 def test_what_overlaps_is_tried_by_itself_and_switched_off(name: str) -> None:
     gpu, here = emulated.emulator(), torch.zeros(1)
-    candidate = next(c for c in on_gpu(gpu.ops) if c.name == name)
+    candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == name)
     gpu.be(90, 4, 227 * 1024)
     try:
         for off in ("overlap", "overlap+skinny"):
             gpu.ops.gemm_kernels(here, off)
             gpu.starts()
-            assert tried(candidate, "cpu") is not None
+            assert check_kernel(candidate, "cpu") is not None
             assert any(early for _, early in gpu.starts())
             assert sorted(gpu.ops.gemm_kernels(here, "").split("+")) == off.split("+")
-        switch_products_off(here, [name], gpu.ops)
+        switch_off_by_name(here, [name], gpu.ops)
         gpu.ops.quantize(torch.ones(8), torch.tensor(1.0), torch.float8_e4m3fn)
         assert not any(early for _, early in gpu.starts())
     finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fp8serve.model.adapters import adaptable, write_adapter
+from fp8serve.model.adapters import adaptable_linears, write_adapter
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.peft import PeftConfig
 
@@ -15,7 +15,7 @@ def write_random_adapter(
 ) -> Path:
     """An adapter of every linear of `model` whose name holds one of `only`, large enough to change answers."""
     noise = torch.Generator().manual_seed(seed)
-    linears = adaptable(read_config(model))
+    linears = adaptable_linears(read_config(model))
     weights = {}
     for name, (rows, cols) in linears.items():
         if any(part in name for part in only):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.engine import memory
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import check_device
-from fp8serve.engine.memory import gpu_cache_memory, largest_step, plan_on_gpu
+from fp8serve.engine.memory import gpu_cache_memory, plan_on_gpu, run_largest_step
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 
@@ -29,24 +29,26 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(free: int, total: int, step: int = 0) -> None:
         monkeypatch.setattr(memory, "gpu_memory_info", lambda device: (free, total))
-        monkeypatch.setattr(memory, "gpu_bytes_of", lambda run, device: run() is None or step)
+        monkeypatch.setattr(memory, "gpu_peak_bytes", lambda run, device: run() is None or step)
+        monkeypatch.setattr(memory, "gpu_seconds", lambda run, device: run() is None or 0.1)
 
     return make
 
 
 def test_the_cache_gets_what_is_left(gpu_with: Callable[..., None]) -> None:
     gpu_with(60 * GIB, 80 * GIB)
-    parts = memory.ATTENTION_PARTS
-    assert gpu_cache_memory(GPU, on_gpu(), 2 * GIB) == 60 * GIB - 8 * GIB + 1 - 4 * GIB - parts  # 10 %, rounded down
-    assert gpu_cache_memory(GPU, on_gpu(cuda_graphs=False), 2 * GIB) == 60 * GIB - 8 * GIB + 1 - 2 * GIB - parts
-    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=1), 0) == 60 * GIB - parts
-    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=0.5), 0) == 20 * GIB - parts
+    parts = memory.ATTENTION_WORKSPACE_BYTES
+    assert gpu_cache_memory(GPU, on_gpu(), 2 * GIB, GIB) == 60 * GIB - 8 * GIB + 1 - 3 * GIB - parts  # rounded down
+    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=1), 0, 0) == 60 * GIB - parts
+    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=0.5), 0, 0) == 20 * GIB - parts
 
 
 def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
     gpu_with(9 * GIB, 80 * GIB)
-    with pytest.raises(MachineError, match=r"Nothing is left for the cache on cuda: of its 85,899,345,920 bytes"):
-        gpu_cache_memory(GPU, on_gpu(), GIB)
+    with pytest.raises(
+        MachineError, match=r"No memory is left for the KV cache on cuda: .* of its 85,899,345,920 bytes"
+    ):
+        gpu_cache_memory(GPU, on_gpu(), GIB, 0)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
@@ -55,11 +57,14 @@ def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[.
     gpu_with(GIB, GIB, step=1000)
     engine = Engine(model_dir, recipe=recipe)
     runner, options = engine.loaded.runner, on_gpu(gpu_memory=1, max_num_seqs=4)
-    found = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
+    found, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (found.num_blocks, found.max_model_len) == (4 * 8, 128)
-    gpu_with(memory.ATTENTION_PARTS + 2000 + 5 * found.block_bytes + 1, GIB, step=1000)
-    found = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
-    assert (found.num_blocks, found.max_model_len) == (5, 80)
+    graph_logits = 4 * 260 * (1 + 2 + 4)
+    for graphs, taken in ((None, 2000 + graph_logits), (False, 1000)):
+        gpu_with(memory.ATTENTION_WORKSPACE_BYTES + taken + 5 * found.block_bytes + 1, GIB, step=1000)
+        options = on_gpu(gpu_memory=1, max_num_seqs=4, cuda_graphs=graphs)
+        fitting, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
+        assert (fitting.num_blocks, fitting.max_model_len) == (5, 80)
     with pytest.raises(RequestError, match="4096 is beyond the 128 tokens"):
         plan_on_gpu(runner.model, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
 
@@ -68,7 +73,7 @@ def test_the_largest_step_has_all_tokens_and_sequences(model_dir: Path) -> None:
     runner = Engine(model_dir, recipe="rowwise").loaded.runner
     seen: list[int] = []
     handle = runner.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    found = largest_step(runner.model, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
+    found = run_largest_step(runner.model, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
     handle.remove()
     assert (seen, tuple(found.shape)) == ([70], (3, 260))
 
@@ -101,8 +106,8 @@ def test_what_is_captured_is_said(model_dir: Path) -> None:
         ({"device": "cuda", "gpu_memory": 0.0}, "must be greater than 0, not 0.0"),
         ({"device": "cuda", "gpu_memory": "all"}, "gpu_memory must be a number, not 'all'"),
         ({"device": "cuda", "cuda_graphs": "yes"}, "cuda_graphs must be true or false"),
-        ({"gpu_memory": 0.5}, "gpu_memory is for a GPU, and the device is 'cpu'"),
-        ({"cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
+        ({"device": "cpu", "gpu_memory": 0.5}, "gpu_memory is for a GPU, and the device is 'cpu'"),
+        ({"device": "cpu", "cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
     ],
 )
 def test_options_of_a_gpu(options: dict[str, Any], sentence: str) -> None:
@@ -113,6 +118,6 @@ def test_options_of_a_gpu(options: dict[str, Any], sentence: str) -> None:
 def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(MachineError, match=r"cuda:3 was asked for, but PyTorch finds 1 GPU here"):
+    with pytest.raises(MachineError, match=r"cuda:3 was requested, but PyTorch finds 1 GPU here"):
         check_device("cuda:3")
     assert check_device("cuda:0") == torch.device("cuda:0")

@@ -19,7 +19,7 @@ from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs
-from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.lora import adapted_model, adapter_parameters
 
 from .adapters import write_random_adapter
 from .tiny import call_each_layer, write_model, write_scales
@@ -144,7 +144,7 @@ def test_what_does_not_fit_the_context_is_refused_in_one_sentence(tmp_path: Path
     engine.unload_adapter("lora")  # it was not taken
     with pytest.raises(RequestError, match="lora"):
         engine.add_request(Request("b", (5,), SamplingParams(max_new_tokens=1), adapter="lora"))
-    assert not engine.adapters.named.get("lora")
+    assert not engine.adapters.by_name.get("lora")
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -158,7 +158,7 @@ def test_an_adapter_has_the_trainers_log_probabilities(tmp_path: Path, dora: boo
     decoder = adapted_model(config)
     stored = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
-        for name, master in trained(decoder).items():
+        for name, master in adapter_parameters(decoder).items():
             suffix = "" if name.endswith("vector") else ".weight"
             master.copy_(stored[f"base_model.model.{name}{suffix}"])
     expected = log_probs(Forward(decoder, None), PROMPTS[:3])
@@ -213,7 +213,7 @@ def test_the_command_line_answers_with_one(tmp_path: Path, capsys: pytest.Captur
     assert main([*asked, "--adapter", str(tmp_path / "none"), "Once"]) == 1
     assert "adapter_config.json" in capsys.readouterr().err
     assert main(["generate", "--server", "http://127.0.0.1:9", "--adapter", "x", "Once"]) != 0
-    assert "is for a MODEL that is loaded here" in capsys.readouterr().err
+    assert "is for a local MODEL, not for --server" in capsys.readouterr().err
 
 
 def test_kept_prefixes_know_their_adapter(tmp_path: Path) -> None:

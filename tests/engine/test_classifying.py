@@ -14,7 +14,7 @@ from fp8serve.engine.classifying import Classifier
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError
 from fp8serve.fp8.recipe import from_name
-from fp8serve.model.formats.scales import _maths
+from fp8serve.model.formats.scales import _config_fields
 from tests.model.encoders import BERT, FAMILIES, make
 
 WITH_A_HEAD = transformers.AutoModelForSequenceClassification
@@ -89,7 +89,7 @@ def test_what_is_no_classifier_or_cannot_be_read_is_refused(tmp_path: Path) -> N
     for texts in ([], "text", ["a" * 60], [("a" * 30, "b" * 30)], ["\ud800"]):
         with pytest.raises(RequestError):
             classifier.classify(texts)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="one for each token"):
+    with pytest.raises(RequestError, match="needs a segment number"):
         classifier.classify_ids([[5, 6]], [[0, 2]])
     path = tmp_path / "m" / "config.json"
     raw = json.loads(path.read_text())
@@ -102,5 +102,5 @@ def test_what_is_no_classifier_or_cannot_be_read_is_refused(tmp_path: Path) -> N
 def test_an_encoder_without_a_head_is_the_model_it_was(tmp_path: Path) -> None:
     """Scales that were written before there were heads still fit."""
     make(tmp_path / "plain", BERT)
-    assert "head" not in _maths(tmp_path / "plain")
-    assert _maths(headed(tmp_path / "m", BERT, 1))["head"]["labels"] == ("LABEL_0",)
+    assert "head" not in _config_fields(tmp_path / "plain")
+    assert _config_fields(headed(tmp_path / "m", BERT, 1))["head"]["labels"] == ("LABEL_0",)

@@ -1,8 +1,11 @@
 """What an engine's process sends, however long or wrong it is: nobody waits for ever, and other requests go on."""
 
 import asyncio
+import itertools
+import struct
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,41 +14,45 @@ import pytest
 
 from fp8serve.engine import client as client_module
 from fp8serve.engine import worker as worker_module
-from fp8serve.engine.client import MAX_LINE, EngineClient
+from fp8serve.engine.client import EngineClient
 from fp8serve.engine.embedding_engine import EncoderEngine
-from fp8serve.engine.output import RequestOutput, TokenLogprob
+from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
+from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.worker import Worker
 from fp8serve.errors import MachineError
+from tests.patience import eventually
 
-# An engine's process that is ready, waits for two requests and a question, and sends the line in its first argument.
+# An engine's process that is ready, waits for two requests and a question, sends the bytes in its first argument, and
+# closes the connection if the second is "close".
 PROGRAM = """
-import json, socket, sys
+import json, socket, struct, sys
 peer = socket.socket(socket.AF_UNIX)
 peer.connect(sys.argv[sys.argv.index("--socket") + 1])
 commands = peer.makefile("rb")
 limits = {"max_model_len": 99, "num_blocks": 99, "block_size": 16, "vocab_size": 99}
-peer.sendall(json.dumps({"event": "ready", "info": {}, "limits": limits}).encode() + b"\\n")
+ready = json.dumps({"event": "ready", "info": {}, "limits": limits}).encode()
+peer.sendall(struct.pack("<BI", 1, len(ready)) + ready)
 for _ in range(3):
     commands.readline()
-line = sys.argv[1]
-peer.sendall((b"x" * int(line) if line.isdigit() else line.encode()) + b"\\n")
+peer.sendall(bytes.fromhex(sys.argv[1]))
+if sys.argv[2] == "close":
+    peer.shutdown(socket.SHUT_WR)
 for _ in commands:
     pass
 """
-Start = Callable[[str], Awaitable[EngineClient]]
+Start = Callable[..., Awaitable[EngineClient]]
 
 
 @pytest.fixture
 async def sender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Starts an engine's process that sends one line when it has three commands."""
+    """Starts an engine's process that sends some bytes when it has three commands."""
     started: list[EngineClient] = []
 
-    async def start(line: str) -> EngineClient:
-        monkeypatch.setattr(
-            client_module, "module_command", lambda _, *rest: (sys.executable, "-c", PROGRAM, line, *rest)
-        )
+    async def start(data: bytes, then: str = "wait") -> EngineClient:
+        command = (sys.executable, "-c", PROGRAM, data.hex(), then)
+        monkeypatch.setattr(client_module, "module_command", lambda _, *rest: (*command, *rest))
         started.append(await EngineClient.start(tmp_path))
         return started[-1]
 
@@ -60,48 +67,145 @@ async def answer(client: EngineClient, name: str) -> RequestOutput:
     return [output async for output in client.generate(request)][-1]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        str(MAX_LINE + 1),
-        "{",
-        "\xff",
-        "[]",
-        "{}",
-        '{"event":"outputs"}',
-        '{"event":"outputs","outputs":[{"token_ids":7}]}',
-        '{"event":"reply"}',
-        '{"event":"ready","info":{},"limits":{}}',
-        '{"event":"refused","request_id":"one"}',
-        "[" * 100_000,
-    ],
-    ids=lambda line: line[:40],
-)
-async def test_what_cannot_be_read_ends_everything_that_waits(line: str, sender: Start) -> None:
-    client = await sender(line)
+def json_message(text: str) -> bytes:
+    return struct.pack("<BI", 1, len(text)) + text.encode("latin-1")
+
+
+def frame(*numbers: int, text: bytes = b"", kind: int = 2) -> bytes:
+    payload = struct.pack(f"<{len(numbers)}I", *numbers) + text
+    return struct.pack("<BI", kind, len(payload)) + payload
+
+
+WRONG = {
+    "json": json_message("{"),
+    "utf-8": json_message("\xff"),
+    "list": json_message("[]"),
+    "no event": json_message("{}"),
+    "no outputs": json_message('{"event":"outputs"}'),
+    "tokens": json_message('{"event":"outputs","outputs":[{"token_ids":7}]}'),
+    "reply": json_message('{"event":"reply"}'),
+    "ready": json_message('{"event":"ready","info":{},"limits":{}}'),
+    "refused": json_message('{"event":"refused","request_id":"one"}'),
+    "deep": json_message("[" * 60_000),
+    "a line": b'{"event":"heartbeat","step_seconds":0}\n',
+    "kind": frame(0, kind=3),
+    "long": struct.pack("<BI", 1, MAX_MESSAGE_BYTES + 1),
+    "no count": frame(),
+    "count": frame(2**32 - 1),
+    "arrays": frame(2, 0, 1, 7, 7, 1),
+    "text": frame(1, 0, 7, 3, text=b"ab"),
+    "more text": frame(1, 0, 7, 1, text=b"ab"),
+    "a part of a character": frame(2, 0, 1, 7, 7, 1, 2, text="é!".encode()),
+}
+
+
+@pytest.mark.parametrize("data", WRONG.values(), ids=WRONG)
+async def test_what_cannot_be_read_ends_everything_that_waits(data: bytes, sender: Start) -> None:
+    client = await sender(data)
     tasks = [asyncio.create_task(answer(client, name)) for name in ("one", "two")]
     question = asyncio.create_task(client.stats())
     for output in await asyncio.gather(*tasks):
         assert output.finish_reason == "error"
-        assert "what this server cannot read" in (output.error or "")
-    with pytest.raises(MachineError, match="what this server cannot read"):
+        assert "sent an invalid message" in (output.error or "")
+    with pytest.raises(MachineError, match="sent an invalid message"):
         await question
     assert not client.alive  # so that the supervisor starts another
-    with pytest.raises(MachineError, match="what this server cannot read"):
+    with pytest.raises(MachineError, match="sent an invalid message"):
         client.generate(Request("late", (1,)))
+
+
+@pytest.mark.parametrize("length", [1, 5, 12])
+async def test_a_message_that_is_cut_off_ends_everything_that_waits(length: int, sender: Start) -> None:
+    client = await sender(frame(1, 0, 7, 1, text=b"a")[:length], "close")
+    tasks = [asyncio.create_task(answer(client, name)) for name in ("one", "two")]
+    with pytest.raises(MachineError, match="ended in the middle of a message"):
+        await client.stats()
+    for output in await asyncio.gather(*tasks):
+        assert output.finish_reason == "error"
+        assert output.error == "The engine process has ended in the middle of a message."
+
+
+async def test_tokens_of_a_request_that_nobody_reads_are_dropped(sender: Start) -> None:
+    client = await sender(frame(3, 0, 1, 99, 7, 8, 9, 1, 2, 1, text="aéb".encode()))
+    request = Request("one", (1, 2), SamplingParams(max_new_tokens=4))
+    first, second = list[Any](), list[Any]()
+    client.submit(request, first.append)
+    client.submit(replace(request, request_id="two"), second.append)
+    client.cancel("one")  # the third command
+    await eventually(lambda: second)
+    assert first == []
+    assert second == [RequestOutput("two", "é", (8,), num_prompt_tokens=2, num_generated=1)]
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+def plain(name: str, text: str, token: int, count: int) -> RequestOutput:
+    return RequestOutput(name, text, (token,), None, None, 1, count, 3)
+
+
+def step_outputs() -> list[RequestOutput]:
+    """Everything that a step may return, with several tokens of a request that drafts."""
+    first = RequestOutput("a", "x", (1,), None, None, 1, 1, 3, timing=Timing(0.5, 0.25, 0.125))
+    other = RequestOutput("b", "y", (2**31,), (TokenLogprob(2, -0.5),), None, 1, 1, 3, settled_chars=(1,))
+    last = RequestOutput("c", "", (5,), None, "stop", 1, 4, 3, "end", timing=Timing(0.5, 0.25, 0.125, 1.0))
+    texts = ["é€😀", "", "\x00\n", "\ud7ff"]
+    return [
+        replace(first, request_id="c"), first, other, *(plain("a", text, i, i + 2) for i, text in enumerate(texts)),
+        plain("c", "1", 2**32 - 1, 2), plain("c", "2", 0, 3), last,
+        RequestOutput("b", finish_reason="abort", num_generated=1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: int) -> None:
+    worker, wire = in_pieces(SimpleNamespace())
+    client, delivered = taker(), list[RequestOutput | Exception]()
+    for name in "abc":
+        client._start(Request(name, (1,)), delivered.append)
+        worker._streams[name] = client._streams[name].number
+    worker._send_outputs(step_outputs())
+    data, reader = b"".join(wire.messages), MessageReader()
+    for start in range(0, len(data), size):
+        for message, _ in reader.feed(data[start : start + size]):
+            client._handle(message)
+    assert reader.is_complete
+    assert delivered == step_outputs()
+    assert set(client._streams) == set(worker._streams) == {"a"}
+    assert len(client._streams_by_number) == 1
+
+
+def test_a_step_of_many_plain_tokens_is_one_short_frame() -> None:
+    worker, wire = in_pieces(SimpleNamespace())
+    names = [f"request-{number}" for number in range(128)]
+    worker._streams = {name: number for number, name in enumerate(names)}
+    worker._send_outputs([plain(name, " word", 7, 2) for name in names])
+    (message,) = wire.messages
+    assert len(message) == 5 + 4 + 128 * (12 + 5)
 
 
 # -- long answers go in pieces -----------------------------------------------------------------------------------------
 
 
 class Wire:
-    """A connection that hands each line to a client."""
+    """A connection that keeps the messages."""
 
     def __init__(self) -> None:
-        self.lines: list[bytes] = []
+        self.messages: list[bytes] = []
 
     def send(self, event: str, **fields: Any) -> None:
-        self.lines.append(worker_module.encoded(event, fields))
+        self.messages.append(encode_json(event, fields))
+
+    def send_bytes(self, messages: bytes) -> None:
+        self.messages.append(messages)
+
+    def read(self, client: EngineClient) -> list[int]:
+        """Hands the messages to a client, and returns their sizes."""
+        reader, sizes = MessageReader(), []
+        for message, size in reader.feed(b"".join(self.messages)):
+            client._handle(message)
+            sizes.append(size)
+        return sizes
 
 
 def in_pieces(engine: Any) -> tuple[Worker, Wire]:
@@ -113,7 +217,9 @@ def in_pieces(engine: Any) -> tuple[Worker, Wire]:
 def taker() -> EngineClient:
     """A client without a process, which is handed messages."""
     client = EngineClient.__new__(EngineClient)
-    client._streams, client._replies, client._partial_replies = {}, {}, {}
+    client._streams, client._streams_by_number, client._replies, client._partial_replies = {}, {}, {}, {}
+    client._ids, client._exit_message = itertools.count(), None
+    client._write = lambda op, **fields: None  # type: ignore[method-assign]
     return client
 
 
@@ -124,19 +230,17 @@ def logprobs(count: int) -> tuple[TokenLogprob, ...]:
 @pytest.mark.parametrize("count", [1, 1000, 5000])
 def test_log_probabilities_of_a_prompt_arrive_in_pieces_as_one_output(count: int) -> None:
     expected = RequestOutput("r", "a", (5,), num_generated=1, prompt_logprobs=logprobs(count))
-    other = RequestOutput("s", "b", (6,), num_generated=1)
+    other = RequestOutput("s", "b", (6,), num_prompt_tokens=1, num_generated=1)
     worker, wire = in_pieces(SimpleNamespace())
+    worker._streams = {"r": 0, "s": 1}
     worker._send_outputs([other, expected])
-    assert max(map(len, wire.lines)) < 2 * worker_module.PIECE_BYTES
-    assert len(wire.lines) > count // 4000
-    client = taker()
-    client._streams = {name: client_module._Stream(Request(name, (1,))) for name in ("r", "s")}
-    for line in wire.lines:
-        client._take_line(line)
-    for output in (expected, other):
-        stream = client._streams[output.request_id]
-        assert stream.arrived.get_nowait() == output
-        assert stream.arrived.empty()
+    client, delivered = taker(), list[RequestOutput | Exception]()
+    for name in ("r", "s"):
+        client._start(Request(name, (1,)), delivered.append)
+    sizes = wire.read(client)
+    assert max(sizes) < 2 * worker_module.PIECE_BYTES
+    assert len(sizes) > count // 4000
+    assert delivered == [other, expected]
 
 
 async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
@@ -144,13 +248,12 @@ async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
     engine = EncoderEngine.__new__(EncoderEngine)
     worker, wire = in_pieces(engine)
     engine.step = list  # type: ignore[method-assign]
-    engine.take_answered = lambda: [SimpleNamespace(number=3, answers=values)]  # type: ignore[method-assign,return-value,list-item]
+    engine.pop_finished_calls = lambda: [SimpleNamespace(number=3, results=values)]  # type: ignore[method-assign,return-value,list-item]
     worker._step()
-    assert max(map(len, wire.lines)) < 2 * worker_module.PIECE_BYTES
-    assert len(wire.lines) > 3
     client = taker()
     client._replies = {3: asyncio.get_running_loop().create_future()}
-    for line in wire.lines:
-        client._take_line(line)
+    sizes = wire.read(client)
+    assert max(sizes) < 2 * worker_module.PIECE_BYTES
+    assert len(sizes) > 3
     assert client._replies[3].result() == values
     assert not client._partial_replies

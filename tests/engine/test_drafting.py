@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from fp8serve.engine.drafting import ALLOWANCE, LEAST, MOST, ROW, START, Drafter, price, rows_of
+from fp8serve.engine.drafting import (
+    ALLOWANCE,
+    MAX_STEPS,
+    MIN_DRAFT_TOKENS,
+    ROW_COST,
+    START_STEPS,
+    Drafter,
+    price,
+    sequences_to_sample,
+)
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.sequence import Sequence
@@ -60,14 +69,14 @@ def loss(drafter: Drafter, accepted: float, steps: int = 400) -> float:
         draft = drafter.propose([1, 2, 3, 1, 2], 1000, 1)
         if draft:
             right = sum(itertools.takewhile(bool, (rng.random() < accepted for _ in draft)))
-            drafter.learn(len(draft), right)
-            cost, gained = cost + ROW * len(draft), gained + right
+            drafter.record(len(draft), right)
+            cost, gained = cost + ROW_COST * len(draft), gained + right
     return (cost - gained) / (steps + gained)
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.02, 0.1, 0.2])
 def test_what_is_seldom_right_costs_little(accepted: float) -> None:
-    assert loss(Drafter(16), accepted) < ALLOWANCE + START / 400
+    assert loss(Drafter(16), accepted) < ALLOWANCE + START_STEPS / 400
 
 
 def test_what_is_right_pays() -> None:
@@ -78,7 +87,7 @@ def test_what_is_right_pays() -> None:
 def test_a_rich_sequence_becomes_poor_soon() -> None:
     drafter = Drafter(16)
     assert loss(drafter, 1.0) < 0
-    assert loss(drafter, 0.0) < ALLOWANCE + MOST / 400
+    assert loss(drafter, 0.0) < ALLOWANCE + MAX_STEPS / 400
 
 
 def test_lengths_follow_what_was_right() -> None:
@@ -86,22 +95,22 @@ def test_lengths_follow_what_was_right() -> None:
     lengths = []
     for _ in range(5):
         lengths.append(len(drafter.propose(tokens, 1000, 1)))
-        drafter.learn(lengths[-1], lengths[-1])
-    assert lengths == [4, 8, 16, int(MOST / ROW), int(MOST / ROW)]
+        drafter.record(lengths[-1], lengths[-1])
+    assert lengths == [4, 8, 16, int(MAX_STEPS / ROW_COST), int(MAX_STEPS / ROW_COST)]
     drafter.propose(tokens, 1000, 1)
-    drafter.learn(20, 1)
-    assert len(drafter.propose(tokens, 1000, 1)) == LEAST
+    drafter.record(20, 1)
+    assert len(drafter.propose(tokens, 1000, 1)) == MIN_DRAFT_TOKENS
 
 
 def test_a_row_costs_a_share_of_what_a_sequence_pays_for_its_step() -> None:
-    assert price(1) == pytest.approx(ROW)
+    assert price(1) == pytest.approx(ROW_COST)
     assert price(1) < price(2) < price(8) < price(1000) < 1
 
 
-def test_rows_of_a_draft() -> None:
+def test_sequences_to_sample() -> None:
     seq = Sequence.of(Request("r", (1, 2), SamplingParams(seed=3)))
     seq.token_ids.append(4)
-    rows = rows_of(seq, (5, 6))
+    rows = sequences_to_sample(seq, (5, 6))
     assert rows[0] is seq
     assert [row.token_ids for row in rows] == [[1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 5, 6]]
     assert [row.num_generated for row in rows] == [1, 2, 3]

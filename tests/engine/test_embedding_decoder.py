@@ -17,8 +17,8 @@ from fp8serve.errors import ModelError, RequestError
 from fp8serve.fp8.ops import reference
 from fp8serve.fp8.recipe import from_name
 from fp8serve.model.building import hidden_states
-from fp8serve.model.checkpoint import load_reader
-from fp8serve.model.network import fusing, norms
+from fp8serve.model.checkpoint import load_any_servable
+from fp8serve.model.network import fusion, norms
 from fp8serve.model.network.pooling import read_pooling
 from tests.engine.tiny import write_model
 from tests.model.encoders import ids_of, letters, pooled
@@ -53,10 +53,10 @@ def test_last_vectors_are_transformers_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: Spelling
 ) -> None:
     monkeypatch.setattr(norms, "rms_norm", reference.rms_norm)
-    monkeypatch.setitem(fusing.GATED, "silu", reference.silu_mul)
+    monkeypatch.setitem(fusion.GATED_ACTIVATIONS, "silu", reference.silu_mul)
     folder = embedding(tmp_path / "m", spelling)
     theirs = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    model = load_reader(folder, "bf16")
+    model = load_any_servable(folder, "bf16")
     pooling = read_pooling(folder)
     sequences = [ids_of(n, seed=n) for n in (1, 7, 33)]
     hidden = hidden_states(model, torch.cat(sequences), [1, 7, 33])
@@ -114,9 +114,9 @@ def test_options_hold(tiny: Path) -> None:
     with pytest.raises(RequestError, match="1 to 8"):
         Embedder(tiny, recipe="bf16", max_model_len=8).embed(["abcdefghijkl"])
     for option, value, words in (
-        ("task", "generate", "opened to embed"),
-        ("speculative_tokens", 4, "nothing to draft; leave speculative_tokens out"),
-        ("draft_model", "small", "nothing to draft; leave draft_model out"),
+        ("task", "generate", "loaded to embed"),
+        ("speculative_tokens", 4, "does not generate tokens; leave speculative_tokens out"),
+        ("draft_model", "small", "does not generate tokens; leave draft_model out"),
         ("head_dtype", "fp8", "no logits of tokens"),
         ("max_model_len", 10**6, "beyond the 256"),
     ):

@@ -19,7 +19,7 @@ def call(number: int, *lengths: int) -> EncodingCall:
 
 
 def step(queue: EncodingQueue, tokens: int) -> list[tuple[int, int]]:
-    return [(place.call.number, place.index) for place in queue.take(tokens)]
+    return [(text.call.number, text.index) for text in queue.next_batch(tokens)]
 
 
 def test_small_requests_share_a_step_and_do_not_wait_for_a_large_one() -> None:
@@ -43,9 +43,9 @@ def test_what_nobody_waits_for_is_not_computed() -> None:
     queue = EncodingQueue()
     queue.add(call(1, 5, 5))
     queue.add(call(2, 5))
-    queue.forget(1)
+    queue.cancel(1)
     assert step(queue, 100) == [(2, 0)]
-    queue.forget(7)
+    queue.cancel(7)
     assert not queue
 
 
@@ -70,9 +70,9 @@ def test_a_refused_call_leaves_the_others_alone(tiny: Path) -> None:
         with pytest.raises(RequestError):
             engine.embed(wrong)
     engine.step()
-    assert [answered.number for answered in engine.take_answered()] == [1]
+    assert [finished.number for finished in engine.pop_finished_calls()] == [1]
     assert not engine.has_work()
-    assert engine.take_answered() == []
+    assert engine.pop_finished_calls() == []
 
 
 def test_small_calls_are_answered_before_a_large_one_that_came_first(tiny: Path) -> None:
@@ -83,7 +83,7 @@ def test_small_calls_are_answered_before_a_large_one_that_came_first(tiny: Path)
     answered: list[int] = []
     while engine.has_work():
         engine.step()
-        answered += [each.number for each in engine.take_answered()]
+        answered += [each.number for each in engine.pop_finished_calls()]
     assert answered[-1] == 0
     assert sorted(answered[:-1]) == list(range(1, 41))
 

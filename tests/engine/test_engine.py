@@ -180,7 +180,7 @@ def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatc
 
     def sometimes_broken(work: list[Work]) -> torch.Tensor:
         logits = run(work)
-        broken = [item.seq.request_id == "broken" for item in work if item.samples]
+        broken = [item.seq.request_id == "broken" for item in work if item.needs_sample]
         return logits.masked_fill(torch.tensor(broken)[:, None], torch.nan)
 
     monkeypatch.setattr(engine.loaded.runner, "run", sometimes_broken)

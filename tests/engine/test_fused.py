@@ -24,7 +24,7 @@ from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.joined import Joined, can_join
+from fp8serve.fp8.joined import JoinedLinear, can_join
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.rotary import Attend
@@ -87,7 +87,7 @@ def joined(engine: Engine) -> dict[str, bool]:
 
 
 def groups_of(layer: Any) -> dict[str, Any]:
-    block = layer.get_submodule(layer.block)
+    block = layer.get_submodule(layer.mlp_name)
     return {"qkv": layer.self_attn.qkv, **({} if isinstance(block, Mixture) else {"gate_up": block.gate_up})}
 
 
@@ -128,7 +128,7 @@ class Computed(Work):
     """Samples at the end of the prompt and behind it, though all tokens are known."""
 
     @property
-    def samples(self) -> bool:
+    def needs_sample(self) -> bool:
         return self.start + self.count >= self.seq.num_prompt
 
 
@@ -162,7 +162,7 @@ def test_rows_that_are_left_out_change_no_bit(tmp_path: Path, mode: str, model_t
     prune_nothing(plain)
     for work in mixed_steps():
         found = pruned.run(work)
-        assert len(found) == sum(item.samples for item in work)
+        assert len(found) == sum(item.needs_sample for item in work)
         for other in (every, plain):
             assert torch.equal(found, other.run(work))
             for mine, theirs in ((pruned.k_cache, other.k_cache), (pruned.v_cache, other.v_cache)):
@@ -186,12 +186,12 @@ class Spy:
         }
         self.rows: dict[tuple[int, str], int] = {}
         self.queries: list[int] = []
-        together, onto, paged = Joined.of_normed, FrozenLinear.product_onto, runner_module._paged_attention
-        monkeypatch.setattr(Joined, "of_normed", lambda m, x, *rest: together(m, self.see(m, x), *rest))
-        monkeypatch.setattr(FrozenLinear, "product_onto", lambda m, x, *rest: onto(m, self.see(m, x), *rest))
+        together, onto, paged = JoinedLinear.forward_norm, FrozenLinear.product_add, runner_module._paged_attention
+        monkeypatch.setattr(JoinedLinear, "forward_norm", lambda m, x, *rest: together(m, self.see(m, x), *rest))
+        monkeypatch.setattr(FrozenLinear, "product_add", lambda m, x, *rest: onto(m, self.see(m, x), *rest))
         monkeypatch.setattr(runner_module, "_paged_attention", lambda q, *rest: paged(self.attending(q), *rest))
 
-    def see(self, product: Joined | FrozenLinear, x: Tensor) -> Tensor:
+    def see(self, product: JoinedLinear | FrozenLinear, x: Tensor) -> Tensor:
         self.rows[self.names[id(product)]] = len(x)
         return x
 
@@ -307,9 +307,9 @@ def frozen(weight: Tensor) -> FrozenLinear:
     return FrozenLinear(weight.to(torch.float8_e4m3fn), torch.tensor(0.5), None, torch.tensor(2.0))
 
 
-def join(*parts: FrozenLinear) -> Joined:
+def join(*parts: FrozenLinear) -> JoinedLinear:
     assert can_join(parts)
-    return Joined({str(i): part for i, part in enumerate(parts)}, (set(), 0))
+    return JoinedLinear({str(i): part for i, part in enumerate(parts)}, (set(), 0))
 
 
 def test_weights_that_lie_side_by_side_are_not_copied() -> None:
@@ -325,7 +325,7 @@ def test_others_are_copied_once_and_stay_views() -> None:
     before = [part.weight_q.float() for part in parts]
     together = join(*parts)
     x, weight = torch.randn(3, 8), torch.rand(8)
-    found = together.of_normed(x, weight, 1e-6)
+    found = together.forward_norm(x, weight, 1e-6)
     for part, values, y in zip(parts, before, found, strict=True):
         assert torch.equal(part(rms_norm(x, weight, 1e-6)), y)
         assert torch.equal(part.weight_q.float(), values)

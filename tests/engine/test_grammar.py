@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.grammar import Masks, _in_library_form, validate
+from fp8serve.engine.grammar import Masks, _to_llguidance, validate
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.sequence import Sequence
@@ -117,8 +117,8 @@ def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
         ({"json_schema": "[" * 60_000}, "not valid JSON"),
         ({"json_schema": DEEP}, "The JSON schema cannot be used"),
         ({"json_schema": '{"type": "nothing"}'}, "The JSON schema cannot be used"),
-        ({"json_schema": "{}", "regex": "a"}, "either json_schema or regex"),
-        ({"grammar": "start: ", "regex": "a"}, "either regex or grammar"),
+        ({"json_schema": "{}", "regex": "a"}, "json_schema and regex cannot be used together"),
+        ({"grammar": "start: ", "regex": "a"}, "regex and grammar cannot be used together"),
         ({"grammar": "start: ("}, "The grammar cannot be used"),
         ({"grammar": "root ::= ("}, "The grammar cannot be used"),
         ({"grammar": "::="}, "The grammar cannot be used"),
@@ -139,7 +139,7 @@ def test_what_is_no_grammar_is_refused(params: dict[str, Any], sentence: str) ->
 
 
 def test_a_form_that_asks_for_itself_without_end_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"The JSON schema cannot be used: nothing of finite length fits it\.$"):
+    with pytest.raises(RequestError, match=r"The JSON schema cannot be used: no text of finite length matches it\.$"):
         engine.generate([[1]], max_new_tokens=4, json_schema='{"$ref": "#"}')
 
 
@@ -184,16 +184,16 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
     vocab = engine.limits.vocab_size
     file = engine.loaded.grammars._file
     plain = llguidance.LLTokenizer(file.read_text(), n_vocab=vocab, eos_token=list(engine.eos_ids), slices=[])
-    reference = llguidance.LLMatcher(plain, _in_library_form("json_schema", schema), log_level=0)
+    reference = llguidance.LLMatcher(plain, _to_llguidance("json_schema", schema), log_level=0)
     params = SamplingParams(json_schema=schema)
     seqs = [Sequence.of(Request(f"{i}", (1,), params)) for i in range(3)]
     for i in (0, 2):
-        seqs[i].constraint = engine.loaded.grammars.matcher(params)
+        seqs[i].matcher = engine.loaded.grammars.matcher(params)
     masks = Masks(vocab)
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode('{"name": "a name of many letters", "age": null}')
     for token in [token for token in tokens if token < 256]:  # without the special ones
-        mask = masks.begin([seq.constraint for seq in seqs])
+        mask = masks.start([seq.matcher for seq in seqs])
         assert mask is not None
         assert mask.rows == [0, 2]
         bits = np.frombuffer(reference.compute_bitmask(), np.uint8)
@@ -204,5 +204,5 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
         assert (found == allowed).all()
         assert reference.consume_token(token)
         for seq in seqs:
-            assert seq.constraint is None or seq.constraint.accept(token)
-    assert masks.begin([seq.constraint for seq in seqs[1:2]]) is None
+            assert seq.matcher is None or seq.matcher.accept(token)
+    assert masks.start([seq.matcher for seq in seqs[1:2]]) is None

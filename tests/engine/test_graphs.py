@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.step import sizes_up_to
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -54,13 +53,6 @@ def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
-
-
-def test_sizes_grow_by_at_most_eight() -> None:
-    assert sizes_up_to(1) == [1]
-    assert sizes_up_to(6) == [1, 2, 4, 6]
-    assert sizes_up_to(24) == [1, 2, 4, 8, 16, 24]
-    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])

@@ -18,15 +18,15 @@ def sequence(tokens: list[int], tenant: str = "") -> Sequence:
 
 def compute(pool: BlockPool, seq: Sequence) -> None:
     seq.num_computed = len(seq.token_ids)
-    pool.publish(seq)
+    pool.cache_blocks(seq)
 
 
 def test_equal_prefixes_share_full_blocks_and_leave_a_token_to_compute() -> None:
     pool = BlockPool(8, BLOCK)
     first, second = sequence(list(range(8))), sequence(list(range(8)))
-    assert pool.admit(first)
+    assert pool.allocate(first)
     compute(pool, first)
-    assert pool.admit(second)
+    assert pool.allocate(second)
     assert second.num_computed == BLOCK  # the second block would leave nothing to compute
     assert second.block_table[0] == first.block_table[0]
     assert second.block_table[1] != first.block_table[1]
@@ -35,19 +35,19 @@ def test_equal_prefixes_share_full_blocks_and_leave_a_token_to_compute() -> None
 def test_what_is_not_computed_is_not_shared() -> None:
     pool = BlockPool(8, BLOCK)
     first, second = sequence(list(range(9))), sequence(list(range(9)))
-    assert pool.admit(first)
+    assert pool.allocate(first)
     first.num_computed = 5  # one block and a bit
-    pool.publish(first)
-    assert pool.admit(second)
+    pool.cache_blocks(first)
+    assert pool.allocate(second)
     assert second.num_computed == BLOCK
 
 
 def test_tenants_do_not_share() -> None:
     pool = BlockPool(8, BLOCK)
     mine, yours = sequence(list(range(9)), "me"), sequence(list(range(9)), "you")
-    assert pool.admit(mine)
+    assert pool.allocate(mine)
     compute(pool, mine)
-    assert pool.admit(yours)
+    assert pool.allocate(yours)
     assert yours.num_computed == 0
     assert not set(mine.block_table) & set(yours.block_table)
 
@@ -55,32 +55,32 @@ def test_tenants_do_not_share() -> None:
 def test_same_tokens_after_another_prefix_are_another_block() -> None:
     pool = BlockPool(8, BLOCK)
     first, second = sequence([0] * 4 + [1] * 5), sequence([2] * 4 + [1] * 5)
-    assert pool.admit(first)
+    assert pool.allocate(first)
     compute(pool, first)
-    assert pool.admit(second)
+    assert pool.allocate(second)
     assert second.num_computed == 0
 
 
 def test_released_blocks_are_found_again_until_their_memory_is_needed() -> None:
     pool = BlockPool(4, BLOCK)
     old, again = sequence(list(range(9))), sequence(list(range(9)))
-    assert pool.admit(old)
+    assert pool.allocate(old)
     compute(pool, old)
     pool.release(old)
     assert pool.num_free == 4
-    assert pool.admit(again)
+    assert pool.allocate(again)
     assert again.num_computed == 8
     pool.release(again)
-    assert pool.admit(sequence([50] * 16))
-    assert pool.admit(sequence(list(range(9)))) is False
+    assert pool.allocate(sequence([50] * 16))
+    assert pool.allocate(sequence(list(range(9)))) is False
 
 
 def test_admission_is_all_or_nothing() -> None:
     pool = BlockPool(3, BLOCK)
     seq = sequence(list(range(9)))
-    assert not pool.admit(seq, reserve=1)
+    assert not pool.allocate(seq, reserve=1)
     assert (seq.block_table, pool.num_free) == ([], 3)
-    assert pool.admit(seq)
+    assert pool.allocate(seq)
     seq.token_ids += range(4)
     assert not pool.grow(seq)
     assert len(seq.block_table) == 3
@@ -107,7 +107,7 @@ def test_no_block_is_leaked_or_wrongly_shared(
     for seq in live.values():
         pool.release(seq)
     assert pool.num_free == num_blocks
-    assert not pool._coming
+    assert not pool._in_progress
 
 
 def apply(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[str, tuple[int, ...]]],
@@ -116,7 +116,7 @@ def apply(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[
     if action == "admit" and seq is None:
         # few different tokens and tenants, so that prefixes meet
         fresh = sequence([number % 2] * (1 + number % 9) + [number % 3] * (number % 5), tenant="ab"[number % 2])
-        if pool.admit(fresh):
+        if pool.allocate(fresh):
             live[which] = fresh
             for index, block in enumerate(fresh.block_table[: fresh.num_computed // pool.block_size]):
                 assert contents[block] == written(pool, fresh, index)

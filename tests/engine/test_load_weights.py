@@ -145,7 +145,7 @@ def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (without(f"{Q}.weight_q"), ModelError, f"The weights lack {Q}.weight_q; all of a model"),
+        (without(f"{Q}.weight_q"), ModelError, f"The new weights lack {Q}.weight_q; provide all weights"),
         (without("model.norm.weight"), ModelError, "lack model.norm.weight"),
         (changed("model.layers.2.x", torch.ones(1)), ModelError, "has no model.layers.2.x"),
         (changed(f"{Q}.weight_q", torch.ones(64, 64)), ModelError, "float8_e4m3fn [64, 64] in this model, found"),
@@ -200,7 +200,10 @@ def test_directories_of_other_models(models: tuple[Path, Path], tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"roll_history": True}, "Scales follow the traffic"), ({"kv_cache_dtype": "fp8"}, "An FP8 cache has the scales")],
+    [
+        ({"roll_history": True}, "with roll_history"),
+        ({"kv_cache_dtype": "fp8"}, "with an FP8 cache"),
+    ],
 )
 def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     base = write_model(tmp_path / "model")

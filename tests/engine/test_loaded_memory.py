@@ -29,10 +29,10 @@ def load(path):
     return Engine(path, recipe="rowwise", max_model_len=64, max_num_seqs=1)
 
 load(sys.argv[1]).pack_weights()  # what the libraries take on their first use
-memory.RETAINED = 0
+memory.RETAINED_BYTES = 0
 memory.trim()
 before = resident()
-memory.RETAINED = int(sys.argv[3])
+memory.RETAINED_BYTES = int(sys.argv[3])
 engine = load(sys.argv[2])
 loaded = resident()
 engine.pack_weights()
@@ -53,10 +53,10 @@ def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
 def test_weights_that_were_packed_leave_nothing_behind(tmp_path: Path) -> None:
-    """What was cast while loading lies in malloc's memory, given back though less than `memory.RETAINED`."""
+    """What was cast while loading lies in malloc's memory, given back though less than `memory.RETAINED_BYTES`."""
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 30, "intermediate_size": 1024}
     models = write_model(tmp_path / "small"), write_model(tmp_path / "model", **sizes)
-    command = [sys.executable, "-c", LOAD, *models, str(memory.RETAINED)]
+    command = [sys.executable, "-c", LOAD, *models, str(memory.RETAINED_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     weights, _, packed = map(int, done.stdout.split())
     assert weights > 50 * MIB

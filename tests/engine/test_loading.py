@@ -27,7 +27,7 @@ BLOCK_BYTES = 2 * 2 * 16 * 1 * 32 * 2  # k and v, layers, tokens, heads, head_di
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, not 0"),
         ({"block_size": 1.5}, "block_size must be a whole number, not 1.5"),
-        ({"max_batch_tokens": 8}, r"max_batch_tokens \(8\) must be at least max_num_seqs \(16\)"),
+        ({"max_batch_tokens": 8, "max_num_seqs": 16}, r"max_batch_tokens \(8\) must be at least max_num_seqs \(16\)"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be 'bf16' or 'fp8', not 'int8'"),
     ],
 )
@@ -86,7 +86,7 @@ def test_the_cache_is_as_large_as_needed_and_as_memory_allows(
 
 def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cache_memory", lambda device: 3 * BLOCK_BYTES)
-    with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, more than the 12,288"):
+    with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, but only 12,288"):
         plan(read_config(model_dir), EngineOptions(max_model_len=128), torch.bfloat16)
     assert plan(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
 

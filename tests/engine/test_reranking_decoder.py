@@ -11,12 +11,12 @@ import transformers
 
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.cli import main
-from fp8serve.engine.classifying import QWEN3, Classifier
+from fp8serve.engine.classifying import QWEN3_TEMPLATE, Classifier
 from fp8serve.engine.task import task_of
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops import reference
 from fp8serve.model.checkpoint import load_trainable
-from fp8serve.model.network import fusing, norms
+from fp8serve.model.network import fusion, norms
 from tests.model.encoders import letters, randomized
 from tests.model.oracle import SIZES, make_random
 
@@ -57,11 +57,11 @@ def converted(folder: Path, labels: int = 1) -> Any:
 
 def as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "rms_norm", reference.rms_norm)
-    monkeypatch.setitem(fusing.GATED, "silu", reference.silu_mul)
+    monkeypatch.setitem(fusion.GATED_ACTIVATIONS, "silu", reference.silu_mul)
 
 
 def prompt(pair: tuple[str, str]) -> str:
-    return QWEN3[0] + pair[0] + QWEN3[1] + pair[1] + QWEN3[2]
+    return QWEN3_TEMPLATE[0] + pair[0] + QWEN3_TEMPLATE[1] + pair[1] + QWEN3_TEMPLATE[2]
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def test_what_a_directory_is_for(tmp_path: Path) -> None:
     assert task_of(tmp_path / "silent", "classify") == "classify"
     with pytest.raises(ModelError, match="can classify and not generate"):
         task_of(tmp_path / "head", "generate")
-    with pytest.raises(ModelError, match="holds a head of labels"):
+    with pytest.raises(ModelError, match="holds a classifier"):
         load_trainable(tmp_path / "head")
     with pytest.raises(ModelError, match="use calibrate_encoder"):
         calibrate(tmp_path / "head", out=tmp_path / "no", samples=8)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from fp8serve.engine import sampler
+from fp8serve.engine.flights import HostCopy
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampler import sample, uniform
 from fp8serve.engine.sampling_params import SamplingParams
@@ -70,7 +71,7 @@ def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
 def test_penalties() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 1.0]])
     seq = sequence([0, 1], (2, 2), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
-    sampler._penalise(logits, [seq])
+    sampler._apply_penalties(logits, sampler.SamplingPlan([seq], logits.device))
     assert logits.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
 
 
@@ -178,9 +179,9 @@ class Watch(TorchFunctionMode):
         return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
 
 
-def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_does_not_wait_and_a_read_waits_for_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every option in use. On a CPU the rows that are not numbers are looked for first; a GPU blanks them."""
-    monkeypatch.setattr(sampler, "_is_cheap_to_read", lambda x: False)
+    monkeypatch.setattr(sampler, "_waits_for_device", lambda x: True)
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"top_p": 0.8, "min_p": 0.01, "logprobs": 3},
@@ -191,10 +192,23 @@ def test_a_step_reads_from_a_device_once(monkeypatch: pytest.MonkeyPatch) -> Non
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
     logits[4, 3] = torch.nan
     seqs = [sequence([1, 2], (3,), **option) for option in options]
+    copies = list[torch.Tensor]()
+
+    class Copy(HostCopy):
+        def read(self) -> torch.Tensor:
+            copies.append(super().read())
+            return copies[-1]
+
+    monkeypatch.setattr(sampler, "HostCopy", Copy)
     with Watch() as watch:
-        found = sample(logits.clone(), seqs, (0,))
-    assert watch.waits[0] == "cpu"  # what comes behind it reads what has arrived
-    assert watch.waits.count("cpu") == 1
+        launched = sampler.launch_sampling(logits.clone(), sampler.SamplingPlan(seqs, logits.device), (0,))
+    assert (watch.waits, copies) == ([], [])
+    tokens, logprobs = launched.read()
+    assert len(copies) == 1
     monkeypatch.undo()
-    assert found == sample(logits.clone(), seqs, (0,))
-    assert found[4].token_id is None
+    expected = sample(logits.clone(), seqs, (0,))
+    assert expected == [
+        sampler.Sampled(None if token < 0 else token, logprobs.get(row)) for row, token in enumerate(tokens)
+    ]
+    assert expected[4].token_id is None
+    assert sorted(logprobs) == [1, 3]

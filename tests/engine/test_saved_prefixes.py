@@ -118,7 +118,7 @@ def test_other_weights_or_options_begin_with_an_empty_cache(tmp_path: Path, capl
     first.generate(PROMPTS, **SAMPLING)
     first.save_prefixes()
     for options in ({"recipe": "w8a16"}, {"block_size": 8}):  # which have files of their own
-        assert not started(model, folder, **options).scheduler.pool.recent()
+        assert not started(model, folder, **options).scheduler.pool.cached_blocks()
     assert not caplog.records
     write_model(model, seed=1)
     other = started(model, folder)
@@ -148,20 +148,22 @@ def test_the_blocks_used_last_are_kept_as_many_as_the_limit_allows(model_dir: Pa
         first.generate([prompt], temperature=0.0, max_new_tokens=1)
     first.save_prefixes()
     second = started(model_dir, tmp_path)
-    assert len(second.scheduler.pool.recent()) == 8
+    assert len(second.scheduler.pool.cached_blocks()) == 8
     second.generate([PROMPTS[0][:21]], temperature=0.0, max_new_tokens=1)
     assert restored(second) == 20
     small = started(model_dir, tmp_path, num_blocks=3)
-    assert [key for key, _ in small.scheduler.pool.recent()] == [k for k, _ in first.scheduler.pool.recent()][:3]
+    assert [key for key, _ in small.scheduler.pool.cached_blocks()] == [
+        k for k, _ in first.scheduler.pool.cached_blocks()
+    ][:3]
 
 
 def test_a_pool_gives_away_what_was_restored_last_of_all() -> None:
     pool, hashes = BlockPool(6, 4), [bytes([i]) * 16 for i in range(4)]
     assert pool.restore(hashes) == [0, 1, 2, 3]
-    assert [key for key, _ in pool.recent()] == hashes
-    taken = [pool._take() for _ in range(6)]
+    assert [key for key, _ in pool.cached_blocks()] == hashes
+    taken = [pool._allocate_block() for _ in range(6)]
     assert taken == [4, 5, 3, 2, 1, 0]
-    assert not pool.recent()
+    assert not pool.cached_blocks()
 
 
 def test_it_is_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
     first.generate(PROMPTS[1:], **SAMPLING)
     first.save_prefixes()
     assert "No space left" in caplog.text
-    monkeypatch.setattr(first.loaded.runner, "copies", no_memory)
+    monkeypatch.setattr(first.loaded.runner, "copy_blocks", no_memory)
     first.save_prefixes()
     assert "because memory is short" in caplog.text
     assert file_of(tmp_path).read_bytes() == before
@@ -215,7 +217,7 @@ async def test_a_process_that_ends_cleanly_keeps_them(model_dir: Path, tmp_path:
     [
         ({"cache_dir": None, "cache_dir_bytes": 5}, "cache_dir_bytes needs cache_dir"),
         ({"cache_dir": None, "cache_dir_seconds": 5.0}, "cache_dir_seconds needs cache_dir"),
-        ({"cache_dir": "kept", "roll_history": True}, "leave one out"),
+        ({"cache_dir": "kept", "roll_history": True}, "leave one of the two out"),
         ({"cache_dir": ""}, "cache_dir"),
     ],
 )
@@ -226,7 +228,7 @@ def test_options_that_do_not_fit_each_other_are_refused(options: dict[str, Any],
 
 def test_a_place_that_is_no_directory_is_refused(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Fp8ServeError, match="cannot hold the prefix cache"):
+    with pytest.raises(Fp8ServeError, match="cannot be created for the prefix cache"):
         started(model_dir, tmp_path / "file")
-    with pytest.raises(RequestError, match="less than one block"):
+    with pytest.raises(RequestError, match="less than the size of one block"):
         started(model_dir, tmp_path / "kept", cache_dir_bytes=1)

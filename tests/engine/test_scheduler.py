@@ -27,7 +27,8 @@ def sequence(
 def run_step(scheduler: Scheduler) -> list[Work]:
     """One step of an engine whose model always says token 7."""
     work = scheduler.schedule()
-    sampled = [item.seq for item in work if item.samples]
+    scheduler.launch(work)
+    sampled = [item.seq for item in work if item.needs_sample]
     scheduler.advance(work)
     for seq in sampled:
         seq.token_ids.append(7)
@@ -137,7 +138,7 @@ def test_long_prompts_of_one_request_do_not_hold_up_anothers() -> None:
         scheduler.add(sequence(f"a{i}", 100, new=1, group="a"))
     while len(scheduler.running) < 1:
         run_step(scheduler)
-    scheduler.running += [seq for seq in (sequence("b", 10, new=1),) if scheduler.pool.admit(seq)]
+    scheduler.running += [seq for seq in (sequence("b", 10, new=1),) if scheduler.pool.allocate(seq)]
     scheduler.running[-1].status = Status.RUNNING
     steps = 0
     while scheduler.running[-1].request_id == "b":
@@ -247,7 +248,7 @@ def test_every_request_ends_and_every_block_returns(seed: int, blocks: int, size
         steps += 1
         assert steps < 20_000
     assert scheduler.pool.num_used == 0
-    assert not scheduler.pool._coming
+    assert not scheduler.pool._in_progress
     assert all(seq.status is Status.FINISHED for seq in added)
 
 

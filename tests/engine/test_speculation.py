@@ -40,7 +40,7 @@ class Informed:
         found = told[len(token_ids) :][: min(self._most, room)]
         return [(token + 1) % 256 if self._rng.random() < self.wrong else token for token in found]
 
-    def learn(self, drafted: int, accepted: int) -> None:
+    def record(self, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
 
@@ -264,7 +264,7 @@ def test_the_command_line_says_what_became_of_drafts(model_dir: Path, capsys: py
     assert main([*ask, "--speculative-tokens", "4"]) == 0
     found = capsys.readouterr()
     assert found.out == expected.out
-    assert re.search(r"speculation: \d+ of \d+ drafted tokens .* 64 tokens in \d+ steps", found.err)
+    assert re.search(r"speculation: \d+ of \d+ draft tokens .* 64 tokens in \d+ steps", found.err)
     assert "speculation" not in expected.err
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
-from fp8serve.engine.text_encoder import LEAST, TextThreads, shares
+from fp8serve.engine.text_encoder import MIN_THREAD_TOKENS, TextThreads, partition
 from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
 from fp8serve.model.network.encoder import Encoder
 from tests.model.encoders import BERT, ids_of, make, pooled
@@ -25,9 +25,9 @@ def two_threads() -> Iterator[None]:
 
 
 def test_shares_are_even_and_keep_the_order() -> None:
-    assert shares([10, 10, 10, 10], 2) == [[0, 2], [1, 3]]
-    assert shares([3, 50, 4, 40, 9], 2) == [[0, 1], [2, 3, 4]]
-    assert shares([5, 6, 6], 3) == [[1], [2], [0]]
+    assert partition([10, 10, 10, 10], 2) == [[0, 2], [1, 3]]
+    assert partition([3, 50, 4, 40, 9], 2) == [[0, 1], [2, 3, 4]]
+    assert partition([5, 6, 6], 3) == [[1], [2], [0]]
 
 
 def test_each_thread_computes_alone_and_every_other_as_before() -> None:
@@ -39,7 +39,9 @@ def test_each_thread_computes_alone_and_every_other_as_before() -> None:
         seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
         return torch.tensor([[float(i)] for i in indexes])
 
-    assert TextThreads().run([LEAST, LEAST + 1, LEAST + 2], compute)[:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert TextThreads().run([MIN_THREAD_TOKENS, MIN_THREAD_TOKENS + 1, MIN_THREAD_TOKENS + 2], compute)[
+        :, 0
+    ].tolist() == [0.0, 1.0, 2.0]
     assert {name for name, _, _ in seen} == {"texts_0", "texts_1"}
     assert all(count == 1 and not graded for _, count, graded in seen)
     later: list[int] = []
@@ -49,7 +51,9 @@ def test_each_thread_computes_alone_and_every_other_as_before() -> None:
     assert (torch.get_num_threads(), later) == (2, [2])
 
 
-@pytest.mark.parametrize("lengths", [[LEAST, LEAST - 1], [10 * LEAST]], ids=["few tokens", "one text"])
+@pytest.mark.parametrize(
+    "lengths", [[MIN_THREAD_TOKENS, MIN_THREAD_TOKENS - 1], [10 * MIN_THREAD_TOKENS]], ids=["few tokens", "one text"]
+)
 def test_what_is_too_little_for_every_thread_is_not_divided(lengths: list[int]) -> None:
     taken: list[Sequence[int]] = []
 
@@ -66,7 +70,7 @@ def test_what_a_thread_raises_comes_back() -> None:
         raise ValueError(f"no {list(indexes)}")
 
     with pytest.raises(ValueError, match=r"no \[0\]"):
-        TextThreads().run([LEAST, LEAST], compute)
+        TextThreads().run([MIN_THREAD_TOKENS, MIN_THREAD_TOKENS], compute)
 
 
 @pytest.mark.parametrize("recipe", ["stored", "rowwise", "bf16"])

@@ -1,4 +1,4 @@
-"""`amax_now` equals `amax`, whatever the values."""
+"""`fast_amax` equals `amax`, whatever the values."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import amax, amax_now
+from fp8serve.fp8.ops.arithmetic import amax, fast_amax
 
 VALUES = {
     "plain": [0.5, -3.0, 2.0],
@@ -23,7 +23,7 @@ VALUES = {
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_it_is_amax(values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype)
-    found = amax_now(x)
+    found = fast_amax(x)
     assert found.dtype == torch.float32
     assert found.shape == ()
     assert torch.equal(found.view(torch.int32), amax(x).view(torch.int32))
@@ -31,12 +31,12 @@ def test_it_is_amax(values: list[float], dtype: torch.dtype) -> None:
 
 def test_of_a_transposed_matrix_that_has_gradients() -> None:
     x = torch.randn(5, 7, requires_grad=True).t()
-    assert torch.equal(amax_now(x), amax(x).detach())
+    assert torch.equal(fast_amax(x), amax(x).detach())
 
 
 def test_it_can_be_traced() -> None:
     def twice(x: Tensor) -> Tensor:
-        return amax_now(x) * 2
+        return fast_amax(x) * 2
 
     x = torch.tensor([1.0, math.nan, -3.0])
     assert torch.equal(torch.compile(twice, backend="eager", fullgraph=True)(x), torch.tensor(6.0))

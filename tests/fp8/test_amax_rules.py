@@ -49,7 +49,7 @@ def test_it_is_stored_and_its_scales_are_not_held_to_the_largest_amax(mean: Dela
 def test_the_op_has_the_rules_that_say_so(name: str) -> None:
     assert RULES[name].in_op  # type: ignore[index]
     by_op = run(DelayedScaling(amax_history_len=4, amax_compute_algo=name))  # type: ignore[arg-type]
-    beside = run(DelayedScaling(amax_history_len=4, amax_compute_algo=RULES[name].choose))  # type: ignore[index]
+    beside = run(DelayedScaling(amax_history_len=4, amax_compute_algo=RULES[name].compute_amax))  # type: ignore[index]
     assert torch.equal(by_op.scale, beside.scale)
     assert torch.equal(by_op.amax_history, beside.amax_history)
 

@@ -13,7 +13,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8 import scaling
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.fp8.session import REMEMBERED, RULES
+from fp8serve.fp8.session import MAX_RECENT_CONFIGS, UPDATE_CONFIGS
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -309,12 +309,12 @@ def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
 
 def test_rules_go_with_what_needs_them() -> None:
     """A recipe with a new function in every step does not leak memory."""
-    before = len(RULES)
+    before = len(UPDATE_CONFIGS)
     for _ in range(1100):
         with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):
             pass
     gc.collect()
-    assert len(RULES) <= before + REMEMBERED
+    assert len(UPDATE_CONFIGS) <= before + MAX_RECENT_CONFIGS
 
 
 def test_several_models_are_independent() -> None:

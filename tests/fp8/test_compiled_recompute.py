@@ -110,11 +110,11 @@ def test_a_graph_moves_only_the_scale_whose_amax_it_stages() -> None:
     layer = convert(nn.Linear(8, 8))
     prepare_states(layer, recipe)
     assert isinstance(layer, Linear)
-    rule, _held = layer.session.rule(recipe, None)
+    config_id, _config = layer.session.update_config(recipe, None)
     before = {name: state.scale for name, state in layer.scaling.items()}
     with autocast(recipe=recipe):
         torch.ops.fp8serve.record_amax(
-            layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key, rule, "forward"
+            layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key, config_id, "forward"
         )
         moved = {name for name, state in layer.scaling.items() if state.scale is not before[name]}
     assert moved == {"input"}

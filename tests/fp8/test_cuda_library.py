@@ -9,18 +9,18 @@ from fp8serve.calibration.checks import check_device as check_for_calibration
 from fp8serve.engine.loading import check_device as check_for_serving
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import cuda_library, ops
-from fp8serve.fp8.cuda_library import Built, built_for, check_gpu, refusal, slowness
+from fp8serve.fp8.cuda_library import CudaBuild, check_gpu, incompatibility, read_build, slowdown
 
-ALL = Built(("sm_89", "sm_90a", "sm_100f", "sm_120f"), (13, 0))
+ALL = CudaBuild(("sm_89", "sm_90a", "sm_100f", "sm_120f"), (13, 0))
 
 
 def test_the_library_says_what_it_was_built_for_and_with(tmp_path: Path) -> None:
     library = tmp_path / "libfp8serve_cuda.so"
     said = b"fp8serve-cuda-architectures=sm_89+sm_100f;fp8serve-cuda-runtime=13.0.88;"
     library.write_bytes(b"\x7fELF" + bytes(5000) + said + bytes(99))
-    assert built_for(library) == Built(("sm_89", "sm_100f"), (13, 0))
+    assert read_build(library) == CudaBuild(("sm_89", "sm_100f"), (13, 0))
     library.write_bytes(b"of an older build")
-    assert built_for(library) == Built()
+    assert read_build(library) == CudaBuild()
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,22 @@ def test_the_library_says_what_it_was_built_for_and_with(tmp_path: Path) -> None
      (103, True, False), (110, True, True), (120, True, False), (121, True, False)],
 )  # fmt: skip
 def test_chips_and_families(capability: int, runs: bool, slow: bool) -> None:
-    assert (refusal(ALL, "A", capability, None) is None) == runs
-    assert (slowness(ALL, "A", capability) is not None) == slow
+    assert (incompatibility(ALL, "A", capability, None) is None) == runs
+    assert (slowdown(ALL, "A", capability) is not None) == slow
 
 
 def test_code_for_one_chip_runs_on_its_kin_slowly_and_not_in_silence() -> None:
-    built = Built(("sm_89", "sm_100a", "sm_120a"))
+    built = CudaBuild(("sm_89", "sm_100a", "sm_120a"))
     for capability in (103, 121):
-        assert refusal(built, "B300", capability, None) is None
-        assert "multiplies with the slowest of them" in str(slowness(built, "B300", capability))
-    assert slowness(built, "B200", 100) is None
-    assert refusal(Built(("sm_100a",)), "B300", 103, None) is not None
+        assert incompatibility(built, "B300", capability, None) is None
+        assert "uses the slowest GEMM" in str(slowdown(built, "B300", capability))
+    assert slowdown(built, "B200", 100) is None
+    assert incompatibility(CudaBuild(("sm_100a",)), "B300", 103, None) is not None
 
 
 @pytest.mark.parametrize(("driver", "runs"), [(None, True), ((12, 9), False), ((13, 0), True), ((14, 1), True)])
 def test_a_driver_older_than_the_toolkit_is_refused(driver: tuple[int, int] | None, runs: bool) -> None:
-    said = refusal(ALL, "A", 90, driver)
+    said = incompatibility(ALL, "A", 90, driver)
     assert (said is None) == runs
     if said is not None:
         assert said == (

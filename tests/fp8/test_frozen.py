@@ -130,7 +130,7 @@ def test_wrong_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="quantizes its input to e4m3"):
         FrozenLinear(weight, one, None, None, QuantSpec("e5m2"))
     for spec, scale in ((QuantSpec(), one), (QuantSpec(source="stored"), None)):
-        with pytest.raises(ValueError, match="An input scale goes with a spec whose source is stored"):
+        with pytest.raises(ValueError, match='Give an input_scale if the source of input_spec is "stored"'):
             FrozenLinear(weight, one, None, scale, spec)
 
 

@@ -80,14 +80,14 @@ def test_gradients_of_weights_as_one_product_are_the_same(recipe: str, monkeypat
     """As on a GPU: the op's meaning is the loop that a CPU runs."""
     linears, calls = experts(True), list[int]()
     expected = steps(deepcopy(linears), RECIPES[recipe], grouped_linear, torch.bfloat16)  # type: ignore[arg-type]
-    on_a_gpu, together = module._is_one_product, module._wgrad_together
+    on_a_gpu, together = module._can_group_wgrad, module._grouped_wgrad
 
     def counted(parts: Any) -> Any:
         calls.append(len(parts))
         return together(parts)
 
-    monkeypatch.setattr(module, "_is_one_product", lambda parts, device: on_a_gpu(parts, torch.device("cuda")))
-    monkeypatch.setattr(module, "_wgrad_together", counted)
+    monkeypatch.setattr(module, "_can_group_wgrad", lambda parts, device: on_a_gpu(parts, torch.device("cuda")))
+    monkeypatch.setattr(module, "_grouped_wgrad", counted)
     assert_same(steps(linears, RECIPES[recipe], grouped_linear, torch.bfloat16), expected)  # type: ignore[arg-type]
     assert calls == ([] if "high-precision" in recipe else [3, 1, 3])
 
@@ -95,13 +95,13 @@ def test_gradients_of_weights_as_one_product_are_the_same(recipe: str, monkeypat
 def test_they_do_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are grouped: a loop would call scaled_mm for each expert, and not for wgrad only."""
     calls: list[int] = []
-    multiply = module._multiply
+    multiply = module._grouped_mm
 
     def counted(a: Any, *rest: Any) -> Tensor:
         calls.append(len(a))
         return multiply(a, *rest)
 
-    monkeypatch.setattr(module, "_multiply", counted)
+    monkeypatch.setattr(module, "_grouped_mm", counted)
     steps(experts(False), RECIPES["delayed"], grouped_linear, torch.bfloat16)  # type: ignore[arg-type]
     assert calls == [3, 3, 1, 1, 3, 3]
 

@@ -175,7 +175,7 @@ def frozen() -> nn.Module:
 
 REPLACEMENTS: list[Callable[[], nn.Module]] = [
     lambda: convert(linear()),
-    lambda: BatchInvariantLinear.adopt(linear(torch.bfloat16)),  # type: ignore[arg-type]
+    lambda: BatchInvariantLinear.convert(linear(torch.bfloat16)),  # type: ignore[arg-type]
     frozen,
     adapted,
 ]

@@ -235,7 +235,7 @@ class Special(nn.Linear):
         (nn.Sequential(nn.Linear(2, 2)), "*", "of 1 linear layer in Sequential, 1 named by skip=('*',)."),
         (nn.Sequential(Linear(2, 2), Linear(2, 2)), (), "of 2 linear layers in Sequential, 2 converted already."),
         (nn.Sequential(nn.Linear(2, 2), Conv1D()), "0", "1 named by skip=('0',); other weights are in Conv1D."),
-        (nn.Sequential(Special(2, 2)), (), "1 of classes of their own (Special)."),
+        (nn.Sequential(Special(2, 2)), (), "1 of subclasses of nn.Linear (Special)."),
         (nn.Sequential(Linear(2, 2), nn.Linear(2, 2)), ("1",), "1 converted already, 1 named by skip=('1',)."),
     ],
 )
@@ -250,7 +250,7 @@ def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, sai
 @pytest.mark.parametrize("skip", ["bloc", "blocks", ("blocks.0.*", "head.*")])
 def test_an_entry_of_skip_that_fits_nothing_is_named(skip: Any) -> None:
     model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))})
-    with pytest.warns(UserWarning, match=r"skipped nothing for '(bloc|blocks|head\.\*)', which fits the name of no"):
+    with pytest.warns(UserWarning, match=r"skipped nothing for '(bloc|blocks|head\.\*)', which matches the name of no"):
         convert(model, skip=skip)
 
 

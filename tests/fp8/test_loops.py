@@ -135,4 +135,4 @@ def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
 
     with pytest.raises(RuntimeError, match="boom"):
         failing()
-    assert steps._LOCAL.watch is None  # whatever ended a context, nothing is watched after it
+    assert steps._LOCAL.detector is None  # the detection ends with the context, however it ends

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops import reference
-from fp8serve.fp8.ops.mixture import Scores, weigh
+from fp8serve.fp8.ops.mixture import Scores, routing_weights
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 pytestmark = pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_weights(scores: Scores, normalizes: bool, choose: Choose) -> None:
     }[scores]
     exact = exact / exact.sum(-1, keepdim=True) if normalizes else exact
     torch.testing.assert_close(weights.double(), 2.5 * exact, rtol=1e-6, atol=0)
-    again = weigh(logits, chosen, scores, normalizes, 2.5, torch.float32)
+    again = routing_weights(logits, chosen, scores, normalizes, 2.5, torch.float32)
     torch.testing.assert_close(weights, again, rtol=1e-6, atol=0)

@@ -42,7 +42,7 @@ def test_what_came_later_is_written_only_where_it_is_used() -> None:
 
 
 def test_nothing_trains_with_weights_only() -> None:
-    with pytest.raises(RecipeError, match="Float8WeightOnly is a recipe to serve with; train with another"):
+    with pytest.raises(RecipeError, match="Float8WeightOnly is a recipe for serving; train with another"):
         autocast(recipe=Float8WeightOnly())
 
 

@@ -16,9 +16,9 @@ from fp8serve.fp8 import ops, selfcheck, stateful
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import reference, registry
-from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, VerdictError, checking, verdict
-from fp8serve.fp8.selfcheck.agreement import difference
-from fp8serve.fp8.selfcheck.candidates import CAPS, candidates, spread, switch_off
+from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, VerdictError, check_runner, verdict
+from fp8serve.fp8.selfcheck.agreement import describe_difference
+from fp8serve.fp8.selfcheck.candidates import CPU_FEATURE_CAPS, candidates, sample_cases, switch_off
 from tests.fp8 import broken_kernel
 from tests.fp8.broken_kernel import OP, OTHERS
 
@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(selfcheck, "_prepared", set())
     yield tmp_path / "cache"
-    registry.restore("cpu")
+    registry.restore_library_kernels("cpu")
     torch.ops.fp8serve.cpu_isa("best")
 
 
@@ -48,30 +48,30 @@ def machine(**other: str) -> Machine:
     return Machine(**{"kind": "cuda", "name": "Test 1", "driver": "1.2", "library": "ab", "torch": "2.13", **other})
 
 
-def of(kernels: dict[str, Finding], **other: str) -> Verdict:
+def of(kernels: dict[str, KernelResult], **other: str) -> Verdict:
     return Verdict(machine(**other), "2026-11-25T01:02:03+00:00", kernels)
 
 
 def with_child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(checking, "CHILD", (sys.executable, *arguments))
+    monkeypatch.setattr(check_runner, "CHILD_COMMAND", (sys.executable, *arguments))
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
     """The verdict of a check whose child has such a kernel. One that hangs is given up soon after it has begun."""
     with_child(monkeypatch, "-m", "tests.fp8.broken_kernel", how, where)
-    patience, started = checking.KERNEL_SECONDS, checking._started
+    patience, started = check_runner.MAX_KERNEL_SECONDS, check_runner._start_child
 
     def start(errors: IO[str]) -> subprocess.Popen[str]:
-        monkeypatch.setattr(checking, "KERNEL_SECONDS", patience)
+        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", patience)
         return started(errors)
 
     def progress(name: str) -> None:
         hung = how == "hangs" and name.startswith(f"{OP}.")
-        monkeypatch.setattr(checking, "KERNEL_SECONDS", 1.0 if hung else patience)
+        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 1.0 if hung else patience)
 
-    monkeypatch.setattr(checking, "_started", start)
+    monkeypatch.setattr(check_runner, "_start_child", start)
     monkeypatch.chdir(ROOT)
-    return checking.check(CPU, machine(kind="cpu"), progress)
+    return check_runner.check(CPU, machine(kind="cpu"), progress)
 
 
 def wrong_variant() -> str:
@@ -85,7 +85,7 @@ def steps(variants: set[str]) -> set[str]:
 
 def all_variants() -> set[str]:
     found = set()
-    for cap in CAPS:
+    for cap in CPU_FEATURE_CAPS:
         torch.ops.fp8serve.cpu_isa(cap)
         found.add(ops.cpu_kernels()[OP]["variant"])
     torch.ops.fp8serve.cpu_isa("best")
@@ -97,7 +97,7 @@ def all_variants() -> set[str]:
 
 @pytest.mark.slow
 def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
-    found = checking.check(CPU, machine(kind="cpu"))
+    found = check_runner.check(CPU, machine(kind="cpu"))
     assert found.unfinished == ""
     assert found.bad == {}
     assert {name.partition(".")[0] for name in found.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
@@ -136,44 +136,44 @@ def test_a_child_that_tries_nothing_says_nothing_about_kernels(
     monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], reason: str
 ) -> None:
     with_child(monkeypatch, *child)
-    found = checking.check(CPU, machine())
+    found = check_runner.check(CPU, machine())
     assert found.kernels == {}
     assert found.unfinished == reason
 
 
 def test_where_there_can_be_no_child_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "CHILD", ("/nonexistent/python",))
-    assert checking.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
+    monkeypatch.setattr(check_runner, "CHILD_COMMAND", ("/nonexistent/python",))
+    assert check_runner.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
 
 
 def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with_child(monkeypatch, "-c", "import time; time.sleep(3600)")
-    monkeypatch.setattr(checking, "KERNEL_SECONDS", 0.5)
-    assert checking.check(CPU, machine()).unfinished == "its process was silent for too long"
+    monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 0.5)
+    assert check_runner.check(CPU, machine()).unfinished == "its process was silent for too long"
 
 
 def test_a_check_as_a_whole_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "while True:\n for what in ('trying', 'name'): print('{\"%s\": \"k\"}' % what, flush=True)"
     with_child(monkeypatch, "-c", endless)
-    monkeypatch.setattr(checking, "ALL_SECONDS", 1.0)
-    assert checking.check(CPU, machine()).unfinished == "it took longer than 1 s"
+    monkeypatch.setattr(check_runner, "MAX_CHECK_SECONDS", 1.0)
+    assert check_runner.check(CPU, machine()).unfinished == "it took longer than 1 s"
 
 
 def test_comparisons_find_what_is_wrong_and_allow_roundings() -> None:
     x = torch.tensor([[1.0, 2.0, torch.nan, torch.inf]])
-    assert difference("rms_norm", (), [x], [x.clone()]) is None
-    assert difference("rms_norm", (), [x + 1e-6], [x]) is None
-    assert difference("rms_norm", (), [x + 0.01], [x]) == "2 of 4 values, the first at [0, 0]: 1.01 for 1"
-    assert difference("rms_norm", (), [x.nan_to_num(0.0)], [x]) is not None
-    assert difference("rms_norm", (), [x.bfloat16()], [x]) == "results of another type or shape"
-    assert difference("rotary", (), [x + 1e-6], [x]) is not None, "an op whose bits are promised"
+    assert describe_difference("rms_norm", (), [x], [x.clone()]) is None
+    assert describe_difference("rms_norm", (), [x + 1e-6], [x]) is None
+    assert describe_difference("rms_norm", (), [x + 0.01], [x]) == "2 of 4 values, the first at [0, 0]: 1.01 for 1"
+    assert describe_difference("rms_norm", (), [x.nan_to_num(0.0)], [x]) is not None
+    assert describe_difference("rms_norm", (), [x.bfloat16()], [x]) == "results of another type or shape"
+    assert describe_difference("rotary", (), [x + 1e-6], [x]) is not None, "an op whose bits are promised"
     q = torch.full((200,), 8.0).to(torch.float8_e4m3fn)
     near, far = (
         torch.cat([torch.full((n,), v), torch.full((200 - n,), 8.0)]).to(q.dtype) for n, v in ((3, 9), (1, 16))
     )
-    assert difference("rms_norm_quantize", (), [near], [q]) is None
-    assert difference("rms_norm_quantize", (), [far], [q]) is not None
-    assert difference("quantize", (), [near], [q]) is not None
+    assert describe_difference("rms_norm_quantize", (), [near], [q]) is None
+    assert describe_difference("rms_norm_quantize", (), [far], [q]) is not None
+    assert describe_difference("quantize", (), [near], [q]) is not None
 
 
 def test_a_product_is_judged_by_the_size_of_its_sums() -> None:
@@ -183,14 +183,14 @@ def test_a_product_is_judged_by_the_size_of_its_sums() -> None:
     off[0, 0] += (
         1e-2 * reference.scaled_mm(*(a.abs() if i in (2, 3) else a for i, a in enumerate(case.make()))).abs().max()
     )
-    assert difference("scaled_mm", case.make(), [right], [right]) is None
-    assert difference("scaled_mm", case.make(), [off], [right]) is not None
+    assert describe_difference("scaled_mm", case.make(), [right], [right]) is None
+    assert describe_difference("scaled_mm", case.make(), [off], [right]) is not None
 
 
 def test_at_most_thirty_cases_from_all_over() -> None:
     every = ops.cases("quantize")
-    assert 20 <= len(spread(every)) <= 30
-    assert spread(every)[0] is every[0]
+    assert 20 <= len(sample_cases(every)) <= 30
+    assert sample_cases(every)[0] is every[0]
     assert all(len(candidate.cases) <= 30 for candidate in candidates("cpu"))
 
 
@@ -226,7 +226,7 @@ def test_an_op_that_is_wrong_in_every_variant_goes_to_the_reference() -> None:
     assert right_now()
     assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
     assert ops.cpu_isa() == BEST, "the others keep their features"
-    registry.restore("cpu")
+    registry.restore_library_kernels("cpu")
     assert ops.backends()[OP].startswith("cpu kernel (")
     held._destroy()
 
@@ -241,7 +241,7 @@ def test_names_of_another_library_change_nothing() -> None:
 
 
 def test_a_verdict_is_kept_for_its_machine_alone() -> None:
-    kept = of({"quantize": Finding("agrees"), "scaled_mm.mma": Finding("hangs", "no answer")})
+    kept = of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
     assert verdict.load(kept.machine) is None
     path = verdict.save(kept)
     assert verdict.load(kept.machine) == kept
@@ -265,7 +265,7 @@ def test_a_verdict_is_kept_for_its_machine_alone() -> None:
     ],
 )
 def test_a_file_that_is_no_verdict_is_announced_and_not_used(change: Any, said: pytest.LogCaptureFixture) -> None:
-    kept = of({"quantize": Finding("hangs", "no answer")})
+    kept = of({"quantize": KernelResult("hangs", "no answer")})
     path = verdict.save(kept)
     path.write_text(change(path.read_text()))
     with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
@@ -278,12 +278,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
     """A machine with a GPU whose check finds this; the list grows with every check, and with what is switched off."""
     seen: list[str] = []
 
-    def check(device: torch.device, machine: Machine, progress: checking.Progress) -> Verdict:
+    def check(device: torch.device, machine: Machine, progress: check_runner.KernelCallback) -> Verdict:
         seen.append(f"checked {device}")
         return found
 
     monkeypatch.setattr(selfcheck, "machine_of", lambda device: found.machine)
-    monkeypatch.setattr(checking, "check", check)
+    monkeypatch.setattr(check_runner, "check", check)
     monkeypatch.setattr(selfcheck, "switch_off", lambda device, names: seen.extend(names))
     return seen
 
@@ -291,7 +291,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
 def test_a_gpu_is_checked_at_its_first_use_and_never_again(
     monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": Finding("agrees"), "scaled_mm.large": Finding("throws", "an error")})
+    found = of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)
     selfcheck.prepare_device(GPU)
@@ -318,7 +318,7 @@ def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytes
 
 
 def test_a_cpu_is_not_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = fake_gpu(monkeypatch, of({OP: Finding("agrees")}, kind="cpu"))
+    seen = fake_gpu(monkeypatch, of({OP: KernelResult("agrees")}, kind="cpu"))
     selfcheck.prepare_device(CPU)
     assert seen == []
 
@@ -326,7 +326,7 @@ def test_a_cpu_is_not_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_somebody_found_on_this_cpu_holds_for_later_processes(said: pytest.LogCaptureFixture) -> None:
     here = selfcheck.machine_of(CPU)
     assert here is not None
-    bad = dict.fromkeys(steps(all_variants()), Finding("disagrees", "3 of 4 values"))
+    bad = dict.fromkeys(steps(all_variants()), KernelResult("disagrees", "3 of 4 values"))
     verdict.save(Verdict(here, "2026-11-25T01:02:03+00:00", bad))
     selfcheck.prepare_device(CPU)
     assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
@@ -337,7 +337,7 @@ def test_a_verdict_that_cannot_be_kept_still_holds(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     own_cache.write_text("a file where the directory should be")
-    seen = fake_gpu(monkeypatch, of({"quantize": Finding("crashes", "signal 9")}))
+    seen = fake_gpu(monkeypatch, of({"quantize": KernelResult("crashes", "signal 9")}))
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
     messages = [record.message for record in said.records]
@@ -348,7 +348,7 @@ def test_a_verdict_that_cannot_be_kept_still_holds(
 def test_an_unfinished_check_is_announced_used_and_not_kept(
     monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": Finding("hangs", "no answer")})
+    found = of({"quantize": KernelResult("hangs", "no answer")})
     found = Verdict(found.machine, found.date, found.kernels, unfinished="it took longer than 900 s")
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)
@@ -390,15 +390,15 @@ import sys, time
 from pathlib import Path
 import torch
 from fp8serve.fp8 import selfcheck
-from fp8serve.fp8.selfcheck import Finding, Machine, Verdict, checking
+from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, check_runner
 
 def check(device, machine, progress):
     with Path(sys.argv[1]).open("a") as log:
         log.write("checked\\n")
     time.sleep(1)
-    return Verdict(machine, "2026-11-25", {"quantize": Finding("agrees")})
+    return Verdict(machine, "2026-11-25", {"quantize": KernelResult("agrees")})
 
-checking.check = check
+check_runner.check = check
 selfcheck.machine_of = lambda device: Machine("cuda", "Test 1", "1.2", "ab", "2.13")
 selfcheck.prepare_device(torch.device("cuda:0"))
 """

@@ -103,7 +103,7 @@ def test_the_gradient_of_a_batch_invariant_linear_is_torchs() -> None:
     plain = torch.nn.Linear(60, 30).bfloat16()
     x, upstream = torch.randn(2, 7, 60).bfloat16().requires_grad_(), torch.randn(2, 7, 30).bfloat16()
     expected = torch.autograd.grad(plain(x), [x, plain.weight, plain.bias], upstream)
-    own = BatchInvariantLinear.adopt(plain)
+    own = BatchInvariantLinear.convert(plain)
     assert own is plain
     found = torch.autograd.grad(own(x), [x, own.weight, own.bias], upstream)
     for one, other in zip(found, expected, strict=True):

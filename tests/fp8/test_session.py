@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8serve import DelayedScaling, DotProductAttention, Linear, NormLinear, Session, autocast, convert, scaling_state
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.session import MODULES, RULES, common
+from fp8serve.fp8.session import MODULES, UPDATE_CONFIGS, common_session
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -40,15 +40,15 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_model_that_says_nothing_is_in_the_common_session() -> None:
-    assert Session.of(model()) is common()
+    assert Session.of(model()) is common_session()
 
 
 def test_a_session_holds_the_modules_of_its_model_in_their_order() -> None:
     made_last_first = [Linear(8, 8) for _ in range(3)][::-1]
     session = Session(nn.Sequential(*made_last_first))
-    assert session.living() == made_last_first
+    assert session.live_modules() == made_last_first
     assert [m.position.number for m in made_last_first] == [0, 1, 2]
-    assert not set(common().living()) & set(made_last_first)
+    assert not set(common_session().live_modules()) & set(made_last_first)
 
 
 def test_a_session_changes_no_number() -> None:
@@ -109,12 +109,12 @@ def test_a_dropped_model_takes_everything_along(use: Callable[[nn.Module, Sessio
     gone = [weakref.ref(thing) for thing in (own, own[0], session, plain, plain[0], scaling_state(own[0])["input"])]
     keys = [layer.key for layer in (own[0], own[2], plain[0], plain[2])]
     gc.collect()  # what earlier tests left behind is not counted
-    rules = len(RULES)
+    rules = len(UPDATE_CONFIGS)
     del own, plain, session
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
     assert [MODULES.get(key) for key in keys] == [None] * 4
-    assert len(RULES) == rules - 1  # that of the model's session
+    assert len(UPDATE_CONFIGS) == rules - 1  # that of the model's session
 
 
 def test_a_backward_pass_after_its_model_is_gone() -> None:
@@ -148,9 +148,9 @@ def test_a_copy_has_states_of_its_own_and_goes_on_alike(make: Callable[[Any], An
     before = everything(original)
     twin = make(original)
     its = Session.of(twin)
-    assert (its is common()) is not owning
+    assert (its is common_session()) is not owning
     assert its is not session
-    assert [m.position.number for m in its.living()[-2:]] == [m.position.number for m in (twin[0], twin[2])]
+    assert [m.position.number for m in its.live_modules()[-2:]] == [m.position.number for m in (twin[0], twin[2])]
     step(twin, its if owning else None, magnitude=9.0)
     assert equal(everything(original), before)
     step(original, session, magnitude=9.0)
@@ -168,7 +168,7 @@ def test_a_shallow_copy_does_not_take_the_place_of_its_original() -> None:
     owner = model()
     session = Session(owner)
     twin = copy.copy(owner[0])
-    assert set(session.living()) == {owner[0], owner[2], twin}
+    assert set(session.live_modules()) == {owner[0], owner[2], twin}
 
 
 def test_a_state_dict_goes_between_sessions() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, quantize
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.casting import cast_by_content
+from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.recipe import Recipe, delayed
+from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.fp8.spec import ATTENTION, LINEAR, Granularity, QuantSpec, ScaleFormat, block_of
 
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block1x128", "block128x128")
@@ -22,7 +22,7 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
     x = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     for element in ("e4m3", "e5m2"):
         spec = QuantSpec(element, granularity, scale_format)
-        q, scale_inv = cast_by_content(x, spec)
+        q, scale_inv = cast_current_rowwise(x, spec)
         expected, expected_inv = quantize(x, element, granularity, power_2_scale=scale_format == "power_of_2")
         assert q.dtype is DTYPES[element]
         assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
@@ -60,8 +60,8 @@ def test_delayed_scaling() -> None:
         "grad_output": QuantSpec("e5m2", source="delayed"),
     }
     assert {role for role, spec in specs.attention.items() if spec.element == "e5m2"} == {"grad_output", "grad_scores"}
-    assert specs.keeps_attention_wide
-    assert specs.linear["input"].at_rest() == QuantSpec(source="stored")
+    assert specs.keeps_attention_in_fp32
+    assert specs.linear["input"].for_serving() == QuantSpec(source="stored")
 
 
 def test_scaling_by_content() -> None:
@@ -77,7 +77,7 @@ def test_scaling_by_content() -> None:
         QuantSpec("e4m3", "block128x128"),
         QuantSpec("e5m2", "block1x128"),
     ]
-    assert block.linear["input"].at_rest() == block.linear["input"]
+    assert block.linear["input"].for_serving() == block.linear["input"]
     assert not block.attention
 
 
@@ -88,7 +88,7 @@ def test_every_recipe_has_a_spec_for_every_role(recipe: Recipe) -> None:
     assert recipe.specs.cache["k"] == QuantSpec(source="stored")
     assert recipe.specs.element("grad_output") == recipe.fp8_format.backward
     assert recipe.specs.element("v") == recipe.fp8_format.forward
-    assert delayed(recipe) is (recipe if isinstance(recipe, DelayedScaling) else None)
+    assert as_delayed(recipe) is (recipe if isinstance(recipe, DelayedScaling) else None)
 
 
 def test_specs_follow_a_recipe_that_is_copied_and_are_no_parameter() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8serve import DelayedScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.autocast import current
+from fp8serve.fp8.autocast import current_frame
 from tests.patience import PATIENCE
 
 SHORT = DelayedScaling(amax_history_len=4)
@@ -144,11 +144,11 @@ def test_contexts_left_in_the_wrong_order_are_refused() -> None:
     inner.__enter__()
     with pytest.raises(RecipeError, match="left before one that was entered after it"):
         outer.__exit__(None, None, None)
-    frame = current()
+    frame = current_frame()
     assert frame is not None
     assert frame.context is inner  # which is still open
     inner.__exit__(None, None, None)
-    assert current() is None
+    assert current_frame() is None
     state = scaling_state(layer)["input"]
     assert (state.steps.item(), state.amax_history[0].item()) == (0, 0.0)
     with outer:
@@ -161,5 +161,5 @@ def test_a_context_is_left_in_the_thread_that_entered_it() -> None:
     with context:
         with pytest.raises(RecipeError, match="was not entered in this thread"):
             together(lambda: context.__exit__(None, None, None))
-        assert current() is not None
-    assert current() is None
+        assert current_frame() is not None
+    assert current_frame() is None

@@ -11,7 +11,7 @@ from torch import nn
 import fp8serve
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.casting import cast_by_content
+from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_block_scales_are_powers_of_two_on_request(weight: bool) -> None:
     assert Float8BlockScaling().power_2_scale is False
     for asked in (True, False):
         recipe = Float8BlockScaling(power_2_scale=asked)
-        operand = cast_by_content(x, recipe.specs.linear["weight" if weight else "input"])
+        operand = cast_current_rowwise(x, recipe.specs.linear["weight" if weight else "input"])
         assert bool((operand.scale_inv.frexp().mantissa == 0.5).all()) is asked
 
 
@@ -94,7 +94,7 @@ def test_gradients_under_backward_override_are_those_of_high_precision() -> None
 def test_params_dtype_is_dtype(dtype: torch.dtype) -> None:
     assert Linear(4, 4, params_dtype=dtype).weight.dtype is dtype
     assert Linear(4, 4, dtype=dtype, params_dtype=dtype).weight.dtype is dtype
-    with pytest.raises(TypeError, match="two names of one thing"):
+    with pytest.raises(TypeError, match="two names of one parameter"):
         Linear(4, 4, dtype=torch.float32, params_dtype=dtype)
 
 

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from torch import Tensor
 
 from fp8serve.model.storage.files import read_json
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.stored_checkpoint import open_checkpoint
 from tests.model.gguf_files import add, bpe_vocabulary, finish, pairs
 
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",

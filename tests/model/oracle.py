@@ -15,7 +15,7 @@ from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.recipe import DelayedScaling, from_name
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_trainable
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.network.decoder import Decoder, rotated
+from fp8serve.model.network.decoder import Decoder, make_attend
 from fp8serve.model.network.rotary import Attend
 
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -168,7 +168,7 @@ def full_attention(config: ModelConfig) -> Attend:
         )
         return out[0].transpose(0, 1)
 
-    return rotated(attend)
+    return make_attend(attend)
 
 
 def eager(config: ModelConfig, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def with_sinks(model: Decoder) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, [len(q)], *model.attention_options(layer))
 
-    return rotated(attend)
+    return make_attend(attend)
 
 
 def all_logits(model: Decoder, ids: list[int]) -> Tensor:

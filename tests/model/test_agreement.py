@@ -74,7 +74,9 @@ def test_a_sidecar_that_contradicts_the_weights_file(key: str, stored: str, fact
     edit(model / "scales.safetensors", change)
     with pytest.raises(Fp8ServeError) as refused:
         serve(model)
-    assert f"{key} has a scale that is {factor:.4g} times the one that {stored} means" in str(refused.value)
+    assert f"{key} has a scale that is {factor:.4g} times the scale of {stored} in the weight files" in str(
+        refused.value
+    )
 
 
 def test_a_weights_file_that_was_changed_after_calibration(model: Path) -> None:
@@ -157,7 +159,7 @@ def test_modelopts_names_in_lower_case() -> None:
     for name, spec in {"fp8": STATIC, "fp8_pb_wo": UNQUANTIZED, "FP8_PB_WO": UNQUANTIZED}.items():
         found = read_quantization(Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}})
         assert found is not None
-        assert found.scheme_of(LINEAR).input_spec == spec
+        assert found.require_scheme(LINEAR).input_spec == spec
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -26,7 +26,7 @@ def test_generation_blocks_are_marked_and_found() -> None:
     assert not ChatTemplate(SIMPLE, {}).marks_generation
     assert not ChatTemplate("{# {% generation %} #}" + SIMPLE, {}).marks_generation
     assert template.render(TURNS) == "hiyesandno"
-    assert template.render(TURNS, mark="|") == "|hi||yes||and||no|"
+    assert template.render(TURNS, delimiter="|") == "|hi||yes||and||no|"
 
 
 def test_the_date_is_todays_or_the_given_one() -> None:

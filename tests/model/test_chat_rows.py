@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fp8serve.errors import DataError
-from fp8serve.model.text.examples import ChatExample, example_from, tokenize
+from fp8serve.model.text.examples import ChatExample, parse_example, tokenize
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.schemas.messages import Message, Tool, plain_messages, plain_tools
 from tests.model.families import CHATML, FAMILIES, QWEN3, R1, unmarked
-from tests.model.test_turns import tokenizer_of
+from tests.model.test_assistant_spans import tokenizer_of
 
 ARGUMENTS = '{"city": "A \\"b\\"\\n</tool_call><|im_end|> \u00e9", "days": 3}'
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -40,7 +40,7 @@ CALLED_LATER = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"n":
 
 
 def example(**changed: Any) -> ChatExample:
-    found = example_from({"messages": CHAT, "tools": [TOOL]} | changed)
+    found = parse_example({"messages": CHAT, "tools": [TOOL]} | changed)
     assert isinstance(found, ChatExample)
     return found
 
@@ -103,7 +103,7 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ({"role": "assistant", "tool_calls": [{}]}, "call 0 has no `function` with a `name`"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "call 0 has no `arguments`"),
         ({"role": "assistant", "tool_calls": [CHAT[2]["tool_calls"][0] | {"id": "<|im_end|>"}]}, "an id has up to"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "has `function_call`, OpenAI's older form"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "has `function_call`, OpenAI's older format"),
         ({"role": "tool", "content": "a", "tool_call_id": 7}, "`tool_call_id` is 7; an id has"),
         ({"content": "\ud800"}, "half of a surrogate pair"),
         (
@@ -114,11 +114,11 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ({"role": "gpt", "content": "a"}, "message 0 has the role 'gpt'"),
         (
             {"role": "assistant", "content": ""},
-            "message 0, the assistant's, is empty; leave it out",
+            "message 0 is an empty assistant message; remove it",
         ),
-        ({"content": "a", "train": False}, '`train`, which is not read; write "weight": 0'),
-        ({"content": "a", "trainable": 0}, "`trainable`, which is not read"),
-        ({"content": "a", "training": "false"}, "`training`, which is not read"),
+        ({"content": "a", "train": False}, '`train`, which is not supported; write "weight": 0'),
+        ({"content": "a", "trainable": 0}, "`trainable`, which is not supported"),
+        ({"content": "a", "training": "false"}, "`training`, which is not supported"),
         ({"content": "a", "training": None}, None),
         ({"content": "a", "name": 5}, "its `name` is 5, which is not text"),
         ({"content": "a", "reasoning_content": 3}, "its reasoning is 3, which is not text"),
@@ -136,7 +136,9 @@ def test_messages_that_a_prompt_cannot_hold_are_named(changed: dict[str, Any], m
 
 
 def test_a_result_names_a_call_before_it() -> None:
-    with pytest.raises(DataError, match="message 3 is the result of the call 'c9', which no message before it makes"):
+    with pytest.raises(
+        DataError, match="message 3 is the result of the call 'c9', but no earlier message has a call with this id"
+    ):
         example(messages=[*CHAT[:3], CHAT[3] | {"tool_call_id": "c9"}, *CHAT[4:]])
 
 
@@ -193,7 +195,7 @@ def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
         ({"tools": [{"name": ""}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is not a JSON schema"),
         ({"tools": [{"name": "f", "description": 3}]}, "tool 0: its `description` is 3, which is not text"),
-        ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older form"),
+        ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older format"),
     ],
 )
 def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: str) -> None:

@@ -187,7 +187,7 @@ def edit_config(directory: Path, **values: Any) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "lacks the tensor model.norm.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\].*config.json makes it \[64\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\].*config.json requires \[64\]"),
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(3)}), "which LlamaForCausalLM does not"),
         (lambda t: t.update({"model.norm.bias": torch.ones(64)}), "holds the tensor model.norm.bias"),
         (lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.int32)}), "stored as int32"),

@@ -84,14 +84,14 @@ def test_changed_codes_are_counted_and_the_largest_change_comes_first(fp8: Path)
     assert [w.tensor for w in found.weights] == [name, second]
     assert found.weights[0].differing == 0.25
     assert found.weights[1].differing == pytest.approx(1 / few.numel())
-    stored = open_checkpoint(fp8).stored(LINEAR)
+    stored = open_checkpoint(fp8).fp8_matrix(LINEAR)
     assert stored is not None
     assert found.weights[0].largest == pytest.approx(2 * float(stored.weight()[:, ::4].abs().max()))
 
 
 def test_slices_add_up(source: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = compare(source, fp8)
-    monkeypatch.setattr("fp8serve.comparison.SLICE", 100)
+    monkeypatch.setattr("fp8serve.comparison.SLICE_ELEMENTS", 100)
     parts = compare(source, fp8)
     assert {w.tensor: w.largest for w in whole.weights} == {w.tensor: w.largest for w in parts.weights}
 
@@ -131,7 +131,7 @@ def test_the_command_marks_scales_that_are_far_apart(fp8: Path, capsys: pytest.C
     change_scale(other, f"{LINEAR}.weight", 1.5)
     assert main(["inspect", str(fp8 / FILE_NAME), str(other / FILE_NAME)]) == 0
     shown = capsys.readouterr().out
-    assert "Scales: 26 the same, 2 different, 1 of them more than a factor of 2 apart." in shown
+    assert "Scales: 26 the same, 2 different, 1 of them by more than a factor of 2." in shown
     assert f"! {LINEAR}.input " in shown
     assert f"! {LINEAR}.weight " not in shown
     assert main(["inspect", str(fp8 / FILE_NAME), str(other / FILE_NAME), "--json"]) == 0
@@ -144,7 +144,7 @@ def test_long_tables_are_cut_and_say_so(source: Path, fp8: Path, capsys: pytest.
     monkeypatch.setattr("fp8serve.commands.inspect.MAX_ROWS", 5)
     assert main(["inspect", str(source), str(fp8)]) == 0
     shown = capsys.readouterr().out
-    assert "... and 9 more; --json has them all." in shown
+    assert "... and 9 more; --json lists all." in shown
     assert f"Only in B: 28 tensors, {'model.layers.0.mlp.down_proj'}.input (scale)" in shown
 
 

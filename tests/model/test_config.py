@@ -12,7 +12,7 @@ import transformers
 from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.config.families import FAMILIES
-from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.latent_attention import LatentSizes
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.reader import is_harmless
 from tests.model.oracle import REQUIRED
@@ -67,9 +67,9 @@ def window_of(theirs: Any) -> int | None:
     return (getattr(theirs, "sliding_window", None) or None) if is_used else None
 
 
-def latent(theirs: Any) -> Latent:
+def latent(theirs: Any) -> LatentSizes:
     sizes = theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.qk_rope_head_dim, theirs.v_head_dim
-    return Latent(theirs.q_lora_rank, *sizes)
+    return LatentSizes(theirs.q_lora_rank, *sizes)
 
 
 def test_eos_of_generation_config_rules() -> None:
@@ -216,10 +216,10 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are LlamaForCausalLM"),
-        ({"model_type": "gemma"}, "'LlamaForCausalLM' is not that of GemmaForCausalLM"),
+        ({"model_type": "gemma"}, "'LlamaForCausalLM', but its model_type builds GemmaForCausalLM"),
         ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0, which LlamaForCausalLM here does not"),
+        ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping' is 30.0, which fp8serve does not implement"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -233,12 +233,12 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LINEAR},
-            "rope_parameters and rope_scaling contradict each other; take one of them out",
+            "rope_parameters and rope_scaling differ; remove one of them",
         ),
         ({"rope_theta": -1}, "rope_theta is -1"),
         (
             {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "rope_theta is 500000.0, and 10000.0 in rope_parameters; take one of them out",
+            "rope_theta is 500000.0, and 10000.0 in rope_parameters; remove one of them",
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0 where a positive whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers is true"),
@@ -287,12 +287,12 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         (
             "apertus",
             {"hidden_act": "silu"},
-            "hidden_act is 'silu'; of ApertusForCausalLM this decoder computes 'xielu'",
+            "hidden_act is 'silu'; for ApertusForCausalLM fp8serve supports 'xielu'",
         ),
         ("apertus", {"qk_norm": False}, "'qk_norm' is false"),
         ("apertus", {"post_norm": True}, "'post_norm' is true"),
-        ("llama", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; of LlamaForCausalLM"),
-        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3 where 2, which is what sparsemixer chooses,"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; for LlamaForCausalLM"),
+        ("phimoe", {"num_experts_per_tok": 3}, "is 3 where 2, the number of experts that sparsemixer chooses,"),
         ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1 where a number from 0"),
         ("phimoe", {"lm_head_bias": "yes"}, "lm_head_bias is 'yes' where true or false"),
         ("phimoe", {"rope_scaling": LONG}, "rope short_mscale is null where a positive number was"),

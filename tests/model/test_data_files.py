@@ -49,7 +49,7 @@ ROW = b'{"text": "a"}\n'
 @pytest.mark.parametrize(
     ("unpacked", "message"),
     [
-        pytest.param(ROW, "has more than 1,000 (rows|paragraphs), the most that is read of one file", id="rows"),
+        pytest.param(ROW, "has more than 1,000 (rows|paragraphs), the limit for one file", id="rows"),
         pytest.param(
             b"\n" * (2 << 20),
             "is larger than 1 MiB|a row of more than 65536 bytes|more than 1,000 blank lines",
@@ -178,11 +178,11 @@ def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
 
 def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
     (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
-    with pytest.raises(DataError, match=r"holds 2 files, such as test\.jsonl\.gz; add /FILE"):
+    with pytest.raises(DataError, match=r"has 2 files, such as test\.jsonl\.gz; add /FILE"):
         list(read_examples(["hf://datasets/org/set"]))
     for name in ("train.jsonl", "test.jsonl.gz"):
         (hub.folder / name).rename(hub.folder / f"{name}.zst")
-    with pytest.raises(DataError, match="holds no file that is read"):
+    with pytest.raises(DataError, match="has no file in a supported format"):
         list(read_examples(["hf://datasets/org/set"]))
 
 
@@ -212,5 +212,5 @@ def test_blank_lines_count(suffix: str, blank: bytes, tmp_path: Path) -> None:
     path.write_bytes(row + blank * 1001 + row)
     assert list(read_examples([path], LIMITS))
     path.write_bytes(row + blank * 1002 + row)
-    with pytest.raises(DataError, match=r"has more than 1,000 blank lines, the most that is read"):
+    with pytest.raises(DataError, match=r"has more than 1,000 blank lines, the limit for one file"):
         list(read_examples([path], LIMITS))

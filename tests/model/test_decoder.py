@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from fp8serve.fp8.ops import reference
 from fp8serve.model.checkpoint import open_checkpoint
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.network import fusing, norms
+from fp8serve.model.network import fusion, norms
 from fp8serve.model.network.decoder import Decoder
 from tests.model.oracle import MODELS, MSCALES, all_logits, make_model
 
@@ -52,8 +52,8 @@ def test_logits_of_the_reference_equal_transformers(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(norms, "rms_norm", reference.rms_norm)
-    monkeypatch.setitem(fusing.GATED, "silu", reference.silu_mul)
-    monkeypatch.setitem(fusing.GATED, "gelu_tanh", lambda gate, up: F.gelu(gate, approximate="tanh") * up)
+    monkeypatch.setitem(fusion.GATED_ACTIVATIONS, "silu", reference.silu_mul)
+    monkeypatch.setitem(fusion.GATED_ACTIVATIONS, "gelu_tanh", lambda gate, up: F.gelu(gate, approximate="tanh") * up)
     actual, expected = both_logits(kind, dtype, tmp_path)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 

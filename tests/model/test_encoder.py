@@ -10,7 +10,7 @@ import transformers
 from fp8serve.engine.embedding import Embedder
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.model.checkpoint import load_encoder, open_checkpoint
-from fp8serve.model.network.encoder import activated
+from fp8serve.model.network.encoder import gelu
 from fp8serve.model.network.pooling import Pooling, read_pooling
 from tests.model.encoders import BERT, FAMILIES, MODERN, ids_of, make, pooled, randomized
 
@@ -53,8 +53,8 @@ def test_a_file_that_was_saved_with_a_head_is_the_same_model(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
 def test_gelu_does_not_depend_on_the_place(kind: str) -> None:
     x = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole = activated(x, kind)  # type: ignore[arg-type]
-    alone = [activated(x[:, i : i + 1], kind) for i in range(1000)]  # type: ignore[arg-type]
+    whole = gelu(x, kind)  # type: ignore[arg-type]
+    alone = [gelu(x[:, i : i + 1], kind) for i in range(1000)]  # type: ignore[arg-type]
     assert torch.equal(torch.cat(alone, 1), whole)
 
 
@@ -119,7 +119,7 @@ def test_a_modernbert_that_is_not_computed_is_refused(tmp_path: Path, change: di
 
 def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
     make(tmp_path / "m", BERT)
-    with pytest.raises(ModelError, match="an encoder: it embeds, and writes no text"):
+    with pytest.raises(ModelError, match="an encoder, which cannot generate text"):
         _ = open_checkpoint(tmp_path / "m").config
 
 

@@ -12,10 +12,10 @@ from fp8serve.model.text.examples import (
     ChatExample,
     PromptExample,
     TextExample,
-    example_from,
+    parse_example,
     read_examples,
     tokenize,
-    tokenize_pieces,
+    tokenize_chunks,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, write_tokenizer
@@ -90,7 +90,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ),
         ("{'text': 'a'}", "is not valid JSON: a name in double quotes is missing at character 2"),
         ('{"text": "a"} {}', "is not valid JSON: there is more behind the value at character 15"),
-        ('{"text": "a', "is not valid JSON: a string does not end that begins at character 10"),
+        ('{"text": "a', "is not valid JSON: an unterminated string begins at character 10"),
         ('{"a":' * 100_000, "is not valid JSON: it is nested too deeply"),
         ({"text": "\ud800"}, "half of a surrogate pair"),
         ({"messages": []}, "not a list of messages"),
@@ -205,10 +205,10 @@ def test_cutting(tokenizer: Tokenizer) -> None:
     example = TextExample("abcdefghij")
     whole = tokenize(example, tokenizer)
     assert tokenize(example, tokenizer, 4).ids == whole.ids[:4]
-    pieces = tokenize_pieces(example, tokenizer, 5, 9)
+    pieces = tokenize_chunks(example, tokenizer, 5, 9)
     assert [len(p.ids) for p in pieces] == [5, 5, 2]
     assert [i for p in pieces for i in p.ids] == whole.ids
-    assert len(tokenize_pieces(PromptExample("abc", "def"), tokenizer, 3, 9)) == 1
+    assert len(tokenize_chunks(PromptExample("abc", "def"), tokenizer, 3, 9)) == 1
 
 
 class Counting(Tokenizer):
@@ -246,7 +246,7 @@ def test_of_a_long_text_only_the_beginning_is_tokenized(example: Any, tmp_path: 
 
 def test_pieces_are_as_many_as_were_asked_for(tokenizer: Tokenizer) -> None:
     whole = tokenize(TextExample(WORDS), tokenizer)
-    pieces = tokenize_pieces(TextExample(WORDS), tokenizer, 100, 3)
+    pieces = tokenize_chunks(TextExample(WORDS), tokenizer, 100, 3)
     assert [i for p in pieces for i in p.ids] == whole.ids[:300]
 
 
@@ -258,13 +258,13 @@ NULLS = {"text": None, "prompt": None, "completion": None, "messages": None, "to
     [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": [{"role": "assistant", "content": "a"}]}],
 )
 def test_a_column_that_is_null_is_a_column_that_is_absent(row: dict[str, Any]) -> None:
-    assert example_from({**NULLS, **row}) == example_from(row)
+    assert parse_example({**NULLS, **row}) == parse_example(row)
 
 
 def test_a_weight_that_is_null_is_a_weight_that_is_absent() -> None:
     said = {"role": "assistant", "content": "a", "weight": None}
-    example = example_from({"messages": [{"role": "user", "content": "b", "weight": None}, said]})
+    example = parse_example({"messages": [{"role": "user", "content": "b", "weight": None}, said]})
     assert isinstance(example, ChatExample)
     assert [message.get("weight") for message in example.messages] == [None, None]
     with pytest.raises(DataError, match="every message of the assistant has weight 0"):
-        example_from({"messages": [said | {"weight": 0}]})
+        parse_example({"messages": [said | {"weight": 0}]})

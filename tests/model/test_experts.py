@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from fp8serve.errors import ModelError
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
-from fp8serve.model.converted import export
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import Mixture
+from fp8serve.model.transformers_export import export
 from fp8serve.model.verify import verify
 from tests.model.oracle import MODELS, all_logits, make_model
 
@@ -52,8 +52,8 @@ def test_some_layers_stay_dense() -> None:
         ({"num_experts": 8, "num_local_experts": 4}, "num_local_experts is 4 where 8, as many as num_experts, was"),
         ({"num_experts": 0}, "num_experts is 0 where a positive whole number was expected"),
         ({"mlp_only_layers": "1"}, "mlp_only_layers is '1' where a list of layers was expected"),
-        ({"shared_expert_intermediate_size": 4}, "does not compute"),
-        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "does not compute"),
+        ({"shared_expert_intermediate_size": 4}, "does not implement"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "does not implement"),
     ],
 )
 def test_a_mixture_that_cannot_be_right_is_refused(change: dict[str, Any], said: str) -> None:
@@ -95,7 +95,7 @@ def test_every_expert_may_see_every_token_and_nothing_changes(kind: str, tmp_pat
         seen: dict[str, int] = {}
         for name, module in model.named_modules():
             if isinstance(module, Mixture):
-                module.experts.every_expert = True
+                module.experts.route_to_all_experts = True
                 for i, expert in enumerate(module.experts):
                     expert.register_forward_hook(
                         lambda m, args, out, key=f"{name}.{i}": seen.update({key: len(args[0])})
@@ -172,7 +172,7 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if not fits:
-        with pytest.raises(ModelError, match="blocks that belong to gate and up both"):
+        with pytest.raises(ModelError, match="blocks with rows of both gate and up"):
             open_checkpoint(tmp_path)
         return
     found = open_checkpoint(tmp_path)
@@ -197,7 +197,7 @@ def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found, owner = open_checkpoint(tmp_path), "model.layers.1.mlp.experts"
     for leaf, scale in (("gate_proj", 11 / 64), ("up_proj", 12 / 64), ("down_proj", 6 / 64)):
-        stored = found.stored(f"{owner}.5.{leaf}")
+        stored = found.fp8_matrix(f"{owner}.5.{leaf}")
         assert stored is not None
         assert stored.input_scale is not None
         assert (float(stored.weight_scale_inv), float(stored.input_scale)) == (scale, 32.0)

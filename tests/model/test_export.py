@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.recipe import delayed
+from fp8serve.fp8.recipe import as_delayed
 from fp8serve.model import export
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.export import write_calibrated, write_hf_directory
@@ -75,7 +75,7 @@ def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
     source = model_dir("llama")
     write_calibrated(tmp_path / "out", source, state_for(source, recipe), format=format_)
     scaling = state_for(source, recipe).recipe
-    scales = tmp_path / "out" / "scales.safetensors" if delayed(scaling) else None
+    scales = tmp_path / "out" / "scales.safetensors" if as_delayed(scaling) else None
     with torch.no_grad():
         stored = all_logits(load_servable(tmp_path / "out"), IDS)
         fly = all_logits(load_servable(source, scaling, scales=scales), IDS)
@@ -212,13 +212,13 @@ def test_every_file_is_as_readable_as_the_others(model_dir: ModelDir, tmp_path: 
 def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
     model_dir: ModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, skeleton = [], export.skeleton
+    calls, build_any_on_meta = [], export.build_any_on_meta
 
     def counted(config: Any) -> Any:
         calls.append(config)
-        return skeleton(config)
+        return build_any_on_meta(config)
 
-    monkeypatch.setattr(export, "skeleton", counted)
+    monkeypatch.setattr(export, "build_any_on_meta", counted)
     write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))
     assert len(calls) == 2
 
@@ -243,7 +243,7 @@ def test_extra_files_may_be_made_from_the_finished_model(model_dir: ModelDir, tm
 
 @pytest.mark.parametrize("name", ["../x", "config.json", "a/b"])
 def test_extra_files_cannot_leave_or_overwrite(name: str, model_dir: ModelDir, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="not a free, plain file name"):
+    with pytest.raises(ModelError, match="already exists, or its name is a path"):
         write_calibrated(tmp_path / "o", model_dir("llama"), state_for(model_dir("llama")), extra_files={name: ""})
     assert list(tmp_path.iterdir()) == []
 
@@ -298,7 +298,7 @@ def test_high_precision_directory_is_read_by_transformers(model_dir: ModelDir, t
     source = model_dir("qwen3")
     config = json.loads((source / "config.json").read_text())
     model = load_trainable(source)
-    write_hf_directory(tmp_path / "out", config, dict(model.named_parameters()), carry_from=source)
+    write_hf_directory(tmp_path / "out", config, dict(model.named_parameters()), copy_files_from=source)
     auto: Any = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
     with torch.no_grad():

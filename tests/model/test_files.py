@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from fp8serve.errors import DataError, MachineError, ModelError
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, read_file, read_json, whole_directory, write_json
+from fp8serve.model.storage.files import MAX_COPIED_FILE_BYTES, atomic_directory, read_file, read_json, write_json
 
 
 def test_directory_appears_complete(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    with whole_directory(out) as folder:
+    with atomic_directory(out) as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "a").write_text("1")
         assert not out.exists()
@@ -22,7 +22,7 @@ def test_directory_appears_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failure", [ValueError("x"), KeyboardInterrupt()])
 def test_nothing_stays_after_a_failure(failure: BaseException, tmp_path: Path) -> None:
     def write() -> None:
-        with whole_directory(tmp_path / "out") as folder:
+        with atomic_directory(tmp_path / "out") as folder:
             (folder / "a").write_text("1")
             raise failure
 
@@ -33,32 +33,32 @@ def test_nothing_stays_after_a_failure(failure: BaseException, tmp_path: Path) -
 
 def test_empty_directory_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with whole_directory(tmp_path / "out") as folder:
+    with atomic_directory(tmp_path / "out") as folder:
         (folder / "a").write_text("1")
     assert (tmp_path / "out" / "a").exists()
 
 
 def test_directory_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
     def write() -> None:
-        with whole_directory(tmp_path / "out"):
+        with atomic_directory(tmp_path / "out"):
             (tmp_path / "out").mkdir()
             (tmp_path / "out" / "theirs").write_text("x")
 
-    with pytest.raises(ModelError, match="could not be put in place"):
+    with pytest.raises(ModelError, match="could not be created"):
         write()
     assert [p.name for p in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
 def test_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("x")
-    with pytest.raises(ModelError, match="exists and is not a directory"), whole_directory(tmp_path / "out"):
+    with pytest.raises(ModelError, match="exists and is not a directory"), atomic_directory(tmp_path / "out"):
         pass
-    with pytest.raises(MachineError, match="cannot be written"), whole_directory(tmp_path / "out" / "below"):
+    with pytest.raises(MachineError, match="cannot be written"), atomic_directory(tmp_path / "out" / "below"):
         pass
 
 
 def test_disk_errors_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="No space left"), whole_directory(tmp_path / "out"):
+    with pytest.raises(MachineError, match="No space left"), atomic_directory(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 
 
@@ -84,7 +84,7 @@ def test_memory_is_allocated_for_the_file_and_not_for_the_limit(tmp_path: Path) 
     file.write_bytes(content := b"0123456789" * 300_000)
     tracemalloc.start()
     try:
-        assert read_file(file, MAX_CARRIED_BYTES) == content
+        assert read_file(file, MAX_COPIED_FILE_BYTES) == content
         assert tracemalloc.get_traced_memory()[1] < 4 * len(content)
     finally:
         tracemalloc.stop()

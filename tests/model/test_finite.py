@@ -37,7 +37,7 @@ def test_what_is_finite_passes_and_nothing_else(dtype: torch.dtype, tmp_path: Pa
 
 
 def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "CHUNK", 7)
+    monkeypatch.setattr(headers, "CHUNK_ELEMENTS", 7)
     for place in (0, 6, 7, 8, 22):
         weights = torch.zeros(23)
         weights[place] = torch.inf
@@ -51,5 +51,5 @@ def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_broken_file_is_told(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match=r"is not a whole safetensors file|has a header that is not"):
+    with pytest.raises(ModelError, match=r"is not a complete safetensors file|has a header that is not"):
         headers.require_finite(tmp_path)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from fp8serve.cli import main
 from fp8serve.errors import ModelError
+from fp8serve.model.adapter_merge import merge
 from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkpoint
-from fp8serve.model.merging import merge
+from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.rewriting import rewrite
 from fp8serve.model.verify import verify
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft
@@ -81,12 +81,12 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "format_"), [(n, f) for n, (_, formats) in CASES.items() for f in formats])
 def test_convert_keeps_every_code_and_scale(name: str, format_: str, tmp_path: Path) -> None:
     source = CASES[name][0]().write(tmp_path / "source")
-    rewrite(source, tmp_path / "out", format_)
+    convert_format(source, tmp_path / "out", format_)
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     assert before.fp8_matrices
     assert before.fp8_matrices == after.fp8_matrices
     for matrix in before.fp8_matrices:
-        one, other = before.stored(matrix), after.stored(matrix)
+        one, other = before.fp8_matrix(matrix), after.fp8_matrix(matrix)
         assert one is not None
         assert other is not None
         assert torch.equal(one.weight_q.view(torch.uint8), other.weight_q.view(torch.uint8))
@@ -112,12 +112,12 @@ def test_every_command_takes_it(
     assert main(["generate", "source", "a b", "--max-new-tokens", "2"]) == 0
     capsys.readouterr()
     assert main(["calibrate", "source", "--out", "fp8", *short, "--samples", "2", "--generated-samples", "0"]) == 0
-    assert capsys.readouterr().err.count("stored in FP8 and written in BF16, as") == 1
+    assert capsys.readouterr().err.count("stored in FP8 and computed in BF16, and will be written in BF16") == 1
     assert main(["finetune", "source", "--out", "run", *short, "--max-steps", "1", "--batch-size", "1"]) == 0
-    assert capsys.readouterr().err.count("stored in FP8 and written in BF16, as") == 1
+    assert capsys.readouterr().err.count("stored in FP8 and computed in BF16, and will be written in BF16") == 1
     adapter = ["--lora-rank", "2", "--max-steps", "1", "--batch-size", "1"]
     assert main(["finetune", "source", "--out", "adapter", *short, *adapter]) == 0
-    assert "written in BF16" not in capsys.readouterr().err
+    assert "will be written in BF16" not in capsys.readouterr().err
     assert main(["inspect", "source", "fp8"]) == 0
     assert [open_checkpoint(folder).fp8_matrices for folder in ("fp8", "run/model")] == [[], []]
 
@@ -133,7 +133,7 @@ def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [(HEAD,), (EMBEDDING,), BOTH])
 def test_transformers_reads_what_is_written(names: tuple[str, ...], tmp_path: Path) -> None:
     source = with_fp8(made.rows, "row", "weight_scale", *names).write(tmp_path / "source")
-    rewrite(source, tmp_path / "out", "compressed-tensors")
+    convert_format(source, tmp_path / "out", "compressed-tensors")
     auto: Any = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ours = load_trainable(source)
@@ -150,14 +150,14 @@ def test_an_embedding_alone_in_fp8_is_served_in_high_precision(tmp_path: Path) -
     assert open_checkpoint(folder).runs_in_high_precision
     load_servable(folder)
     with pytest.raises(ModelError, match="holds no FP8 layers"):
-        rewrite(folder, tmp_path / "out", "compressed-tensors")
+        convert_format(folder, tmp_path / "out", "compressed-tensors")
 
 
 @pytest.mark.parametrize("format_", ["fp8", "modelopt"])
 def test_a_format_that_cannot_express_it_says_so(format_: str, tmp_path: Path) -> None:
     source = with_fp8(made.static, "row", "weight_scale", EMBEDDING).write(tmp_path / "source")
     with pytest.raises(ModelError, match=f"'{format_}' cannot express that {EMBEDDING} is in FP8 and scaled otherwise"):
-        rewrite(source, tmp_path / "out", format_)
+        convert_format(source, tmp_path / "out", format_)
 
 
 def test_a_tied_head_with_other_scales_is_refused(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_merging_an_adapter_keeps_them(tmp_path: Path) -> None:
     save_file(
         {f"{owner}.{part}.weight": tensor for part, tensor in parts.items()}, adapter / "adapter_model.safetensors"
     )
-    merge(source, adapter, tmp_path / "out", most_lost=1.0)
+    merge(source, adapter, tmp_path / "out", max_lost_fraction=1.0)
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     for name in BOTH:
         assert torch.equal(*(t[f"{name}.weight"].view(torch.uint8) for t in (before, after)))

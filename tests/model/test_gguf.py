@@ -108,7 +108,7 @@ def copied(source: Path, out: Path, extra: dict[str, Any] | None = None, **metad
 def test_every_type_is_dequantized_as_the_package_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_families, "_ELEMENTS_AT_ONCE", 512)  # of 5 rows, two at a time
+    monkeypatch.setattr(gguf_families, "_ELEMENTS_PER_STEP", 512)  # of 5 rows, two at a time
     kind = Type[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 60, (5, 256 // block * size), np.uint8)  # no NaN in any scale
@@ -194,9 +194,9 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
     ("metadata", "says"),
     [
         ({"general.architecture": "gemma3n"}, "architecture 'gemma3n' is not supported"),
-        ({"llama.attention.clamp_kqv": 8.0}, "does not compute"),
+        ({"llama.attention.clamp_kqv": 8.0}, "does not implement"),
         ({"llama.expert_count": 8}, "no llama.expert_used_count; convert"),
-        ({"llama.expert_group_count": 8}, "does not compute"),
+        ({"llama.expert_group_count": 8}, "does not implement"),
         ({"llama.rope.dimension_count": 8}, "a head has 16 elements"),
         ({"llama.rope.scaling.type": "longrope"}, "rotary scaling with type 'longrope'"),
         ({"llama.attention.head_count": [4, 4]}, "num_attention_heads is [4, 4]"),

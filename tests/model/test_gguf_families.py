@@ -17,7 +17,7 @@ from fp8serve.model.config.mixture import CORRECTION
 from fp8serve.model.gguf import convert
 from fp8serve.model.gguf.families import LAYOUTS, layout_of
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.stored_checkpoint import open_checkpoint
 from tests.model.gguf_families import ARCHITECTURES, write_family
 from tests.model.oracle import IDS, MODELS, STRETCHED, YARN, all_logits, make_model, write_tokenizer
 
@@ -113,7 +113,7 @@ def test_deepseek_files_from_before_keys_and_values_were_apart(family: Family, t
         ("deepseek-v2", {"deepseek2.expert_weights_norm": True}, "norm_topk_prob"),
         ("gemma2", {"gemma2.attention.sliding_window": None}, "has no gemma2.attention.sliding_window"),
         ("cohere2", {"cohere2.attention.layer_norm_epsilon": None}, "has no cohere2.attention.layer_norm_epsilon"),
-        ("qwen3-moe", {"qwen3moe.expert_weights_scale": 2.5}, "does not compute"),
+        ("qwen3-moe", {"qwen3moe.expert_weights_scale": 2.5}, "does not implement"),
     ],
 )
 def test_what_is_missing_or_unknown_is_refused(

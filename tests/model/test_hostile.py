@@ -86,7 +86,7 @@ def schemes(directory: Path, document: dict[str, Any]) -> None:
     found = read_quantization(directory, document)
     for layer in range(4):
         if found is not None:
-            found.scheme_of(f"model.layers.{layer}.self_attn.q_proj")
+            found.require_scheme(f"model.layers.{layer}.self_attn.q_proj")
 
 
 def read_small_files(directory: Path) -> None:

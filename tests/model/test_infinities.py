@@ -10,8 +10,8 @@ import pytest
 from fp8serve.errors import ModelError
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_hf_directory
-from fp8serve.model.storage.files import as_json, read_json
-from fp8serve.model.stored import open_checkpoint
+from fp8serve.model.storage.files import encode_nonfinite, read_json
+from fp8serve.model.stored_checkpoint import open_checkpoint
 from tests.model import checkpoints as made
 
 
@@ -34,7 +34,7 @@ def test_it_is_read_as_the_number(text: str, expected: Any, tmp_path: Path) -> N
 
 
 def test_nan_is_read_and_written() -> None:
-    written = json.dumps(as_json({"key": [math.nan, 1.0, "NaN"]}), allow_nan=False)
+    written = json.dumps(encode_nonfinite({"key": [math.nan, 1.0, "NaN"]}), allow_nan=False)
     assert written == '{"key": [{"__float__": "NaN"}, 1.0, "NaN"]}'
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp8serve.cli import main
 from fp8serve.errors import Fp8ServeError
-from fp8serve.model.checkpoint import cache_refusal, kv_scales, load_reader, open_checkpoint
-from fp8serve.model.config.decoder import holds_encoder
+from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_any_servable, open_checkpoint
+from fp8serve.model.config.decoder import is_encoder_directory
 from tests.compatibility.cases import make
 from tests.model import checkpoints as made
 from tests.model.checkpoints import Draft
@@ -29,8 +29,8 @@ def loads(folder: Path) -> bool:
     """Whether its weights can be served as they are stored, with the scales of its cache."""
     try:
         recipe = "stored" if open_checkpoint(folder).has_scales else "bf16"
-        load_reader(folder, recipe)
-        if not holds_encoder(folder):
+        load_any_servable(folder, recipe)
+        if not is_encoder_directory(folder):
             kv_scales(folder)
     except Fp8ServeError:
         return False
@@ -194,7 +194,7 @@ def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_cache(UNUSABLE[name], tmp_path / "m")
-    reason = cache_refusal(folder)
+    reason = kv_scales_error(folder)
     assert reason is not None
     assert main(["inspect", str(folder)]) == 1
     assert f"can be served with a BF16 cache only: {reason}" in capsys.readouterr().err
@@ -202,4 +202,4 @@ def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
     assert not generates(folder, "--kv-cache-dtype", "fp8")
     assert reason in capsys.readouterr().err
     assert generates(folder)
-    assert f"The cache is BF16, and cannot be FP8 with these scales: {reason}" in caplog.messages
+    assert f"The KV cache is BF16. It cannot be FP8 with this model's scales: {reason}" in caplog.messages

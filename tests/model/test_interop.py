@@ -16,7 +16,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.spec import UNQUANTIZED
 from fp8serve.model.checkpoint import kv_scales, load_servable, load_trainable, open_checkpoint
 from fp8serve.model.formats import interop
-from fp8serve.model.formats.interop import ScaleKey, classify, read_quantization
+from fp8serve.model.formats.interop import ScaleKey, parse_scale_key, read_quantization
 from fp8serve.model.verify import verify
 
 ModelDir = Callable[[str], Path]
@@ -211,7 +211,7 @@ def add(directory: Path, tensors: dict[str, Tensor]) -> None:
         ({f"{LINEAR}.input_scale": torch.tensor([-1.0])}, "holds the scale -1.0"),
         ({f"{LINEAR}.weight_scale": torch.tensor([float("nan")])}, "holds the scale nan"),
         ({f"{LINEAR}.weight_scale": torch.tensor([float("inf")])}, "holds the scale inf"),
-        ({f"{LINEAR}.input_scale": torch.ones(2)}, r"shape \[2\], and only one number"),
+        ({f"{LINEAR}.input_scale": torch.ones(2)}, r"shape \[2\], but fp8serve supports only one number"),
         ({f"{LINEAR}.weight_scale": torch.ones(5)}, r"shape \[5\]; a weight of 96 x 64 takes \[\], \[96, 1\] or"),
         ({f"{LINEAR}.weight_scale": torch.ones(1, dtype=torch.int32)}, "of the type int32"),
         ({f"{LINEAR}.weight_scale_inv": torch.ones(1)}, "holds both .* which mean the same scale"),
@@ -232,7 +232,7 @@ def test_bad_scales_are_refused(tensors: dict[str, Tensor], message: str, model_
 def test_static_checkpoint_without_input_scale_is_refused(model_dir: ModelDir, tmp_path: Path) -> None:
     directory = write(model_dir("llama"), tmp_path / "m", "fp8-dynamic")
     edit(directory, quantization_config=quantization("fp8-static"))
-    with pytest.raises(ModelError, match="has no input_scale, though its activations are static"):
+    with pytest.raises(ModelError, match="has no input_scale, which static activation"):
         load_servable(directory)
 
 
@@ -296,23 +296,23 @@ def test_groups_claim_layers_by_class_pattern_and_name() -> None:
     config["config_groups"] = {"a": group | {"targets": ["re:.*mlp.*"]}, "b": group | {"targets": ["lm_head"]}}
     found = read_quantization(Path("."), {"quantization_config": config})
     assert found is not None
-    assert found.scheme_of(LINEAR).input_spec == interop.STATIC
+    assert found.require_scheme(LINEAR).input_spec == interop.STATIC
     with pytest.raises(ModelError, match="no group for it"):
-        found.scheme_of("model.layers.0.self_attn.q_proj")
+        found.require_scheme("model.layers.0.self_attn.q_proj")
 
 
 def test_classify_leaves_parameters_alone() -> None:
-    assert classify("model.layers.0.mlp.up_proj.weight") is None
-    assert classify("model.norm.weight") is None
-    assert classify(f"{LINEAR}.weight_scale") == ScaleKey(LINEAR, "weight")
+    assert parse_scale_key("model.layers.0.mlp.up_proj.weight") is None
+    assert parse_scale_key("model.norm.weight") is None
+    assert parse_scale_key(f"{LINEAR}.weight_scale") == ScaleKey(LINEAR, "weight")
 
 
 def test_ragged_blocks(tmp_path: Path) -> None:
     scale = torch.rand(3, 2) + 0.1
-    assert interop.weight_scale_inv("x", scale, 257, 200).shape == (3, 2)
-    assert interop.weight_scale_inv("x", scale.reshape(3, 1, 2, 1), 257, 200).shape == (3, 2)
+    assert interop.to_weight_scale_inv("x", scale, 257, 200).shape == (3, 2)
+    assert interop.to_weight_scale_inv("x", scale.reshape(3, 1, 2, 1), 257, 200).shape == (3, 2)
     with pytest.raises(ModelError, match=r"\[\], \[256, 1\] or \[2, 2\]"):
-        interop.weight_scale_inv("x", scale, 256, 200)
+        interop.to_weight_scale_inv("x", scale, 256, 200)
 
 
 def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
@@ -324,14 +324,14 @@ def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
 
 def test_every_quantizing_scale_is_restored_from_what_is_stored() -> None:
     scales = [*(torch.rand(500, generator=torch.Generator().manual_seed(0)) * 1000), torch.tensor(8e37)]
-    stored = [interop.dequantizing_scale(scale) for scale in scales]
+    stored = [interop.to_dequantizing_scale(scale) for scale in scales]
     assert any(note is not None for _, note in stored)  # 1 / (1 / s) is another number
     for scale, (value, note) in zip(scales, stored, strict=True):
         assert torch.equal(value, scale.reciprocal())
-        assert torch.equal(interop.quantizing_scale("x", value.reshape(1), note), scale)
+        assert torch.equal(interop.to_quantizing_scale("x", value.reshape(1), note), scale)
 
 
 @pytest.mark.parametrize("note", ["0x1.8p+3", "nan", "-0x1p+0", "0x1p+9999", "twelve"])
 def test_a_note_that_does_not_belong_to_its_number_is_not_believed(note: str) -> None:
     """As in a file whose scales were changed and whose metadata were kept."""
-    assert interop.quantizing_scale("x", torch.tensor(0.5), note) == 2.0
+    assert interop.to_quantizing_scale("x", torch.tensor(0.5), note) == 2.0

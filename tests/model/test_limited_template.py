@@ -9,11 +9,11 @@ import pytest
 
 from fp8serve.errors import DataError, Fp8ServeError, ModelError, RequestError
 from fp8serve.model.text import limited_process
+from fp8serve.model.text.assistant_spans import Conversation, SpecialTokens, assistant_spans
 from fp8serve.model.text.chat import ChatTemplate, Message
 from fp8serve.model.text.examples import ChatExample, tokenize_all
-from fp8serve.model.text.limited_template import LimitedTemplate, outcome
+from fp8serve.model.text.limited_template import LimitedTemplate, result_or_error
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.model.text.turns import Conversation, Markers, assistant_spans
 from tests.model.families import FAMILIES, unmarked
 from tests.model.oracle import write_tokenizer
 
@@ -62,12 +62,12 @@ def test_hostile_templates_end(source: str) -> None:
 
 
 def test_texts_spans_and_errors_are_those_of_the_template_itself() -> None:
-    markers, skipped = Markers(frozenset({"</s>"}), frozenset({"<s>", "</s>"})), {"tools": None, "x": 1}
+    markers, skipped = SpecialTokens(frozenset({"</s>"}), frozenset({"<s>", "</s>"})), {"tools": None, "x": 1}
     for source in FAMILIES.values():
         plain, limited = ChatTemplate(unmarked(source), TOKENS), LimitedTemplate(unmarked(source), TOKENS)
         batch = [Conversation(CHAT), Conversation(CHAT, (1,), skipped), Conversation(CHAT[:1]), Conversation(CHAT[1:])]
         results = limited.assistant_spans(batch, markers)
-        expected = [outcome(assistant_spans, plain, conversation, markers) for conversation in batch]
+        expected = [result_or_error(assistant_spans, plain, conversation, markers) for conversation in batch]
         assert list(map(described, results)) == list(map(described, expected))
         assert limited.takes_tools == plain.takes_tools
 
@@ -88,7 +88,7 @@ def test_the_conversation_that_exceeds_a_limit_is_named(tmp_path: Path) -> None:
     done = tokenize_all(rows, Tokenizer.from_dir(tmp_path))
     assert len([next(done) for _ in range(5)]) == 5
     with pytest.raises(
-        DataError, match=r"^d:5 cannot be tokenized: The model's chat template takes more memory than it"
+        DataError, match=r"^d:5 cannot be tokenized: The model's chat template exceeds its memory limit"
     ):
         next(done)
 
@@ -97,7 +97,7 @@ def test_a_template_that_ran_away_is_not_run_again() -> None:
     limited = LimitedTemplate(RUNS_AWAY_FOR, {})
     assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
     for messages in ([{"role": "user", "content": "bad"}], CHAT[2:3]):
-        with pytest.raises(ModelError, match="takes more memory than it may"):
+        with pytest.raises(ModelError, match="exceeds its memory limit"):
             limited.render(messages)
 
 
@@ -114,7 +114,7 @@ def test_the_process_ends_with_its_owner() -> None:
 
 def test_a_process_with_limits_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path, template=SIMPLE)
-    monkeypatch.setattr(limited_process._serving, "is_set", lambda: True)
+    monkeypatch.setattr(limited_process._is_child, "is_set", lambda: True)
     before, tokenizer = children(), Tokenizer.from_dir(tmp_path)
     assert tokenizer.chat(CHAT[2:3]) == "<user>and</s>\n"
     assert children() == before

@@ -18,15 +18,15 @@ from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.model.adapters import read_adapter
 from fp8serve.model.checkpoint import kv_scales, open_checkpoint
 from fp8serve.model.config.decoder import read_any_config
-from fp8serve.model.config.sentence import modules_of
+from fp8serve.model.config.modules_json import read_modules
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.network.pooling import read_pooling
-from fp8serve.model.resident import resident
-from fp8serve.model.storage.files import CARRIED
+from fp8serve.model.storage.files import COPIED_FILES
 from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.opening import open_file, open_member, real_path
 from fp8serve.model.storage.shards import open_shards, read_header
 from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.weight_memory import estimate_weight_memory
 from fp8serve.train.checkpointing import model_digest
 from tests.tiny import write_tiny_model
 
@@ -54,15 +54,15 @@ def test_a_link_to_the_outside_is_refused(model: Path, secret: Path) -> None:
     for target in (secret, "../secret", "./../secret", "/proc/self/environ", "../model/../secret"):
         (model / "file").unlink(missing_ok=True)
         (model / "file").symlink_to(target)
-        with pytest.raises(ModelError, match=r"link to outside of .*cp -L"):
+        with pytest.raises(ModelError, match=r"link to a file outside .*cp -L"):
             open_member(model / "file")
 
 
 def test_a_folder_that_is_a_link_to_the_outside_is_refused(model: Path, secret: Path) -> None:
     (model / "1_Pooling").symlink_to("..")
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         open_member(model / "1_Pooling" / "secret", root=model)
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         open_member(model / ".." / "secret", root=model)
 
 
@@ -76,7 +76,7 @@ def test_links_inside_the_directory_are_followed(model: Path) -> None:
     for name in "abcde":
         assert content(open_member(model / name)) == b"content"
     assert content(open_member(model / "folder" / "file", root=model)) == b"content"
-    with pytest.raises(ModelError, match="link to outside"):  # the walk left the directory, if only to come back
+    with pytest.raises(ModelError, match="link to a file outside"):  # the walk left the directory, if only to come back
         open_member(model / "f")
 
 
@@ -101,12 +101,12 @@ def test_the_hubs_cache_links_to_its_blobs_and_no_further(tmp_path: Path, secret
     for target in (secret, "../../../secret", "../../../models--c/blobs/0123"):
         (snapshot / "config.json").unlink()
         (snapshot / "config.json").symlink_to(target)
-        with pytest.raises(ModelError, match="link to outside"):
+        with pytest.raises(ModelError, match="link to a file outside"):
             open_member(snapshot / "config.json")
     plain = tmp_path / "mine" / "snapshots" / "rev"  # not the hub's cache
     plain.mkdir(parents=True)
     (plain / "config.json").symlink_to("../../../secret")
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         open_member(plain / "config.json")
 
 
@@ -160,7 +160,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "model.safetensors.index.json": open_shards,
     "scales.safetensors": kv_scales,
     "hf_quant_config.json": open_checkpoint,
-    "modules.json": modules_of,
+    "modules.json": read_modules,
     "adapter_config.json": lambda d: read_adapter(d, open_checkpoint(d).config),
 }
 
@@ -174,19 +174,21 @@ def test_every_reader_refuses_a_link_to_a_file_that_it_could_read(name: str, mod
     else:
         outside.write_text("{}")
     (model / name).symlink_to(outside)
-    with pytest.raises(Fp8ServeError, match="link to outside"):
+    with pytest.raises(Fp8ServeError, match="link to a file outside"):
         READERS[name](model)
 
 
 @pytest.mark.parametrize(
-    "read", [lambda d: resident(d, "stored"), require_finite, model_digest], ids=["resident", "finite", "digest"]
+    "read",
+    [lambda d: estimate_weight_memory(d, "stored"), require_finite, model_digest],
+    ids=["resident", "finite", "digest"],
 )
 def test_programs_that_only_look_at_weights_refuse_links_too(
     read: Callable[[Path], object], model: Path, tmp_path: Path
 ) -> None:
     (model / "model.safetensors").rename(tmp_path / "outside")
     (model / "model.safetensors").symlink_to(tmp_path / "outside")
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         read(model)
 
 
@@ -196,7 +198,7 @@ def test_a_pooling_folder_that_is_a_link_is_refused(model: Path, tmp_path: Path)
     rows = [{"type": "m.Transformer", "path": ""}, {"type": "m.Pooling", "path": "1_Pooling"}]
     (model / "modules.json").write_text(json.dumps(rows))
     (model / "1_Pooling").symlink_to(tmp_path / "outside")
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         read_pooling(model)
 
 
@@ -206,7 +208,7 @@ def test_scales_that_a_person_names_may_be_a_link(tmp_path: Path) -> None:
     link = tmp_path / "folder" / "scales.safetensors"
     link.symlink_to(tmp_path / "scales.safetensors")
     assert "a" in read_header(real_path(link))[0]
-    with pytest.raises(Fp8ServeError, match="link to outside"):
+    with pytest.raises(Fp8ServeError, match="link to a file outside"):
         load_scales(link)
 
 
@@ -227,13 +229,15 @@ OTHERS = {
     "model/export.py": "writes",
     "model/gguf/reader.py": "the GGUF file that a person named, whose kind `open_file` has checked",
     "engine/client.py": "/proc",
+    "processes.py": "/proc",
     "engine/grammar.py": "the engine's own temporary file",
     "train/events.py": "writes",
     "train/finetune.py": "writes",
     "train/group.py": "the run's own processes",
     "train/reporting.py": "wandb's id, which the run wrote",
-    "train/tokenized.py": "what the run wrote itself, by its digest; sources of this program",
+    "train/token_cache.py": "what the run wrote itself, by its digest; sources of this program",
     "train/methods/grpo/grading.py": "an address",
+    "model/network/norms.py": "an embedding from a tensor",
     "model/storage": "the place itself",
 }
 
@@ -255,11 +259,11 @@ def _opens(tree: ast.AST) -> bool:
 
 
 def test_every_file_that_is_carried_over_is_read_there(model: Path, secret: Path, tmp_path: Path) -> None:
-    from fp8serve.train.checkpoint import carried_files
+    from fp8serve.train.checkpoint import model_file_writer
 
-    for name in CARRIED:
+    for name in COPIED_FILES:
         if name.endswith((".jinja", ".txt", ".model")):
             (model / name).unlink(missing_ok=True)
             (model / name).symlink_to(secret)
-    with pytest.raises(ModelError, match="link to outside"):
-        carried_files(model)
+    with pytest.raises(ModelError, match="link to a file outside"):
+        model_file_writer(model)

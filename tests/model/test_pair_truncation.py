@@ -25,7 +25,7 @@ def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int,
     pair = "a" * lengths[0], "b" * lengths[1]
     for texts in (pair, pair[:1], pair[1:]):
         expected = backend.encode(*texts)
-        assert Tokenizer.from_dir(folder).encode_pair(*texts, most=most) == (expected.ids, expected.type_ids)
+        assert Tokenizer.from_dir(folder).encode_pair(*texts, limit=most) == (expected.ids, expected.type_ids)
 
 
 def test_a_beginning_ends_with_a_token(folder: Path) -> None:

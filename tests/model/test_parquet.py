@@ -142,7 +142,7 @@ READ = """
 from fp8serve.errors import DataError
 from fp8serve.model.text import tables
 from fp8serve.model.text.examples import read_examples
-tables.MEMORY = 256 << 20
+tables.MEMORY_BYTES = 256 << 20
 try:
     print(len(list(read_examples(["a.parquet"]))))
 except DataError as error:
@@ -174,7 +174,7 @@ def test_what_is_no_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: py
             continue
     gone: Any = None  # what makes an import fail
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", gone)
-    with pytest.raises(DataError, match=r"takes pyarrow: pip install 'fp8serve\[parquet\]'"):
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fp8serve\[parquet\]'"):
         list(read_examples([path]))
 
 

@@ -132,7 +132,7 @@ def test_wrong_tensors_are_refused(tensors: dict[str, torch.Tensor], message: st
         ({"observations": "[1]"}, "not a JSON object"),
         ({"observations": "{"}, "not valid JSON"),
         ({"surprise": "x"}, "unknown metadata: surprise"),
-        ({"created_by": None}, "lacks or has unknown metadata: created_by"),
+        ({"created_by": None}, "has missing or unknown metadata: created_by"),
     ],
 )
 def test_wrong_metadata_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:

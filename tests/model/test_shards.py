@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8serve.errors import ModelError
-from fp8serve.model.storage.shards import INDEX, SINGLE, open_shards, read_header
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, open_shards, read_header
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -56,7 +56,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_file_is_one_sentence(case: str, tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_bytes(MALFORMED[case])
+    (tmp_path / SAFE_WEIGHTS).write_bytes(MALFORMED[case])
     with pytest.raises(ModelError) as caught:
         open_shards(tmp_path)
     assert str(tmp_path) in str(caught.value)
@@ -87,7 +87,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def index(directory: Path, weight_map: Any) -> None:
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / SAFE_WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def test_shards_are_one_mapping(sharded: Path) -> None:
@@ -138,7 +138,7 @@ def test_link_to_elsewhere_is_refused(sharded: Path) -> None:
     save_file({"a": torch.ones(1)}, sharded.parent / "elsewhere.safetensors")
     (sharded / "link.safetensors").symlink_to("../elsewhere.safetensors")
     index(sharded, {"a": "link.safetensors"})
-    with pytest.raises(ModelError, match="link to outside"):
+    with pytest.raises(ModelError, match="link to a file outside"):
         open_shards(sharded)
 
 
@@ -147,12 +147,12 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     save_file({"a": torch.ones(1)}, blobs / "0123")
-    (snapshot / SINGLE).symlink_to("../../blobs/0123")
+    (snapshot / SAFE_WEIGHTS).symlink_to("../../blobs/0123")
     assert open_shards(snapshot)["a"].tolist() == [1]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / SINGLE)
+    os.mkfifo(tmp_path / SAFE_WEIGHTS)
     with pytest.raises(ModelError, match="not a regular file"):
         open_shards(tmp_path)
 
@@ -164,15 +164,15 @@ def test_pickled_weights_are_named_and_not_read(tmp_path: Path) -> None:
 
 
 def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(5), "b": torch.ones(2, 2)}, tmp_path / SINGLE)
-    whole = (tmp_path / SINGLE).read_bytes()
+    save_file({"a": torch.ones(5), "b": torch.ones(2, 2)}, tmp_path / SAFE_WEIGHTS)
+    whole = (tmp_path / SAFE_WEIGHTS).read_bytes()
     for size in range(len(whole)):
-        (tmp_path / SINGLE).write_bytes(whole[:size])
+        (tmp_path / SAFE_WEIGHTS).write_bytes(whole[:size])
         with pytest.raises(ModelError):
             open_shards(tmp_path)
 
 
 def test_writing_to_a_mapped_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(4)}, tmp_path / SINGLE)
+    save_file({"a": torch.ones(4)}, tmp_path / SAFE_WEIGHTS)
     open_shards(tmp_path)["a"].zero_()
     assert open_shards(tmp_path)["a"].tolist() == [1, 1, 1, 1]

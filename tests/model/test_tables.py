@@ -49,7 +49,7 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
         ("a.json", '[{"text": "a"}, {"text": 1}]', r"a\.json:2: `text` is a number"),
         ("a.json", "[" * 100_000, r"a\.json:1 is not valid JSON"),
         ("a.json", '[{"text": "a"} {"text": "b"}]', r"a\.json is not valid JSON: expected '\]', found '{'"),
-        ("a.json", '[{"text": "a"}] 3', r"a\.json is not valid JSON: there is more behind the array"),
+        ("a.json", '[{"text": "a"}] 3', r"a\.json is not valid JSON: there is text after the array"),
         ("a.json", '[{"text": "a"},]', r"a\.json:2 is not valid JSON"),
         (
             "a.json",
@@ -68,7 +68,7 @@ def test_csv_cells_hold_lines_quotes_and_chats(tmp_path: Path) -> None:
         ("a.csv", 'text\n"a\n', r"a\.csv:2 is not valid CSV: a quoted cell has no closing quote"),
         ("a.csv", "text,prompt\n,\n", r"a\.csv:2 has only \[\]; give one of"),
         ("a.csv", "messages\nhello\n", r"a\.csv:2: `messages` is text that is not valid JSON"),
-        ("a.csv", 'text\n"a"b\n', r"a\.csv:2 is not valid CSV: there is text behind the closing quote"),
+        ("a.csv", 'text\n"a"b\n', r"a\.csv:2 is not valid CSV: there is text after the closing quote"),
         ("a.csv", "text,x,text\na,b,c\n", r"a\.csv has 2 columns called 'text'; rename all but one of them"),
         ("a.tsv", "messages\tmessages\tmessages\n", r"a\.tsv has 3 columns called 'messages'; rename all"),
         ("a.csv", b"text\nvoil\xe0\n", "not UTF-8 text"),
@@ -100,7 +100,7 @@ def test_an_array_is_read_element_by_element(tmp_path: Path) -> None:
 )
 def test_a_row_is_bounded(name: str, content: str, tmp_path: Path) -> None:
     read = read_examples([write(tmp_path / name, content)], DataLimits(row_bytes=1000))
-    with pytest.raises(DataError, match=r":\d+ is a row of more than 1000 bytes, the most that is read"):
+    with pytest.raises(DataError, match=r":\d+ is a row of more than 1000 bytes, the limit for one row"):
         list(read)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8serve.errors import ModelError, RequestError
+from fp8serve.model.text.token_streams import ByteStream, WindowStream
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model.oracle import CHAT_TEMPLATE, byte_fallback, byte_level, write_tokenizer
 
@@ -89,13 +90,13 @@ def test_a_begun_chat_equals_transformers(name: str, text: str, tmp_path: Path) 
     theirs: Any = write_tokenizer(tmp_path, template=TEMPLATES[name])
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    assert Tokenizer.from_dir(tmp_path).begun_chat(messages) == expected
+    assert Tokenizer.from_dir(tmp_path).chat_to_continue(messages) == expected
 
 
 def test_a_template_without_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{{ messages[0].content }}")
-    with pytest.raises(RequestError, match="leaves out the message that is to be continued"):
-        Tokenizer.from_dir(tmp_path).begun_chat([{"role": "user", "content": "Hi"}, {"role": "assistant"}])
+    with pytest.raises(RequestError, match="does not render the message that the model would"):
+        Tokenizer.from_dir(tmp_path).chat_to_continue([{"role": "user", "content": "Hi"}, {"role": "assistant"}])
 
 
 def test_chat_has_one_bos(tmp_path: Path) -> None:
@@ -179,6 +180,21 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
     assert "".join(pieces) == subject.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@settings(max_examples=500)
+@given(data=st.data())
+def test_bytes_are_decoded_as_the_library_decodes_windows(skip: bool, data: st.DataObject) -> None:
+    """Piece by piece: what is held back is the same, too."""
+    subject = STREAMED["byte-level"]
+    lead = [i for i in range(subject.vocab_size) if subject.token_bytes(i)[-1:] >= b"\xc0"]  # a character goes on
+    ids = data.draw(st.lists(st.integers(0, subject.vocab_size + 1) | st.sampled_from(lead), max_size=40))
+    fast, slow = subject.stream(skip), WindowStream(subject, skip)
+    assert isinstance(fast, ByteStream)
+    assert [fast.push(i) for i in ids] == [slow.push(i) for i in ids]
+    assert fast.flush() == slow.flush()
+    assert fast.push(ids[0] if ids else 0) == slow.push(ids[0] if ids else 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200)
 @given(text=st.text(max_size=30))
@@ -242,5 +258,5 @@ def test_a_front_process_tokenizes_without_torch() -> None:
 
 def test_a_tokenizer_in_another_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not read; save the model's fast"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json, and tekken\.json is not supported; save"):
         Tokenizer.from_dir(tmp_path)

@@ -21,7 +21,7 @@ from fp8serve.inspection import inspect
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.config.model_config import COMPUTED_BY
-from fp8serve.model.transformers_backend import trial as check
+from fp8serve.model.transformers_backend import class_trace as check
 from fp8serve.model.transformers_backend.experts import TESTED
 from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
@@ -57,24 +57,28 @@ OWN_ATTENTION = "computes its attention or its positions in a way of its own"
         ("exaone4", {"num_hidden_layers": 10**10}, "num_hidden_layers is 10000000000 where at most 2000"),
         ("gpt2", {"n_layer": 10**8}, "n_layer is 100000000 where at most 2000"),
         ("falcon_h1", {}, "in a Conv1d"),
-        ("granitemoe", {}, "is a mixture of experts without a family"),
-        ("flex_olmo", {}, "is a mixture of experts without a family"),
-        ("jetmoe", {}, "for ernie4_5_moe and olmoe alone"),
+        ("granitemoe", {}, "is a mixture of experts without a model family"),
+        ("flex_olmo", {}, "is a mixture of experts without a model family"),
+        ("jetmoe", {}, "only of the types ernie4_5_moe and olmoe"),
         ("t5", {}, "transformers 5.* has no causal language model"),
         ("kimi_k2", {"architectures": ["DeepseekV3ForCausalLM"]}, "the model_type 'kimi_k2', which neither fp8serve"),
-        ("gemma3n_text", {"num_kv_shared_layers": 0}, "changes the logits behind"),
+        ("gemma3n_text", {"num_kv_shared_layers": 0}, "changes the logits after"),
         (
             "granitemoehybrid",
             {"layer_types": ["attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0},
-            "decides by the values of its tensors how it computes",
+            "control flow of transformers' class depends on the values",
         ),
-        ("granitemoehybrid", {"layer_types": ["attention"] * 2}, "is a mixture of experts without a family"),
-        ("nanochat", {}, "changes the logits behind"),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2}, "is a mixture of experts without a model family"),
+        ("nanochat", {}, "changes the logits after"),
         ("modernbert-decoder", {}, "changes the hidden states before its head"),
         ("diffllama", {}, "4 times in 2 layers"),
         ("minicpm3", {}, "heads of"),
         ("helium", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
-        ("helium", {"architectures": ["HeliumForSequenceClassification"]}, "is not that of HeliumForCausalLM"),
+        (
+            "helium",
+            {"architectures": ["HeliumForSequenceClassification"]},
+            "but its model_type builds HeliumForCausalLM",
+        ),
         (
             "my_own",
             {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
@@ -129,7 +133,7 @@ def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
     mlp = transformers.models.helium.modeling_helium.HeliumMLP
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, x: plain(self, x + 3 * x.roll(1, 1)))
-    with pytest.raises(ModelError, match="other hidden states"):
+    with pytest.raises(ModelError, match="its hidden states with fp8serve's attention differ"):
         load_servable(tmp_path, "bf16")
 
 
@@ -137,16 +141,16 @@ def test_every_token_of_a_mixture_is_compared(tmp_path: Path, monkeypatch: pytes
     """Here one token in fourteen is wrong: the first of the second sequence reads the last of the first one."""
     make("ernie4_5_moe", tmp_path)
     mixture = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock
-    plain, (first, _) = mixture.forward, check.LENGTHS
+    plain, (first, _) = mixture.forward, check.CHECK_LENGTHS
 
     def leaking(self: Any, x: torch.Tensor) -> Any:
         before = torch.zeros_like(x)
-        if x.shape[1] > max(check.LENGTHS):
+        if x.shape[1] > max(check.CHECK_LENGTHS):
             before[:, first] = 3 * x[:, first - 1]
         return plain(self, x + before)
 
     monkeypatch.setattr(mixture, "forward", leaking)
-    with pytest.raises(ModelError, match="other hidden states"):
+    with pytest.raises(ModelError, match="its hidden states with fp8serve's attention differ"):
         load_servable(tmp_path, "bf16")
 
 
@@ -155,9 +159,9 @@ def test_another_choice_of_experts_is_found(tmp_path: Path, monkeypatch: pytest.
     make("ernie4_5_moe", tmp_path)
     router = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeTopKRouter
     plain = router.forward
-    packed = sum(check.LENGTHS)
+    packed = sum(check.CHECK_LENGTHS)
     monkeypatch.setattr(router, "forward", lambda self, x: plain(self, -x if len(x) == packed else x))
-    with pytest.raises(ModelError, match="other hidden states"):
+    with pytest.raises(ModelError, match="its hidden states with fp8serve's attention differ"):
         load_servable(tmp_path, "bf16")
 
 
@@ -244,7 +248,7 @@ def test_it_is_said_who_computes(
 
 def test_smoothing_is_refused(tmp_path: Path) -> None:
     make("opt", tmp_path)
-    with pytest.raises(RecipeError, match="OPTForCausalLM has no family that says which"):
+    with pytest.raises(RecipeError, match=r"needs a model family, .* and OPTForCausalLM has none"):
         check_model(read_config(tmp_path), CalibrationOptions.of({"smoothing": 0.5}))
 
 

@@ -467,20 +467,20 @@ def test_of_a_format_that_is_not_read_one_line_says_so(
     assert main(["verify", str(folder)]) == 1
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
-    assert printed.err.endswith("cannot be judged.\n")
+    assert printed.err.endswith("cannot be verified.\n")
 
 
 def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = made.static().write(tmp_path / "good")
     assert main(["verify", str(good)]) == 0
-    assert "no fault in its scales and FP8 weights" in capsys.readouterr().out
+    assert "no error in its scales and FP8 weights" in capsys.readouterr().out
     draft = made.static()
     put(f"{UP}.input_scale", 0)(draft)
     bad = draft.write(tmp_path / "bad")
     assert main(["verify", str(bad)]) == 1
     printed = capsys.readouterr()
     assert f"error, zero: {UP}.input_scale holds zero, 1 of 1; quantize or calibrate the model again." in printed.out
-    assert "1 fault that would give wrong answers" in printed.err
+    assert "1 error that would make outputs wrong" in printed.err
     assert main(["verify", str(bad), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["good"]

@@ -182,9 +182,9 @@ def test_a_wrapper_is_trained_as_the_language_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text_config": None}, "is not that of Mistral3ForConditionalGeneration with a text_config; it says null"),
+        ({"text_config": None}, "that of Mistral3ForConditionalGeneration with a text_config, but it has null"),
         ({"text_config": {"model_type": "qwen2"}}, "text_config of .* is of the type 'qwen2', which is not supported"),
-        ({"architectures": ["PixtralForCausalLM"]}, r"it says \['PixtralForCausalLM'\]"),
+        ({"architectures": ["PixtralForCausalLM"]}, r"it has \['PixtralForCausalLM'\]"),
     ],
 )
 def test_a_wrapper_of_something_else_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

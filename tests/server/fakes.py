@@ -5,6 +5,7 @@ told to fail, to stall, or to die.
 """
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,13 +16,14 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from fp8serve.engine.client import Deliver
 from fp8serve.engine.output import FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
 from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_weights import WeightSource
 
 EOS = 256
 TEMPLATE = (
@@ -78,11 +80,30 @@ class FakeEngine:
         self.surprise = 1.0  # multiplies the log-probabilities of prompts
         self.surprised_by: set[str] = set()  # adapters that make them a hundred times as large
         self._tokenizer = byte_tokenizer()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def check(self, request: Request) -> None:
         if request.request_id in self.running:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        self.check(request)
+        self._tasks[request.request_id] = asyncio.create_task(self._deliver(request, deliver))
+
+    def cancel(self, request_id: str) -> None:
+        if task := self._tasks.get(request_id):
+            task.cancel()
+
+    async def _deliver(self, request: Request, deliver: Deliver) -> None:
+        try:
+            async with contextlib.aclosing(self.generate(request)) as outputs:
+                async for output in outputs:
+                    deliver(output)
+        except Exception as error:
+            deliver(error)
+        finally:
+            del self._tasks[request.request_id]
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.check(request)
@@ -189,6 +210,15 @@ class FakeEngine:
         self.info["weights_version"] = len(self.weights)
         return len(self.weights)
 
+    async def stage_weights(self, directory: Path) -> None:
+        raise RequestError("This engine exchanges no weights.")
+
+    async def swap_weights(self) -> None:
+        raise RequestError("No weights are staged.")
+
+    async def discard_staged_weights(self) -> None:
+        pass
+
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         if directory.name in self.bad_adapters:
             raise ModelError(f"{directory}: the rank of q_proj is 512.")
@@ -201,8 +231,8 @@ class FakeEngine:
     async def drain(self, deadline: float) -> None:
         await self.close()
 
-    async def kill(self, why: str) -> None:
-        self.killed = why
+    async def kill(self, reason: str) -> None:
+        self.killed = reason
         await self.close()
 
     async def close(self) -> None:
@@ -241,13 +271,13 @@ class Launcher:
         self.make = make
         self.made_for: dict[str, Callable[[], FakeEngine]] = {}  # directories whose engines are others
         self.problems: dict[str, str] = {}  # directories that cannot be loaded, and why
-        self.sources: list[Source] = []
+        self.sources: list[WeightSource] = []
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
         self.held: bool | str = False
 
-    async def __call__(self, source: Source) -> tuple[FakeEngine, TokenizerFacts]:
+    async def __call__(self, source: WeightSource) -> tuple[FakeEngine, TokenizerFacts]:
         await asyncio.sleep(self.load_seconds)
         while self.held is True or self.held == source.directory.name:
             await asyncio.sleep(0.005)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from fp8serve.running import listen
+from fp8serve.running import open_listener
 from tests.patience import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ class Process:
     def __init__(self, log: Path, **options: Any) -> None:
         self.log = log
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with log.open("ab") as output, listen() as listener:
+        with log.open("ab") as output, open_listener() as listener:
             self.port: int = listener.getsockname()[1]
             fd = listener.fileno()
             inherited = {} if {"host", "port"} & set(options) else {"fd": fd}

@@ -88,8 +88,8 @@ def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, P
     tokenizer = Tokenizer.from_dir(served[1])
     for most, document in ((None, None), (6, None), (None, 2), (7, 3)):
         forms = [(second is None, most, document) for _, second in pairs]
-        head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "forms": forms}
-        head |= {"around": None, "before": ""}
+        head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "limits": forms}
+        head |= {"prompt_parts": None, "prefix": ""}
         expected = [read_text(tokenizer, TextRequest(*pair, most, document)) for pair in pairs]
         assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == expected
 
@@ -118,7 +118,7 @@ def test_a_pair_that_is_too_long_is_cut_where_that_is_asked_for(served: tuple[Pr
             assert [[s["score"]] for s in got] == scores(most, *(("q r s t u v", text) for text in long))
             got = server.client.post("/v1/rerank", json={"query": "q r s t u v", "documents": long} | asked).json()
             assert len(got["results"]) == 3
-    for most, words in ((41, "reads 40 tokens"), (2, "stand around the text")):
+    for most, words in ((41, "reads 40 tokens"), (2, "leaves no room for text")):
         refused = server.client.post("/classify", json={"input": "a", "truncate_prompt_tokens": most})
         assert refused.status_code == 400
         assert words in refused.json()["error"]["message"]

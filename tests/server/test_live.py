@@ -57,9 +57,19 @@ def client(server: Process) -> Iterator[openai.OpenAI]:
 
 def test_the_log_begins_with_what_is_loaded_and_where_it_is_served(server: Process) -> None:
     lines = server.log.read_text().splitlines()
-    assert "loading tiny (0.0 GiB) on cpu" in lines[0]
+    assert lines[0].endswith("INFO device auto: cpu, because the CUDA driver finds no GPU")
+    assert "loading tiny (0.0 GiB) on cpu" in lines[1]
     assert any(f"ready at {server.url}: serving tiny (" in line for line in lines)
     assert max(map(len, lines)) < 300
+    (phases,) = (line for line in lines if "ready in " in line)
+    seconds = server.client.get("/info").json()["engine"]["start_seconds"]
+    assert list(seconds) == ["imports", "device", "weights", "cache", "graphs", "tokenizer and grammars"]
+    for name, value in seconds.items():
+        assert f"engine {name} {value:.1f}" in phases
+    total, imports = (float(re.search(f"{start} ([0-9.]+)", phases)[1]) for start in ("ready in", "server imports"))  # type: ignore[index]
+    assert seconds["imports"] > 0
+    assert 0 < imports < total
+    assert sum(seconds.values()) < total
     assert "scaled_mm" in server.client.get("/info").json()["engine"]["kernels"]
 
 
@@ -211,7 +221,7 @@ def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
         answer = asked.result()
     assert not Path(f"/proc/{pid}").exists()
     assert answer.status_code == 503
-    assert "no sign of life for 6 seconds" in answer.json()["error"]
+    assert "no heartbeat for 6 seconds" in answer.json()["error"]
     assert server.client.post("/generate", json={"inputs": "x"}).status_code == 200
     assert server.client.get("/health/live").status_code == 200
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.data_directory import JOB_TABLE
+from fp8serve.server.data_directory import JOB_DATABASE
 from tests.server.fakes import model_dir
 from tests.server.process import serving
 
@@ -35,7 +35,7 @@ def used(path: Path, data: Path, **more: Any) -> dict[str, str]:
 def assert_private(found: dict[str, str]) -> None:
     """Only the mode of what lies at the top counts: nobody else can enter a directory of mode 0700."""
     tops = {name: mode for name, mode in found.items() if "/" not in name}
-    assert {JOB_TABLE, f"{JOB_TABLE}-wal", f"{JOB_TABLE}-shm", "jobs", "files", "server.lock"} <= tops.keys()
+    assert {JOB_DATABASE, f"{JOB_DATABASE}-wal", f"{JOB_DATABASE}-shm", "jobs", "files", "server.lock"} <= tops.keys()
     assert {name: mode for name, mode in tops.items() if mode not in ("0o600", "0o700")} == {}
 
 
@@ -54,7 +54,7 @@ def test_files_are_private_whatever_the_umask(umask: int, tmp_path: Path) -> Non
 def test_the_files_of_an_earlier_server_become_private(tmp_path: Path) -> None:
     data = tmp_path / "data"
     used(tmp_path, data)
-    writer = sqlite3.connect(data / JOB_TABLE)  # leaves its log there when it is killed
+    writer = sqlite3.connect(data / JOB_DATABASE)  # leaves its log there when it is killed
     pid = os.fork()
     if pid == 0:
         writer.execute("UPDATE jobs SET suffix = suffix")

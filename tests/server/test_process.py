@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fp8serve.running import listen
+from fp8serve.running import open_listener
 from tests.engine.tiny import write_model
 from tests.patience import PATIENCE, until
 from tests.server.fakes import model_dir
@@ -288,7 +288,7 @@ def refusal(tmp_path: Path, **more: Any) -> tuple[int, list[str]]:
 
 
 def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
-    with listen() as other:
+    with open_listener() as other:
         port = other.getsockname()[1]
         status, lines = refusal(tmp_path, port=port)
     assert status == 1

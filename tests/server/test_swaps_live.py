@@ -101,7 +101,7 @@ SPOILERS: dict[Callable[[Weights], None], str] = {
     missing: "down_proj",
     another_models: "more than 1000 times the",
 }
-CUT = "is not a whole safetensors file"
+CUT = "is not a complete safetensors file"
 
 
 def spoiled(server: Process, place: Path, job: str) -> dict[str, str]:
@@ -175,7 +175,7 @@ def test_ten_activations_five_of_them_spoiled_fail_no_request(server: Process, p
             said = outcome.json()
             assert said["code"] == "activation_failed"
             assert bad[source] in said["error"], said
-            assert said["error"].startswith("The new weights cannot be served, and the old ones keep serving: ")
+            assert said["error"].startswith("The new weights cannot be served, and the previous ones stay in use: ")
             assert "\n" not in said["error"]
             assert str(place) not in outcome.text
 

@@ -17,7 +17,7 @@ from fp8serve.engine.output import RequestOutput, Timing
 from fp8serve.errors import MachineError, RequestError
 from fp8serve.server import server_state, tracing
 from fp8serve.server.settings import Settings
-from fp8serve.server.tracing import ENDPOINTS, QuietExporter, Tracing, traces_url, tracing_of
+from fp8serve.server.tracing import ENDPOINTS, QuietExporter, Tracing, create_tracing, traces_url
 from tests.engine.tiny import write_model
 from tests.patience import until
 from tests.server.collector import Collector, attributes, collector
@@ -50,7 +50,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tracing]]:
         made.append(Tracing(InMemorySpanExporter()))
         return made[-1]
 
-    monkeypatch.setattr(server_state, "tracing_of", in_memory)
+    monkeypatch.setattr(server_state, "create_tracing", in_memory)
     yield made
     for each in made:
         each.provider.shutdown()
@@ -196,16 +196,16 @@ def test_settings_do_not_show_the_address(tmp_path: Path) -> None:
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match=r"needs the OpenTelemetry packages; install them: pip install"):
-        tracing_of("http://c:4318")
+        create_tracing("http://c:4318")
     monkeypatch.setenv(ENDPOINTS[1], "http://c:4318")
-    assert tracing_of(None) is None
+    assert create_tracing(None) is None
     assert "the packages are missing" in caplog.text
 
 
 def test_nothing_of_it_is_imported_without_a_collector() -> None:
     """The API is, by FastAPI."""
     code = (
-        "import sys; from fp8serve.server import tracing; tracing.tracing_of(None); import fp8serve.server.app\n"
+        "import sys; from fp8serve.server import tracing; tracing.create_tracing(None); import fp8serve.server.app\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -214,11 +214,11 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
 
 async def test_the_environment_names_a_collector_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:9")
-    found = tracing_of(None)
+    found = create_tracing(None)
     assert isinstance(found, Tracing)
     await found.close()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert tracing_of("http://127.0.0.1:9") is None
+    assert create_tracing("http://127.0.0.1:9") is None
 
 
 @pytest.fixture(scope="module")
@@ -279,10 +279,10 @@ def test_a_bad_collector_costs_no_request_and_one_warning(
         with serving(log, **options, otlp_endpoint=endpoint) as server:
             for _ in range(200):
                 assert server.client.post("/generate", json={"inputs": "abc"}).status_code == 200
-            until(lambda: "the collector takes no spans" in log.read_text(), "the warning")
+            until(lambda: "the collector does not accept spans" in log.read_text(), "the warning")
             assert server.stop() == 0
     text = log.read_text()
-    assert text.count("the collector takes no spans") == 1
+    assert text.count("the collector does not accept spans") == 1
     assert "Traceback" not in text
     assert "opentelemetry" not in text.lower()
 
@@ -301,6 +301,6 @@ def test_it_says_when_spans_are_taken_again(caplog: pytest.LogCaptureFixture) ->
     for _ in range(3):
         exporter.export([object()] * 3)  # type: ignore[list-item]
     assert [record.getMessage() for record in caplog.records] == [
-        "the collector takes no spans; 3 are lost so far, and requests go on",
-        "the collector takes spans again; 6 were lost",
+        "the collector does not accept spans; 3 are lost so far; requests are not affected",
+        "the collector accepts spans again; 6 spans were lost",
     ]

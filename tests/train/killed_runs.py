@@ -193,7 +193,7 @@ def two_ranks(job: Path, prepare_first: Callable[[], None] = lambda: None) -> in
         ranks.rendezvous = lambda url, timeout: iter([(store, rank, 2)])
         if rank == 0:
             prepare_first()
-        os._exit(job_process.as_rank([str(job)]))
+        os._exit(job_process.run_rank([str(job)]))
 
     with TemporaryDirectory() as folder:
         pids = []
@@ -232,7 +232,7 @@ def dying_rank(arguments: list[str]) -> int:
     job, call, died = arguments
     if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         die_in_call(int(call), Path(died).touch)
-    return job_process.as_rank([job])
+    return job_process.run_rank([job])
 
 
 def unequal(one: Path, two: Path) -> list[str]:

@@ -61,12 +61,12 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, name: str, d
     older, newer = write(tmp_path, 1), write(tmp_path, 2)
     hurt(newer / name, damage)
     reported: list[tuple[Path, str]] = []
-    assert checkpoint.newest_whole(tmp_path, lambda p, why: reported.append((p, why))) == older
-    assert reported == [(newer, "its files are not those its manifest lists")]
+    assert checkpoint.newest_complete(tmp_path, lambda p, why: reported.append((p, why))) == older
+    assert reported == [(newer, "its files differ from its manifest")]
     assert checkpoint.list_checkpoints(tmp_path) == [older]
     assert (tmp_path / "step-2.broken").is_dir()
     with pytest.raises(JobError, match="not a usable training checkpoint"):
-        checkpoint.require_whole(tmp_path / "step-2.broken")
+        checkpoint.require_complete(tmp_path / "step-2.broken")
 
 
 def hurt(path: Path, damage: str) -> None:
@@ -91,7 +91,7 @@ def test_another_version_is_named_and_nothing_is_deleted(tmp_path: Path) -> None
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
     assert "version 2" in str(checkpoint.verify(path))
-    assert checkpoint.newest_whole(tmp_path, lambda p, why: None) is None
+    assert checkpoint.newest_complete(tmp_path, lambda p, why: None) is None
     assert (tmp_path / "step-1.broken" / "model.safetensors").exists()
 
 
@@ -107,7 +107,7 @@ def test_sweep_removes_unfinished_directories_and_nothing_else(tmp_path: Path) -
     write(tmp_path, 1)
     for name in (".step-2.tmp-1-a", ".model.tmp-2-b", ".notes.tmp-x", "model"):
         (tmp_path / name).mkdir()
-    assert sorted(checkpoint.sweep(tmp_path)) == [".model.tmp-2-b", ".step-2.tmp-1-a"]
+    assert sorted(checkpoint.remove_unfinished(tmp_path)) == [".model.tmp-2-b", ".step-2.tmp-1-a"]
     assert {p.name for p in tmp_path.iterdir()} == {"step-1", ".notes.tmp-x", "model"}
 
 
@@ -153,9 +153,9 @@ def test_dying_at_any_fsync_or_rename_leaves_a_whole_checkpoint_or_none(
         root = tmp_path / str(point)
         older = write(root, 1)
         die_at(point, root, monkeypatch)
-        checkpoint.sweep(root)
+        checkpoint.remove_unfinished(root)
         assert all(checkpoint.verify(p) is None for p in checkpoint.list_checkpoints(root))
-        assert checkpoint.newest_whole(root, lambda p, why: None) in (older, root / "step-2")
+        assert checkpoint.newest_complete(root, lambda p, why: None) in (older, root / "step-2")
         if not (root / "step-2").exists():
             write(root, 2)
         assert checkpoint.verify(root / "step-2") is None

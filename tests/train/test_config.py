@@ -46,7 +46,7 @@ def test_a_value_that_cannot_be_used_is_named(field: str, value: Any) -> None:
 
 
 def test_history_length_needs_the_recipe_that_has_one() -> None:
-    with pytest.raises(JobError, match="'block' keeps no history"):
+    with pytest.raises(JobError, match="'block' has no amax history"):
         TrainConfig.from_dict({**REQUIRED, "recipe": "block", "amax_history_len": 16})
 
 
@@ -56,7 +56,7 @@ def test_history_length_needs_the_recipe_that_has_one() -> None:
         ("int4", {}, "no recipe 'int4'"),
         ("delayed", {"margins": 1}, "no parameter 'margins'"),
         ("bf16", {"margin": 1}, "no parameters"),
-        ("current", {"granularity": "row"}, "another recipe than 'current'"),
+        ("current", {"granularity": "row"}, "change the recipe 'current' into another one"),
         ("current", {"power_2_scale": True}, "leave power_2_scale off"),
         ("block", {"fp8_dpa": True}, "no parameter 'fp8_dpa'"),
     ],
@@ -92,9 +92,9 @@ def test_json_that_is_no_job_is_refused(text: str, says: str) -> None:
 
 
 def test_what_decides_the_bits_is_compared_on_resume_and_nothing_else() -> None:
-    base = TrainConfig.from_dict(REQUIRED).defines()
-    assert TrainConfig.from_dict({**REQUIRED, "save_every": 3, "out": "elsewhere", "keep_last": 9}).defines() == base
-    assert TrainConfig.from_dict({**REQUIRED, "lr": 1e-3}).defines() != base
+    base = TrainConfig.from_dict(REQUIRED).identity()
+    assert TrainConfig.from_dict({**REQUIRED, "save_every": 3, "out": "elsewhere", "keep_last": 9}).identity() == base
+    assert TrainConfig.from_dict({**REQUIRED, "lr": 1e-3}).identity() != base
 
 
 def test_a_job_is_checked_without_torch() -> None:

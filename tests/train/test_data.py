@@ -24,7 +24,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 def test_only_the_completion_carries_loss(tokenizer: Tokenizer) -> None:
     example = PromptExample("red green", " blue one")
-    (row,), report = SftReader().items([example], tokenizer, 64)
+    (row,), report = SftReader().tokenize([example], tokenizer, 64)
     learnt = [int(i) for i, loss in zip(row.ids, row.loss, strict=True) if loss]
     assert learnt == [*tokenizer.encode(" blue one", add_special_tokens=False), tokenizer.eos_id]
     assert row.ids[: -len(learnt)].tolist() == tokenizer.encode("red green")
@@ -45,7 +45,7 @@ def test_only_the_assistant_carries_loss(tokenizer: Tokenizer, tmp_path: Path) -
 def test_long_text_is_cut_into_windows_where_every_token_is_a_target_once(tokenizer: Tokenizer) -> None:
     text = " ".join(TEXTS[:3])
     whole = [*tokenizer.encode(text), tokenizer.eos_id]
-    rows, report = SftReader().items([TextExample(text)], tokenizer, 16)
+    rows, report = SftReader().tokenize([TextExample(text)], tokenizer, 16)
     assert [i for row in rows for i in row.ids[1:].tolist()] == whole[1:]
     assert [i for row in rows for i in row.ids[:-1].tolist()] == whole[:-1]
     assert max(row.tokens for row in rows) == 16
@@ -55,7 +55,7 @@ def test_long_text_is_cut_into_windows_where_every_token_is_a_target_once(tokeni
 
 def test_a_prompt_that_fills_the_context_is_dropped_and_counted(tokenizer: Tokenizer) -> None:
     long, short = PromptExample(TEXTS[0], " red"), PromptExample("red", " blue")
-    rows, report = SftReader().items([long, short], tokenizer, 8)
+    rows, report = SftReader().tokenize([long, short], tokenizer, 8)
     assert len(rows) == 1
     assert (report.examples, report.rows, report.dropped_rows, report.truncated_rows) == (2, 1, 1, 1)
 
@@ -68,21 +68,21 @@ def test_when_nothing_is_left_it_is_an_error(tokenizer: Tokenizer, tmp_path: Pat
 
 def test_fingerprint_sees_ids_masks_and_order(tokenizer: Tokenizer) -> None:
     a, b = PromptExample("red", " blue"), PromptExample("red blue", " one")
-    rows, _ = SftReader().items([a, b], tokenizer, 64)
-    masked, _ = SftReader().items([TextExample("red blue"), b], tokenizer, 64)
+    rows, _ = SftReader().tokenize([a, b], tokenizer, 64)
+    masked, _ = SftReader().tokenize([TextExample("red blue"), b], tokenizer, 64)
     assert rows[0].ids.tolist() == masked[0].ids.tolist()
     assert len({fingerprint(rows), fingerprint(rows[::-1]), fingerprint(masked)}) == 3
 
 
 def test_rows_are_laid_end_to_end_without_padding(tokenizer: Tokenizer) -> None:
-    rows, _ = SftReader().items([PromptExample("red", " blue one"), PromptExample("cat dog", " fox")], tokenizer, 64)
+    rows, _ = SftReader().tokenize([PromptExample("red", " blue one"), PromptExample("cat dog", " fox")], tokenizer, 64)
     batch = collate(rows, "cpu")
     assert batch.lengths == [row.tokens for row in rows]
     assert batch.token_ids.tolist() == [i for row in rows for i in row.ids[:-1].tolist()]
     assert batch.positions.tolist() == [i for row in rows for i in range(row.tokens)]
     following = np.concatenate([row.ids[1:] for row in rows])
     assert batch.targets.tolist() == following[batch.predict.numpy()].tolist()
-    assert len(batch.targets) == sum(row.trainable for row in rows)
+    assert len(batch.targets) == sum(row.trainable_tokens for row in rows)
 
 
 def test_a_context_longer_than_the_models_is_refused(model_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8serve.train.validation import RISE, Outcome
+from fp8serve.train.validation import MAX_LOSS_RISE, Outcome
 
 NAN, INF = float("nan"), float("inf")
 
@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
     ("before", "after", "steps", "skipped", "problem"),
     [
         (5.0, 4.0, 10, 0, None),
-        (0.1, 0.1 + RISE, 10, 0, None),
+        (0.1, 0.1 + MAX_LOSS_RISE, 10, 0, None),
         (5.0, 839.0, 10, 0, "rose from 5.00 to 839.00"),
         (0.1, 1.2, 10, 0, "rose from 0.10 to 1.20"),
         (None, 839.0, 10, 0, None),
@@ -22,14 +22,12 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_outcome(before: float | None, after: float, steps: int, skipped: int, problem: str | None) -> None:
-    found = Outcome(before, after, steps, skipped).problem
+    found = Outcome(before, after, steps, skipped).failure
     assert (found is None) == (problem is None)
     assert problem is None or problem in (found or "")
 
 
 @pytest.mark.parametrize(("before", "after", "worse"), [(2.0, 2.1, True), (2.0, 2.0, False), (None, 2.0, False)])
 def test_held_out_rows_judge_too(before: float | None, after: float, worse: bool) -> None:
-    found = Outcome(5.0, 4.0, 10, 0, before, after).problem
-    assert found == (
-        "Training made the model worse: its loss on held-out rows rose from 2.0000 to 2.1000" if worse else None
-    )
+    found = Outcome(5.0, 4.0, 10, 0, before, after).failure
+    assert found == ("Training made the model worse: its validation loss rose from 2.0000 to 2.1000" if worse else None)

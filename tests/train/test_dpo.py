@@ -52,7 +52,7 @@ def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Ten
             of_tokens = logits[start : start + len(targets)].double().log_softmax(-1)[range(len(targets)), targets]
             start += len(targets)
             if config.ld_alpha is not None:
-                other = pair.rows[1 - i].trainable
+                other = pair.rows[1 - i].trainable_tokens
                 weights = [1.0 if k < other else config.ld_alpha for k in range(len(targets))]
                 of_tokens = of_tokens * torch.tensor(weights)
             score = of_tokens.mean() if config.loss_type in ("sigmoid_norm", "ipo", "simpo") else of_tokens.sum()
@@ -85,15 +85,15 @@ def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Ten
 def test_losses_and_gradients_are_the_published_ones(dpo: Configure, options: dict[str, Any]) -> None:
     config = dpo(**options)
     tokenizer = Tokenizer.from_dir(config.model)
-    pairs, _ = DpoReader().items(read_pairs(config.data[0]), tokenizer, config.seq_len)
+    pairs, _ = DpoReader().tokenize(read_pairs(config.data[0]), tokenizer, config.seq_len)
     pairs = [Pair(p.chosen, p.rejected, (-3.0 - i, -2.5)) for i, p in enumerate(pairs[:5])]
     torch.manual_seed(0)
-    logits = torch.randn(sum(p.trainable for p in pairs), 320, requires_grad=True)
+    logits = torch.randn(sum(p.trainable_tokens for p in pairs), 320, requires_grad=True)
 
     def answer(batch: PackedBatch) -> Tensor:
         return logits
 
-    loss, chosen, rejected, better, margin, *_ = Dpo(config).sums(answer, pairs)
+    loss, chosen, rejected, better, margin, *_ = Dpo(config).compute_sums(answer, pairs)
     expected = published(logits, pairs, config)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     (ours,), (theirs,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
@@ -136,7 +136,7 @@ def test_an_adapters_reference_is_the_base_alone(dpo: Configure, fp8_dir: Path) 
     config = dpo(model=str(fp8_dir), amax_history_len=None, lora_rank=4, max_steps=1)
     _, kept = run(config)
     tokenizer = Tokenizer.from_dir(fp8_dir)
-    pairs, _ = DpoReader().items(read_pairs(config.data[0]), tokenizer, config.seq_len)
+    pairs, _ = DpoReader().tokenize(read_pairs(config.data[0]), tokenizer, config.seq_len)
     rows = [row for pair in pairs for row in pair.rows]
     found = log_probs(fp8_dir, [row.ids.tolist() for row in rows])  # as a server computes them
     sums = torch.stack([each[torch.from_numpy(row.loss[1:])].sum() for each, row in zip(found, rows, strict=True)])
@@ -169,7 +169,7 @@ def test_without_a_reference_nothing_is_kept(dpo: Configure) -> None:
 def test_other_held_out_pairs_have_no_reference_once_a_run_has_begun(dpo: Configure, tmp_path: Path) -> None:
     first, second = (write_lines(tmp_path / f"{i}.jsonl", PAIRS[i : i + 3]) for i in (3, 6))
     Trainer(dpo(max_steps=2, eval_data=[str(first)], on_divergence="keep")).run()
-    with pytest.raises(JobError, match="a reference for other pairs than the data hold"):
+    with pytest.raises(JobError, match="reference scores of other pairs than those of data and eval_data"):
         Trainer(dpo(max_steps=3, eval_data=[str(second)], on_divergence="keep")).run()
     assert Trainer(dpo(max_steps=3)).run().step == 3
 
@@ -211,7 +211,7 @@ def test_one_pair_in_every_form(model_dir: Path, row: dict[str, Any], same: list
     tokenizer = Tokenizer.from_dir(model_dir)
 
     def pair(row: dict[str, Any]) -> Pair:
-        ((found,), _) = DpoReader().items([pair_of(row, "x:1")], tokenizer, 64)
+        ((found,), _) = DpoReader().tokenize([pair_of(row, "x:1")], tokenizer, 64)
         return found
 
     expected = pair(row)
@@ -225,7 +225,7 @@ def test_one_pair_in_every_form(model_dir: Path, row: dict[str, Any], same: list
 
 def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
     row = {"prompt": [USER, NO, USER], "chosen": [YES], "rejected": [NO]}
-    ((pair,), _) = DpoReader().items([pair_of(row, "x:1")], Tokenizer.from_dir(model_dir), 64)
+    ((pair,), _) = DpoReader().tokenize([pair_of(row, "x:1")], Tokenizer.from_dir(model_dir), 64)
     learnt = [Tokenizer.from_dir(model_dir).decode(r.ids[r.loss].tolist()) for r in pair.rows]
     assert learnt == ["blue", "red"]
 
@@ -237,7 +237,10 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ({"text": "a"}, "x:1 has only ['text']; give `chosen` and `rejected`"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "x:1: `rejected` is empty."),
         ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "one of `chosen` and `rejected` is text and the other is"),
-        ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "`prompt` is a conversation and the answers are text"),
+        (
+            {"prompt": [USER], "chosen": "b", "rejected": "c"},
+            "`prompt` is a conversation, but `chosen` and `rejected` are text",
+        ),
         ({"prompt": [USER], "chosen": [], "rejected": [NO]}, "x:1: `chosen` is [], which is neither text nor a list"),
         (
             {"prompt": [USER], "chosen": '[{"role": "assistant", "content": "a", "content": "b"}]', "rejected": [NO]},
@@ -278,7 +281,7 @@ def test_a_dry_run_lists_bad_rows_and_counts_what_teaches_nothing(dpo: Configure
         ({"method": "ppo"}, "method must be 'sft', 'dpo' or 'grpo'"),
         ({"simpo_gamma": 0.5}, "simpo_gamma belongs to the loss simpo, not to sigmoid"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "The loss ipo takes no label_smoothing"),
-        ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha weighs sums of tokens, and simpo compares means"),
+        ({"loss_type": "simpo", "ld_alpha": 0.5}, "ld_alpha needs the loss sigmoid: simpo compares means of tokens"),
         ({"beta": 0.0}, "beta must be greater than 0"),
     ],
 )
@@ -290,17 +293,17 @@ def test_options_that_would_be_ignored_are_refused(dpo: Configure, values: dict[
 
 def test_another_beta_is_another_job(dpo: Configure) -> None:
     Trainer(dpo(max_steps=2)).run()
-    with pytest.raises(JobError, match=r"written with beta=None, this job says 0\.3"):
+    with pytest.raises(JobError, match=r"written with beta=None, and this job has 0\.3"):
         Trainer(dpo(max_steps=3, beta=0.3)).run()
 
 
 def test_pairs_of_the_same_answer_are_said_to_be_that(dpo: Configure, tmp_path: Path) -> None:
     same, pair = {"prompt": "a", "chosen": "b c", "rejected": "b c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
     data = write_lines(tmp_path / "same.jsonl", [same, same])
-    with pytest.raises(DataError, match=r"None of the 2 examples in .* has two different answers within seq_len"):
+    with pytest.raises(DataError, match=r"None of the 2 examples in .* has two different completions within seq_len"):
         Trainer(dpo(data=[str(data)], max_steps=1)).run()
     told: list[Any] = []
     write_lines(data, [same, pair])
     Trainer(dpo(data=[str(data)], max_steps=1)).run(told.append)
     said = [event["message"] for event in told if event.get("code") == "rows_dropped"]
-    assert said == ["1 examples do not have two different answers within seq_len and were dropped"]
+    assert said == ["1 examples do not have two different completions within seq_len and were dropped"]

@@ -88,7 +88,7 @@ def test_a_best_checkpoint_that_is_gone_is_told(rough: Configure) -> None:
 
 
 def test_a_run_that_ends_worse_on_held_out_rows_fails(rough: Configure) -> None:
-    with pytest.raises(JobError, match=r"made the model worse: its loss on held-out rows rose .*--on-divergence keep"):
+    with pytest.raises(JobError, match=r"made the model worse: its validation loss rose .*--on-divergence keep"):
         Trainer(rough(lr=0.2, on_divergence="fail")).run()
 
 

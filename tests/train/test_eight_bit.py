@@ -40,7 +40,7 @@ def test_matrices_have_moments_of_a_byte_and_the_plan_knows(configure: Configure
     optimizer = Optimizer(parameters, config)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.collect()
+    optimizer.accumulate_in_fp32()
     optimizer.step(1e-3)
     state = optimizer.state()
     assert (state["w.exp_avg_codes"].dtype, state["w.exp_avg_codes"].shape) == (torch.uint8, (128, 64))

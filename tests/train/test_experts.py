@@ -149,7 +149,7 @@ def test_before_the_first_step_every_expert_has_scales(qwen: Path) -> None:
             assert all(state.scale != 1 for state in linear.scaling.values())
     scales = [e.get_submodule("up_proj").scaling["grad_output"].scale for e in found]  # type: ignore[union-attr, index]
     assert scales[2] == min(scales)
-    assert not found.every_expert
+    assert not found.route_to_all_experts
 
 
 def test_an_expert_without_tokens_is_neither_trained_nor_lost(qwen: Path) -> None:

@@ -83,10 +83,10 @@ def test_a_recipe_that_depends_on_its_batch_says_so(configure: Configure) -> Non
     [why] = Engine(result.model).info()["log_probs_differ_because"]
     assert "from each token alone" in why
     assert [e["message"] for e in seen if e.get("code") == "log_probs_differ"] == [
-        f"A server will return other log-probabilities than this run: {why}"
+        f"A server computes other log-probabilities than this run: {why}"
     ]
     forward = prepare(configure(recipe="current"), Path(result.model), seen.append).forward
-    with pytest.raises(RecipeError, match="would not be a server's: A recipe with one scale for a whole input"):
+    with pytest.raises(RecipeError, match="would differ from a server's: The recipe has one scale for a whole input"):
         log_probs(forward, [[1, 2, 3]])
 
 
@@ -247,7 +247,7 @@ def test_layers_that_calibration_left_in_bf16_stay_so(
     result = Trainer(configure(model=str(base), recipe=recipe, max_steps=2)).run(events.append)
     assert result.model is not None
     assert [e["message"] for e in events if e.get("code") == "kept"] == [
-        "2 linear layers that are not in FP8 in the model are trained in BF16 and stay so"
+        "2 linear layers that the model stores in high precision are trained in BF16"
     ]
     shutil.rmtree(result.model)
     shutil.rmtree(base)  # a resumed run needs nothing of it

@@ -64,8 +64,8 @@ def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
     config = configure(**RETURN)
     Trainer(config).run(stop=after(4))
     saved = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling
-    now = recovery.attempt(config, 1)
-    scaled = recovery.rescaled(saved, config, now)
+    now = recovery.config_after(config, 1)
+    scaled = recovery.convert_scaling(saved, config, now)
     assert (config.recipe_options, now.recipe_options) == ({}, {"margin": 2})
     for name, tensor in saved.items():
         assert torch.equal(scaled[name], tensor / 4 if name.endswith(".scale") else tensor)
@@ -181,12 +181,12 @@ def test_what_cannot_go_back_is_refused(configure: Configure, options: dict[str,
 
 def test_the_tries(configure: Configure) -> None:
     def tries(**options: Any) -> list[str]:
-        return [recovery.described(c) for c in recovery.attempts(configure(**options))]
+        return [recovery.describe_scaling(c) for c in recovery.recovery_configs(configure(**options))]
 
     assert tries() == ["margin 0", "margin 2", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN - 1}) == ["margin 7", "margin 8", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN}) == ["margin 8", "current scaling"]
     assert tries(recipe="block") == ["block scaling"]
     all_kept = {"fp8_dpa": True, "interval": 2, "power_2_scale": True, "amax_compute_algo": "most_recent"}
-    current = recovery.attempt(configure(recipe_options=all_kept), 9)
+    current = recovery.config_after(configure(recipe_options=all_kept), 9)
     assert (current.recipe_options, current.amax_history_len) == ({"fp8_dpa": True}, None)

@@ -51,7 +51,7 @@ def test_other_rows_do_not_go_on(model_dir: Path, tmp_path: Path) -> None:
 
 def test_what_is_refused(model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(DataError, match="not some of each"):
+    with pytest.raises(DataError, match="not a mixture of both"):
         fp8serve.finetune(model_dir, data=["a.jsonl", ROWS[0]], out=out, **SMALL)
     with pytest.raises(DataError, match="Row 2 cannot be written as JSON"):
         fp8serve.finetune(model_dir, data=[ROWS[0], {"prompt": {1}}], out=out, **SMALL)

@@ -89,8 +89,8 @@ def test_targets_that_are_masked_carry_no_loss(forward: Forward) -> None:
     whole = row(4, 20, masked=12)
     short = Row(whole.ids[:13], whole.loss[:13])  # the prompt alone: nothing to predict
     assert len(collate([whole], "cpu").targets) == 8
-    assert whole.trainable == 8
-    assert short.trainable == 0
+    assert whole.trainable_tokens == 8
+    assert short.trainable_tokens == 0
 
 
 def test_loss_is_the_mean_negative_log_likelihood(model_dir: Path) -> None:

@@ -13,8 +13,8 @@ def _loses_its_peer(arguments: list[str]) -> int:
 def test_a_rank_whose_peer_died_says_one_sentence(
     what: str, is_peer: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(group, "_die_with", lambda parent: None)
+    monkeypatch.setattr(group, "_die_with_parent", lambda parent: None)
     assert group.main(["1", "status", f"{__name__}:_loses_its_peer", what]) == 1
     said = capsys.readouterr().err
     assert ("Traceback" in said) is not is_peer
-    assert (said == "fp8serve: another process of the group ended, and this one does, too.\n") is is_peer
+    assert (said == "fp8serve: this process ends because another process of the group has ended.\n") is is_peer

@@ -24,8 +24,8 @@ from fp8serve.train.data import Row
 from fp8serve.train.forward import PackedBatch
 from fp8serve.train.methods.grpo import grading
 from fp8serve.train.methods.grpo.data import GrpoReader, prompt_of, read_prompts
-from fp8serve.train.methods.grpo.grading import Answer, FileGrader, UrlGrader
-from fp8serve.train.methods.grpo.method import Graded, Group, Grpo, advantages, token_shares
+from fp8serve.train.methods.grpo.grading import FileGrader, RewardInput, UrlGrader
+from fp8serve.train.methods.grpo.method import Completion, Group, Grpo, advantages, token_loss_weights
 from fp8serve.train.methods.grpo.rollouts import served_state
 from fp8serve.train.setup import prepare
 from fp8serve.train.trainer import Trainer
@@ -67,13 +67,13 @@ def metrics_of(config: TrainConfig) -> list[dict[str, Any]]:
 
 def published(logits: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
     """The sum over all answers, a token at a time, in FP64, by the formulas of the papers."""
-    answers = [answer for group in groups for answer in group.answers]
+    answers = [answer for group in groups for answer in group.completions]
     total, place = torch.zeros((), dtype=torch.float64), 0
-    tokens = sum(len(answer.old) for answer in answers)
+    tokens = sum(len(answer.old_log_probs) for answer in answers)
     low, high, beta = config.epsilon, config.epsilon_high or config.epsilon, config.beta or 0.0
     for answer in answers:
         targets, losses = answer.row.ids[answer.row.loss], []
-        for token, old, reference in zip(targets, answer.old, answer.reference, strict=True):
+        for token, old, reference in zip(targets, answer.old_log_probs, answer.ref_log_probs, strict=True):
             log_prob = (logits[place].double() / config.temperature).log_softmax(-1)[int(token)]
             ratio, apart = (log_prob - float(old)).exp(), float(reference) - log_prob
             best = torch.minimum(ratio * answer.advantage, ratio.clamp(1 - low, 1 + high) * answer.advantage)
@@ -88,7 +88,7 @@ def made_up(config: TrainConfig) -> list[Group]:
     """Two groups of answers of different lengths."""
     chance = np.random.default_rng(0)
     lengths = [3, 8, 5, 1, 6, 4]
-    shares = token_shares(lengths, config.loss_type or "dapo", config.max_completion_length or 1)  # type: ignore[arg-type]
+    shares = token_loss_weights(lengths, config.loss_type or "dapo", config.max_completion_length or 1)  # type: ignore[arg-type]
     rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.25]], dtype=torch.float64)
     found = []
     for n, share, reward, advantage in zip(
@@ -100,7 +100,7 @@ def made_up(config: TrainConfig) -> list[Group]:
     ):
         row = Row(chance.integers(0, 320, n + 4).astype(np.int32), np.arange(n + 4) >= 4)
         old, reference = (-chance.random(n).astype(np.float32) * 6 for _ in range(2))
-        found.append(Graded(row, old, False, reward, advantage, share, 6 / 27, old, reference))
+        found.append(Completion(row, old, False, reward, advantage, share, 6 / 27, old, reference))
     return [Group(tuple(found[:3])), Group(tuple(found[3:]))]
 
 
@@ -123,13 +123,13 @@ def test_losses_and_gradients_are_the_published_ones(grpo: Configure, options: d
     def answer(batch: PackedBatch) -> Tensor:
         return logits
 
-    loss, reward, *_ = Grpo(config).sums(answer, groups)
+    loss, reward, *_ = Grpo(config).compute_sums(answer, groups)
     expected = published(logits, groups, config)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     (ours,), (theirs,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
     assert float(reward) == 3.75
-    assert Grpo(config).weight(groups) == 6
+    assert Grpo(config).count_loss_terms(groups) == 6
 
 
 def test_advantages() -> None:
@@ -232,7 +232,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configur
 def test_a_run_whose_reference_is_gone(grpo: Configure, tmp_path: Path) -> None:
     Trainer(grpo(beta=0.1, save_every=1)).run(stop=after(2))
     (tmp_path / "out" / "reference.safetensors").unlink()
-    with pytest.raises(JobError, match="the model that the run began with, is gone"):
+    with pytest.raises(JobError, match="which the run saved at its start, is missing"):
         Trainer(grpo(beta=0.1, save_every=1)).run()
 
 
@@ -253,13 +253,16 @@ def test_other_columns_are_another_job(grpo: Configure, tmp_path: Path) -> None:
         ("import no_such_module", "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
         ("x = 1", "cannot be used: TypeError: it has no function `reward"),
         ("import os; os._exit(3)", "ended when it was imported (exit status 3)"),
-        ("def reward(p, c, r): return r['nothing']", "failed on an answer to {data}:1: KeyError: 'nothing'"),
-        ("def reward(p, c): return 1", "failed on an answer to {data}:1: TypeError: reward() takes 2"),
-        ("def reward(p, c, r): return 'good'", "failed on an answer to {data}:1: ValueError: could not convert"),
-        ("def reward(p, c, r): return float('nan')", "gave nan for an answer to {data}:1; a reward is a finite number"),
-        ("def reward(p, c, r): raise SystemExit(0)", "failed on an answer to {data}:1: SystemExit: 0"),
-        ("import os\ndef reward(p, c, r): os._exit(0)", "ended on an answer to {data}:1 (exit status 0)"),
-        ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "on an answer to {data}:1 (killed by SIGKILL)"),
+        ("def reward(p, c, r): return r['nothing']", "failed on a completion of {data}:1: KeyError: 'nothing'"),
+        ("def reward(p, c): return 1", "failed on a completion of {data}:1: TypeError: reward() takes 2"),
+        ("def reward(p, c, r): return 'good'", "failed on a completion of {data}:1: ValueError: could not convert"),
+        (
+            "def reward(p, c, r): return float('nan')",
+            "returned nan for a completion of {data}:1; a reward is a finite number",
+        ),
+        ("def reward(p, c, r): raise SystemExit(0)", "failed on a completion of {data}:1: SystemExit: 0"),
+        ("import os\ndef reward(p, c, r): os._exit(0)", "ended on a completion of {data}:1 (exit status 0)"),
+        ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "on a completion of {data}:1 (killed by SIGKILL)"),
     ],
 )
 def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, said: str) -> None:
@@ -277,8 +280,8 @@ def test_a_reward_that_hangs(tmp_path: Path) -> None:
     file.write_text("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ndef reward(p, c, r): time.sleep(1e6)")
     grader = FileGrader(file, PATIENCE)
     grader.seconds = 0.2  # the import may take longer on a busy machine
-    with pytest.raises(JobError, match=r"took more than 0\.2 seconds on an answer to x:1"):
-        grader.rewards([Answer("a", "b", {}, "x:1")])
+    with pytest.raises(JobError, match=r"took more than 0\.2 seconds on a completion of x:1"):
+        grader.rewards([RewardInput("a", "b", {}, "x:1")])
     assert grader.exit_status == -9
 
 
@@ -293,12 +296,12 @@ def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
     grader = FileGrader(file, 60)
     messages = [{"role": "user", "content": "é\n\u2028"}]
-    asked = [Answer("a", "bc", {"more": 1}, "x:1"), Answer(messages, "", {"more": 0.5}, "x:2")]
+    asked = [RewardInput("a", "bc", {"more": 1}, "x:1"), RewardInput(messages, "", {"more": 0.5}, "x:2")]
     assert grader.rewards(asked) == [6.0, 1.5]
     grader.close()
     assert grader.exit_status is not None
     assert "hello" in capfd.readouterr().err
-    with pytest.raises(JobError, match="There is no reward file"):
+    with pytest.raises(JobError, match="The reward file"):
         FileGrader(tmp_path / "none.py", 1)
 
 
@@ -308,8 +311,8 @@ def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(repl
     file = tmp_path / "noisy.py"
     file.write_text(f"import os\ndef reward(p, c, r):\n    os.write(3, {reply.encode()!r} + b'\\n')\n    return 1.0\n")
     grader = FileGrader(file, PATIENCE)
-    with pytest.raises(JobError, match="sent an invalid reply on an answer to x:1"):
-        grader.rewards([Answer("a", "b", {}, "x:1")])
+    with pytest.raises(JobError, match="sent an invalid reply on a completion of x:1"):
+        grader.rewards([RewardInput("a", "b", {}, "x:1")])
     assert grader.exit_status is not None
 
 
@@ -345,12 +348,12 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-ASKED = [Answer("a", "b" * n, {}, f"x:{n}") for n in range(3)]
+ASKED = [RewardInput("a", "b" * n, {}, f"x:{n}") for n in range(3)]
 
 
 @pytest.mark.parametrize("path", ["grade", "flaky"])
 def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading, "PAUSE", 0.0)
+    monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(_Grader, "failures", itertools.count())
     assert UrlGrader(f"{address}/{path}", 60).rewards(ASKED) == [0.0, 1.0, 2.0]
 
@@ -358,25 +361,25 @@ def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("moved", "gave no rewards: it answered with status 307"),
-        ("refuses", "gave no rewards: it answered with status 404"),
-        ("fails", "gave no rewards: it answered with status 500"),
-        ("fewer", "gave 2 rewards for 3 answers"),
-        ("words", "gave 'good' for an answer to x:0; a reward is a finite number"),
+        ("moved", "returned no rewards: it answered with status 307"),
+        ("refuses", "returned no rewards: it answered with status 404"),
+        ("fails", "returned no rewards: it answered with status 500"),
+        ("fewer", "returned 2 rewards for 3 completions"),
+        ("words", "returned 'good' for a completion of x:0; a reward is a finite number"),
         ("html", "did not answer with JSON such as"),
         ("list", "did not answer with JSON such as"),
     ],
 )
 def test_an_address_that_is_ill(address: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading, "PAUSE", 0.0)
+    monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     with pytest.raises(JobError) as caught:
         UrlGrader(f"{address}/{path}", 60).rewards(ASKED)
     assert said in str(caught.value)
 
 
 def test_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading, "PAUSE", 0.0)
-    with pytest.raises(JobError, match="gave no rewards"):
+    monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
+    with pytest.raises(JobError, match="returned no rewards"):
         UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
 
 
@@ -394,7 +397,7 @@ def test_one_conversation_in_every_form(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_dir(model_dir)
     forms = [{"prompt": [USER]}, {"messages": [USER], "answer": 3}, {"prompt": json.dumps([USER])}]
     examples = [prompt_of(form, "x:1") for form in forms[:2]]
-    (one, other), counts = GrpoReader(8).items(examples, tokenizer, 64)
+    (one, other), counts = GrpoReader(8).tokenize(examples, tokenizer, 64)
     assert one.row.ids.tolist() == other.row.ids.tolist() == tokenizer.encode_chat([dict(USER)])
     assert not one.row.loss.any()
     assert (counts.rows, counts.trainable_tokens) == (2, 0)
@@ -408,7 +411,7 @@ def test_one_conversation_in_every_form(model_dir: Path) -> None:
         ({"prompt": ""}, "x:1: `prompt` is empty."),
         ({"prompt": []}, "x:1: `prompt` is not a list of messages"),
         ({"prompt": 3}, "x:1: `prompt` is not a list of messages"),
-        ({"prompt": [USER, ANSWER]}, "`prompt` ends with the assistant's answer, which the model is to write itself"),
+        ({"prompt": [USER, ANSWER]}, "`prompt` ends with the assistant's turn, which the model must generate"),
         ({"messages": [{"role": "user"}]}, "x:1: message 0 has no text"),
         ("[1]", "x:1 is a list where an object was expected"),
     ],
@@ -435,14 +438,14 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
     [
         ({"method": "sft", "num_generations": 4}, "num_generations is an option of the method grpo; give method grpo"),
         ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo"),
-        ({"reward": None}, "wants rewards from one place: give either reward"),
-        ({"grader_url": "http://x/y", "reward": "x.py"}, "wants rewards from one place"),
+        ({"reward": None}, "needs one source of rewards: give either reward"),
+        ({"grader_url": "http://x/y", "reward": "x.py"}, "needs one source of rewards"),
         ({"grader_url": "file:///etc/passwd"}, "grader_url must be an address such as"),
-        ({"loss_type": "ipo"}, "The method grpo has the losses dapo, grpo, dr_grpo, and not ipo"),
+        ({"loss_type": "ipo"}, "loss_type ipo is no loss of the method grpo; give dapo, grpo, dr_grpo"),
         ({"label_smoothing": 0.1}, "label_smoothing is an option of the method dpo"),
         ({"max_completion_length": 32}, "leaves no token of seq_len (32) for the prompt"),
-        ({"eval_data": ["x.jsonl"]}, "eval_data is judged by a loss"),
-        ({"packing": "tokens"}, "packing fills a microbatch with rows of known length"),
+        ({"eval_data": ["x.jsonl"]}, "eval_data is evaluated by the loss"),
+        ({"packing": "tokens"}, "packing needs rows of known length"),
         ({"lora_rank": 4, "lora_dropout": 0.1, "recipe": "bf16"}, "lora_dropout must be 0 with the method grpo"),
         ({"num_generations": 1}, "num_generations must be at least 2"),
         ({"epsilon": 1.0}, "epsilon must be less than 1"),

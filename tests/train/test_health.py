@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.train.health import FEW, RISEN, WINDOW, Spikes
+from fp8serve.train.health import FEW_LOSSES, MAX_SPIKES, WINDOW, SpikeDetector
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -14,8 +14,8 @@ KINDS = ("loss_spike", "loss_risen", "overflow", "underflow", "nonfinite", "scal
 
 
 def told(losses: list[float], first: float | None = None) -> list[tuple[int, str]]:
-    spikes = Spikes(first)
-    found = ((step, spikes.of(step, loss)) for step, loss in enumerate(losses, 1))
+    spikes = SpikeDetector(first)
+    found = ((step, spikes.check(step, loss)) for step, loss in enumerate(losses, 1))
     return [(step, event["code"]) for step, event in found if event is not None]
 
 
@@ -36,13 +36,13 @@ def test_few_losses_are_little_to_go_by() -> None:
     assert told([2.0, 4.9, 2.0]) == []
     assert told([2.0, 5.1, 2.0]) == [(2, "loss_spike")]
     assert told([15.0, 15.0], first=2.0) == [(1, "loss_spike"), (2, "loss_spike")]
-    assert told([2.0] * FEW + [3.1]) == [(FEW + 1, "loss_spike")]
+    assert told([2.0] * FEW_LOSSES + [3.1]) == [(FEW_LOSSES + 1, "loss_spike")]
 
 
 def test_a_level_that_stays_is_the_usual_one() -> None:
     found = told([2.0] * WINDOW + [12.0] * 40)
-    assert [code for _, code in found] == ["loss_spike"] * (RISEN - 1) + ["loss_risen"]
-    assert found[-1][0] == WINDOW + RISEN
+    assert [code for _, code in found] == ["loss_spike"] * (MAX_SPIKES - 1) + ["loss_risen"]
+    assert found[-1][0] == WINDOW + MAX_SPIKES
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "bf16"])
@@ -66,7 +66,7 @@ def test_a_run_that_diverges_says_what_happens(configure: Configure) -> None:
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_gradients_at_scale_1_underflow(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why a run observes its first microbatch before it begins."""
-    monkeypatch.setattr("fp8serve.train.trainer.warm_scales", lambda course: None)
+    monkeypatch.setattr("fp8serve.train.trainer.initialize_scales", lambda run: None)
     events: list[dict[str, Any]] = []
     Trainer(configure(max_steps=1, on_divergence="keep")).run(events.append)
     (told_of,) = [e for e in events if e.get("code") == "underflow"]

@@ -67,7 +67,7 @@ def test_a_packed_file_of_too_many_rows_fails_the_job_in_one_sentence(tmp_path: 
     bomb.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1_000_000))
     job = make_job(tmp_path / "job", configure, data=[str(bomb)], max_rows=100)
     assert job_process.main([str(job)]) == EXIT_FAILED
-    why = f"{bomb} has more than 100 rows, the most that is read of one file; give fewer."
+    why = f"{bomb} has more than 100 rows, the limit for one file; give fewer."
     assert events(job)[-1]["message"] == why
 
 
@@ -139,7 +139,7 @@ def test_two_workers_never_run_one_job(job: Path, capsys: pytest.CaptureFixture[
     with (job / "worker.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert job_process.main([str(job)]) == EXIT_LOCKED
-    assert "Another worker is running" in capsys.readouterr().err
+    assert "Another worker runs" in capsys.readouterr().err
     assert not (job / "events.jsonl").exists()
 
 

@@ -79,10 +79,10 @@ def without_scales(model: Path) -> None:
 @pytest.mark.parametrize(
     ("ask", "error", "said"),
     [
-        (lambda m: log_probs(m, [[]]), RequestError, "from 1 to 128 tokens here; found 0"),
-        (lambda m: log_probs(m, [[1] * 129]), RequestError, "from 1 to 128 tokens here; found 129"),
-        (lambda m: log_probs(m, [[1, 260]]), RequestError, "from 0 to 259 here; found 1 to 260"),
-        (lambda m: log_probs(m, [[-1, 2]]), RequestError, "from 0 to 259 here; found -1 to 2"),
+        (lambda m: log_probs(m, [[]]), RequestError, "from 1 to 128 tokens; found 0"),
+        (lambda m: log_probs(m, [[1] * 129]), RequestError, "from 1 to 128 tokens; found 129"),
+        (lambda m: log_probs(m, [[1, 260]]), RequestError, "from 0 to 259; found 1 to 260"),
+        (lambda m: log_probs(m, [[-1, 2]]), RequestError, "from 0 to 259; found -1 to 2"),
         (lambda m: log_probs(Forward(load_trainable(m), None), [[1]], recipe="bf16"), RequestError, "options out"),
         (lambda m: log_probs(m, [[1]], recipe="int4"), RecipeError, "no recipe 'int4'"),
         (without_scales, ScalesError, "no scales of keys and values"),

@@ -13,7 +13,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.adapters import read_adapter
 from fp8serve.model.config.decoder import read_config
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.lora import adapted_model, trained
+from fp8serve.train.lora import adapted_model, adapter_parameters
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -70,7 +70,7 @@ def test_the_base_is_as_it_is_served(lora: Configure) -> None:
     assert len(frozen) == 14
     assert all(layer.input_scale is not None for layer in frozen)
     assert all(layer.weight_q.dtype == torch.float8_e4m3fn for layer in frozen)
-    masters = trained(model)
+    masters = adapter_parameters(model)
     assert len(masters) == 3 * 14
     assert all(p.dtype == torch.float32 for p in masters.values())
     assert {n for n, p in model.named_parameters() if p.requires_grad} == set(masters)
@@ -150,7 +150,7 @@ def test_files_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
         ({"peft_type": "IA3"}, "is of the method 'IA3'"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
-        ({"init_lora_weights": "pissa"}, "began with pissa, which changes the base's weights"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa, which changes the base model's weights"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "patterns are not supported"),
         ({"rank": 3}, "lora_A of model.layers.0.self_attn.q_proj must be [3, 64] in this model, found [2, 64]"),
         ({"rank": True}, "r must be an integer from 1 to 4096, found true"),

@@ -49,7 +49,7 @@ def rounded_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rounding(self: Forward, *arguments: Any, **options: Any) -> None:
         begin(self, *arguments, **options)
-        self.as_is = set()
+        self.uncast = set()
 
     monkeypatch.setattr(Forward, "__init__", rounding)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8serve.model.adapters import adaptable
+from fp8serve.model.adapters import adaptable_linears
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.memory import memory_estimate, parameter_counts
@@ -43,7 +43,7 @@ def test_weights_gradients_and_moments_are_foreseen(
     optimizer = Optimizer(parameters, config)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.collect()
+    optimizer.accumulate_in_fp32()
     held = {id(p): p.nbytes for p in (*optimizer.masters.values(), *parameters.values())}
     grads = sum(p.grad.nbytes for p in optimizer.masters.values() if p.grad is not None)
     if masters == "optimizer":  # while a microbatch's BF16 gradients move over, they are there, too
@@ -60,7 +60,7 @@ def test_an_adapters_weights_are_foreseen(family: str, tmp_path: Path, configure
     make_model(KINDS[family], tmp_path)
     config = read_config(tmp_path)
     job: Any = configure(amax_history_len=None, lora_rank=8, dora=True)
-    adapter = sum(8 * (rows + cols) + rows for rows, cols in adaptable(config).values())
+    adapter = sum(8 * (rows + cols) + rows for rows, cols in adaptable_linears(config).values())
     linears, others = parameter_counts(config)
     plan = memory_estimate(config, job, 0, 0.0)
     assert plan["gradients"] == pytest.approx(4 * adapter, rel=0.06)

@@ -96,7 +96,7 @@ def test_masters_in_the_optimizer_keep_what_bf16_would_round_away() -> None:
     start = optimizer.masters["w"].detach().clone()
     for _ in range(3):
         params["w"].grad = torch.ones_like(params["w"])
-        optimizer.collect()
+        optimizer.accumulate_in_fp32()
         optimizer.step(1e-6)  # far below BF16's resolution of these weights
     moved = start - optimizer.masters["w"]
     torch.testing.assert_close(moved, torch.full_like(moved, 3e-6), atol=5e-7, rtol=0)
@@ -108,7 +108,7 @@ def test_masters_in_the_optimizer_accumulate_in_fp32() -> None:
     optimizer = Optimizer(params, config(master_weights="optimizer"))
     for value in (1.0, 2.0**-10):  # their sum is not a BF16 number
         params["b"].grad = torch.full_like(params["b"], value)
-        optimizer.collect()
+        optimizer.accumulate_in_fp32()
     assert torch.equal(grad_of(optimizer.masters["b"]), torch.full((4,), 1 + 2.0**-10))
 
 
@@ -135,7 +135,7 @@ def test_a_restored_optimizer_goes_on_with_the_same_bits(place: str) -> None:
 
 def run(optimizer: Optimizer, params: dict[str, nn.Parameter], seed: int) -> None:
     give_gradients(params, seed)
-    optimizer.collect()
+    optimizer.accumulate_in_fp32()
     optimizer.step(1e-2)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Cursor, Step, epoch_steps, permutation, total_steps, walk
+from fp8serve.train.data import Cursor, Step, epoch_steps, iterate_steps, permutation, total_steps
 
 
 def config(**values: object) -> TrainConfig:
@@ -50,14 +50,14 @@ def test_the_permutation_is_the_same_on_every_machine() -> None:
 @pytest.mark.parametrize("cut", range(7))
 def test_walking_on_from_a_cursor_is_walking_through(cut: int) -> None:
     cfg, lengths = config(batch_size=2, epochs=2), [3, 4, 5, 6, 7]
-    whole = list(walk(lengths, cfg, Cursor(), total_steps(lengths, cfg)))
+    whole = list(iterate_steps(lengths, cfg, Cursor(), total_steps(lengths, cfg)))
     cursor = whole[cut - 1][1] if cut else Cursor()
-    assert list(walk(lengths, cfg, cursor, len(whole) - cut)) == whole[cut:]
+    assert list(iterate_steps(lengths, cfg, cursor, len(whole) - cut)) == whole[cut:]
     assert [c for _, c in whole] == [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0), Cursor(1, 1), Cursor(1, 2), Cursor(2, 0)]
 
 
 def test_max_steps_runs_into_further_epochs() -> None:
     cfg = config(batch_size=2, max_steps=7)
-    steps = [step for step, _ in walk([1] * 4, cfg, Cursor(), total_steps([1] * 4, cfg))]
+    steps = [step for step, _ in iterate_steps([1] * 4, cfg, Cursor(), total_steps([1] * 4, cfg))]
     assert len(steps) == 7
     assert sorted(rows(steps[2:4])) == [0, 1, 2, 3]

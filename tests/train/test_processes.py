@@ -15,11 +15,11 @@ import torch
 
 from fp8serve.errors import JobError
 from fp8serve.ranks import Ranks
-from fp8serve.server.finetuning.job_runner import WORKER, worker_command
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, training_command
 from fp8serve.train import job_process
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.job_process import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
-from fp8serve.train.train_step import Exchange
+from fp8serve.train.train_step import GradientExchange
 from fp8serve.train.trainer import Trainer
 from tests.fp8.distributed.ranks import on_ranks
 from tests.patience import PATIENCE, until
@@ -75,13 +75,13 @@ def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
 
 def _exchanged(rank: int) -> list[Any]:
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2, 1)]
-    exchange = Exchange(parameters, Ranks(rank, 2))
+    exchange = GradientExchange(parameters, Ranks(rank, 2))
     for values in ([1e8, 1.0], [-1e8, 3.0], [-0.0, None]):
         if (value := values[rank]) is not None:
             parameters[0].grad = torch.full((3,), value)
             parameters[2].grad = torch.full((1,), -0.0)
-        exchange.round()
-    exchange.finish()
+        exchange.finish_round()
+    exchange.finish_step()
     summed, never, zero = (parameter.grad for parameter in parameters)
     assert summed is not None
     assert zero is not None
@@ -129,7 +129,9 @@ def test_a_job_goes_from_two_processes_to_four_to_one(configure: Configure, tmp_
 
 def test_more_processes_than_microbatches_are_refused(configure: Configure) -> None:
     config = configure(accumulate=2)
-    with pytest.raises(JobError, match=r"3 processes divide the microbatches of a step, and it has 2 \(accumulate\)"):
+    with pytest.raises(
+        JobError, match=r"Each process needs a microbatch, and a step has 2 \(accumulate\) for 3 processes"
+    ):
         Trainer(config, Ranks(0, 3)).run()
     assert not Path(config.out).exists()
 
@@ -248,7 +250,7 @@ def test_torchrun_starts_the_command(finetune: list[str]) -> None:
     assert json.loads(done.stdout)["status"] == "succeeded"  # one of them speaks
     refused = under_torchrun("fp8serve", *finetune, "--accumulate", "1")
     assert refused.returncode == 1
-    assert refused.stderr.count("2 processes divide the microbatches of a step") == 1, refused.stderr
+    assert refused.stderr.count("Each process needs a microbatch") == 1, refused.stderr
 
 
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["whole", "fsdp"])
@@ -263,17 +265,17 @@ def test_no_thread_of_the_group_outlives_the_command(finetune: list[str], more: 
 def test_a_job_has_no_more_processes_than_a_step_has_microbatches(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, **SHARED)
     described = json.loads((job / "job.json").read_text())
-    assert [job_process.processes(job, most) for most in (1, 3, 9)] == [1, 3, 4]
+    assert [job_process.usable_processes(job, most) for most in (1, 3, 9)] == [1, 3, 4]
     for change in ({"accumulate": 1}, {"lr": -1}):
         (job / "job.json").write_text(json.dumps({**described, **change}))
-        assert job_process.processes(job, 9) == 1
-    assert worker_command(1) == WORKER
-    assert worker_command(3) == (*WORKER, "--procs", "3")
+        assert job_process.usable_processes(job, 9) == 1
+    assert training_command(1) == TRAINING_COMMAND
+    assert training_command(3) == (*TRAINING_COMMAND, "--procs", "3")
 
 
 def test_answers_are_drawn_in_one_process(configure: Configure) -> None:
     config = dataclasses.replace(configure(accumulate=4), method="grpo", reward="reward.py")
-    with pytest.raises(JobError, match="grpo draws its answers in one process; ask for one, and not 2"):
+    with pytest.raises(JobError, match="grpo runs in one process; start 1 process instead of 2"):
         Trainer(config, Ranks(0, 2)).run()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve.errors import MachineError
 from fp8serve.train import reporting
-from fp8serve.train.reporting import reported
+from fp8serve.train.reporting import reporting_to_tools
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -116,7 +116,7 @@ def test_a_tool_that_is_not_installed_is_said_before_any_work(
 
 def test_without_tools_the_owner_is_told_directly(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
-    with reported(configure(), told.append) as tell:
+    with reporting_to_tools(configure(), told.append) as tell:
         tell({"type": "metrics", "step": 1})
     assert told == [{"type": "metrics", "step": 1}]
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import save_tensors, take_lock
+from fp8serve.model.storage.files import acquire_lock, save_tensors
 from fp8serve.train import checkpoint, checkpointing, job_process
 from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE
@@ -78,7 +78,7 @@ def test_another_model_in_the_same_directory_is_refused(configure: Configure, tm
     copy = shutil.copytree(model_dir, tmp_path / "copy")
     Trainer(configure(max_steps=4, save_every=1, model=str(copy))).run(stop=after(1))  # the same one, elsewhere
     other = other_model(model_dir, tmp_path / "other")
-    with pytest.raises(JobError, match="trained from another model than this job names"):
+    with pytest.raises(JobError, match="trained from another model than this job's"):
         Trainer(configure(max_steps=4, save_every=1, model=other)).run()
 
 
@@ -92,7 +92,7 @@ def test_another_tokenizer_or_template_is_another_model(model_dir: Path, tmp_pat
 
 
 def _hold(path: Path, ready: Any, release: Any) -> None:
-    with take_lock(path, "taken"):
+    with acquire_lock(path, "taken"):
         ready.set()
         release.wait()
 
@@ -107,7 +107,7 @@ def test_two_runs_do_not_share_a_directory(configure: Configure) -> None:
     other.start()
     try:
         assert ready.wait(PATIENCE)
-        with pytest.raises(JobError, match="Another run is at work in"):
+        with pytest.raises(JobError, match="Another run uses"):
             Trainer(config).run()
         assert sorted(p.name for p in out.iterdir()) == ["run.lock"]
     finally:
@@ -155,7 +155,7 @@ def test_a_run_goes_on_when_it_is_given_more_steps(configure: Configure) -> None
     events.clear()
     assert Trainer(configure(max_steps=5)).run(events.append).model == str(model)  # done already: nothing happens
     assert [e.get("code") for e in events] == ["tokenized", "data", "resumed"]
-    with pytest.raises(JobError, match="is at step 5 already, this job says 4"):
+    with pytest.raises(JobError, match="is already at step 5, and this job ends at step 4"):
         Trainer(configure(max_steps=4)).run()
 
 
@@ -174,7 +174,7 @@ def test_a_run_keeps_its_day(configure: Configure, monkeypatch: pytest.MonkeyPat
     assert result.checkpoint is not None
     saved = checkpoint.read_checkpoint(Path(result.checkpoint)).meta
     assert saved["identity"]["config"]["template_date"] == saved["config"]["template_date"] == "2026-01-31"
-    with pytest.raises(JobError, match="written with template_date='2026-01-31', this job says '2026-02-01'"):
+    with pytest.raises(JobError, match="written with template_date='2026-01-31', and this job has '2026-02-01'"):
         Trainer(configure(max_steps=4, save_every=1, template_date="2026-02-01")).run()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8serve.errors import JobError
-from fp8serve.train.events import EVENTS, FIRST_COLUMNS, as_csv, as_it_stands, curves_of, logged, series_of_run
+from fp8serve.train.events import EVENTS, FIRST_COLUMNS, as_csv, curves_of, latest_rows, logged, series_of_run
 
 ROWS = [
     {"step": 1, "total_steps": 2, "train_loss": 2.5, "learning_rate": 1e-5, "rewards/chosen": -0.25},
@@ -60,8 +60,8 @@ def test_a_step_that_was_taken_again_counts_once_and_the_later_time(tmp_path: Pa
 
     first = [row(step, 9.0 + step) for step in (1, 2, 3, 4)]
     again = [row(step, float(step), returns=1) for step in (2, 3)]
-    assert as_it_stands([]) == []
-    assert as_it_stands(first) == first
+    assert latest_rows([]) == []
+    assert latest_rows(first) == first
     with logged(tmp_path / EVENTS) as log:
         for one in first + again:  # gone back to step 1, and now at 3: step 4 is taken back
             log({"type": "metrics", "level": "info", "message": "Step", **one})

@@ -10,7 +10,7 @@ from fp8serve.train.forward import summed_loss, target_log_probs
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1000)  # three rows of 300
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 1000)  # three rows of 300
 
 
 def case(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8serve.errors import JobError
 from fp8serve.model.checkpoint import TensorScale, load_scales
-from fp8serve.model.readers import SPELLING
+from fp8serve.model.compatibility import SCALE_NAMES_NOTE
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, checkpointing, train_step
 from fp8serve.train.config import TrainConfig
@@ -44,7 +44,7 @@ def test_training_lowers_the_loss(configure: Configure, recipe: str) -> None:
     assert (Path(result.model) / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("format_", "notes"), [("compressed-tensors", []), ("fp8", [SPELLING])])
+@pytest.mark.parametrize(("format_", "notes"), [("compressed-tensors", []), ("fp8", [SCALE_NAMES_NOTE])])
 def test_a_result_that_not_everybody_reads_says_so(configure: Configure, format_: str, notes: list[str]) -> None:
     events: list[dict[str, Any]] = []
     Trainer(configure(format=format_, max_steps=1)).run(events.append)
@@ -100,7 +100,7 @@ def history(entry: TensorScale) -> Tensor:
 
 def test_another_rate_is_not_the_same_job(configure: Configure) -> None:
     Trainer(configure(max_steps=2)).run()
-    with pytest.raises(JobError, match=r"written with lr=0\.001, this job says 0\.002"):
+    with pytest.raises(JobError, match=r"written with lr=0\.001, and this job has 0\.002"):
         Trainer(configure(max_steps=2, lr=2e-3)).run()
 
 
@@ -233,7 +233,7 @@ def test_validation_by_what_is_learnt_is_warned_of(configure: Configure, tmp_pat
     learnt = Path(configure().data[0]).read_text().splitlines()
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text("\n".join([*learnt[:3], '{"text": "the lazy fox"}']))
-    for files, said in (([str(mixed)], ["3 of 4 validation rows are training rows, too"]), ([], [])):
+    for files, said in (([str(mixed)], ["3 of 4 validation rows are also training rows"]), ([], [])):
         told: list[Any] = []
         Trainer(configure(eval_data=files, max_steps=1, out=str(tmp_path / str(len(files))))).run(told.append)
         found = [event["message"] for event in told if event.get("code") == "overlap"]

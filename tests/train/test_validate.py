@@ -16,7 +16,7 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import load_items, total_steps
 from fp8serve.train.memory import memory_estimate, parameter_counts
 from fp8serve.train.methods.supervised import SftReader
-from fp8serve.train.validate import MAX_LISTED, look_at_data, some_rows, validate
+from fp8serve.train.validate import MAX_LISTED, data_report, first_rows, validate
 
 from .conftest import Configure
 
@@ -53,7 +53,7 @@ def test_a_dry_run_holds_only_the_bad_lines_that_it_lists(
     monkeypatch.setattr(Tokenizer, "from_dir", lambda *_: tokenizer)
     tracemalloc.start()
     try:
-        report, peak = look_at_data(config), tracemalloc.get_traced_memory()[1]
+        report, peak = data_report(config), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert (report.bad_line_count, len(report.bad_lines)) == (50_000, MAX_LISTED)
@@ -67,8 +67,8 @@ UNUSED = {
 }
 LACKS = {
     "sft": "a token to learn from",
-    "dpo": "two different answers",
-    "grpo": "a prompt of at least two tokens with room for an answer",
+    "dpo": "two different completions",
+    "grpo": "a prompt of at least two tokens with room for a completion",
 }
 
 
@@ -102,7 +102,7 @@ def test_limits_hold_in_a_dry_run(configure: Configure, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "red"}\n' * 9))
     report = validate(configure(data=[str(path)], max_rows=8))
-    assert report.bad_lines[0]["message"].startswith(f"{path} has more than 8 rows, the most that is read of one file;")
+    assert report.bad_lines[0]["message"].startswith(f"{path} has more than 8 rows, the limit for one file;")
     assert report.data.rows == 8
 
 
@@ -164,8 +164,8 @@ def test_the_first_rows_of_files_pass_over_bad_ones(configure: Configure, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "red"}\n{oops\n{"text": "green blue"}\n{"text": "one two three"}\n', encoding="utf-8")
     config = configure(data=[str(path)])
-    every = some_rows(config, config.data, 10**9)
+    every = first_rows(config, config.data, 10**9)
     assert len(every) == 3
-    assert len(some_rows(config, config.data, every[0].tokens + every[1].tokens)) == 2
-    assert some_rows(config, config.data, every[0].tokens - 1) == []
-    assert some_rows(config, [str(tmp_path / "gone.jsonl")], 100) == []
+    assert len(first_rows(config, config.data, every[0].tokens + every[1].tokens)) == 2
+    assert first_rows(config, config.data, every[0].tokens - 1) == []
+    assert first_rows(config, [str(tmp_path / "gone.jsonl")], 100) == []

@@ -1,7 +1,6 @@
-"""silu(gate) * up, its gradient, and the cast behind it; any function of a BF16 number as a table of all its values.
+"""silu(gate) * up, its gradient, its fusion with a cast, and functions of a BF16 number as a table of all its values.
 
-A fused op is by definition the composition of its parts, rounding where the parts round. Only the last bit of the
-sigmoid is left open.
+A fused op equals the composition of its parts and rounds where they round. Only the last bit of the sigmoid is open.
 """
 
 from functools import partial
@@ -16,24 +15,24 @@ from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.casts import quantize
 from fp8serve.fp8.ops.inputs import (
     dense_like,
+    edge_values,
     fake_cast,
     fake_like_first,
     gradient_cases,
-    hostile,
-    normal,
+    random_normal,
     row_cases,
-    tiles,
+    tiled_noise,
 )
 from fp8serve.fp8.ops.registry import Case, define
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up; silu is rounded to its dtype before the product."""
+    """Returns silu(gate) * up; silu(gate) is rounded to its dtype before the product."""
     return F.silu(gate) * up
 
 
 def _silu_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    return normal(rows, cols, dtype), normal(rows, cols, dtype, 1)
+    return random_normal(rows, cols, dtype), random_normal(rows, cols, dtype, 1)
 
 
 define(
@@ -45,11 +44,11 @@ define(
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `silu_mul` with respect to gate and up; FP32 inside, rounded once."""
-    wide, upstream = gate.float(), grad.float()
-    sigmoid = wide.sigmoid()
-    d_gate = upstream * up * (sigmoid * (1 + wide * (1 - sigmoid)))
-    return d_gate.to(gate.dtype), (upstream * (wide * sigmoid).to(gate.dtype)).to(up.dtype)
+    """Returns the gradients of `silu_mul` for gate and up, computed in FP32 and rounded once."""
+    gate_fp32, upstream = gate.float(), grad.float()
+    sigmoid = gate_fp32.sigmoid()
+    d_gate = upstream * up * (sigmoid * (1 + gate_fp32 * (1 - sigmoid)))
+    return d_gate.to(gate.dtype), (upstream * (gate_fp32 * sigmoid).to(gate.dtype)).to(up.dtype)
 
 
 def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ define(
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`silu_mul` of gate and up [M, K], quantized by a given scale []: (q, amax)."""
+    """Quantizes silu_mul(gate, up), both [M, K], by `scale` []; returns (q, amax)."""
     return quantize(silu_mul(gate, up), scale, dtype)
 
 
@@ -75,7 +74,7 @@ def _composed_silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: 
 
 
 def _silu_quantize_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype) -> tuple[Any, ...]:
-    return tiles(*shape, dtype), tiles(*shape, dtype, seed=1), torch.tensor(3.0), fp8
+    return tiled_noise(*shape, dtype), tiled_noise(*shape, dtype, seed=1), torch.tensor(3.0), fp8
 
 
 def _silu_quantize_cases() -> list[Case]:
@@ -93,22 +92,21 @@ define(
 
 
 def look_up(x: Tensor, table: Tensor) -> Tensor:
-    """x BF16 [M, K] and table BF16 [65536] -> [M, K]: for each element the table's entry at the integer with its
-    bits."""
-    places = x.contiguous().view(torch.uint16).int()
-    return table.index_select(0, places.view(-1)).view(x.shape)  # a fifth of the time of indexing by []
+    """Replaces each element of x, BF16 [M, K], by table[bits of the element as an integer], BF16 [65536]."""
+    indices = x.contiguous().view(torch.uint16).int()
+    return table.index_select(0, indices.view(-1)).view(x.shape)  # five times as fast as table[indices]
 
 
 def _case(kind: str) -> tuple[Any, ...]:
-    """All entries of the table differ: each is its index read as a BF16 number, negated."""
+    """Arguments with a table of distinct entries: each is the negative BF16 number with the bits of its index."""
     table = torch.arange(2**16).to(torch.int16).roll(2**15).view(torch.bfloat16)
     dtype = torch.bfloat16
     inputs = {
-        "hostile": lambda: hostile(dtype).nan_to_num(0.0, torch.inf, -torch.inf),  # NaN equals nothing
-        "odd": lambda: normal(5, 70, dtype),
-        "rows apart": lambda: normal(9, 64, dtype)[:, 3:36],
-        "no rows": lambda: normal(0, 16, dtype),
-        "several tasks": lambda: normal(130, 1032, dtype),
+        "hostile": lambda: edge_values(dtype).nan_to_num(0.0, torch.inf, -torch.inf),  # NaN equals nothing
+        "odd": lambda: random_normal(5, 70, dtype),
+        "rows apart": lambda: random_normal(9, 64, dtype)[:, 3:36],
+        "no rows": lambda: random_normal(0, 16, dtype),
+        "several tasks": lambda: random_normal(130, 1032, dtype),
     }
     return inputs[kind](), table
 

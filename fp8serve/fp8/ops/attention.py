@@ -1,5 +1,5 @@
-"""Attention over a paged cache of keys and values, the write into it, and the gradients of causal attention within
-sequences, for training through the forward pass of a server."""
+"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention, with which training
+runs the same forward pass as serving."""
 
 from functools import partial
 from itertools import product
@@ -8,35 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import FP8_MAX, saturate
-from fp8serve.fp8.ops.inputs import dense_like, fake_nothing, tiles
+from fp8serve.fp8.ops.arithmetic import FP8_MAX, saturating_cast
+from fp8serve.fp8.ops.inputs import dense_like, fake_nothing, tiled_noise
 from fp8serve.fp8.ops.registry import Case, define
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None) -> Tensor:
-    """The first `length` tokens of a sequence from its blocks: [kv_heads, length, head_dim] in FP64."""
+def _cached_tokens(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor | None) -> Tensor:
+    """Returns the first `length` tokens of a sequence from its blocks, FP64 [kv_heads, length, head_dim]."""
     tokens = cache[blocks.long()].flatten(0, 1)[:length]
     values = tokens.float() if scale_inv is None else tokens.float() * scale_inv
     return values.double().transpose(0, 1)
 
 
-def hidden(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [queries, length]: True where one of the last `queries` tokens does not see a token of all `length`.
+def attention_mask(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns a mask, bool [queries, length], that is True where one of the last `queries` tokens does not see a token.
 
-    A token sees itself and those before it; with a window (>= 1) only the last `window` of these.
+    A token sees itself and all tokens before it, or with a window (>= 1) the last `window` of these.
     """
     distance = torch.arange(length, device=device) - torch.arange(length - queries, length, device=device).unsqueeze(1)
     return distance > 0 if window is None else (distance > 0) | (distance <= -window)
 
 
-def attention_weights(scores: Tensor, unseen: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys: scores [..., T, L] in high precision, bool `unseen` [T, L] -> like scores.
+def attention_weights(scores: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """Returns the softmax over the keys of scores [..., T, L], with zeros where `mask`, bool [T, L], is True.
 
-    softcap: scores become softcap * tanh(scores / softcap). sinks: logits [..., 1, 1] that join the denominator.
+    With `softcap`, scores become softcap * tanh(scores / softcap). `sinks` are logits [..., 1, 1] that are added to the
+    denominator.
     """
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(unseen, -torch.inf)
+    scores = scores.masked_fill(mask, -torch.inf)
     if sinks is None:
         return scores.softmax(-1)
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -52,14 +53,14 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last T of L tokens: q [T, H, D], k and v [KV, L, D] in FP64 -> [T, H, D] in FP64."""
+    """Returns the causal attention, FP64 [T, H, D], of the last T of L tokens: q [T, H, D], FP64 k and v [KV, L, D]."""
     queries, heads, dim = q.shape
     kv_heads, length, _ = k.shape
     grouped = q.double().view(queries, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     scores = grouped @ k.unsqueeze(1).transpose(2, 3) * softmax_scale  # [KV, group, T, L]
     if sinks is not None:
         sinks = sinks.view(kv_heads, heads // kv_heads, 1, 1)
-    weights = attention_weights(scores, hidden(queries, length, window, q.device), softcap, sinks)
+    weights = attention_weights(scores, attention_mask(queries, length, window, q.device), softcap, sinks)
     return (weights @ v.unsqueeze(1)).permute(2, 0, 1, 3).reshape(queries, heads, dim)
 
 
@@ -77,21 +78,24 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of new tokens over their sequences' paged caches.
+    """Returns the causal attention of new tokens over the paged caches of their sequences, of q's shape.
 
-    q [T, heads, head_dim] flattened over sequences (query_starts int32 [S+1]); caches [blocks, block_size, kv_heads,
-    head_dim]; block_tables int32 [S, max_blocks]; context_lens int32 [S] with the new tokens. window: a token
-    sees itself and the `window` - 1 tokens before it; None: all of them. softcap: scores, scaled, become softcap *
-    tanh(score / softcap). sinks FP32 [heads]: logits that join the denominator of their head's softmax. Each sequence
-    is computed alone and in FP64, rounded once at the end: its result does not depend on its neighbours, nor on how its
-    prompt was cut into chunks.
+    q [T, heads, head_dim] has the new tokens of all sequences, and query_starts int32 [S+1] the first token of each.
+    Caches are [blocks, block_size, kv_heads, head_dim]. block_tables int32 [S, max_blocks] are the blocks of each
+    sequence. context_lens int32 [S] include the new tokens. With `window` a token sees itself and the `window` - 1
+    tokens before it. `softcap` and `sinks`, FP32 [heads], are as in `attention_weights`. Each sequence is computed
+    separately in FP64 and rounded once at the end, so the result depends neither on other sequences nor on the chunks
+    in which a prompt is processed.
     """
     out = torch.empty_like(q)
     starts, lengths = query_starts.tolist(), context_lens.tolist()
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
         blocks = block_tables[i, : -(-length // k_cache.shape[1])]
-        k, v = _gather(k_cache, blocks, length, k_scale_inv), _gather(v_cache, blocks, length, v_scale_inv)
+        k, v = (
+            _cached_tokens(k_cache, blocks, length, k_scale_inv),
+            _cached_tokens(v_cache, blocks, length, v_scale_inv),
+        )
         if rows.start != rows.stop:
             out[rows] = attend(q[rows], k, v, softmax_scale, window, softcap, sinks).to(q.dtype)
     return out
@@ -104,7 +108,7 @@ def _fake_paged_attention(q: Tensor, *rest: Any, **options: Any) -> Tensor:
 def _paged_case(
     cache: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]]
 ) -> tuple[Any, ...]:
-    """lengths: per sequence (tokens in the context, new tokens); block size 4, blocks in a shuffled order."""
+    """Arguments with block size 4 and shuffled blocks; `lengths` are (tokens in the context, new tokens)."""
     noise = torch.Generator().manual_seed(heads)
     per_sequence = max(-(-length // 4) for length, _ in lengths)
     order = torch.randperm(per_sequence * len(lengths), generator=noise)
@@ -119,9 +123,9 @@ def _paged_case(
 def prompt_case(
     cache: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]], *options: Any
 ) -> tuple[Any, ...]:
-    """As `_paged_case`, with BF16 queries over any cache, and with window, soft cap and sinks where given."""
-    q, *others = _paged_case(cache, heads, kv_heads, dim, lengths)
-    return q.bfloat16(), *others, *options
+    """Returns the arguments of `_paged_case` with BF16 queries, and with `options`: window, soft cap and sinks."""
+    q, *arguments = _paged_case(cache, heads, kv_heads, dim, lengths)
+    return q.bfloat16(), *arguments, *options
 
 
 def _paged_cases() -> list[Case]:
@@ -138,7 +142,7 @@ def _paged_option_case(cache: torch.dtype, *options: Any) -> tuple[Any, ...]:
 
 
 def _paged_option_cases() -> list[Case]:
-    """Window, soft cap, sinks."""
+    """Cases with a window, a soft cap and sinks."""
     sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
     choices = ((8,), (33, None, sinks), (None, 2.0), (5, 0.5, sinks))
     grid = product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), choices)
@@ -157,7 +161,7 @@ define(
 
 def _write(x: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None) -> None:
     if cache.dtype in FP8_MAX:
-        x = saturate(x.float() if scale is None else x.float() * scale, cache.dtype)
+        x = saturating_cast(x.float() if scale is None else x.float() * scale, cache.dtype)
     in_cache = slots >= 0
     cache.view(-1, *cache.shape[2:])[slots[in_cache]] = x[in_cache].to(cache.dtype)
 
@@ -171,16 +175,16 @@ def write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Write k and v [T, kv_heads, head_dim] into their slots (block * block_size + offset; negative: skip).
+    """Writes k and v [T, kv_heads, head_dim] into their slots (block * block_size + offset); skips negative slots.
 
-    An FP8 cache stores saturate(x * scale), scale FP32 [] or None for 1.
+    An FP8 cache stores the saturating cast of x * scale; scale is FP32 [], or None for 1.
     """
     _write(k, k_cache, slots, k_scale)
     _write(v, v_cache, slots, v_scale)
 
 
 def _write_case(cache: torch.dtype, scale: float | None) -> tuple[Any, ...]:
-    k, v = tiles(5, 3 * 8, torch.bfloat16).view(5, 3, 8), tiles(5, 3 * 8, torch.bfloat16, 1).view(5, 3, 8)
+    k, v = tiled_noise(5, 3 * 8, torch.bfloat16).view(5, 3, 8), tiled_noise(5, 3 * 8, torch.bfloat16, 1).view(5, 3, 8)
     caches = [torch.zeros(4, 4, 3, 8).to(cache) for _ in range(2)]
     scales = None if scale is None else torch.tensor(scale)
     return k, v, *caches, torch.tensor([3, 9, -1, 0, 15]), scales, scales
@@ -214,7 +218,9 @@ def attention_backward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Gradients:
-    """Gradients (d_q, d_k, d_v, d_sinks) of causal attention within each sequence; `grad` is that of its output.
+    """Returns the gradients (d_q, d_k, d_v, d_sinks) of causal attention within each sequence.
+
+    `grad` is the gradient of the output.
 
     grad, q and d_q BF16 [T, heads, head_dim]; k, v, d_k and d_v BF16 [T, kv_heads, head_dim]; T is the sum of
     `lengths`. window, softcap and sinks as in `paged_attention`; d_sinks FP32 [heads], zeros without sinks. The
@@ -227,14 +233,15 @@ def attention_backward(
     for length in lengths:
         rows = slice(start, start + length)
         dy, a, b, c = (t[rows].double() for t in (grad, q, k, v))
-        one = _of_sequence(dy, a, b, c, softmax_scale, window, softcap, sinks)
-        d_q[rows], d_k[rows], d_v[rows] = one[:3]
-        d_sinks += one[3]
+        d_q[rows], d_k[rows], d_v[rows], d_sequence_sinks = _sequence_backward(
+            dy, a, b, c, softmax_scale, window, softcap, sinks
+        )
+        d_sinks += d_sequence_sinks
         start += length
     return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks.float()
 
 
-def _of_sequence(
+def _sequence_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -244,22 +251,26 @@ def _of_sequence(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Gradients:
-    """In FP64. With S = Q K^T, capped, P = softmax(S) and dP = dO V^T, the gradient of S is P (dP - D), where D is the
-    sum of P dP over the keys. A sink has no value, so its own dP is 0."""
+    """Returns the gradients of one sequence in FP64.
+
+    With S = Q K^T (after the soft cap), P = softmax(S) and dP = dO V^T, the gradient of S is P (dP - D), where D is the
+    sum of P dP over the keys. A sink has no value, so its dP is 0.
+    """
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     grad, q, k, v = (t.transpose(0, 1) for t in (grad, q, k, v))  # [heads or kv_heads, L, head_dim]
     k, v = (t.repeat_interleave(group, 0) for t in (k, v))
     scores = q @ k.mT * softmax_scale
-    joining = None if sinks is None else sinks.view(-1, 1, 1)
-    weights = attention_weights(scores, hidden(q.shape[1], q.shape[1], window, q.device), softcap, joining)
+    sink_logits = None if sinks is None else sinks.view(-1, 1, 1)
+    mask = attention_mask(q.shape[1], q.shape[1], window, q.device)
+    weights = attention_weights(scores, mask, softcap, sink_logits)
     d_weights = grad @ v.mT
-    mean = (weights * d_weights).sum(-1, keepdim=True)
-    d_scores = weights * (d_weights - mean)
+    weighted_sum = (weights * d_weights).sum(-1, keepdim=True)
+    d_scores = weights * (d_weights - weighted_sum)
     if softcap is not None:
         d_scores = d_scores * (1 - torch.tanh(scores / softcap).square())
-    of_keys = (d_scores.mT @ q * softmax_scale, weights.mT @ grad)
-    d_k, d_v = (d.view(kv_heads, group, *d.shape[1:]).sum(1).transpose(0, 1) for d in of_keys)
-    d_sinks = -((1 - weights.sum(-1)) * mean[..., 0]).sum(-1) * (sinks is not None)
+    per_head = (d_scores.mT @ q * softmax_scale, weights.mT @ grad)
+    d_k, d_v = (d.view(kv_heads, group, *d.shape[1:]).sum(1).transpose(0, 1) for d in per_head)
+    d_sinks = -((1 - weights.sum(-1)) * weighted_sum[..., 0]).sum(-1) * (sinks is not None)
     return (d_scores @ k * softmax_scale).transpose(0, 1), d_k, d_v, d_sinks
 
 

@@ -1,4 +1,4 @@
-"""Casts to FP8: by a given scale, by the tensor's own, by row and by block; and transposes."""
+"""Casts to FP8 with a given scale, or with scales computed per tensor, per row or per block; and transposes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,28 +16,28 @@ from fp8serve.fp8.ops.arithmetic import (
     amax,
     blocks,
     expand,
-    inverse_of,
-    saturate,
+    inverse_scale,
+    saturating_cast,
     scale_from_amax,
 )
-from fp8serve.fp8.ops.inputs import fake_cast, hostile, quantized, tiles
+from fp8serve.fp8.ops.inputs import edge_values, fake_cast, random_fp8, tiled_noise
 from fp8serve.fp8.ops.registry import Case, define
 
 
 def _inputs() -> dict[str, Callable[[], Tensor]]:
-    """The tensors every cast is tried on."""
+    """Returns functions that create the inputs on which every cast is tested, by name."""
     return {
-        "tiles 64x256": lambda: tiles(64, 256),
-        "tiles bf16 ragged 67x300": lambda: tiles(67, 300, torch.bfloat16),
-        "fp16 3x129": lambda: tiles(3, 129, torch.float16),
-        "hostile": hostile,
-        "hostile bf16": lambda: hostile(torch.bfloat16),
-        "transposed view": lambda: tiles(40, 20).t(),
-        "strided view": lambda: tiles(20, 80)[:, ::2],
+        "tiles 64x256": lambda: tiled_noise(64, 256),
+        "tiles bf16 ragged 67x300": lambda: tiled_noise(67, 300, torch.bfloat16),
+        "fp16 3x129": lambda: tiled_noise(3, 129, torch.float16),
+        "hostile": edge_values,
+        "hostile bf16": lambda: edge_values(torch.bfloat16),
+        "transposed view": lambda: tiled_noise(40, 20).t(),
+        "strided view": lambda: tiled_noise(20, 80)[:, ::2],
         "one element": lambda: torch.tensor([[-3.0]]),
         "no rows": lambda: torch.empty(0, 128),
         "all zeros": lambda: torch.zeros(130, 130, dtype=torch.bfloat16),
-        "tiny": lambda: tiles(5, 140) * 1e-38,
+        "tiny": lambda: tiled_noise(5, 140) * 1e-38,
     }
 
 
@@ -58,8 +58,8 @@ def _cast_cases(*rest: tuple[Any, ...]) -> list[Case]:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize by a given scale []: (q, amax of x)."""
-    return saturate(x.float() * scale, dtype), amax(x)
+    """Quantizes x by `scale` []; returns (q, amax of x)."""
+    return saturating_cast(x.float() * scale, dtype), amax(x)
 
 
 define(
@@ -72,7 +72,7 @@ define(
 
 
 def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x [M, K] by a given scale []: (q [M, K], its transpose [K, M], amax of x), all in one read of x."""
+    """Quantizes x [M, K] by `scale` []; returns (q [M, K], its transpose [K, M], amax of x), reading x only once."""
     q, largest = quantize(x, scale, dtype)
     return q, q.t().clone(memory_format=torch.contiguous_format), largest
 
@@ -99,10 +99,10 @@ define(
 def quantize_current(
     x: Tensor, dtype: torch.dtype, power_2: bool, infinity_is_nan: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize by the tensor's own amax: (q, scale_inv []). infinity_is_nan: an infinite amax makes scale_inv NaN."""
+    """Quantizes x by its amax; returns (q, scale_inv []), NaN if the amax is infinite and `infinity_is_nan` is set."""
     largest = amax(x)
     scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
-    return saturate(x.float() * scale, dtype), inverse_of(scale, largest, infinity_is_nan)
+    return saturating_cast(x.float() * scale, dtype), inverse_scale(scale, largest, infinity_is_nan)
 
 
 def _fake_current(x: Tensor, dtype: torch.dtype, *rest: bool) -> tuple[Tensor, Tensor]:
@@ -122,10 +122,10 @@ define(
 def quantize_rowwise(
     x: Tensor, dtype: torch.dtype, power_2: bool, infinity_is_nan: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] by the amax of each row: (q, scale_inv [M, 1]). infinity_is_nan: as in `quantize_current`."""
+    """Quantizes x [M, K] by the amax of each row; returns (q, scale_inv [M, 1]). See `quantize_current`."""
     largest = amax(x, (1,)).unsqueeze(1)
     scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
-    return saturate(x.float() * scale, dtype), inverse_of(scale, largest, infinity_is_nan)
+    return saturating_cast(x.float() * scale, dtype), inverse_scale(scale, largest, infinity_is_nan)
 
 
 def _fake_rowwise(x: Tensor, dtype: torch.dtype, *rest: bool) -> tuple[Tensor, Tensor]:
@@ -145,16 +145,16 @@ define(
 def quantize_block(
     x: Tensor, dtype: torch.dtype, block_rows: int, power_2: bool, infinity_is_nan: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize x [M, K] by the amax of each block of block_rows x 128, ragged edges padded with zeros.
+    """Quantizes x [M, K] by the amax of each block of block_rows x 128; partial blocks are padded with zeros.
 
-    infinity_is_nan: as in `quantize_current`.
+    `infinity_is_nan` is as in `quantize_current`.
     """
     rows, cols = x.shape
     padded = F.pad(x, (0, -cols % BLOCK, 0, -rows % block_rows))
     tiled = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // BLOCK, BLOCK)
     largest = amax(tiled, (1, 3))
     scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
-    return saturate(x.float() * expand(scale, rows, cols), dtype), inverse_of(scale, largest, infinity_is_nan)
+    return saturating_cast(x.float() * expand(scale, rows, cols), dtype), inverse_scale(scale, largest, infinity_is_nan)
 
 
 def _fake_block(x: Tensor, dtype: torch.dtype, block_rows: int, *rest: bool) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ define(
 
 
 def transpose_fp8(q: Tensor) -> Tensor:
-    """Quantized q [M, K] as [K, M], contiguous."""
+    """Returns the contiguous transpose [K, M] of FP8 q [M, K]."""
     return q.t().clone(memory_format=torch.contiguous_format)
 
 
@@ -181,13 +181,13 @@ def _fake_transposed(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0]))
 
 
-def _turned_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (quantized(rows, cols, dtype, 1),)
+def _transpose_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (random_fp8(rows, cols, dtype, 1),)
 
 
-def _turned_cases() -> list[Case]:
+def _transpose_cases() -> list[Case]:
     shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
-    return [Case(f"{s} {d}", partial(_turned_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
+    return [Case(f"{s} {d}", partial(_transpose_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
 
 
 define(
@@ -195,17 +195,17 @@ define(
     transpose_fp8,
     composition=transpose_fp8,
     fake=_fake_transposed,
-    cases=_turned_cases,
+    cases=_transpose_cases,
 )
 
 
 def transpose_half(x: Tensor) -> Tensor:
-    """x BF16 or FP16 [M, K] as [K, M], contiguous."""
+    """Returns the contiguous transpose [K, M] of BF16 or FP16 x [M, K]."""
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
 def _half_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (tiles(rows, cols, dtype, 1),)
+    return (tiled_noise(rows, cols, dtype, 1),)
 
 
 def _half_cases() -> list[Case]:

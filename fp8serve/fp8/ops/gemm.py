@@ -1,5 +1,5 @@
-"""Products of two matrices with K contiguous, accumulated in FP32: scaled FP8, BF16, and ops fused after them;
-and the gradient of a weight with few rows or columns, whose sum is over tokens."""
+"""Products of two matrices [M, K] and [N, K] with FP32 accumulation: scaled FP8, BF16, fused with other ops, and the
+gradient of a small weight."""
 
 from functools import partial
 from itertools import product
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
 from fp8serve.fp8.ops.casts import quantize
-from fp8serve.fp8.ops.inputs import dense_like, normal, quantized, row_cases
+from fp8serve.fp8.ops.inputs import dense_like, random_fp8, random_normal, row_cases
 from fp8serve.fp8.ops.registry import Case, declare, define, implement
 
 
@@ -19,52 +19,54 @@ def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
     return scale_inv.dim() == 2 and tuple(scale_inv.shape) not in {(rows, 1), (1, 1)}
 
 
-TILE = 32  # rows
+TILE_ROWS = 32
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, K] @ b [N, K]^T in FP32. On a CPU no row depends on those beside it.
+    """Returns a [M, K] @ b [N, K]^T in FP32. On a CPU a row of the result does not depend on other rows of a.
 
-    A BLAS chooses the order of its sums by the shape of the product. A CPU therefore multiplies TILE rows at a time,
-    the last of them padded with zeros: all products have one shape.
+    A BLAS chooses the order of its sums by the shape of the product. So a CPU multiplies TILE_ROWS rows at a time, and
+    the last tile is padded with zeros: all products have one shape.
     """
     if a.device.type != "cpu" or len(a) == 0:
         return a @ b.t()
-    tiles = torch.split(F.pad(a, (0, 0, 0, -a.shape[0] % TILE)), TILE)
+    tiles = torch.split(F.pad(a, (0, 0, 0, -a.shape[0] % TILE_ROWS)), TILE_ROWS)
     return torch.cat([tile @ b.t() for tile in tiles])[: a.shape[0]]
 
 
-def _scaled_by(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """sums * a * b, rounded after each product. Where a is far from 1 and b lies on the other side of 1, the first
-    product may leave the range of FP32 though the second would bring it back: then a factor of 2^64 is moved from one
-    to the other, which changes no bit of a result that stays in range."""
+def _apply_scales(sums: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Returns sums * a * b, rounded after each product.
+
+    If a is very large and b below 1, or the reverse, sums * a may leave the range of FP32 although the result is in
+    range. In this case a factor of 2^64 moves from one scale to the other, which changes no bit of the result.
+    """
     one = torch.ones((), device=sums.device)
-    far_up, far_down = 2.0**64 * one, 2.0**-64 * one
-    up, down = (a > far_up) & (b < 1), (a < far_down) & (b > 1)
-    of_a = torch.where(up, far_down, torch.where(down, far_up, one))
-    return sums * (a * of_a) * (b / of_a)
+    large, small = 2.0**64 * one, 2.0**-64 * one
+    is_large, is_small = (a > large) & (b < 1), (a < small) & (b > 1)
+    factor = torch.where(is_large, small, torch.where(is_small, large, one))
+    return sums * (a * factor) * (b / factor)
 
 
 def scaled_mm(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """[M, K] x [N, K] -> [M, N], accumulated in FP32; the scales multiply the FP32 sums, bias is added before rounding.
+    """Multiplies FP8 [M, K] by [N, K]; returns [M, N]. Scales multiply FP32 sums, and bias is added before rounding.
 
-    With block scales the operands are dequantized first, one FP32 rounding per element: as accurate as scaling the
-    partial sum of every block, and one matmul instead of K/128.
+    With block scales the operands are dequantized first, with one FP32 rounding per element. This is as accurate as
+    scaling the partial sum of every block, and needs one matmul instead of K/128.
     """
-    with torch.autocast(a.device.type, enabled=False):  # a surrounding torch.autocast would make the matmul BF16
+    with torch.autocast(a.device.type, enabled=False):  # under torch.autocast the matmul would be BF16
         if _is_block(a_scale_inv, *a.shape) or _is_block(b_scale_inv, *b.shape):
             out = _multiply(dequantize(a, a_scale_inv), dequantize(b, b_scale_inv))
         else:
-            out = _scaled_by(_multiply(a.float(), b.float()), a_scale_inv, b_scale_inv.t())
+            out = _apply_scales(_multiply(a.float(), b.float()), a_scale_inv, b_scale_inv.t())
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
 
 
 def _fake_product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    """The last argument is the dtype of the result."""
+    """Returns the shape of a product; the last argument is the dtype of the result."""
     return a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1])
 
 
@@ -78,10 +80,10 @@ def _scales(rows: int, cols: int, seed: int) -> dict[str, Tensor]:
 def mm_case(
     m: int, n: int, k: int, a: torch.dtype, b: torch.dtype, kinds: tuple[str, str], out: torch.dtype
 ) -> tuple[Any, ...]:
-    """The arguments of scaled_mm; a bias where n is odd."""
+    """Returns arguments of scaled_mm, with a bias if n is odd."""
     bias = torch.linspace(-2, 2, n).to(out) if n % 2 else None
     scales = _scales(m, k, 3)[kinds[0]], _scales(n, k, 4)[kinds[1]]
-    return quantized(m, k, a, 1), quantized(n, k, b, 2), *scales, bias, out
+    return random_fp8(m, k, a, 1), random_fp8(n, k, b, 2), *scales, bias, out
 
 
 def _mm_cases() -> list[Case]:
@@ -111,7 +113,7 @@ define(
     cases=_mm_cases,
     recipes=("delayed", "current", "rowwise", "block"),
 )
-# The same product by a kernel that the caller names, to find out which is fastest.
+# The same product with the kernel that the caller names, to measure kernels.
 declare(
     "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
     " str kernel, int swizzle) -> Tensor",
@@ -136,7 +138,7 @@ def scaled_mm_quantize(
     out_scale: Tensor,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """`scaled_mm` in FP32, quantized by a given scale []: (q [M, N], amax before the scale). No rounding between."""
+    """Quantizes the unrounded FP32 result of scaled_mm by `out_scale` []; returns (q [M, N], amax before scaling)."""
     return quantize(scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.float32), out_scale, out_dtype)
 
 
@@ -152,7 +154,7 @@ def _fake_mm_quantize(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
 
 
 def _mm_quantize_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    """A row of zeros, and sums on both sides of the largest value of FP8."""
+    """Arguments with a row of zeros, and with results below and above the largest value of FP8."""
     *args, _ = mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
     args[0][:1] = 0
     return *args, torch.tensor(0.03), torch.float8_e4m3fn
@@ -172,7 +174,7 @@ define(
 def scaled_mm_add(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, bias: Tensor | None, residual: Tensor
 ) -> Tensor:
-    """residual [M, N] + scaled_mm(...), whose result is rounded to the residual's dtype before it is added."""
+    """Returns residual [M, N] + scaled_mm(...); the product is rounded to the residual's dtype before the addition."""
     return residual + scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, residual.dtype)
 
 
@@ -182,7 +184,7 @@ def _fake_mm_add(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | 
 
 def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     args = mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
-    return *args[:5], normal(rows, 11, dtype)
+    return *args[:5], random_normal(rows, 11, dtype)
 
 
 define(
@@ -195,13 +197,14 @@ define(
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """BF16 [M, K] x BF16 [N, K] -> [M, N], accumulated in FP32: like scaled_mm, a row does not depend on its batch."""
+    """Multiplies BF16 [M, K] by [N, K] and returns [M, N]. As in scaled_mm, a row does not depend on other rows."""
     one = torch.ones((), device=a.device)
     return scaled_mm(a, b, one, one, bias, out_dtype)
 
 
 def _mm_bf16_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    return normal(rows, cols, torch.bfloat16), normal(9, cols, torch.bfloat16, 1), normal(1, 9, dtype)[0], dtype
+    a, b = random_normal(rows, cols, torch.bfloat16), random_normal(9, cols, torch.bfloat16, 1)
+    return a, b, random_normal(1, 9, dtype)[0], dtype
 
 
 define(
@@ -213,10 +216,10 @@ define(
 
 
 def wgrad(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x: BF16 [T, N] and [T, K] -> FP32 [N, K], accumulated in FP32.
+    """Returns dy^T x, FP32 [N, K], for BF16 dy [T, N] and x [T, K].
 
-    For an adapter, whose N or K is its rank. A matrix product of FP32 copies takes longer to make these than to
-    multiply.
+    The op is for weights of adapters, of which N or K is the rank. For these a kernel is faster than this reference,
+    which spends more time on FP32 copies than on the product.
     """
     with torch.autocast(dy.device.type, enabled=False):
         return dy.float().t() @ x.float()
@@ -227,7 +230,7 @@ def _fake(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _case(tokens: int, n: int, k: int) -> tuple[Any, ...]:
-    return normal(tokens, n, torch.bfloat16), normal(tokens, k, torch.bfloat16, 1)
+    return random_normal(tokens, n, torch.bfloat16), random_normal(tokens, k, torch.bfloat16, 1)
 
 
 def _cases() -> list[Case]:

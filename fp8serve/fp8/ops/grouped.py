@@ -1,15 +1,15 @@
-"""Products of experts: rows sorted by expert, each expert's rows times its own weight.
+"""Grouped products of a mixture of experts: the rows of each expert times the weight of this expert.
 
-    offsets        int32 [E], where the rows of each expert end; the last is T, and an expert without rows ends where
-                   the one before does
-    a              [T, K], rows of expert 0, then of expert 1, ...
+    offsets        int32 [E], the end of each expert's rows; the last is T, and the rows of an idle expert are empty
+    a              [T, K], rows of expert 0, then of expert 1, and so on
     b              [E, N, K], the experts' weights
 
-`grouped_mm` is by definition a loop of `scaled_mm` over the experts, to the last bit. Kernels do all experts at once,
-because at decoding most have one row or none. Scales come in one more shape than elsewhere: [E], one for each expert.
+`grouped_mm` equals a loop of `scaled_mm` over the experts bit for bit. Kernels compute all experts at once, because
+while decoding most experts have at most one row. In addition to the shapes of scales in other ops, scales may be [E],
+one for each expert.
 
-`grouped_wgrad` is the product for a weight's gradient, where the contracted dimension is divided by expert: columns of
-expert 0, then of expert 1, ... of a [N, T] and b [K, T] -> [E, N, K].
+`grouped_wgrad` computes the gradients of the weights, for which the contracted dimension is split by expert: a [N, T]
+and b [K, T], with columns of expert 0, then of expert 1, and so on, give [E, N, K].
 """
 
 from functools import partial
@@ -19,32 +19,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturate
-from fp8serve.fp8.ops.inputs import quantized, tiles
+from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturating_cast
+from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
 from fp8serve.fp8.ops.registry import Case, define, reference
 
 
-def spans(offsets: Tensor) -> list[tuple[int, int]]:
-    """(begin, end) of each expert's rows."""
+def expert_row_ranges(offsets: Tensor) -> list[tuple[int, int]]:
+    """Returns (begin, end) of each expert's rows."""
     return list(pairwise([0, *offsets.tolist()]))
 
 
 def expert_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """int64 [rows]: the expert of each row, computed without waiting for the device."""
-    places = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, places, right=True).clamp(max=max(len(offsets) - 1, 0))
+    """Returns the expert of each row, int64 [rows], without waiting for the device."""
+    indices = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, indices, right=True).clamp(max=max(len(offsets) - 1, 0))
 
 
-def _part(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tensor:
-    """The scales of one expert's rows."""
+def _expert_scales(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tensor:
+    """Returns the scales of one expert's rows."""
     if scale_inv.dim() == 1:
         return scale_inv[expert]
     return scale_inv[begin:end] if scale_inv.dim() == 2 else scale_inv
 
 
-def _looped(ops: Any) -> Any:
-    """grouped_mm as products of one expert after the other, with the products of `ops`."""
+def _make_grouped_mm(ops: Any) -> Any:
+    """Returns grouped_mm as a loop over experts with the products of `ops`."""
 
     def grouped_mm(
         a: Tensor,
@@ -55,18 +55,20 @@ def _looped(ops: Any) -> Any:
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """a [T, K] x b [E, N, K] -> [T, N]. a: FP8 or BF16. a_scale_inv: [], [E], [T, 1] or [T, ceil(K/128)].
-        b_scale_inv: [E], [E, N, 1] or [E, ceil(N/128), ceil(K/128)]. bias: [E, N]. On a CPU b may be packed, and it may
-        be BF16 where a is."""
+        """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
+
+        a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
+        [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and BF16 if a is.
+        """
         out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
-        for expert, (begin, end) in enumerate(spans(offsets)):
+        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
             if begin < end:
-                scales = _part(a_scale_inv, expert, begin, end), b_scale_inv[expert]
-                more = None if bias is None else bias[expert]
+                scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
+                expert_bias = None if bias is None else bias[expert]
                 if b.dim() == 4:
-                    out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, more, None, out_dtype)
+                    out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
                 else:
-                    out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, more, out_dtype)
+                    out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
         return out
 
     return grouped_mm
@@ -91,7 +93,7 @@ _KINDS = ("expert", "tensor, row", "row", "block")
 
 
 def _shapes(kind: str, rows: int, experts: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the scales of a [rows, k] and b [experts, n, k]."""
+    """Returns the shapes of the scales of a [rows, k] and b [experts, n, k]."""
     if kind == "block":
         return (rows, blocks(k)), (experts, blocks(n), blocks(k))
     if kind == "expert":
@@ -106,8 +108,8 @@ def grouped_case(
     rows, experts = int(offsets[-1]), len(offsets)
     noise = torch.Generator().manual_seed(3)
     scales = [torch.exp2(torch.randn(size, generator=noise)) for size in _shapes(kind, rows, experts, n, k)]
-    x = tiles(rows, k, torch.bfloat16) if a == torch.bfloat16 else quantized(rows, k, a, 1)
-    weights = [quantized(n, k, torch.float8_e4m3fn, 5 + i) for i in range(experts)]
+    x = tiled_noise(rows, k, torch.bfloat16) if a == torch.bfloat16 else random_fp8(rows, k, a, 1)
+    weights = [random_fp8(n, k, torch.float8_e4m3fn, 5 + i) for i in range(experts)]
     b = torch.stack([_packed(w) if packed else w for w in weights])
     bias = None if n % 2 == 0 else torch.linspace(-2, 2, experts * n).view(experts, n)
     return x, b, *scales, offsets, bias, out
@@ -134,38 +136,43 @@ def _cases() -> list[Case]:
 define(
     "grouped_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
-    _looped(reference),
-    composition=_looped(torch.ops.fp8serve),
+    _make_grouped_mm(reference),
+    composition=_make_grouped_mm(torch.ops.fp8serve),
     fake=_fake_grouped,
     cases=_cases,
 )
 
 
-def _looped_wgrad(ops: Any) -> Any:
-    """grouped_wgrad as products of one expert after the other, with the products of `ops`."""
+def _make_grouped_wgrad(ops: Any) -> Any:
+    """Returns grouped_wgrad as a loop over experts with the products of `ops`."""
 
     def grouped_wgrad(
         a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
     ) -> Tensor:
-        """a [N, T] x b [K, T], FP8, columns sorted by expert -> [E, N, K]; zeros for an expert without columns.
-        Scales: [], [E], [E, N or K, 1], or [N or K, blocks], with ceil(columns / 128) blocks for each expert."""
+        """Multiplies a [N, T] by b [K, T], FP8 with columns sorted by expert, and returns [E, N, K].
+
+        An expert without columns gets zeros. Scales are [], [E], [E, N or K, 1], or [N or K, blocks], with
+        ceil(columns / 128) blocks for each expert.
+        """
         out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
-        first = 0
-        for expert, (begin, end) in enumerate(spans(offsets)):
-            past = first + blocks(end - begin)
+        first_block = 0
+        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+            end_block = first_block + blocks(end - begin)
             if begin < end:
-                of_a, of_b = (_part_of_columns(scale, expert, first, past) for scale in (a_scale_inv, b_scale_inv))
-                out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], of_a, of_b, None, out_dtype)
-            first = past
+                a_scale, b_scale = (
+                    _column_scales(scale, expert, first_block, end_block) for scale in (a_scale_inv, b_scale_inv)
+                )
+                out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], a_scale, b_scale, None, out_dtype)
+            first_block = end_block
         return out
 
     return grouped_wgrad
 
 
-def _part_of_columns(scale_inv: Tensor, expert: int, first: int, past: int) -> Tensor:
-    """The scales of one expert's columns, whose blocks these are."""
+def _column_scales(scale_inv: Tensor, expert: int, first_block: int, end_block: int) -> Tensor:
+    """Returns the scales of one expert's columns, which have the blocks from `first_block` to `end_block`."""
     if scale_inv.dim() == 2:
-        return scale_inv[:, first:past]
+        return scale_inv[:, first_block:end_block]
     return scale_inv[expert] if scale_inv.dim() else scale_inv
 
 
@@ -176,16 +183,16 @@ def _fake_wgrad(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def wgrad_case(where: str, kind: str, n: int, k: int, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
     offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
     columns, experts = int(offsets[-1]), len(offsets)
-    pieces = sum(blocks(end - begin) for begin, end in spans(offsets))
+    num_blocks = sum(blocks(end - begin) for begin, end in expert_row_ranges(offsets))
     noise = torch.Generator().manual_seed(4)
 
     def scales(rows: int, kind: str) -> Tensor:
-        shape = {"tensor": (), "expert": (experts,), "row": (experts, rows, 1), "block": (rows, pieces)}[kind]
+        shape = {"tensor": (), "expert": (experts,), "row": (experts, rows, 1), "block": (rows, num_blocks)}[kind]
         return torch.exp2(torch.randn(shape, generator=noise))
 
-    of_a, _, of_b = kind.partition(", ")
-    x, y = quantized(n, columns, a, 1), quantized(k, columns, torch.float8_e4m3fn, 2)
-    return x, y, scales(n, of_a), scales(k, of_b or of_a), offsets, out
+    a_kind, _, b_kind = kind.partition(", ")
+    x, y = random_fp8(n, columns, a, 1), random_fp8(k, columns, torch.float8_e4m3fn, 2)
+    return x, y, scales(n, a_kind), scales(k, b_kind or a_kind), offsets, out
 
 
 def _wgrad_cases() -> list[Case]:
@@ -203,8 +210,8 @@ def _wgrad_cases() -> list[Case]:
 define(
     "grouped_wgrad(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, ScalarType out_dtype)"
     " -> Tensor",
-    _looped_wgrad(reference),
-    composition=_looped_wgrad(torch.ops.fp8serve),
+    _make_grouped_wgrad(reference),
+    composition=_make_grouped_wgrad(torch.ops.fp8serve),
     fake=_fake_wgrad,
     cases=_wgrad_cases,
     kernels=("cuda",),
@@ -212,10 +219,10 @@ define(
 
 
 def grouped_quantize(x: Tensor, scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K], rows sorted by expert, by each expert's scale [E]: (q, amax [E] of each expert's rows)."""
+    """Quantizes x [T, K] with rows sorted by expert and scales [E]; returns (q, amax [E] of each expert's rows)."""
     expert = expert_of_rows(offsets, len(x))
     largest = x.new_zeros(len(scale), dtype=torch.float32).scatter_reduce(0, expert, amax(x, (1,)), "amax")
-    return saturate(x.float() * scale[expert].unsqueeze(1), dtype), largest
+    return saturating_cast(x.float() * scale[expert].unsqueeze(1), dtype), largest
 
 
 def _fake_grouped_cast(x: Tensor, scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -224,7 +231,7 @@ def _fake_grouped_cast(x: Tensor, scale: Tensor, offsets: Tensor, dtype: torch.d
 
 def _cast_case(where: str, cols: int, dtype: torch.dtype, out: torch.dtype) -> tuple[Any, ...]:
     offsets = torch.tensor(_OFFSETS[where], dtype=torch.int32)
-    x = tiles(int(offsets[-1]), cols, dtype)
+    x = tiled_noise(int(offsets[-1]), cols, dtype)
     return x, torch.exp2(torch.arange(len(offsets)).float() - 2), offsets, out
 
 

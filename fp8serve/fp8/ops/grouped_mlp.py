@@ -1,7 +1,7 @@
-"""The MLPs of a mixture's experts, from choices to the weighted sum: the ops of mixture.py and grouped.py in one call.
+"""The MLPs of a mixture's experts as one op: it sorts rows, computes both products and adds the weighted outputs.
 
-At decoding, calling an op takes longer than its work. This op is by definition the composition of its parts, to the
-last bit. It is for inputs that are cast by their own content, one scale for each row or for each `width` columns of it.
+While decoding, calling an op takes longer than its work. This op equals the composition of ops of mixture.py and
+grouped.py bit for bit. It is for recipes that compute scales from the inputs, for each row or each `width` columns.
 """
 
 from functools import partial
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, blocks
-from fp8serve.fp8.ops.inputs import quantized, tiles
-from fp8serve.fp8.ops.mixture import choices
+from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
+from fp8serve.fp8.ops.mixture import random_topk_ids
 from fp8serve.fp8.ops.registry import Case, define, reference
-from fp8serve.fp8.ops.strips import E4M3, cast_rows
+from fp8serve.fp8.ops.row_casts import E4M3, cast_rows
 
 
-def composed(ops: Any) -> Any:
-    """grouped_mlp as a sequence of `ops`."""
+def make_grouped_mlp(ops: Any) -> Any:
+    """Returns grouped_mlp as a composition of `ops`."""
 
     def grouped_mlp(
         x: Tensor,
-        chosen: Tensor,
+        topk_ids: Tensor,
         weights: Tensor,
         tokens: Tensor,
         gate_up: Tensor,
@@ -35,17 +35,18 @@ def composed(ops: Any) -> Any:
         width: int,
         power_2: bool,
     ) -> Tensor:
-        """x [T, K], chosen int64 [T, k], weights [T, k] -> [T, N], the weighted sum of down(silu(gate(x)) * up(x)).
+        """Returns [T, N], the weighted sum over experts of down(silu(gate(x)) * up(x)), for x [T, K].
 
-        gate_up [E, 2 I, K] and down [E, N, I], FP8, with scales and biases as in grouped_mm. tokens int64 [E] rises by
-        the rows of each expert. width: columns that share a scale, 128, or 0 for all of a row.
+        `topk_ids` int64 [T, k] and `weights` [T, k] are those of choose_experts. gate_up [E, 2 I, K] and down [E, N, I]
+        are FP8, with scales and biases as in grouped_mm. `tokens` int64 [E] rises by the number of rows of each expert.
+        `width` is the number of columns that share a scale, 128, or 0 for all columns of a row.
         """
-        rows, places, offsets = ops.sort_by_expert(chosen, tokens)
-        q, scale_inv = cast_rows(ops, x.index_select(0, rows), width, power_2)
-        both = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
-        q, scale_inv = cast_rows(ops, ops.silu_mul(*both.chunk(2, 1)), width, power_2)
+        token_indices, row_indices, offsets = ops.sort_by_expert(topk_ids, tokens)
+        q, scale_inv = cast_rows(ops, x.index_select(0, token_indices), width, power_2)
+        gate_and_up = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
+        q, scale_inv = cast_rows(ops, ops.silu_mul(*gate_and_up.chunk(2, 1)), width, power_2)
         output = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
-        return ops.add_weighted(output, places, weights)  # type: ignore[no-any-return]
+        return ops.add_weighted(output, row_indices, weights)  # type: ignore[no-any-return]
 
     return grouped_mlp
 
@@ -56,22 +57,22 @@ def _fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _weights(experts: int, rows: int, cols: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, their scales, biases) of all experts."""
+    """Returns (weights, scales, biases) of all experts."""
     noise = torch.Generator().manual_seed(seed)
     shape = (experts, rows, 1) if width == 0 else (experts, blocks(rows), blocks(cols))
-    matrices = torch.stack([quantized(rows, cols, E4M3, seed + i) for i in range(experts)])
+    matrices = torch.stack([random_fp8(rows, cols, E4M3, seed + i) for i in range(experts)])
     scales = torch.exp2(torch.randn(shape, generator=noise) - 6)
     return matrices, scales, torch.randn(experts, rows, generator=noise)
 
 
 def _case(size: tuple[int, int, int], width: int, has_bias: bool, dtype: torch.dtype) -> tuple[Any, ...]:
     (rows, k, experts), (hidden, inner) = size, (208, 128)
-    chosen = choices(rows, k, experts)
-    weights = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    topk_ids = random_topk_ids(rows, k, experts)
+    weights = torch.rand(topk_ids.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     first = _weights(experts, 2 * inner, hidden, width, 1)
     second = _weights(experts, hidden, inner, width, 50)
     tensors = [*(first if has_bias else (*first[:2], None)), *(second if has_bias else (*second[:2], None))]
-    return tiles(rows, hidden, dtype), chosen, weights, torch.arange(experts), *tensors, width, False
+    return tiled_noise(rows, hidden, dtype), topk_ids, weights, torch.arange(experts), *tensors, width, False
 
 
 def _cases() -> list[Case]:
@@ -81,10 +82,11 @@ def _cases() -> list[Case]:
 
 
 define(
-    "grouped_mlp(Tensor x, Tensor chosen, Tensor weights, Tensor(a!) tokens, Tensor gate_up, Tensor gate_up_scale_inv,"
-    " Tensor? gate_up_bias, Tensor down, Tensor down_scale_inv, Tensor? down_bias, int width, bool power_2) -> Tensor",
-    composed(reference),
-    composition=composed(torch.ops.fp8serve),
+    "grouped_mlp(Tensor x, Tensor topk_ids, Tensor weights, Tensor(a!) tokens, Tensor gate_up,"
+    " Tensor gate_up_scale_inv, Tensor? gate_up_bias, Tensor down, Tensor down_scale_inv, Tensor? down_bias, int width,"
+    " bool power_2) -> Tensor",
+    make_grouped_mlp(reference),
+    composition=make_grouped_mlp(torch.ops.fp8serve),
     fake=_fake,
     cases=_cases,
     kernels=("cpu",),

@@ -1,7 +1,7 @@
-"""What several ops share: fake kernels, which give torch.compile the shapes of results, and the inputs of cases.
+"""Fake kernels, which give torch.compile the shapes of results, and test inputs that several ops share.
 
-A cast gets a different magnitude in every tile, so that a wrong scale shows, and hostile values: zeros, subnormals,
-limits, infinities, NaN, ragged edges, empty and non-contiguous tensors.
+The inputs of casts have another magnitude in every tile, so that a wrong scale is detected. They include zeros,
+subnormals, limits, infinities, NaN, ragged edges, and empty and non-contiguous tensors.
 """
 
 from collections.abc import Callable
@@ -12,40 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import FLT_MAX, saturate
+from fp8serve.fp8.ops.arithmetic import FLT_MAX, saturating_cast
 from fp8serve.fp8.ops.registry import Case
 
 
 def dense_like(x: Tensor) -> Tensor:
-    """A contiguous tensor of x's shape and dtype."""
+    """Returns an uninitialized contiguous tensor of x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
-    """For an op whose result is like its first argument."""
+    """The fake kernel of an op whose result has the shape and dtype of its first argument."""
     return dense_like(x)
 
 
 def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """For an op (x, ..., dtype) -> (quantized data of x's shape, a number)."""
+    """The fake kernel of an op (x, ..., dtype) -> (quantized data of x's shape, scalar)."""
     return torch.empty(x.shape, dtype=rest[-1], device=x.device), x.new_empty((), dtype=torch.float32)
 
 
 def fake_nothing(*args: Any) -> None:
-    """For an op that returns nothing and writes into its arguments."""
+    """The fake kernel of an op that returns nothing and writes into its arguments."""
     return
 
 
-def tiles(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Noise whose magnitude differs in every 16x16 tile by up to 2^12, so that no two blocks share a scale."""
+def tiled_noise(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Returns noise whose magnitude differs by up to 2^12 between 16x16 tiles, so that blocks have different scales."""
     noise = torch.Generator().manual_seed(seed)
     magnitude = torch.exp2(torch.randint(-6, 7, (-(-rows // 16), -(-cols // 16)), generator=noise).float())
     spread = magnitude.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :cols]
     return (torch.randn(rows, cols, generator=noise) * spread).to(dtype)
 
 
-def hostile(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros of both signs, subnormals, the limits of both formats and their neighbours, infinities, NaN."""
+def edge_values(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns zeros of both signs, subnormals, values near the limits of both formats, infinities and NaN."""
     edges = [
         0.0,
         1e-45,
@@ -66,22 +66,22 @@ def hostile(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.stack([row, -row, row.roll(3), torch.zeros(16), torch.full((16,), torch.nan), row * 1e-30]).to(dtype)
 
 
-def normal(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """[rows, cols] from the normal distribution."""
+def random_normal(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Returns normally distributed numbers [rows, cols]."""
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def quantized(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """`tiles`, cast to FP8."""
-    return saturate(tiles(rows, cols, seed=seed), dtype)
+def random_fp8(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Returns `tiled_noise`, cast to FP8."""
+    return saturating_cast(tiled_noise(rows, cols, seed=seed), dtype)
 
 
 def row_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
-    """`case(dtype, rows, cols)` in BF16 and FP32, of a few rows and of none."""
+    """Returns cases of `case(dtype, rows, cols)` in BF16 and FP32, with a few rows and with none."""
     grid = product((torch.bfloat16, torch.float32), ((3, 64), (5, 70), (0, 16)))
     return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
 
 
 def gradient_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
-    """The cases of a gradient op: the incoming gradient, then the arguments of the op."""
-    return row_cases(lambda dtype, rows, cols: (normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))
+    """Returns the cases of a gradient op: the gradient of the output, and then the arguments of the op."""
+    return row_cases(lambda dtype, rows, cols: (random_normal(rows, cols, dtype, 7), *case(dtype, rows, cols)))

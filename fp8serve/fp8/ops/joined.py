@@ -1,11 +1,11 @@
-"""The product of stacked weights, each scaled in its own blocks, such as the q, k and v of a layer.
+"""The product of stacked weights, such as q, k and v of a layer, with separate block scales for each weight.
 
-    b            [N, K], the rows of one weight below those of the other
-    ends         int32 [P], where the rows of each weight end; the last is N
-    b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], every weight's own scales below those of the other
+    b            [N, K], the weights stacked along the rows
+    ends         int32 [P], the end of the rows of each weight; the last is N
+    b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], the scales of the weights stacked along the rows
 
-Where every weight but the last has a multiple of 128 rows, this is one `scaled_mm` of the whole. `joined_mm` is by
-definition one `scaled_mm` after the other, to the last bit. Weights whose rows are multiples of 16 have a kernel.
+If all weights but the last have a multiple of 128 rows, one `scaled_mm` of the stacked weight computes this. Otherwise
+`joined_mm` equals one `scaled_mm` per weight bit for bit. If all rows are multiples of 16 there is a kernel.
 """
 
 from functools import partial
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import blocks
-from fp8serve.fp8.ops.inputs import quantized
+from fp8serve.fp8.ops.inputs import random_fp8
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
 from fp8serve.fp8.ops.registry import Case, define, reference
 
 
-def _one_by_one(ops: Any) -> Any:
-    """joined_mm with the products of `ops`."""
+def _make_joined_mm(ops: Any) -> Any:
+    """Returns joined_mm as a loop over weights with the products of `ops`."""
 
     def joined_mm(
         a: Tensor,
@@ -33,18 +33,18 @@ def _one_by_one(ops: Any) -> Any:
         bias: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """a [M, K] x b [N, K] -> [M, N]; a: FP8 or BF16, with scales as in scaled_mm. b may be packed, on a CPU."""
-        packed, done, first = b.dim() == 3, [], 0
+        """Multiplies a [M, K], FP8 or BF16 with scales as in scaled_mm, by b [N, K], which may be packed on a CPU."""
+        is_packed, products, block = b.dim() == 3, [], 0
         for begin, end in pairwise([0, *ends.tolist()]):
-            scales = b_scale_inv[first : first + blocks(end - begin)]
-            first += blocks(end - begin)
-            more = None if bias is None else bias[begin:end]
-            if packed:
-                part = b[begin // GROUP : end // GROUP]
-                done.append(ops.packed_mm(a, part, a_scale_inv, scales, more, None, out_dtype))
+            scales = b_scale_inv[block : block + blocks(end - begin)]
+            block += blocks(end - begin)
+            weight_bias = None if bias is None else bias[begin:end]
+            if is_packed:
+                weight = b[begin // GROUP : end // GROUP]
+                products.append(ops.packed_mm(a, weight, a_scale_inv, scales, weight_bias, None, out_dtype))
             else:
-                done.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, more, out_dtype))
-        return torch.cat(done, 1)
+                products.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, weight_bias, out_dtype))
+        return torch.cat(products, 1)
 
     return joined_mm
 
@@ -60,9 +60,9 @@ def _case(
     a_scale = torch.exp2(torch.randn(rows, blocks(k), generator=noise))
     b_scale = torch.exp2(torch.randn(sum(map(blocks, widths)), blocks(k), generator=noise))
     n = sum(widths)
-    x = quantized(rows, k, torch.float8_e4m3fn, 1)
+    x = random_fp8(rows, k, torch.float8_e4m3fn, 1)
     x = x.to(a) if a == torch.bfloat16 else x
-    b = quantized(n, k, torch.float8_e4m3fn, 2)
+    b = random_fp8(n, k, torch.float8_e4m3fn, 2)
     if packed:
         weight, b = b, torch.empty(packed_shape(n, k), dtype=b.dtype)
         pack_weight(weight, b)
@@ -80,8 +80,8 @@ def _cases() -> list[Case]:
 define(
     "joined_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor ends, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
-    _one_by_one(reference),
-    composition=_one_by_one(torch.ops.fp8serve),
+    _make_joined_mm(reference),
+    composition=_make_joined_mm(torch.ops.fp8serve),
     fake=_fake,
     cases=_cases,
     kernels=("cpu",),

@@ -1,13 +1,12 @@
-"""What a mixture of experts does around its products: experts chosen and rows sorted by them on the way in, weighted
-sums on the way out.
+"""The routing of a mixture of experts: choosing experts, sorting rows by expert, and adding the weighted outputs.
 
-    logits         [T, E], what a router says of each token
-    chosen         int64 [T, k], the experts of each token, all different, the best first
-    rows           int64 [T * k], the token of each row: rows of expert 0 first, an expert's in the tokens' order
-    places         int64 [T * k], the row of each choice, token by token
-    offsets        int32 [E], where the rows of each expert end
+    logits         [T, E], the router's output
+    topk_ids       int64 [T, k], the experts of each token, all different, the best first
+    token_indices  int64 [T * k], the token of each row; rows are sorted by expert, and within an expert by token
+    row_indices    int64 [T * k], the row of each entry of topk_ids
+    offsets        int32 [E], the end of the rows of each expert
 
-With torch's ops each of these takes a dozen calls, and at decoding a call takes longer than its work.
+With torch's ops each of these functions needs a dozen calls, and while decoding a call takes longer than its work.
 """
 
 from enum import IntEnum
@@ -18,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.inputs import tiles
+from fp8serve.fp8.ops.inputs import tiled_noise
 from fp8serve.fp8.ops.registry import Case, define
 
 Sorted = tuple[Tensor, Tensor, Tensor]
 
 
 class Scores(IntEnum):
-    """What an expert's logit becomes: its weight, before the weights of a token are normalised."""
+    """How the weight of an expert is computed from the logits, before the weights of a token are normalized."""
 
-    SOFTMAX = 0  # of all experts
+    SOFTMAX = 0  # over all experts
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2
 
@@ -35,71 +34,81 @@ class Scores(IntEnum):
 def choose_experts(
     logits: Tensor,
     correction: Tensor | None,
-    count: int,
+    top_k: int,
     scores: int,
     groups: int,
-    kept: int,
+    topk_groups: int,
     normalizes: bool,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> (chosen [T, count], weights [T, count] of `dtype`), by logits, or by sigmoids + correction [E].
+    """Returns the `top_k` best experts of each token and their weights, (topk_ids [T, top_k], weights [T, top_k]).
 
-    Experts of equal scores come in their order, NaN comes first. Experts form `groups` of adjacent experts; each token
-    is routed within its best `kept` groups. The score of a group is that of its best expert, or with sigmoids the sum
-    of its best two. The weights are those of `weigh`.
+    The experts are ranked by logits [T, E], or by sigmoids plus correction [E]. Of experts with equal scores the first
+    is chosen, and NaN ranks first. The experts form `groups` of adjacent experts, and each token uses only its best
+    `topk_groups` groups. A group has the score of its best expert, or with sigmoids the sum of its best two.
+    `routing_weights` computes the weights, of `dtype`.
     """
-    by = logits.float()
+    ranking = logits.float()
     if scores == Scores.SIGMOID:
-        by = by.sigmoid() if correction is None else by.sigmoid() + correction.float()
-    if kept < groups:
-        by = _among_groups(by, groups, kept, best=2 if scores == Scores.SIGMOID else 1)
-    chosen = _largest(by, count)
-    return chosen, weigh(logits, chosen, scores, normalizes, scale, dtype)
+        ranking = ranking.sigmoid() if correction is None else ranking.sigmoid() + correction.float()
+    if topk_groups < groups:
+        ranking = _mask_other_groups(ranking, groups, topk_groups, best=2 if scores == Scores.SIGMOID else 1)
+    topk_ids = _topk_indices(ranking, top_k)
+    return topk_ids, routing_weights(logits, topk_ids, scores, normalizes, scale, dtype)
 
 
-def weigh(logits: Tensor, chosen: Tensor, scores: int, normalizes: bool, scale: float, dtype: torch.dtype) -> Tensor:
-    """The weights [T, k] of `dtype` of the chosen: their scores in FP32, divided by their sum if it `normalizes`, times
-    `scale`. Differentiable."""
-    wide = logits.float()
+def routing_weights(
+    logits: Tensor, topk_ids: Tensor, scores: int, normalizes: bool, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Returns the weights [T, k] of the experts `topk_ids`, differentiable for logits.
+
+    The weights are the scores in FP32, divided by their sum if `normalizes` is set, times `scale`, rounded to `dtype`.
+    """
+    logits_fp32 = logits.float()
     if scores == Scores.SOFTMAX_OF_CHOSEN:
-        weights = wide.gather(-1, chosen).softmax(-1)
+        weights = logits_fp32.gather(-1, topk_ids).softmax(-1)
     else:
-        weights = (wide.sigmoid() if scores == Scores.SIGMOID else wide.softmax(-1)).gather(-1, chosen)
+        weights = (logits_fp32.sigmoid() if scores == Scores.SIGMOID else logits_fp32.softmax(-1)).gather(-1, topk_ids)
     if normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
     return (weights * scale).to(dtype)
 
 
-def _largest(x: Tensor, count: int) -> Tensor:
-    """Places [T, count] of the largest of each row; topk would take any of several equal ones."""
-    return x.sort(dim=-1, descending=True, stable=True)[1][:, :count].contiguous()
+def _topk_indices(x: Tensor, top_k: int) -> Tensor:
+    """Returns the indices [T, top_k] of the largest values of each row, in order. topk does not order equal values."""
+    return x.sort(dim=-1, descending=True, stable=True)[1][:, :top_k].contiguous()
 
 
-def _among_groups(x: Tensor, groups: int, kept: int, best: int) -> Tensor:
-    """x [T, E], with -inf where an expert is not in one of the best groups, by the sum of the group's `best`."""
+def _mask_other_groups(x: Tensor, groups: int, topk_groups: int, best: int) -> Tensor:
+    """Returns x [T, E] with -inf outside the best groups, which are ranked by the sum of their `best` values."""
     grouped = x.view(len(x), groups, -1)
-    is_retained = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device)
-    is_retained.scatter_(-1, _largest(grouped.topk(best, -1)[0].sum(-1), kept), True)
-    return grouped.masked_fill(~is_retained.unsqueeze(-1), -torch.inf).flatten(1)
+    is_kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=x.device)
+    is_kept.scatter_(-1, _topk_indices(grouped.topk(best, -1)[0].sum(-1), topk_groups), True)
+    return grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def _fake_chosen(logits: Tensor, correction: Tensor | None, count: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0], count
+def _fake_choose(logits: Tensor, correction: Tensor | None, top_k: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=rest[-1])
 
 
 def _choose_case(
-    shape: tuple[int, int, int], kind: Scores, groups: int, kept: int, normalizes: bool, dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, int, int],
+    kind: Scores,
+    groups: int,
+    topk_groups: int,
+    normalizes: bool,
+    dtypes: tuple[torch.dtype, ...],
 ) -> tuple[Any, ...]:
-    (rows, count, experts), (dtype, out_dtype) = shape, dtypes
+    (rows, top_k, experts), (dtype, out_dtype) = shape, dtypes
     noise = torch.Generator().manual_seed(experts)
     logits = (3 * torch.randn(rows, experts, generator=noise)).to(dtype)
     if rows > 4:
         logits[1], logits[2, ::3] = logits[1, 0], logits[2, 0]  # all equal, some equal
         logits[3, 1:] = -torch.inf
     correction = torch.linspace(0, 1, experts) if kind == Scores.SIGMOID else None
-    return logits, correction, count, int(kind), groups, kept, normalizes, 1.0 if normalizes else 2.5, out_dtype
+    return logits, correction, top_k, int(kind), groups, topk_groups, normalizes, 1.0 if normalizes else 2.5, out_dtype
 
 
 def _choose_cases() -> list[Case]:
@@ -120,34 +129,36 @@ def _choose_cases() -> list[Case]:
 
 
 define(
-    "choose_experts(Tensor logits, Tensor? correction, int count, int scores, int groups, int kept, bool normalizes,"
-    " float scale, ScalarType dtype) -> (Tensor chosen, Tensor weights)",
+    "choose_experts(Tensor logits, Tensor? correction, int top_k, int scores, int groups, int topk_groups,"
+    " bool normalizes, float scale, ScalarType dtype) -> (Tensor topk_ids, Tensor weights)",
     choose_experts,
-    fake=_fake_chosen,
+    fake=_fake_choose,
     cases=_choose_cases,
     kernels=("cpu",),
 )
 
 
-def sort_by_expert(chosen: Tensor, tokens: Tensor) -> Sorted:
-    """chosen [T, k] -> (rows, places, offsets). tokens int64 [E] rises by the rows of each expert."""
-    flat = chosen.reshape(-1)
+def sort_by_expert(topk_ids: Tensor, tokens: Tensor) -> Sorted:
+    """Returns (token_indices, row_indices, offsets) for topk_ids [T, k]; adds the rows per expert to `tokens` [E]."""
+    flat = topk_ids.reshape(-1)
     order = flat.argsort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
-    rows = order // max(chosen.shape[1], 1)
+    row_indices = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))
+    token_indices = order // max(topk_ids.shape[1], 1)
     counts = torch.zeros_like(tokens).scatter_add_(0, flat, torch.ones_like(flat))
     tokens += counts
-    return rows, places, counts.cumsum(0, dtype=torch.int32)
+    return token_indices, row_indices, counts.cumsum(0, dtype=torch.int32)
 
 
-def _fake_sorted(chosen: Tensor, tokens: Tensor) -> Sorted:
-    rows = chosen.new_empty(chosen.numel())
-    return rows, torch.empty_like(rows), chosen.new_empty(len(tokens), dtype=torch.int32)
+def _fake_sorted(topk_ids: Tensor, tokens: Tensor) -> Sorted:
+    indices = topk_ids.new_empty(topk_ids.numel())
+    return indices, torch.empty_like(indices), topk_ids.new_empty(len(tokens), dtype=torch.int32)
 
 
-def choices(rows: int, k: int, experts: int) -> Tensor:
+def random_topk_ids(rows: int, k: int, experts: int) -> Tensor:
     noise = torch.Generator().manual_seed(rows + k)
-    scores = torch.rand(rows, experts, generator=noise) + torch.linspace(0, 1, experts)  # some are chosen more often
+    scores = torch.rand(rows, experts, generator=noise) + torch.linspace(
+        0, 1, experts
+    )  # later experts are chosen more often
     return scores.topk(k, -1)[1]
 
 
@@ -155,7 +166,7 @@ _SIZES = ((1, 8, 64), (1, 1, 1), (0, 2, 4), (7, 2, 4), (70, 8, 64), (33, 4, 4)) 
 
 
 def _sort_case(rows: int, k: int, experts: int) -> tuple[Any, ...]:
-    return choices(rows, k, experts), torch.arange(experts)
+    return random_topk_ids(rows, k, experts), torch.arange(experts)
 
 
 def _sort_cases() -> list[Case]:
@@ -163,7 +174,7 @@ def _sort_cases() -> list[Case]:
 
 
 define(
-    "sort_by_expert(Tensor chosen, Tensor(a!) tokens) -> (Tensor rows, Tensor places, Tensor offsets)",
+    "sort_by_expert(Tensor topk_ids, Tensor(a!) tokens) -> (Tensor token_indices, Tensor row_indices, Tensor offsets)",
     sort_by_expert,
     fake=_fake_sorted,
     cases=_sort_cases,
@@ -171,13 +182,13 @@ define(
 )
 
 
-def add_weighted(outputs: Tensor, places: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """outputs [T * k, N], places [T * k], weights [T, k] in outputs.dtype or FP32 -> [T, N]; dtype: outputs.dtype.
+def add_weighted(outputs: Tensor, row_indices: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the sum [T, N] of the experts' outputs [T * k, N] times weights [T, k], in `dtype` or outputs.dtype.
 
-    The terms of a token are added in the order of the experts. Each is rounded, and so is every sum.
+    The terms of a token are added in the order of the experts. Every term and every sum is rounded.
     """
-    rising, order = places.view(weights.shape).sort(-1)
-    terms = outputs.index_select(0, rising.flatten()).view(*weights.shape, outputs.shape[1])
+    sorted_rows, order = row_indices.view(weights.shape).sort(-1)
+    terms = outputs.index_select(0, sorted_rows.flatten()).view(*weights.shape, outputs.shape[1])
     terms = (terms * weights.gather(-1, order).unsqueeze(-1)).to(dtype or outputs.dtype)
     total = terms[:, 0]
     for k in range(1, terms.shape[1]):
@@ -185,18 +196,18 @@ def add_weighted(outputs: Tensor, places: Tensor, weights: Tensor, dtype: torch.
     return total.contiguous()
 
 
-def _fake_added(outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def _fake_added(outputs: Tensor, row_indices: Tensor, weights: Tensor) -> Tensor:
     return outputs.new_empty((len(weights), outputs.shape[1]))
 
 
 def _add_case(
     size: tuple[int, int, int], columns: int, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[Any, ...]:
-    chosen = choices(*size)
-    _, places, _ = sort_by_expert(chosen, torch.zeros(size[2], dtype=torch.int64))
+    topk_ids = random_topk_ids(*size)
+    _, row_indices, _ = sort_by_expert(topk_ids, torch.zeros(size[2], dtype=torch.int64))
     noise = torch.Generator().manual_seed(9)
-    weights = torch.rand(chosen.shape, generator=noise).to(weight_dtype)
-    return tiles(chosen.numel(), columns, dtype), places, weights
+    weights = torch.rand(topk_ids.shape, generator=noise).to(weight_dtype)
+    return tiled_noise(topk_ids.numel(), columns, dtype), row_indices, weights
 
 
 def _add_cases() -> list[Case]:
@@ -206,7 +217,7 @@ def _add_cases() -> list[Case]:
 
 
 define(
-    "add_weighted(Tensor outputs, Tensor places, Tensor weights) -> Tensor",
+    "add_weighted(Tensor outputs, Tensor row_indices, Tensor weights) -> Tensor",
     add_weighted,
     fake=_fake_added,
     cases=_add_cases,

@@ -1,8 +1,8 @@
-"""RMSNorm, its gradient, and norms with the cast behind them.
+"""RMSNorm, its gradient, and norms fused with a cast.
 
-A fused op is by definition the composition of its parts, rounding where the parts round, so that a model gives the same
-numbers fused or not. Only the order in which the squares are summed is left open: a kernel may differ from this
-reference by the last bit of their mean.
+A fused op equals the composition of its parts and rounds where they round, so a model gives the same numbers with fused
+ops. Only the order in which the squares are summed is open: a kernel may differ from this reference by the last bit of
+their mean.
 """
 
 from functools import partial
@@ -15,19 +15,27 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.casts import quantize
-from fp8serve.fp8.ops.inputs import dense_like, fake_cast, fake_like_first, gradient_cases, normal, row_cases, tiles
+from fp8serve.fp8.ops.inputs import (
+    dense_like,
+    fake_cast,
+    fake_like_first,
+    gradient_cases,
+    random_normal,
+    row_cases,
+    tiled_noise,
+)
 from fp8serve.fp8.ops.registry import Case, define
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: FP32 up to the rounding to x's dtype, then the product."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    """Returns x / rms(x) * weight over the last dimension; x / rms(x) is FP32 and is rounded to x's dtype."""
+    x_fp32 = x.float()
+    x_fp32 = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x_fp32.to(x.dtype)
 
 
 def _rms_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
-    return normal(rows, cols, dtype), torch.linspace(0.5, 2, cols).to(dtype), 1e-6
+    return random_normal(rows, cols, dtype), torch.linspace(0.5, 2, cols).to(dtype), 1e-6
 
 
 define(
@@ -39,10 +47,10 @@ define(
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` of x [T, hidden] with respect to x and weight; FP32 inside, rounded once."""
-    wide, upstream = x.float(), grad.float() * weight.float()
-    factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normed = wide * factor
+    """Returns the gradients of `rms_norm` for x [T, hidden] and weight, computed in FP32 and rounded once."""
+    x_fp32, upstream = x.float(), grad.float() * weight.float()
+    factor = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    normed = x_fp32 * factor
     d_x = factor * (upstream - normed * (upstream * normed).mean(-1, keepdim=True))
     return d_x.to(x.dtype), (grad.float() * normed.to(x.dtype)).sum(0).to(weight.dtype)
 
@@ -62,7 +70,7 @@ define(
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    """Quantizes rms_norm(x), x [M, K], by `scale` []; returns (q, amax)."""
     return quantize(rms_norm(x, weight, eps), scale, dtype)
 
 
@@ -74,8 +82,8 @@ def _composed_rms_norm_quantize(
 
 
 def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
-    """bias None: RMSNorm, which has no such argument."""
-    x, weight = tiles(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
+    """Arguments of a norm; with `bias` None, those of RMSNorm, which has no bias."""
+    x, weight = tiled_noise(*shape, dtype), torch.linspace(0.5, 2, shape[1]).to(dtype)
     shift = () if bias is None else (weight - 1 if bias else None,)
     return x, weight, *shift, 1e-6, torch.tensor(64.0), fp8
 
@@ -95,14 +103,14 @@ define(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / std * weight + bias over the last dimension, as torch computes it in x's dtype."""
+    """Returns (x - mean) / std * weight + bias over the last dimension, computed by torch in x's dtype."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm` of x [M, K], quantized by a given scale []: (q, amax)."""
+    """Quantizes layer_norm(x), x [M, K], by `scale` []; returns (q, amax)."""
     return quantize(layer_norm(x, weight, bias, eps), scale, dtype)
 
 

@@ -1,7 +1,8 @@
-"""Packed weights in PyTorch: the order that csrc/cpu/gemm_packed.h describes, as a permutation.
+"""Packed weights in PyTorch: the memory layout of csrc/cpu/gemm_packed.h as a permutation.
 
-A weight [N, K], N a multiple of 16 and K of 8, becomes [N / 16, K / 8, 128]: groups of 16 rows; within a group, runs of
-1024 along K; within a run, first k = 0 to 3 of every 8, then k = 4 to 7, of the 16 rows side by side.
+A weight [N, K], N a multiple of 16 and K of 8, becomes [N / 16, K / 8, 128]. The first dimension has groups of 16 rows.
+Within a group are blocks of 1024 columns. Within a block, the columns k = 0 to 3 of every 8 come first, then k = 4 to
+7, each for the 16 rows side by side.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
 from fp8serve.fp8.ops.gemm import mm, scaled_mm
-from fp8serve.fp8.ops.inputs import fake_nothing, normal, quantized
+from fp8serve.fp8.ops.inputs import fake_nothing, random_fp8, random_normal
 from fp8serve.fp8.ops.registry import Case, define
 
 GROUP, RUN, BLOCK = 16, 8, 1024
@@ -22,32 +23,31 @@ PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether pack_weight takes it."""
+    """Returns whether pack_weight accepts the weight."""
     return weight.dim() == 2 and weight.shape[0] % GROUP == 0 and weight.shape[1] % RUN == 0 and weight.numel() > 0
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """Of the weight [rows, columns], packed."""
+    """Returns the shape of a packed weight [rows, columns]."""
     return rows // GROUP, columns // RUN, GROUP * RUN
 
 
 def _bits(x: Tensor) -> Tensor:
-    """FP8 as bytes: not every op knows it."""
+    """Returns FP8 as bytes, because some torch ops do not support FP8."""
     return x if _is_wide(x) else x.view(torch.uint8)
 
 
 def _is_wide(x: Tensor) -> bool:
-    """BF16 in the order that it would have after widening from FP8: the first row pair of every four, then the
-    second."""
+    """Returns whether x is BF16, for which the first pair of all groups of four rows comes before the second pair."""
     return x.dtype == torch.bfloat16
 
 
 def pack_weight(weight: Tensor, out: Tensor) -> None:
-    """weight [N, K] FP8 or BF16 into out [N / 16, K / 8, 128] of its type. ValueError for other sizes."""
+    """Packs a weight [N, K], FP8 or BF16, into `out` [N / 16, K / 8, 128]. Raises ValueError for other shapes."""
     if not is_packable(weight) or out.shape != packed_shape(*weight.shape):
         raise ValueError(
-            f"pack_weight takes [N, K], multiples of {GROUP} and {RUN}, into [N / 16, K / 8, 128], found "
-            f"{list(weight.shape)} into {list(out.shape)}."
+            f"pack_weight needs [N, K], multiples of {GROUP} and {RUN}, and out [N / 16, K / 8, 128], found "
+            f"{list(weight.shape)} and {list(out.shape)}."
         )
     target = _bits(out).view(len(out), -1)
     for begin in range(0, weight.shape[1], BLOCK):
@@ -58,7 +58,7 @@ def pack_weight(weight: Tensor, out: Tensor) -> None:
 
 
 def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    return normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else quantized(rows, cols, dtype, 3)
+    return random_normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else random_fp8(rows, cols, dtype, 3)
 
 
 def _pack_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -75,12 +75,12 @@ define(
     pack_weight,
     fake=fake_nothing,
     cases=_pack_cases,
-    kernels=("cpu",),  # a GPU gains nothing from another order
+    kernels=("cpu",),  # packing has no benefit on a GPU
 )
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
-    """[N / 16, K / 8, 128] -> the weight that pack_weight was given, [N, K]."""
+    """Returns the weight [N, K] of a packed weight [N / 16, K / 8, 128]."""
     groups = len(packed)
     blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
     rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
@@ -88,7 +88,7 @@ def unpack_weight(packed: Tensor) -> Tensor:
 
 
 def _rows(block: Tensor, wide: bool) -> Tensor:
-    """[groups, halves * runs * 16 * 4] -> [groups, fours, pairs, rows, runs, halves, 4]."""
+    """Permutes [groups, halves * runs * 16 * 4] to [groups, fours, pairs, rows, runs, halves, 4]."""
     order = (_PAIRS, _FOURS, _ROWS) if wide else (_FOURS, _PAIRS, _ROWS)
     whole = block.reshape(len(block), 2, -1, *order, RUN // 2)
     return (whole.transpose(3, 4) if wide else whole).permute(0, 3, 4, 5, 2, 1, 6)
@@ -103,8 +103,7 @@ def packed_mm(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """a [M, K] times the packed weight b: scaled_mm, or mm where there are no scales; a residual is added to the
-    result."""
+    """Returns scaled_mm, or mm without scales, of a [M, K] and the packed weight b, plus the optional residual."""
     weight = unpack_weight(b)
     if a_scale_inv is None or b_scale_inv is None:
         product = mm(a, weight, bias, out_dtype)
@@ -117,23 +116,23 @@ def _fake_packed_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((a.shape[0], GROUP * b.shape[0]), dtype=rest[-1])
 
 
-def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, onto: bool) -> tuple[Any, ...]:
-    """A product of [rows, 1160] with a packed [144, 1160]."""
+def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: bool) -> tuple[Any, ...]:
+    """Returns the arguments of a product of [rows, 1160] and a packed [144, 1160]."""
     n, k = 144, 1160
     weight, packed = _pack_case(n, k, dtype)
     pack_weight(weight, packed)
-    residual = normal(rows, n, torch.bfloat16, 5) if onto else None
+    residual = random_normal(rows, n, torch.bfloat16, 5) if has_residual else None
     if dtype == torch.bfloat16:
-        return _weight(rows, k, dtype), packed, None, None, normal(n, 1, torch.float32, 6)[:, 0], residual, dtype
+        return _weight(rows, k, dtype), packed, None, None, random_normal(n, 1, torch.float32, 6)[:, 0], residual, dtype
     across = -(-k // SCALE_BLOCK)
-    scales = (normal(size, across, torch.float32, 8).abs() + 0.5 for size in (rows, -(-n // SCALE_BLOCK)))
+    scales = (random_normal(size, across, torch.float32, 8).abs() + 0.5 for size in (rows, -(-n // SCALE_BLOCK)))
     a_scale, b_scale = scales if blocks else (torch.tensor(0.5), torch.tensor(0.25))
-    return quantized(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
+    return random_fp8(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
 
 
 def _packed_mm_cases() -> list[Case]:
     grid = product((1, 8, 70), PACKABLE, (False, True), (False, True))
-    return [Case(f"{m} rows {d} blocks {b} onto {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
+    return [Case(f"{m} rows {d} blocks {b} residual {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
 
 
 define(

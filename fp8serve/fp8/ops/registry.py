@@ -1,11 +1,11 @@
-"""The registry of ops: `define` makes an op known to torch, and to everything here that lists ops: `backends()`,
-doctor, the benchmark and the tests.
+"""The registry of ops. `define` registers an op with torch and adds it to OPS, which `backends()`, doctor, the
+benchmark and the tests read.
 
-An op's family (casts.py, gemm.py, ...) defines all of it in one place: its schema, its reference in plain PyTorch, a
-fake kernel that gives shapes, and the inputs that it is tried on. Dispatch, not an `if`, chooses the kernel: the
-reference is registered as CompositeExplicitAutograd, which runs on every device without a kernel.
+The module of an op's family (casts.py, gemm.py, ...) defines its schema, its reference in plain PyTorch, a fake kernel
+that returns shapes, and the inputs on which it is tested. torch's dispatcher chooses the kernel: the reference is
+registered as CompositeExplicitAutograd, which runs on every device that has no kernel.
 
-`torch.library` is imported by this module only.
+Only this module imports `torch.library`.
 """
 
 import warnings
@@ -25,7 +25,7 @@ _LIBRARY: Any = cast(Any, torch.library.Library)("fp8serve", "DEF")  # torch lea
 
 @dataclass(frozen=True)
 class Case:
-    """One input of an op: `make()` gives fresh arguments, always the same values."""
+    """A test input of an op: `make()` returns new arguments, always with the same values."""
 
     name: str
     make: Callable[[], tuple[Any, ...]]
@@ -33,11 +33,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Op:
-    """What is known of an op.
+    """A registered op.
 
-    `kernels`: the devices whose library holds a kernel for it. `composed`: without a kernel it runs as a sequence of
-    the other ops. `recipes`: those whose linear layers need it, forward or backward. `cases`: makes its list of inputs,
-    for the tests of every kernel, for gradient checks and for benchmarks.
+    `kernels` are the devices whose library has a kernel for the op. A `composed` op without a kernel runs as a sequence
+    of other ops. `recipes` are the recipes whose linear layers need the op, forward or backward. `cases` returns its
+    inputs for the tests of kernels, for gradient checks and for benchmarks.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Op:
     cases: Callable[[], list[Case]]
 
 
-OPS: dict[str, Op] = {}  # every op that has a reference, by name, in the order of definition
-reference = SimpleNamespace()  # the reference of every op, by name, with which torch.ops.fp8serve is compared
-_WITHOUT_REFERENCE: dict[str, tuple[str, ...]] = {}  # name: devices
-_DEFAULTS: dict[str, Kernel] = {}
-_REPLACED: dict[tuple[str, str], Any] = {}  # (op, device): what holds the replacement in force
+OPS: dict[str, Op] = {}  # the ops with a reference, by name, in the order of definition
+reference = SimpleNamespace()  # the reference of every op by name; tests compare kernels with it
+_DECLARED_DEVICES: dict[str, tuple[str, ...]] = {}  # the ops without a reference, and the devices of their kernels
+_DEFAULT_KERNELS: dict[str, Kernel] = {}
+_REPLACEMENTS: dict[tuple[str, str], Any] = {}  # (op, device) -> torch library that holds the replacing kernel
 
 
 def define(
@@ -64,18 +64,20 @@ def define(
     kernels: tuple[str, ...] = ("cpu", "cuda"),
     recipes: tuple[str, ...] = (),
 ) -> None:
-    """Define an op by its schema and its reference `kernel`, which is also its default kernel unless there is a
-    `composition` of other ops, which may have kernels."""
+    """Defines an op by its schema and its reference `kernel`.
+
+    The reference is also the default kernel, unless there is a `composition` of other ops, which may have kernels.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     implement(name, composition or kernel)
-    torch.library.register_fake(f"fp8serve::{name}", _on_one_device(name, fake), lib=_LIBRARY)
+    torch.library.register_fake(f"fp8serve::{name}", _check_one_device(name, fake), lib=_LIBRARY)
     setattr(reference, name, kernel)
     OPS[name] = Op(name, kernels, composition is not None, recipes, cases)
 
 
-def _on_one_device(name: str, fake: Kernel) -> Kernel:
-    """`fake`, which torch also calls when one argument of several is on meta: the result would be uninitialised."""
+def _check_one_device(name: str, fake: Kernel) -> Kernel:
+    """Returns `fake` with a check that not only some arguments are on meta; the result would be uninitialized."""
 
     @wraps(fake)
     def checked(*args: Any, **options: Any) -> Any:
@@ -91,59 +93,58 @@ def _on_one_device(name: str, fake: Kernel) -> Kernel:
 
 
 def declare(schema: str, fake: Kernel | None = None, kernels: tuple[str, ...] = ()) -> None:
-    """Define an op that has no reference: its only kernel is in a library, or is given by `implement`."""
+    """Defines an op without a reference, whose only kernel is in a library or is registered by `implement`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     if fake is not None:
         torch.library.register_fake(f"fp8serve::{name}", fake, lib=_LIBRARY)
-    _WITHOUT_REFERENCE[name] = kernels
+    _DECLARED_DEVICES[name] = kernels
 
 
 def implement(name: str, kernel: Kernel) -> None:
-    """Give an op its default kernel, which like the C++ kernels is not differentiable: gradients are the business of
-    autograd functions."""
-    _DEFAULTS[name] = torch.no_grad()(kernel)
-    _LIBRARY.impl(name, _DEFAULTS[name], "CompositeExplicitAutograd")
+    """Registers the default kernel of an op. Like the C++ kernels it has no gradient; autograd functions provide it."""
+    _DEFAULT_KERNELS[name] = torch.no_grad()(kernel)
+    _LIBRARY.impl(name, _DEFAULT_KERNELS[name], "CompositeExplicitAutograd")
 
 
-def replace_by_default(name: str, device: str) -> None:
-    """Let an op's default kernel answer on a device, "cpu" or "cuda", in the place of its library's kernel."""
-    _REPLACED[name, device] = overridden(name, _DEFAULTS[name], device)
+def use_default_kernel(name: str, device: str) -> None:
+    """Makes an op run its default kernel on a device, "cpu" or "cuda", instead of the library's kernel."""
+    _REPLACEMENTS[name, device] = override_kernel(name, _DEFAULT_KERNELS[name], device)
 
 
-def overridden(name: str, kernel: Kernel, device: str) -> Any:
-    """Has `kernel` answer on a device for as long as what is returned is not told to `_destroy()`."""
-    holder: Any = cast(Any, torch.library.Library)("fp8serve", "IMPL")
-    with warnings.catch_warnings():  # torch's, that there is a kernel already
+def override_kernel(name: str, kernel: Kernel, device: str) -> Any:
+    """Makes an op run `kernel` on a device until `_destroy()` is called on the returned torch library."""
+    library: Any = cast(Any, torch.library.Library)("fp8serve", "IMPL")
+    with warnings.catch_warnings():  # torch warns that there is a kernel already
         warnings.simplefilter("ignore", UserWarning)
-        holder.impl(name, kernel, device.upper(), allow_override=True)
-    return holder
+        library.impl(name, kernel, device.upper(), allow_override=True)
+    return library
 
 
-def replaced(device: str) -> set[str]:
-    """The ops for which `replace_by_default` holds."""
-    return {name for name, where in _REPLACED if where == device}
+def replaced_ops(device: str) -> set[str]:
+    """Returns the ops that run their default kernel on a device because of `use_default_kernel`."""
+    return {name for name, replaced_on in _REPLACEMENTS if replaced_on == device}
 
 
-def restore(device: str) -> None:
-    """Let the library's kernels answer again."""
-    for name in replaced(device):
-        _REPLACED.pop((name, device))._destroy()
+def restore_library_kernels(device: str) -> None:
+    """Undoes `use_default_kernel` for all ops on a device."""
+    for name in replaced_ops(device):
+        _REPLACEMENTS.pop((name, device))._destroy()
 
 
 def compiled_for(device: str) -> set[str]:
-    """The ops for which the library of a device, "cpu" or "cuda", holds a kernel."""
-    every = {name: op.kernels for name, op in OPS.items()} | _WITHOUT_REFERENCE
-    return {name for name, devices in every.items() if device in devices}
+    """Returns the ops for which the library of a device, "cpu" or "cuda", has a kernel."""
+    kernels = {name: op.kernels for name, op in OPS.items()} | _DECLARED_DEVICES
+    return {name for name, devices in kernels.items() if device in devices}
 
 
 def recipe_ops() -> dict[str, tuple[str, ...]]:
-    """The ops that a linear layer needs under each recipe, forward and backward."""
+    """Returns the ops that a linear layer needs under each recipe, forward and backward."""
     recipes = dict.fromkeys(recipe for op in OPS.values() for recipe in op.recipes)
     return {recipe: tuple(name for name, op in OPS.items() if recipe in op.recipes) for recipe in recipes}
 
 
 @cache
 def cases(name: str) -> list[Case]:
-    """The inputs that an op is tried on; they are made on first use."""
+    """Returns the test inputs of an op, which are created at the first call."""
     return OPS[name].cases()

@@ -1,4 +1,4 @@
-"""Rotary position: heads rotated by the position of their token, alone and on the way into the cache."""
+"""Rotary position embedding, alone and fused with the write into the KV cache."""
 
 from functools import partial
 from typing import Any
@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.attention import write_kv
-from fp8serve.fp8.ops.inputs import fake_like_first, normal, row_cases
+from fp8serve.fp8.ops.inputs import fake_like_first, random_normal, row_cases
 from fp8serve.fp8.ops.registry import define
 
 
 def _write_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     dim = cols // 2 * 2
-    q, k, v = (normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
-    angle = normal(rows, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
+    q, k, v = (random_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
+    angle = random_normal(rows, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
     caches = [torch.zeros(2, 4, 2, dim, dtype=dtype) for _ in range(2)]
     return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] rotated by its position: cos, sin [T, 1, D]; the halves of a head's dimensions are pairs."""
+    """Rotates x [T, heads, D] by cos and sin [T, 1, D]; dimension i of a head forms a pair with dimension i + D / 2."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -50,7 +50,7 @@ def rotary_write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """Rotates q [T, heads, D] and k [T, kv_heads, D] by cos, sin [T, 1, D]; writes k and v; returns the rotated q."""
+    """Rotates q [T, heads, D] and k [T, kv_heads, D], writes k and v to the cache, and returns the rotated q."""
     write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
     return rotary(q, cos, sin)
 

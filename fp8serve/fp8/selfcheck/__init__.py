@@ -1,9 +1,9 @@
-"""The kernels of this machine, checked against the reference before they are trusted.
+"""The self-check: compares the kernels on this machine with the reference and switches off wrong ones.
 
-Every module that computes on a device first calls `prepare_device(device)`. On a GPU that was never used with this
-driver and library, it runs the check (checking.py) and stores the verdict (verdict.py). Then, and on a CPU on which
-`fp8serve doctor --check` has run, wrong kernels are switched off (candidates.py), with one warning. If the check cannot
-run, a warning is logged and all kernels are used.
+Code that computes on a device first calls `prepare_device(device)`. If there is no verdict for the GPU with its present
+driver and kernel library, it runs the check (check_runner.py) and stores the verdict (verdict.py). Then wrong kernels
+are switched off (candidates.py) with one warning. On a CPU only `fp8serve doctor --check` runs the check, and later
+processes use its verdict. If the check cannot run, a warning is logged and all kernels are used.
 """
 
 import fcntl
@@ -17,33 +17,33 @@ import torch
 
 from fp8serve.errors import one_line
 from fp8serve.fp8.cuda_library import check_gpu
-from fp8serve.fp8.selfcheck import checking
+from fp8serve.fp8.selfcheck import check_runner
 from fp8serve.fp8.selfcheck.candidates import switch_off
-from fp8serve.fp8.selfcheck.checking import Progress
+from fp8serve.fp8.selfcheck.check_runner import KernelCallback
 from fp8serve.fp8.selfcheck.verdict import (
-    Finding,
+    KernelResult,
     Machine,
     Verdict,
     VerdictError,
-    folder,
     load,
     machine_of,
     path_of,
     save,
+    verdict_directory,
 )
 
 __all__ = [
-    "Finding",
+    "KernelResult",
     "Machine",
     "Verdict",
     "VerdictError",
-    "apply",
-    "examine",
+    "check_and_store",
     "machine_of",
     "prepare_device",
-    "sentence",
     "stored_verdict",
     "switch_off",
+    "switch_off_bad_kernels",
+    "warning_text",
 ]
 
 log = logging.getLogger("fp8serve.kernels")
@@ -52,7 +52,10 @@ _lock = threading.Lock()
 
 
 def prepare_device(device: torch.device) -> None:
-    """Switches off, in this process, every kernel that failed the check on `device`. MachineError as `check_gpu`."""
+    """Switches off, in this process, every kernel that failed the check on `device`.
+
+    Raises MachineError if the CUDA kernels cannot run on `device`.
+    """
     check_gpu(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -61,9 +64,10 @@ def prepare_device(device: torch.device) -> None:
             _prepared.add(str(device))
             try:
                 _prepare(device)
-            except Exception as failed:  # whatever it is, computing must go on
-                why = one_line(failed)
-                log.warning("The kernels on %s could not be checked (%s); all of them are used.", device, why)
+            except Exception as error:  # a failed check must not keep the process from computing
+                log.warning(
+                    "The kernels on %s could not be checked (%s); all of them are used.", device, one_line(error)
+                )
 
 
 def _prepare(device: torch.device) -> None:
@@ -72,34 +76,37 @@ def _prepare(device: torch.device) -> None:
         return
     verdict = stored_verdict(machine)
     if verdict is None and device.type == "cuda":
-        with _alone(machine):
-            verdict = stored_verdict(machine) or examine(device, machine)
-    apply(device, verdict)
+        with _check_lock(machine):
+            verdict = stored_verdict(machine) or check_and_store(device, machine)
+    switch_off_bad_kernels(device, verdict)
 
 
-def apply(device: torch.device, verdict: Verdict | None) -> None:
-    """Switches off the wrong kernels in this process, with a warning."""
+def switch_off_bad_kernels(device: torch.device, verdict: Verdict | None) -> None:
+    """Switches off the bad kernels of a verdict in this process and logs a warning."""
     if verdict is not None and verdict.bad:
         switch_off(device, verdict.bad)
-        log.warning("%s", sentence(verdict))
+        log.warning("%s", warning_text(verdict))
 
 
 def stored_verdict(machine: Machine) -> Verdict | None:
-    """The stored verdict for a machine, or None. Logs a warning if the file cannot be read."""
+    """Returns the stored verdict for a machine, or None. Logs a warning if the file cannot be read."""
     try:
         return load(machine)
-    except VerdictError as wrong:
-        log.warning("%s", wrong)
-    except (OSError, RuntimeError) as wrong:
-        log.warning("The verdict of an earlier check of kernels cannot be read (%s).", one_line(wrong))
+    except VerdictError as error:
+        log.warning("%s", error)
+    except (OSError, RuntimeError) as error:
+        log.warning("The verdict of an earlier check of kernels cannot be read (%s).", one_line(error))
     return None
 
 
-def examine(device: torch.device, machine: Machine, progress: Progress = lambda name: None) -> Verdict:
-    """Checks every kernel of a device and stores the verdict; logs a warning if either is impossible."""
+def check_and_store(device: torch.device, machine: Machine, on_kernel: KernelCallback = lambda name: None) -> Verdict:
+    """Checks every kernel of a device and stores the verdict.
+
+    Logs a warning if the check does not finish or the verdict cannot be stored.
+    """
     if device.type == "cuda":
         log.info("Checking the kernels on %s, once for this GPU, driver and library...", machine.name)
-    verdict = checking.check(device, machine, progress)
+    verdict = check_runner.check(device, machine, on_kernel)
     if verdict.unfinished:
         log.warning(
             "The check of the kernels on %s did not finish: %s; kernels that it has not tried are used.",
@@ -109,18 +116,18 @@ def examine(device: torch.device, machine: Machine, progress: Progress = lambda 
         return verdict
     try:
         save(verdict)
-    except (OSError, RuntimeError) as wrong:
+    except (OSError, RuntimeError) as error:
         log.warning(
             "The verdict on the kernels of %s cannot be stored (%s); it holds for this process.",
             machine.name,
-            one_line(wrong),
+            one_line(error),
         )
     return verdict
 
 
-def sentence(verdict: Verdict) -> str:
-    """The warning about kernels that are off."""
-    names = ", ".join(f"{name} ({finding.state})" for name, finding in sorted(verdict.bad.items()))
+def warning_text(verdict: Verdict) -> str:
+    """Returns the warning about the bad kernels of a verdict."""
+    names = ", ".join(f"{name} ({result.state})" for name, result in sorted(verdict.bad.items()))
     count, day = len(verdict.bad), verdict.date[:10]
     are, them = ("kernel is", "it") if count == 1 else ("kernels are", "them")
     return (
@@ -130,20 +137,22 @@ def sentence(verdict: Verdict) -> str:
 
 
 @contextmanager
-def _alone(machine: Machine) -> Iterator[None]:
-    """Keeps other processes from checking the same machine meanwhile, where files can be locked; not for longer than a
-    check may take."""
-    with ExitStack() as held:
+def _check_lock(machine: Machine) -> Iterator[None]:
+    """Locks the check of a machine against other processes, if files can be locked.
+
+    It waits for the lock at most as long as a check may take.
+    """
+    with ExitStack() as stack:
         with suppress(OSError, RuntimeError):
-            folder().mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(path_of(machine).with_suffix(".lock").open("w"))
-            _wait_for(file.fileno())
+            verdict_directory().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path_of(machine).with_suffix(".lock").open("w"))
+            _wait_for_lock(file.fileno())
         yield
 
 
-def _wait_for(file: int) -> None:
-    end = time.monotonic() + checking.ALL_SECONDS
-    while time.monotonic() < end:
+def _wait_for_lock(file: int) -> None:
+    deadline = time.monotonic() + check_runner.MAX_CHECK_SECONDS
+    while time.monotonic() < deadline:
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

@@ -1,17 +1,20 @@
-"""The kernels that a check tries, on what inputs: every op of a library, and by name those that share an op.
+"""The kernels that the self-check runs, their test cases, and how a bad kernel is switched off.
 
-On a GPU the kernels of scaled_mm are "scaled_mm.mma", "scaled_mm.large" and so on, those of CUTLASS for experts
-"grouped_mm.cutlass", those of attention on tensor cores "paged_attention.mma" and, for Hopper's warpgroups,
-"paged_attention.wgmma"; "paged_attention" is then the FP32 kernel. "scaled_mm.overlap" and "paged_attention.overlap"
-are these ops behind a kernel that writes what they read, on chips where one kernel may begin before the other has
-ended. On a CPU "quantize.avx2" is what runs of an op on a processor that has no more. Kernels that others build upon
-come first, so that a fault is found where it is.
+Every op of a library is a candidate, named like the op. If an op has several kernels, each is a candidate:
 
-A kernel that a check has found wrong is switched off for the whole process, so that the next one takes over. On a GPU a
-kernel of products or of attention gives way to the next of its order (csrc/cuda/gemm.cu, attention_tensor.cu), any
-other op to its default kernel, and launches that overlap to such that do not. On a CPU every op goes on with the fewest
-features less at which none of the wrong variants runs; an op none of whose variants is right goes on with its default
-kernel.
+    scaled_mm.mma, scaled_mm.large, ...     the GEMM kernels on a GPU
+    grouped_mm.cutlass                      CUTLASS's kernel for experts; "grouped_mm" is the kernel without CUTLASS
+    paged_attention.mma, .wgmma             the kernels for tensor cores; "paged_attention" is the FP32 kernel
+    scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
+                                            two kernels can overlap
+    quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
+
+Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.
+
+A bad kernel is switched off for the whole process, and another takes its place. On a GPU the next kernel in the order
+of GEMM or attention kernels (csrc/cuda/gemm.cu, attention_tensor.cu) replaces it; any other op runs its default kernel;
+overlapping launches run one after the other. On a CPU all ops use the best set of features with which no bad variant
+runs; an op of which all variants are bad runs its default kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +30,14 @@ from fp8serve.fp8.ops.attention import prompt_case
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
 from fp8serve.fp8.ops.libraries import cpu_kernels
-from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, replace_by_default
+from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, use_default_kernel
 
-MOST = 30  # cases of a kernel
-CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # of a CPU's features, best first
+MAX_CASES = 30  # of a kernel
+CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
 GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
-ATTENTION = ("attention_mma", "attention_wgmma")  # on tensor cores, each taking over from the one behind it
-NOT_FOR_IT = "which does not multiply this here"  # how a named kernel refuses a problem
+ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
+UNSUPPORTED_CASE = "which does not multiply this here"  # the message of a kernel that does not support a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SHAPES = [(1, 16, 16), (5, 40, 400), (17, 136, 272), (64, 128, 128), (129, 264, 400), (300, 512, 640)]
@@ -43,8 +46,11 @@ _KINDS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel of an op. `run` takes the op's arguments; where it refuses a case of many with NOT_FOR_IT in its
-    RuntimeError, the case does not count."""
+    """A kernel of an op.
+
+    `run` has the op's arguments. It raises RuntimeError with UNSUPPORTED_CASE in its message for a case that the kernel
+    does not support; such a case is skipped.
+    """
 
     name: str
     op: str
@@ -52,35 +58,36 @@ class Candidate:
     cases: Sequence[Case]
 
 
-def spread(all_cases: Sequence[Case]) -> list[Case]:
-    """MOST of the cases, from all over."""
-    return list(all_cases[:: -(-len(all_cases) // MOST)]) if all_cases else []
+def sample_cases(all_cases: Sequence[Case]) -> list[Case]:
+    """Returns at most MAX_CASES cases, evenly spaced."""
+    return list(all_cases[:: -(-len(all_cases) // MAX_CASES)]) if all_cases else []
 
 
 def candidates(device: str, ops: Any = torch.ops.fp8serve) -> Iterator[Candidate]:
-    """Those of a device, "cpu" or "cuda:0". `ops`: where the ops are looked up, for an emulated GPU."""
-    return _on_cpu() if device == "cpu" else on_gpu(ops)
+    """Yields the kernels of a device, "cpu" or "cuda:0". `ops` is another namespace of ops for an emulated GPU."""
+    return _cpu_candidates() if device == "cpu" else gpu_candidates(ops)
 
 
 # --- CPU ------------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu() -> Iterator[Candidate]:
-    seen: set[str] = set()
-    for cap in CAPS:
-        for op, variant in variants(cap).items():
-            if f"{op}.{variant}" not in seen:
-                seen.add(f"{op}.{variant}")
-                yield Candidate(f"{op}.{variant}", op, partial(_capped, cap, op), spread(cases(op)))
+def _cpu_candidates() -> Iterator[Candidate]:
+    names: set[str] = set()
+    for cap in CPU_FEATURE_CAPS:
+        for op, variant in cap_cpu_features(cap).items():
+            name = f"{op}.{variant}"
+            if name not in names:
+                names.add(name)
+                yield Candidate(name, op, partial(_run_capped, cap, op), sample_cases(cases(op)))
 
 
-def variants(cap: str) -> dict[str, str]:
-    """Caps the features from now on; returns the variant that runs for each op."""
+def cap_cpu_features(cap: str) -> dict[str, str]:
+    """Limits the CPU features that kernels of this process use. Returns the variant that now runs for each op."""
     torch.ops.fp8serve.cpu_isa(cap)
     return {op: kernel["variant"] for op, kernel in cpu_kernels().items() if op in OPS}
 
 
-def _capped(cap: str, op: str, *arguments: Any) -> Any:
+def _run_capped(cap: str, op: str, *arguments: Any) -> Any:
     torch.ops.fp8serve.cpu_isa(cap)
     return getattr(torch.ops.fp8serve, op)(*arguments)
 
@@ -88,45 +95,45 @@ def _capped(cap: str, op: str, *arguments: Any) -> Any:
 # --- GPU ------------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(ops: Any) -> Iterator[Candidate]:
+def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     for name in GEMMS:
-        yield Candidate(f"scaled_mm.{name}", "scaled_mm", partial(_named, ops, name), _product_cases(name))
+        yield Candidate(f"scaled_mm.{name}", "scaled_mm", partial(_run_gemm, ops, name), _gemm_cases(name))
     for op in ("grouped_mm", "grouped_wgrad"):
-        run = partial(_grouped, ops, op, False)
-        yield Candidate(op, op, run, [*spread(for_gpu(op)), *_large[op]()])
+        run = partial(_run_grouped, ops, op, False)
+        yield Candidate(op, op, run, [*sample_cases(gpu_cases(op)), *_large_cases[op]()])
     for op in sorted(compiled_for("cuda") & set(OPS)):
         if not op.startswith(("grouped_mm", "grouped_wgrad")):
-            chosen = [*spread(for_gpu(op)), *_large.get(op, list)()]
-            run = partial(_attending, ops, 0) if op == "paged_attention" else getattr(ops, op)
-            yield Candidate(op, op, run, chosen)
-    of_bf16 = [case for case in for_gpu("paged_attention") if "bfloat16" in case.name]
-    yield Candidate("paged_attention.mma", "paged_attention", partial(_attending, ops, 1), [*of_bf16, *_prompts()[::2]])
-    yield Candidate("paged_attention.wgmma", "paged_attention", partial(_attending, ops, 2), _prompts())
+            op_cases = [*sample_cases(gpu_cases(op)), *_large_cases.get(op, list)()]
+            run = partial(_run_attention, ops, 0) if op == "paged_attention" else getattr(ops, op)
+            yield Candidate(op, op, run, op_cases)
+    bf16_cases = [case for case in gpu_cases("paged_attention") if "bfloat16" in case.name]
+    mma_cases = [*bf16_cases, *_prompt_cases()[::2]]
+    yield Candidate("paged_attention.mma", "paged_attention", partial(_run_attention, ops, 1), mma_cases)
+    yield Candidate("paged_attention.wgmma", "paged_attention", partial(_run_attention, ops, 2), _prompt_cases())
     for op in ("grouped_mm", "grouped_wgrad"):
-        yield Candidate(f"{op}.cutlass", op, partial(_grouped, ops, op, True), _large[op]())
-    yield Candidate(
-        "scaled_mm.overlap", "scaled_mm", partial(_overlapping, ops, _behind_its_cast), _product_cases("skinny")
-    )
-    attention = partial(_overlapping, ops, _behind_its_keys)
-    chosen = [*_prompts()[:4], *spread(for_gpu("paged_attention"))]
-    yield Candidate("paged_attention.overlap", "paged_attention", attention, chosen)
+        yield Candidate(f"{op}.cutlass", op, partial(_run_grouped, ops, op, True), _large_cases[op]())
+    run = partial(_run_overlapping, ops, _quantize_and_multiply)
+    yield Candidate("scaled_mm.overlap", "scaled_mm", run, _gemm_cases("skinny"))
+    run = partial(_run_overlapping, ops, _write_cache_and_attend)
+    attention_cases = [*_prompt_cases()[:4], *sample_cases(gpu_cases("paged_attention"))]
+    yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
 
 
-def for_gpu(op: str) -> list[Case]:
-    """The cases of an op without those of packed weights, which only a CPU reads, and BF16 operands beside them."""
-    only_on_cpu = ("bfloat16 packed", "packed True") if op == "grouped_mm" else ()
-    return [case for case in cases(op) if not any(words in case.name for words in only_on_cpu)]
+def gpu_cases(op: str) -> list[Case]:
+    """Returns the cases of an op that a GPU supports: none with packed weights, nor with BF16 next to packed FP8."""
+    cpu_only = ("bfloat16 packed", "packed True") if op == "grouped_mm" else ()
+    return [case for case in cases(op) if not any(words in case.name for words in cpu_only)]
 
 
-def _named(ops: Any, name: str, *arguments: Any) -> Tensor:
-    """scaled_mm by one of GEMMS; of tiles several rows together for one half of the outputs."""
+def _run_gemm(ops: Any, name: str, *arguments: Any) -> Tensor:
+    """Runs scaled_mm by the kernel of this name. BF16 outputs test tiles that are computed in groups of four rows."""
     rows_together = 1 if arguments[-1] == torch.float32 else 4
     output: Tensor = ops.scaled_mm_by(*arguments, name.removesuffix("_rows"), rows_together)
     return output
 
 
-def _product_cases(name: str) -> list[Case]:
-    """In an order in which any thirty of them have every shape, kind of scale, format and output."""
+def _gemm_cases(name: str) -> list[Case]:
+    """Returns cases in an order in which any thirty cover every shape, kind of scale, format and output dtype."""
     kinds = {"cublaslt": _KINDS[:1], "cublaslt_rows": _KINDS[1:2]}.get(name, _KINDS)
     formats = [(_E4M3, _E4M3), (_E5M2, _E4M3), (_E4M3, _E5M2)]
     grid = list(product(_SHAPES, kinds, formats, (torch.bfloat16, torch.float32)))
@@ -137,75 +144,82 @@ def _product_cases(name: str) -> list[Case]:
     ]
 
 
-def _grouped(ops: Any, op: str, cutlass: bool, *arguments: Any) -> Tensor:
-    """A product of experts with or without CUTLASS's kernels."""
-    here = arguments[0]
-    off = set(ops.gemm_kernels(here, "").split("+")) - {"", "grouped_cutlass"}
-    ops.gemm_kernels(here, "+".join(sorted(off | (set() if cutlass else {"grouped_cutlass"}))) or "none")
+def _switched_off(ops: Any, tensor: Tensor) -> set[str]:
+    """Returns the names of the kernels that are switched off on the tensor's GPU."""
+    return set(ops.gemm_kernels(tensor, "").split("+")) - {""}
+
+
+def _set_switched_off(ops: Any, tensor: Tensor, names: set[str]) -> None:
+    ops.gemm_kernels(tensor, "+".join(sorted(names)) or "none")
+
+
+def _run_grouped(ops: Any, op: str, uses_cutlass: bool, *arguments: Any) -> Tensor:
+    """Runs a grouped GEMM with or without CUTLASS's kernels."""
+    off = _switched_off(ops, arguments[0]) - {"grouped_cutlass"}
+    _set_switched_off(ops, arguments[0], off if uses_cutlass else off | {"grouped_cutlass"})
     output: Tensor = getattr(ops, op)(*arguments)
     return output
 
 
-def _attending(ops: Any, kernels: int, q: Tensor, *others: Any) -> Tensor:
-    """Attention with the first so many of the kernels of ATTENTION and without the others."""
-    if kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
-        raise RuntimeError(NOT_FOR_IT)
-    off = set(ops.gemm_kernels(q, "").split("+")) - {""}
-    now = off - set(ATTENTION[:kernels]) | set(ATTENTION[kernels:])
-    ops.gemm_kernels(q, "+".join(sorted(now)) or "none")
+def _run_attention(ops: Any, num_kernels: int, q: Tensor, *arguments: Any) -> Tensor:
+    """Runs attention with the first `num_kernels` of the kernels in ATTENTION switched on and the others off."""
+    if num_kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
+        raise RuntimeError(UNSUPPORTED_CASE)
+    off = _switched_off(ops, q)
+    _set_switched_off(ops, q, off - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
     try:
-        output: Tensor = ops.paged_attention(q, *others)
+        output: Tensor = ops.paged_attention(q, *arguments)
     finally:
-        ops.gemm_kernels(q, "+".join(sorted(off)) or "none")
+        _set_switched_off(ops, q, off)
     return output
 
 
-def _prompts() -> list[Case]:
-    """Prompts of several segments and tiles, behind and beside short sequences, by every kind of cache and option."""
+def _prompt_cases() -> list[Case]:
+    """Returns cases with long prompts next to short sequences, for every cache dtype, head size and option."""
     sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
     lengths = [(1, 1), (330, 140), (20, 3), (100, 100)]
     caches = (torch.bfloat16, _E4M3, _E5M2)
     grid = product(caches, (64, 80, 128), ((), (100, 2.0, sinks), (33,), (None, 0.5)))
-    order = [grid_case for i, grid_case in enumerate(grid) if i % 5 != 4]
+    selected = [grid_case for i, grid_case in enumerate(grid) if i % 5 != 4]
     return [
         Case(f"prompts {cache} {dim} {options}", partial(prompt_case, cache, 4, 2, dim, lengths, *options))
-        for cache, dim, options in order
+        for cache, dim, options in selected
     ]
 
 
-def _overlapping(ops: Any, chain: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """A chain of kernels each of which may begin before the one before has ended; nothing else overlaps in a check."""
-    here = arguments[0]
-    if here.is_cuda and torch.cuda.get_device_capability(here.device) < (9, 0):
-        raise RuntimeError(NOT_FOR_IT)
-    off = set(ops.gemm_kernels(here, "").split("+")) - {""}
-    ops.gemm_kernels(here, "+".join(sorted(off - {"overlap"})) or "none")
+def _run_overlapping(ops: Any, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Runs two kernels, of which the second may start before the first has ended. Other checks run without overlap."""
+    first = arguments[0]
+    if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
+        raise RuntimeError(UNSUPPORTED_CASE)
+    off = _switched_off(ops, first)
+    _set_switched_off(ops, first, off - {"overlap"})
     try:
-        return chain(ops, *arguments)
+        return run(ops, *arguments)
     finally:
-        ops.gemm_kernels(here, "+".join(sorted(off)) or "none")
+        _set_switched_off(ops, first, off)
 
 
-def _behind_its_cast(ops: Any, a: Tensor, *others: Any) -> Tensor:
-    """The activations are FP8 values already, which a cast by 1 does not change."""
-    again, _ = ops.quantize(a.float(), torch.ones((), device=a.device), a.dtype)
-    output: Tensor = ops.scaled_mm(again, *others)
+def _quantize_and_multiply(ops: Any, a: Tensor, *arguments: Any) -> Tensor:
+    """Quantizes FP8 values with scale 1, which does not change them, and multiplies them."""
+    q, _ = ops.quantize(a.float(), torch.ones((), device=a.device), a.dtype)
+    output: Tensor = ops.scaled_mm(q, *arguments)
     return output
 
 
-def _behind_its_keys(ops: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    """Keys and values are written into other caches first."""
+def _write_cache_and_attend(ops: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+    """Writes keys and values into new caches and runs attention with them."""
     if k.itemsize == 1:
-        raise RuntimeError(NOT_FOR_IT)
+        raise RuntimeError(UNSUPPORTED_CASE)
     slots = torch.arange(k.shape[0] * k.shape[1], device=k.device)
     keys, values = torch.zeros_like(k), torch.zeros_like(v)
     ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), keys, values, slots, None, None)
-    output: Tensor = ops.paged_attention(q, keys, values, *others)
+    output: Tensor = ops.paged_attention(q, keys, values, *arguments)
     return output
 
 
-def _fused_cases() -> list[Case]:
-    """Sizes that CUTLASS takes, with FP8 output."""
+def _fp8_output_cases() -> list[Case]:
+    """Returns cases of sizes that CUTLASS supports, with FP8 output."""
 
     def make(shape: tuple[int, int, int], kinds: tuple[str, str]) -> tuple[Any, ...]:
         *arguments, _ = mm_case(*shape, _E4M3, _E4M3, kinds, torch.bfloat16)
@@ -228,45 +242,45 @@ def _many_columns(kind: str, a: torch.dtype, out: torch.dtype) -> tuple[Any, ...
     return wgrad_case("many rows", kind, 144, 160, a, out)
 
 
-_large: dict[str, Callable[[], list[Case]]] = {  # sizes that CUTLASS takes
-    "scaled_mm_quantize": _fused_cases,
+_large_cases: dict[str, Callable[[], list[Case]]] = {  # with sizes that CUTLASS supports
+    "scaled_mm_quantize": _fp8_output_cases,
     "grouped_mm": partial(_expert_cases, _many_rows, ("expert", "row", "block")),
     "grouped_wgrad": partial(_expert_cases, _many_columns, ("expert", "row", "block")),
 }
 
 
-_GEMM_NAMES = {f"scaled_mm.{name}": name for name in GEMMS}
-_GEMM_NAMES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "grouped_cutlass")
-_GEMM_NAMES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
+# The names by which the op `gemm_kernels` switches the candidates off.
+_SWITCHES = {f"scaled_mm.{name}": name for name in GEMMS}
+_SWITCHES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "grouped_cutlass")
+_SWITCHES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
 OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
-_GEMM_NAMES |= dict.fromkeys(OVERLAP, "overlap")
+_SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 
 
 def switch_off(device: torch.device, names: Iterable[str]) -> None:
-    """No kernel of these names (candidates.py) runs in this process from now on; unknown names say nothing."""
+    """Switches off the kernels with these candidate names in this process. Unknown names are ignored."""
     if device.type == "cpu":
         _switch_off_on_cpu(set(names))
         return
-    switch_products_off(torch.empty(1, device=device), names)
+    switch_off_by_name(torch.empty(1, device=device), names)
     for name in names:
         if name in OPS:
-            replace_by_default(name, "cuda")
+            use_default_kernel(name, "cuda")
 
 
-def switch_products_off(here: Tensor, names: Iterable[str], ops: Any = torch.ops.fp8serve) -> None:
-    """The part of `switch_off` for kernels with a switch, on the GPU on which `here` lies. `ops`: as `candidates`."""
-    off = {_GEMM_NAMES[name] for name in names if name in _GEMM_NAMES}
-    off |= set(filter(None, ops.gemm_kernels(here, "").split("+")))
+def switch_off_by_name(tensor: Tensor, names: Iterable[str], ops: Any = torch.ops.fp8serve) -> None:
+    """Switches off, on the tensor's GPU, those of the kernels that the op `gemm_kernels` can switch off."""
+    off = {_SWITCHES[name] for name in names if name in _SWITCHES} | _switched_off(ops, tensor)
     if off:
-        ops.gemm_kernels(here, "+".join(sorted(off)))
+        _set_switched_off(ops, tensor, off)
 
 
 def _switch_off_on_cpu(names: set[str]) -> None:
-    running = {cap: variants(cap) for cap in CAPS}
-    ladder = {op: {f"{op}.{running[cap][op]}" for cap in CAPS} for op in running["best"]}
-    lost = {op for op, every in ladder.items() if every <= names}
-    for op in lost:
-        replace_by_default(op, "cpu")
-    left = names - {name for op in lost for name in ladder[op]}
-    best = next(cap for cap in CAPS if not left & {f"{op}.{variant}" for op, variant in running[cap].items()})
-    variants(best)
+    variants = {cap: cap_cpu_features(cap) for cap in CPU_FEATURE_CAPS}
+    op_candidates = {op: {f"{op}.{variants[cap][op]}" for cap in CPU_FEATURE_CAPS} for op in variants["best"]}
+    bad_ops = {op for op, op_names in op_candidates.items() if op_names <= names}
+    for op in bad_ops:
+        use_default_kernel(op, "cpu")
+    avoided = names - {name for op in bad_ops for name in op_candidates[op]}
+    cap_names = {cap: {f"{op}.{variant}" for op, variant in variants[cap].items()} for cap in CPU_FEATURE_CAPS}
+    cap_cpu_features(next(cap for cap in CPU_FEATURE_CAPS if not avoided & cap_names[cap]))

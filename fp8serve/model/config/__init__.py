@@ -1,1 +1,1 @@
-"""`config.json` becomes the hyper-parameters of a model, by the table of families. No torch here."""
+"""Reads a model's hyper-parameters from `config.json`, with the table of families. Does not import torch."""

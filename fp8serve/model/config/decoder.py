@@ -1,12 +1,12 @@
-"""The hyper-parameters we honour, read from `config.json`: here a decoder's, in encoder.py an encoder's.
+"""Parses `config.json` of a decoder into a `ModelConfig`. encoder.py does the same for encoders.
 
-Published architectures are one decoder with switches: a row of `families` has what the architecture fixes, the file has
-the rest. Every key of the file is one of three: honoured (it becomes a field), harmless (reader.py), or unknown. An
-unknown key that is set is an error, because a model that runs with one term of its maths missing looks healthy and
-answers wrongly.
+All supported architectures are one decoder with switches. `families` has the switches that the architecture fixes;
+`config.json` has the others. Every key of the file is honoured (it becomes a field), harmless (reader.py) or unknown.
+An unknown key with a value raises ModelError, because a model that runs without one term of its maths looks healthy
+and gives wrong answers.
 
-transformers 5 writes `dtype` where 4 wrote `torch_dtype`: both are read. Defaults of omitted keys are those of
-transformers' class for the architecture. No torch here.
+transformers 4 writes `torch_dtype` and transformers 5 writes `dtype`; this module reads both. Omitted keys have the
+defaults of transformers' config class for the architecture. This module does not import torch.
 """
 
 import json
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.encoder import ENCODERS, OF_HEADS, head_of, is_encoder, parse_encoder_config
+from fp8serve.model.config.encoder import ENCODERS, HEAD_KEYS, is_encoder, parse_encoder_config, read_head
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.family import SHARED, Family
-from fp8serve.model.config.latent import latent_attention, latent_of
-from fp8serve.model.config.mixture import experts_of
+from fp8serve.model.config.latent_attention import latent_attention_fields, read_latent_sizes
+from fp8serve.model.config.mixture import read_experts
 from fp8serve.model.config.model_config import Activation, AnyConfig, ModelConfig, TransformersClass
 from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, token_ids
 from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim
@@ -31,90 +31,91 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
 from fp8serve.processes import module_command
 
-_CLASSIFIES = "ForSequenceClassification"
+_CLASSIFIER_SUFFIX = "ForSequenceClassification"
 _GATED: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNGATED: dict[str, Activation] = {"xielu": "xielu"}
-_COMMAND = module_command("fp8serve.model.transformers_backend.trial")
-_SECONDS = 300.0
+_TRIAL_COMMAND = module_command("fp8serve.model.transformers_backend.class_trace")
+_TRIAL_TIMEOUT_SECONDS = 300.0
+_MISTRAL_ADVICE = (
+    "; params.json and consolidated.safetensors are Mistral's own layout, so download the model's config.json and "
+    "model*.safetensors, or convert it with transformers"
+)
 
 
 def read_config(model_dir: Path | str) -> ModelConfig:
-    """The configuration of the Hugging Face directory `model_dir`.
+    """Returns the configuration of the decoder in the Hugging Face directory `model_dir`.
 
-    ModelError: the directory or its config.json is missing or damaged, the architecture is not supported, or a key
-    would change the maths in a way that we do not compute.
+    Raises ModelError if the directory or its config.json is missing or damaged, if the architecture is not supported,
+    or if a key changes the maths in a way that is not implemented.
     """
-    raw, generation, where = _read(Path(model_dir))
+    raw, generation, where = _read_json_files(Path(model_dir))
     return parse_config(raw, generation, where)
 
 
-def holds_encoder(model_dir: Path | str) -> bool:
-    """Whether the directory is that of an encoder. ModelError: a damaged config.json."""
+def is_encoder_directory(model_dir: Path | str) -> bool:
+    """Returns whether the directory contains an encoder. Raises ModelError if config.json is damaged."""
     return is_encoder(read_optional_json(Path(model_dir) / "config.json"))
 
 
 def read_any_config(model_dir: Path | str) -> AnyConfig:
-    """As `read_config`, for encoders, too."""
+    """Returns the configuration of the decoder or encoder in `model_dir`. Same errors as `read_config`."""
     path = Path(model_dir) / "config.json"
     raw = read_optional_json(path)
     return parse_encoder_config(raw, str(path)) if is_encoder(raw) else read_config(model_dir)
 
 
 def check_any_config(model_dir: Path | str) -> None:
-    """ModelError as `read_any_config`, but a model without a family is left to the process that computes it: a full
-    check would take torch, transformers and seconds."""
-    if holds_encoder(model_dir):
+    """Same as `read_any_config` without a result, but models without a family are not checked.
+
+    Their check would need torch, transformers and several seconds. The process that runs the model does it.
+    """
+    if is_encoder_directory(model_dir):
         read_any_config(model_dir)
         return
-    raw, generation, where = _read(Path(model_dir))
+    raw, generation, where = _read_json_files(Path(model_dir))
     if not is_without_family(raw):
         parse_config(raw, generation, where)
 
 
 def parse_any_config(raw: Mapping[str, Any]) -> AnyConfig:
-    """As `parse_config`, for encoders, too."""
+    """Returns the configuration of a decoder or an encoder. Same errors as `parse_config`."""
     return parse_encoder_config(raw) if is_encoder(raw) else parse_config(raw)
 
 
-def _read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+def _read_json_files(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
+    """Returns config.json, generation_config.json and the path of config.json as text for error messages."""
     if not model_dir.is_dir():
-        what = "is not a directory" if model_dir.exists() else "does not exist"
-        raise ModelError(f"{model_dir} {what}; give the path of a Hugging Face-format model directory.")
+        problem = "is not a directory" if model_dir.exists() else "does not exist"
+        raise ModelError(f"{model_dir} {problem}; give the path of a Hugging Face-format model directory.")
     if not present(model_dir / "config.json"):
-        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json{_mistrals(model_dir)}.")
+        advice = _MISTRAL_ADVICE if present(model_dir / "params.json") else ""
+        raise ModelError(f"{model_dir} is not a model directory: it holds no config.json{advice}.")
     raw = read_text_config(model_dir)
     generation = read_optional_json(model_dir / "generation_config.json")
     return raw, generation, str(model_dir / "config.json")
 
 
-def _mistrals(model_dir: Path) -> str:
-    """Advice if the directory has Mistral's own layout."""
-    if not present(model_dir / "params.json"):
-        return ""
-    return (
-        "; params.json and consolidated.safetensors are Mistral's own layout, so download the model's config.json and "
-        "model*.safetensors, or convert it by transformers"
-    )
-
-
 def parse_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> ModelConfig:
-    """`raw` is the object in config.json, `generation` that in generation_config.json; `where` is named in errors."""
+    """Returns the configuration in `raw` (config.json) and `generation` (generation_config.json).
+
+    `where` is the path of config.json for error messages. Same errors as `read_config`.
+    """
     if is_encoder(raw):
         name = ENCODERS[raw["model_type"]].architecture
-        raise ModelError(f"{where} is of an encoder of {name}'s family: it embeds or classifies, and writes no text.")
+        raise ModelError(f"{where} is of an encoder ({name}), which embeds or classifies texts and generates none.")
     if is_without_family(raw):
-        return _describe_class(raw, generation or {}, where)
+        return _describe_transformers_class(raw, generation or {}, where)
     family = _family(raw, where)
     _refuse_unknown(raw, family, where)
     get = Reader(raw, family, where)
     layers, max_len = get.positive("num_hidden_layers"), get.positive("max_position_embeddings")
-    windows, latent = _windows(get, layers, where), latent_of(get)
-    attention = latent_attention(get, latent) if latent else _attention(get, _head_dim(get, where), where)
+    windows, latent = _windows(get, layers, where), read_latent_sizes(get)
+    attention = latent_attention_fields(get, latent) if latent else _attention_fields(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
     num_rotated = latent.rope if latent else rotary_dim(get, head_dim)
-    # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there
+    # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there.
     eos = (generation or {}).get("eos_token_id")
     return ModelConfig(
         architecture=family.architecture,
@@ -125,8 +126,8 @@ def parse_config(
         num_layers=layers,
         rms_norm_eps=get.number(family.eps_key),
         max_position_embeddings=max_len,
-        tie_word_embeddings=not classifies(raw) and get.boolean("tie_word_embeddings"),
-        head=head_of(raw, where) if classifies(raw) else None,
+        tie_word_embeddings=not is_classifier(raw) and get.boolean("tie_word_embeddings"),
+        head=read_head(raw, where) if is_classifier(raw) else None,
         mlp_bias=get.boolean("mlp_bias"),
         layer_windows=windows,
         layer_ropes=layer_ropes(get, windows, max_len, num_rotated),
@@ -141,71 +142,74 @@ def parse_config(
         norm_bias=family.norm_bias,
         offset_norms=family.offset_norms,
         fused_gate_up=family.fused_gate_up,
-        head_bias=not classifies(raw) and get("lm_head_bias") is not None and get.boolean("lm_head_bias"),
-        experts=experts_of(get, layers),
+        head_bias=not is_classifier(raw) and get("lm_head_bias") is not None and get.boolean("lm_head_bias"),
+        experts=read_experts(get, layers),
         attention_sinks=family.sinks,
         num_predictors=get.positive("num_nextn_predict_layers") if get("num_nextn_predict_layers") else 0,
-        **_blocks(get),
+        **_residual_fields(get),
         **attention,
-        **_multipliers(get),
+        **_scale_fields(get),
     )
 
 
-def _describe_class(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """A process without torch does not load it but asks another process."""
+def _describe_transformers_class(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Returns the configuration of a model without a family. Imports torch only if this process already has."""
     if "torch" in sys.modules:
-        from fp8serve.model.transformers_backend.trial import describe  # here: it brings torch
+        from fp8serve.model.transformers_backend.class_trace import describe  # imported here because it imports torch
 
         return describe(raw, generation, where)
-    fields = ask(raw, generation, where)
+    fields = describe_in_child_process(raw, generation, where)
     return ModelConfig(**fields | {"computed_by": TransformersClass(**fields["computed_by"])})
 
 
-def ask(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the model's `ModelConfig` that have no default or another value, from a process of
-    transformers_backend/trial.py, which is started once for each model, takes seconds, and ends. ModelError: as
-    `describe`."""
-    text = _ask(json.dumps([raw, generation, where], sort_keys=True))
+def describe_in_child_process(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the `ModelConfig` fields that have no default or differ from it. Same errors as `describe`.
+
+    Runs transformers_backend/class_trace.py in a child process, once for each model, which takes seconds.
+    """
+    output = _run_trial(json.dumps([raw, generation, where], sort_keys=True))
     try:
-        answer = json.loads(text, object_hook=_with_tuples)
+        result = json.loads(output, object_hook=_lists_to_tuples)
     except ValueError:
-        raise ModelError(f"The process that builds transformers' class gave no answer: {shown(text[:80])}.") from None
-    if "refused" in answer:
-        raise ModelError(answer["refused"])
-    return dict(answer["fields"])
+        raise ModelError(f"The process that builds transformers' class wrote no JSON: {shown(output[:80])}.") from None
+    if "refused" in result:
+        raise ModelError(result["refused"])
+    return dict(result["fields"])
 
 
 @cache
-def _ask(question: str) -> bytes:
+def _run_trial(model_json: str) -> bytes:
+    command, timeout = _TRIAL_COMMAND, _TRIAL_TIMEOUT_SECONDS
     try:
-        done = subprocess.run(_COMMAND, input=question.encode(), capture_output=True, timeout=_SECONDS, check=True)
-    except subprocess.TimeoutExpired as problem:  # its output ends with a warning that explains nothing
-        raise ModelError(f"transformers' class was not built within {_SECONDS:g} seconds.") from problem
-    except (OSError, subprocess.SubprocessError) as problem:
-        why = (getattr(problem, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        raise ModelError(f"The process that builds transformers' class failed: {why[:300] or problem}.") from problem
-    return done.stdout
+        return subprocess.run(
+            command, input=model_json.encode(), capture_output=True, timeout=timeout, check=True
+        ).stdout
+    except subprocess.TimeoutExpired as error:  # the last line of its output is an unrelated warning
+        raise ModelError(f"transformers' class was not built within {timeout:g} seconds.") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise ModelError(f"The process that builds transformers' class failed: {reason[:300] or error}.") from error
 
 
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _lists_to_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
 
 
-def _blocks(get: Reader) -> dict[str, Any]:
-    """How attention and MLP follow each other."""
+def _residual_fields(get: Reader) -> dict[str, Any]:
+    """Returns the fields that say whether attention and MLP run in parallel, and which norms a layer has."""
     family = get.family
     parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
     return {"parallel": parallel, "norms": SHARED if parallel else family.norms}
 
 
-def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
+def _attention_fields(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
     heads = get.positive("num_attention_heads")
     kv_heads = get.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     family = get.family
     bias = get.boolean(family.bias_key) if family.qkv_bias is None else family.qkv_bias
-    normed = family.qk_norm is not None and (get("use_qk_norm") is None or get.boolean("use_qk_norm"))
+    has_qk_norm = family.qk_norm is not None and (get("use_qk_norm") is None or get.boolean("use_qk_norm"))
     return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
@@ -213,7 +217,7 @@ def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias and family.qkv_bias is None and family.out_bias,
         "fused_qkv": family.fused_qkv,
-        "qk_norm": normed,
+        "qk_norm": has_qk_norm,
         "qk_norm_weight": family.qk_norm or "shared",
         "softmax_scale": _softmax_scale(get, head_dim),
         "attention_softcap": get.optional_number("attn_logit_softcapping"),
@@ -221,20 +225,20 @@ def _attention(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
 
 
 def _softmax_scale(get: Reader, head_dim: int) -> float:
-    """Granite's file has the factor; Gemma's has the number that replaces `head_dim` in 1 / sqrt(head_dim)."""
+    """Returns Granite's own factor of attention scores, or 1 / sqrt(head_dim), where Gemma may replace `head_dim`."""
     multiplier = get.optional_number("attention_multiplier")
     if multiplier is not None:
         return multiplier
     return float((get.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5)
 
 
-def _multipliers(get: Reader) -> dict[str, Any]:
-    """The factors of embeddings, the residual and the logits."""
-    by_width = get.family.sqrt_embedding
+def _scale_fields(get: Reader) -> dict[str, Any]:
+    """Returns the fields that scale embeddings, the residual and the logits."""
+    scales_by_width = get.family.sqrt_embedding
     multiplier = get.optional_number("embedding_multiplier") or 1.0
     return {
-        "embedding_scale": get.positive("hidden_size") ** 0.5 if by_width else multiplier,
-        "rounds_embedding_scale": by_width,
+        "embedding_scale": get.positive("hidden_size") ** 0.5 if scales_by_width else multiplier,
+        "rounds_embedding_scale": scales_by_width,
         "residual_scale": get.optional_number("residual_multiplier") or 1.0,
         "logits_divisor": get.optional_number("logits_scaling") or 1 / (get.optional_number("logit_scale") or 1.0),
         "logits_softcap": get.optional_number("final_logit_softcapping"),
@@ -242,20 +246,22 @@ def _multipliers(get: Reader) -> dict[str, Any]:
 
 
 def _activation(get: Reader, where: str) -> Activation:
-    """Where a family has `hidden_activation` it takes precedence: old files of Gemma name another in `hidden_act`."""
+    """Returns the activation. `hidden_activation` precedes `hidden_act`, which is wrong in Gemma's old files."""
     key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
     table = _GATED if get.family.gated else _UNGATED
     activation = table.get(get(key)) if isinstance(get(key), str) else None
     if activation is None:
-        known, whose = " and ".join(repr(name) for name in table), get.family.architecture
-        raise ModelError(f"{where}: {key} is {shown(get(key))}; of {whose} this decoder computes {known}.")
+        supported = " and ".join(repr(name) for name in table)
+        raise ModelError(
+            f"{where}: {key} is {shown(get(key))}; for {get.family.architecture} fp8serve supports {supported}."
+        )
     return activation
 
 
 def is_without_family(raw: Mapping[str, Any]) -> bool:
-    """Whether transformers' own class is asked to compute the model."""
-    kind = raw.get("model_type")
-    return isinstance(kind, str) and kind not in FAMILIES and find_spec("transformers") is not None
+    """Returns whether transformers' own class computes the model, because `FAMILIES` does not have its type."""
+    model_type = raw.get("model_type")
+    return isinstance(model_type, str) and model_type not in FAMILIES and find_spec("transformers") is not None
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -263,31 +269,31 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     if family is None or (names and names not in _class_names(family)):
         name = names[0] if isinstance(names, list) and names else raw.get("model_type")
         known = ", ".join(f.architecture for f in FAMILIES.values())
-        more = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
-        raise ModelError(f"{where}: the architecture {shown(name)} is not supported; supported are {known}{more}.")
+        hint = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
+        raise ModelError(f"{where}: the architecture {shown(name)} is not supported; supported are {known}{hint}.")
     return family
 
 
 def _class_names(family: Family) -> list[list[str]]:
-    """The classes of a family: the one that writes text, and those that embed and classify."""
-    ends, names = ("ForCausalLM", "Model", _CLASSIFIES), (family.architecture, family.published_as)
-    return [[name.replace("ForCausalLM", end)] for name in names if name is not None for end in ends]
+    """Returns the accepted values of `architectures`: a family's classes for text, embeddings and classification."""
+    suffixes, names = ("ForCausalLM", "Model", _CLASSIFIER_SUFFIX), (family.architecture, family.published_as)
+    return [[name.replace("ForCausalLM", suffix)] for name in names if name is not None for suffix in suffixes]
 
 
-def classifies(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a model with a head of labels."""
+def is_classifier(raw: Mapping[str, Any]) -> bool:
+    """Returns whether config.json describes a model with a classification head."""
     names = raw.get("architectures")
-    return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIES)
+    return isinstance(names, list) and len(names) == 1 and str(names[0]).endswith(_CLASSIFIER_SUFFIX)
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in raw.items():
-        known = key in HONOURED or key in family.optional or (classifies(raw) and key in OF_HEADS)
-        fits = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
-        if not known and not fits:
+        is_honoured = key in HONOURED or key in family.optional or (is_classifier(raw) and key in HEAD_KEYS)
+        is_neutral = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
+        if not is_honoured and not is_neutral:
             raise ModelError(
-                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
-                "remove it if it does not change the model's maths."
+                f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for "
+                f"{family.architecture}; remove the key if it does not change the model's maths."
             )
 
 
@@ -302,13 +308,17 @@ def _head_dim(get: Reader, where: str) -> int:
 
 
 def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
-    """Per layer: `layer_types` where it is given, otherwise by the family's pattern or from `max_window_layers` on."""
+    """Returns the sliding window of each layer, or None for a layer with full attention.
+
+    The layers with a window come from `layer_types`. If the file lacks that key, they follow the family's pattern, or
+    start at `max_window_layers`.
+    """
     enabled = get.boolean("use_sliding_window") and get("sliding_window") is not None
     window = get.positive("sliding_window") if enabled else None
     types = get("layer_types")
     if types is None and get("sliding_window_pattern") is not None:
-        every = get.positive("sliding_window_pattern")
-        return tuple(window if (i + 1) % every else None for i in range(layers))
+        interval = get.positive("sliding_window_pattern")
+        return tuple(window if (i + 1) % interval else None for i in range(layers))
     if types is None:
         first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
         return tuple(window if i >= first else None for i in range(layers))
@@ -316,8 +326,8 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
     windows = tuple(window if t == "sliding_attention" else None for t in types)
-    uniform = get.family.uniform_window
-    if windows.count(None) != types.count("full_attention") or (uniform and set(windows) != {window}):
+    is_uniform = get.family.uniform_window
+    if windows.count(None) != types.count("full_attention") or (is_uniform and set(windows) != {window}):
         raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
     return windows
 

@@ -1,8 +1,8 @@
-"""The hyper-parameters of an encoder: BERT (MiniLM, BGE), RoBERTa (XLM-RoBERTa: E5, BGE-M3) and ModernBERT.
+"""Parses `config.json` of an encoder: BERT (MiniLM, BGE), RoBERTa (XLM-RoBERTa: E5, BGE-M3) or ModernBERT.
 
-As for decoders (decoder.py), a key of config.json is honoured, harmless or refused. For ModernBERT transformers 4 wrote
-a rotary base for each kind of layer and the interval of layers that see the whole text; 5 writes `rope_parameters` and
-`layer_types`. Both are read. No torch here.
+As for decoders (decoder.py), a key of config.json is honoured, harmless or refused. For ModernBERT, transformers 4
+writes a rotary base for each type of layer and the interval of the layers with full attention. transformers 5 writes
+`rope_parameters` and `layer_types` instead. This module reads both and does not import torch.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from typing import Any, Literal
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.reader import is_harmless, positive_number
 
-_KINDS = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
-_MODERN = frozenset({
+_MODERNBERT_KEYS = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "max_position_embeddings", "norm_eps", "hidden_activation", "dtype", "torch_dtype",
     "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings", "layer_types", "rope_parameters",
     "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "local_attention",
-    # keys of training, of heads that are not computed here, and of transformers\' implementation
+    # Keys for training, for heads that fp8serve does not run, and for transformers' own implementation.
     "initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "decoder_bias", "classifier_pooling",
     "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
     "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "layer_norm_eps",
@@ -27,63 +27,58 @@ _MODERN = frozenset({
 EncoderActivation = Literal["gelu", "gelu_tanh"]
 ScoreActivation = Literal["none", "sigmoid", "softmax"]
 _ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
-_HONOURED = frozenset({
+_MAX_SIZES = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
+_BERT_KEYS = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
     "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
 })  # fmt: skip
-OF_HEADS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
+HEAD_KEYS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
 _SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 
 
 def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    """For each layer, how many tokens to either side it sees; None: all."""
+    """Returns how many tokens to either side each layer attends to, or None for full attention."""
     half = _whole({"local_attention": 128} | dict(raw), "local_attention", where) // 2
-    return tuple(None if kind == _KINDS[0] else half for kind in _kinds(raw, layers, where))
+    return tuple(None if kind == "full_attention" else half for kind in _layer_types(raw, layers, where))
 
 
 def _layer_thetas(raw: Mapping[str, Any], layers: int, where: str) -> tuple[float, ...]:
-    """For each layer, its rotary base. ModelError: it is stretched, which is not supported."""
-    bases = {kind: _theta(raw, kind, where) for kind in _KINDS}
-    return tuple(bases[kind] for kind in _kinds(raw, layers, where))
+    """Returns the rotary base of each layer. Raises ModelError if the config scales rotary frequencies."""
+    thetas = {kind: _theta(raw, kind, where) for kind in _LAYER_TYPES}
+    return tuple(thetas[kind] for kind in _layer_types(raw, layers, where))
 
 
-def _kinds(raw: Mapping[str, Any], layers: int, where: str) -> list[str]:
+def _layer_types(raw: Mapping[str, Any], layers: int, where: str) -> list[str]:
     kinds = raw.get("layer_types")
     if kinds is None:
-        every = _whole({"global_attn_every_n_layers": 3} | dict(raw), "global_attn_every_n_layers", where)
-        return [_KINDS[bool(layer % every)] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _KINDS for kind in kinds):
-        raise ModelError(f"{where}: layer_types is not {layers} of {' and '.join(map(repr, _KINDS))}.")
+        interval = _whole({"global_attn_every_n_layers": 3} | dict(raw), "global_attn_every_n_layers", where)
+        return [_LAYER_TYPES[bool(layer % interval)] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
+        raise ModelError(f"{where}: layer_types is not {layers} of {' and '.join(map(repr, _LAYER_TYPES))}.")
     return kinds
 
 
 def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
-    key, usual = _THETAS[kind]
+    key, default = _THETAS[kind]
     parameters = raw.get("rope_parameters") or {}
     rope = (parameters.get(kind) or {}) if isinstance(parameters, dict) else None
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ModelError(f"{where}: rope_parameters is {shown(parameters)}; ModernBERT's here has the type 'default'.")
-    return positive_number(rope.get("rope_theta", raw.get(key)), key, where, usual)
+        raise ModelError(f"{where}: rope_parameters is {shown(parameters)}; ModernBERT supports only type 'default'.")
+    return positive_number(rope.get("rope_theta", raw.get(key)), key, where, default)
 
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """architecture: of the model without a head. prefix: of its tensors in files that were saved with a head.
+    """The class names of one encoder family in transformers, and how its models differ from the others."""
 
-    classifier: of the model with a head of labels. has_pooler: the layer that such a head reads is in the model itself.
-    counts_from_pad: positions start after the id of padding, as in fairseq. pretrained: of the model with its
-    pre-training head, which some published embedders name as their class. is_modern: a ModernBERT.
-    """
-
-    architecture: str
-    classifier: str
-    prefix: str
-    has_pooler: bool = False
-    counts_from_pad: bool = False
-    pretrained: str = ""
-    is_modern: bool = False
+    architecture: str  # class without a head
+    classifier: str  # class with a classification head; "" if that is not supported
+    prefix: str  # of tensor names in files that were saved with a head
+    has_pooler: bool = False  # the classification head reads the pooler, which is part of the base model
+    counts_from_pad: bool = False  # positions start at pad_token_id + 1, as in fairseq
+    pretrained: str = ""  # class with the pre-training head, which some published embedding models name
+    is_modern: bool = False  # ModernBERT
 
 
 ENCODERS: dict[str, EncoderFamily] = {
@@ -98,7 +93,7 @@ ENCODERS: dict[str, EncoderFamily] = {
 
 @dataclass(frozen=True)
 class Head:
-    """The labels of a classifier or cross-encoder. activation: the function that turns its logits into scores."""
+    """The labels of a classifier or cross-encoder, and the function that turns its logits into scores."""
 
     labels: tuple[str, ...]
     activation: ScoreActivation
@@ -106,7 +101,7 @@ class Head:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """One encoder. Sizes in elements; every field but `dtype` changes the maths."""
+    """The hyper-parameters of one encoder. Every field except `dtype` changes the maths."""
 
     architecture: str
     model_type: str
@@ -115,15 +110,15 @@ class EncoderConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    max_position_embeddings: int  # rows of the table of positions
-    first_position: int  # the row of a sequence's first token in that table
+    max_position_embeddings: int  # rows of the position embedding
+    first_position: int  # the row of a sequence's first token in the position embedding
     type_vocab_size: int
     layer_norm_eps: float
     activation: EncoderActivation
-    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+    dtype: str  # of the published weights: "bfloat16", "float16" or "float32"
     head: Head | None = None
-    layer_windows: tuple[int | None, ...] = ()  # of ModernBERT's layers; None sees the whole text
-    layer_thetas: tuple[float, ...] = ()  # and the bases of their rotary position
+    layer_windows: tuple[int | None, ...] = ()  # ModernBERT: tokens to either side per layer; None is full attention
+    layer_thetas: tuple[float, ...] = ()  # ModernBERT: rotary base per layer
 
     @property
     def head_dim(self) -> int:
@@ -131,7 +126,7 @@ class EncoderConfig:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens in the longest sequence."""
         return self.max_position_embeddings - self.first_position
 
     @property
@@ -141,30 +136,32 @@ class EncoderConfig:
 
     @property
     def has_pooler(self) -> bool:
-        """Whether a head reads the output of the model's own pooler."""
+        """Whether the classification head reads the output of the base model's pooler."""
         return ENCODERS[self.model_type].has_pooler
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json holds an encoder that is computed here."""
+    """Returns whether config.json describes a supported encoder."""
     return str(raw.get("model_type")) in ENCODERS
 
 
 def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> EncoderConfig:
-    """`raw` is the object in config.json. ModelError: a key is missing or damaged, or changes the maths in a way that
-    we do not compute."""
+    """Returns the configuration in `raw`, the object in config.json.
+
+    Raises ModelError if a key is missing or damaged, or changes the maths in a way that is not implemented.
+    """
     family = ENCODERS[str(raw["model_type"])]
-    _refuse(raw, family, where)
+    _refuse_unknown(raw, family, where)
     hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
     layers, is_modern = _whole(raw, "num_hidden_layers", where), family.is_modern
     eps = "norm_eps" if is_modern else "layer_norm_eps"
-    head = head_of(raw, where) if raw.get("architectures") == [family.classifier] else None
+    head = read_head(raw, where) if raw.get("architectures") == [family.classifier] else None
     rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
     if rows <= first:
         raise ModelError(
-            f"{where}: max_position_embeddings {rows} leaves no position behind the {first} that are kept."
+            f"{where}: max_position_embeddings {rows} leaves no position after the {first} reserved for padding."
         )
     return EncoderConfig(
         architecture=family.architecture if head is None else family.classifier,
@@ -186,54 +183,57 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     )
 
 
-def _refuse(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
+def _refuse_unknown(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
     known = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
     if names and names not in [[name] for name in known]:
         class_name = names[0] if isinstance(names, list) else names
         raise ModelError(
-            f"{where}: the architecture {shown(class_name)} is not supported; of this family {' and '.join(known)} "
-            f"{'are' if len(known) > 1 else 'is'}."
+            f"{where}: the architecture {shown(class_name)} is not supported; supported for this model_type: "
+            f"{', '.join(known)}."
         )
-    honoured = _MODERN if family.is_modern else _HONOURED
+    honoured = _MODERNBERT_KEYS if family.is_modern else _BERT_KEYS
     for key, value in raw.items():
-        plain = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
-        causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
-        if causal or not (key in honoured or plain or (names == [family.classifier] and key in OF_HEADS)):
+        is_neutral = value in ("absolute", None) if key == "position_embedding_type" else is_harmless(key, value)
+        is_causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
+        is_honoured = key in honoured or (names == [family.classifier] and key in HEAD_KEYS)
+        if is_causal or not (is_honoured or is_neutral):
             raise ModelError(
-                f"{where}: the key {shown(key)} is {shown(value)}, which {family.architecture} here does not compute; "
-                "remove it if it does not change the model's maths."
+                f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for "
+                f"{family.architecture}; remove the key if it does not change the model's maths."
             )
 
 
-def head_of(raw: Mapping[str, Any], where: str) -> Head:
-    """Labels as transformers names them; the activation as sentence-transformers chooses it for one label and as
-    transformers' pipeline chooses it for several."""
-    named = raw.get(
-        "id2label", {str(i): f"LABEL_{i}" for i in range(_whole({"num_labels": 2} | dict(raw), "num_labels", where))}
-    )
-    if not isinstance(named, dict) or not named or sorted(named) != sorted(map(str, range(len(named)))):
-        raise ModelError(f"{where}: id2label is {shown(named)} where a name for each of 0, 1, 2, ... was expected.")
-    labels = tuple(str(named[str(i)]) for i in range(len(named)))
+def read_head(raw: Mapping[str, Any], where: str) -> Head:
+    """Returns the classification head. Its labels have transformers' names.
+
+    The default activation is that of sentence-transformers for one label, and of transformers' pipeline for several.
+    """
+    count = _whole({"num_labels": 2} | dict(raw), "num_labels", where)
+    names = raw.get("id2label", {str(i): f"LABEL_{i}" for i in range(count)})
+    if not isinstance(names, dict) or not names or sorted(names) != sorted(map(str, range(len(names)))):
+        raise ModelError(f"{where}: id2label is {shown(names)} where a name for each of 0, 1, 2, ... was expected.")
+    labels = tuple(str(names[str(i)]) for i in range(len(names)))
     settings = raw.get("sentence_transformers") or {}
     name = settings.get("activation_fn") if isinstance(settings, dict) else settings
     name = name or raw.get("sbert_ce_default_activation_function")
     if name is None:
-        return Head(labels, _usual_activation(raw.get("problem_type"), len(labels)))
+        return Head(labels, _default_activation(raw.get("problem_type"), len(labels)))
     if (activation := _SCORES.get(str(name).rpartition(".")[2])) is None:
-        raise ModelError(f"{where}: scores are made by {shown(name)}; supported are {', '.join(_SCORES)}.")
+        known = ", ".join(_SCORES)
+        raise ModelError(f"{where}: the activation of scores is {shown(name)}; supported are {known}.")
     return Head(labels, activation)
 
 
-def _usual_activation(problem: Any, labels: int) -> ScoreActivation:
-    if problem == "regression":
+def _default_activation(problem_type: Any, labels: int) -> ScoreActivation:
+    if problem_type == "regression":
         return "none"
-    return "sigmoid" if labels == 1 or problem == "multi_label_classification" else "softmax"
+    return "sigmoid" if labels == 1 or problem_type == "multi_label_classification" else "softmax"
 
 
 def _whole(raw: Mapping[str, Any], key: str, where: str) -> int:
     value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST.get(key, 2**28):
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZES.get(key, 2**28):
         raise ModelError(f"{where}: {key} is {shown(value)} where a positive whole number was expected.")
     return value
 
@@ -251,7 +251,7 @@ def _activation(raw: Mapping[str, Any], where: str) -> EncoderActivation:
     key = "hidden_activation" if ENCODERS[raw["model_type"]].is_modern else "hidden_act"
     name = raw.get(key, "gelu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ModelError(f"{where}: {key} is {shown(name)}; encoders here compute {', '.join(_ACTIVATIONS)}.")
+        raise ModelError(f"{where}: {key} is {shown(name)}; supported are {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
 
 

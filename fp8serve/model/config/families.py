@@ -1,12 +1,11 @@
-"""The table of architectures: one row for each family of models, with the facts that its class fixes and no file
-states.
+"""`FAMILIES`, the table of decoder architectures: one row for each `model_type`, with the switches that no file has.
 
-A row and the file together become a `ModelConfig` (config.py), and the decoder knows nothing else of a family: it asks
-where norms are, which projections have a bias, what multiplies the residual, and never for a name. Everything that all
-families have in common (rotary position, a dense MLP) is not in the table but in the layer (decoder.py). A family that
-differs there adds a field, the branch of the layer that reads it, and the key of the file that sets it.
+A row and config.json together become a `ModelConfig` (model_config.py). The decoder reads only that configuration,
+never the name of a family. What all families share (rotary position, a dense MLP) is code of the layer
+(network/decoder.py). A family that differs there adds a field, the branch that reads the field, and the key of
+config.json that sets it.
 
-Defaults are those of transformers' config classes. No torch here.
+Defaults are those of transformers' config classes. This module does not import torch.
 """
 
 from typing import Any
@@ -19,13 +18,13 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None, "max_position_embeddings": 2048, "vocab_size": 32000, "use_sliding_window": True,
     "max_window_layers": 0, "layer_types": None, "rope_theta": 10000.0,
 }  # fmt: skip
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
+_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "use_sliding_window": False, "sliding_window": 4096,
          "max_window_layers": 28, "num_key_value_heads": 32}  # fmt: skip
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "vocab_size": 256000, "head_dim": 256, "num_key_value_heads": 4,
           "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
           "sliding_window": 4096}  # fmt: skip
-_WINDOWED = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
+_WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 _GEMMA_KEYS = frozenset({"hidden_activation", "attention_bias", "query_pre_attn_scalar", "sliding_window",
                          "final_logit_softcapping"})  # fmt: skip
 _GEMMA2 = _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -67,8 +66,8 @@ _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "orig
 _COHERE = {"vocab_size": 256000, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
            "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625}  # fmt: skip
 _COHERE_KEYS = frozenset({"layer_norm_eps", "logit_scale", "attention_bias"})
-# Statements of Cohere's published files about layers, which transformers does not read either.
-_COHERE_SAYS = {"use_parallel_block": True, "use_gated_activation": True, "use_embedding_sharing": True,
+# Keys of Cohere's published files that transformers does not read either.
+_COHERE_FIXED = {"use_parallel_block": True, "use_gated_activation": True, "use_embedding_sharing": True,
                 "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "layer_switch": 4,
                 "order_of_interleaved_layers": "local_attn_first"}  # fmt: skip
 _STABLELM = {"vocab_size": 50304, "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
@@ -85,16 +84,16 @@ _DEEPSEEK_V3 = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 
                 "n_routed_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8,
                 "topk_group": 4, "num_experts_per_tok": 8, "norm_topk_prob": True, "moe_intermediate_size": 2048,
                 "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
-_SAYS = {"moe_layer_freq": 1, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
+_DEEPSEEK_FIXED = {"moe_layer_freq": 1, "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}
 _DEEPSEEK_NAMES = MixtureNames(shared="shared_experts")
-_SIGMOID = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
-_SIGMOID_KEYS = frozenset(_SIGMOID) | {"attention_bias", "first_k_dense_replace", "moe_intermediate_size",
+_SIGMOID_ROUTING = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+_SIGMOID_KEYS = frozenset(_SIGMOID_ROUTING) | {"attention_bias", "first_k_dense_replace", "moe_intermediate_size",
                                        "n_routed_experts", "n_shared_experts", "norm_topk_prob",
                                        "num_experts_per_tok"}  # fmt: skip
-_DOTS1 = _SIGMOID | {"vocab_size": 152064, "num_key_value_heads": 32, "moe_intermediate_size": 1408,
+_DOTS1 = _SIGMOID_ROUTING | {"vocab_size": 152064, "num_key_value_heads": 32, "moe_intermediate_size": 1408,
                      "first_k_dense_replace": 0, "norm_topk_prob": False, "sliding_window": 4096,
                      "max_window_layers": 62}  # fmt: skip
-_GLM4_MOE = _SIGMOID | {"vocab_size": 151552, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+_GLM4_MOE = _SIGMOID_ROUTING | {"vocab_size": 151552, "num_key_value_heads": 8, "max_position_embeddings": 131072,
                         "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
                         "num_experts_per_tok": 8, "n_routed_experts": 128, "n_shared_experts": 1,
                         "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False}  # fmt: skip
@@ -108,18 +107,18 @@ _APERTUS = {"hidden_act": "xielu", "vocab_size": 131072, "max_position_embedding
 _DEEPSEEK_KEYS = frozenset(_DEEPSEEK) | {"attention_bias", "qk_head_dim", "num_experts_per_tok", "norm_topk_prob"}
 
 FAMILIES: dict[str, Family] = {  # by the file's model_type
-    "llama": Family("LlamaForCausalLM", _COMMON | _SPECIAL, _BIASES),
+    "llama": Family("LlamaForCausalLM", _COMMON | _LLAMA_TOKENS, _BIASES),
     "mistral": Family(
         "MistralForCausalLM",
-        _COMMON | _SPECIAL | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        _COMMON | _LLAMA_TOKENS | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         frozenset({"sliding_window"}),
         qkv_bias=False,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _COMMON | _QWEN, _WINDOWED, qkv_bias=True, uniform_window=False),
+    "qwen2": Family("Qwen2ForCausalLM", _COMMON | _QWEN, _WINDOW_KEYS, qkv_bias=True, uniform_window=False),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _COMMON | _QWEN | {"head_dim": 128},
-        _WINDOWED | {"attention_bias"},
+        _WINDOW_KEYS | {"attention_bias"},
         qk_norm="shared",
         uniform_window=False,
     ),
@@ -143,7 +142,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         offset_norms=True,
         sqrt_embedding=True,
     ),
-    "granite": Family("GraniteForCausalLM", _COMMON | _SPECIAL | _GRANITE, _BIASES.union(_GRANITE)),
+    "granite": Family("GraniteForCausalLM", _COMMON | _LLAMA_TOKENS | _GRANITE, _BIASES.union(_GRANITE)),
     "smollm3": Family("SmolLM3ForCausalLM", _COMMON | _SMOLLM3, _BIASES | {"no_rope_layers", "no_rope_layer_interval"}),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -193,7 +192,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "ministral3": Family(
         "Ministral3ForCausalLM",
         _COMMON
-        | _SPECIAL
+        | _LLAMA_TOKENS
         | {
             "vocab_size": 131072,
             "num_key_value_heads": 8,
@@ -210,7 +209,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "CohereForCausalLM",
         _COMMON | _COHERE | {"rope_theta": 5e5, "use_qk_norm": False},
         _COHERE_KEYS | {"use_qk_norm"},
-        fixed=_COHERE_SAYS,
+        fixed=_COHERE_FIXED,
         qk_norm="by_head",
         neighbours_pair=True,
         parallel=True,
@@ -221,7 +220,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "Cohere2ForCausalLM",
         _COMMON | _COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
         _COHERE_KEYS | {"sliding_window", "sliding_window_pattern"},
-        fixed=_COHERE_SAYS,
+        fixed=_COHERE_FIXED,
         uniform_window=False,
         rope_in_windows_only=True,
         neighbours_pair=True,
@@ -242,7 +241,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        _COMMON | _SPECIAL | _MIXTRAL,
+        _COMMON | _LLAMA_TOKENS | _MIXTRAL,
         frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"}),
         qkv_bias=False,
         mixture=Mixture(
@@ -254,7 +253,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     ),
     "phimoe": Family(
         "PhimoeForCausalLM",
-        _COMMON | _SPECIAL | _PHIMOE,
+        _COMMON | _LLAMA_TOKENS | _PHIMOE,
         frozenset(
             {
                 "attention_bias",
@@ -321,9 +320,9 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        _COMMON | _SPECIAL | _DEEPSEEK | _DEEPSEEK_V2,
+        _COMMON | _LLAMA_TOKENS | _DEEPSEEK | _DEEPSEEK_V2,
         _DEEPSEEK_KEYS.union(_DEEPSEEK_V2) - {"norm_topk_prob"},
-        fixed=_SAYS | {"scoring_func": "softmax", "norm_topk_prob": False},
+        fixed=_DEEPSEEK_FIXED | {"scoring_func": "softmax", "norm_topk_prob": False},
         neighbours_pair=True,
         mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, normalizes=False, sigmoid=False),
         latent=True,
@@ -332,7 +331,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "DeepseekV3ForCausalLM",
         _COMMON | _DEEPSEEK | _DEEPSEEK_V3,
         _DEEPSEEK_KEYS.union(_DEEPSEEK_V3, {"num_nextn_predict_layers"}),
-        fixed=_SAYS | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        fixed=_DEEPSEEK_FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         neighbours_pair=True,
         mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
         latent=True,
@@ -341,7 +340,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "Dots1ForCausalLM",
         _COMMON | _DOTS1,
         _SIGMOID_KEYS | {"sliding_window", "max_window_layers"},
-        fixed=_SAYS | {"scoring_func": "noaux_tc"},
+        fixed=_DEEPSEEK_FIXED | {"scoring_func": "noaux_tc"},
         qk_norm="shared",
         uniform_window=False,
         mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
@@ -356,7 +355,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     ),
     "apertus": Family(
         "ApertusForCausalLM",
-        _COMMON | _SPECIAL | _APERTUS,
+        _COMMON | _LLAMA_TOKENS | _APERTUS,
         frozenset({"attention_bias"}),
         fixed={"qk_norm": True, "post_norm": False},
         qk_norm="shared",

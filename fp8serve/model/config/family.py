@@ -1,4 +1,4 @@
-"""What a row of the table of architectures holds (families.py): how a family differs from others. No torch."""
+"""`Family`, the row of the table in families.py: the switches that an architecture fixes. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Norms:
-    """The names of a layer's norms in the file; None: there is none in this place."""
+    """The names of a layer's norms in the checkpoint, or None where the layer has no norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -16,9 +16,9 @@ class Norms:
 
 
 Norm = Literal["rms", "wide_rms", "layer"]
-"""RMSNorm with or without a rounding before the product with its weight, or LayerNorm."""
+"""RMSNorm that rounds before it multiplies by its weight, RMSNorm that does not ("wide_rms"), or LayerNorm."""
 HeadNorm = Literal["shared", "whole", "by_head"]
-"""Queries and keys are normed head by head with one weight, as one vector, or head by head with a weight per head."""
+"""Queries and keys are normalized per head with one weight, as one vector, or per head with a weight for each head."""
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -28,86 +28,65 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """The names of a mixture of experts in the file; the experts are `block`.experts.0, .1, ... None: there is none."""
+    """The names of a mixture's modules in the checkpoint. Experts are `block`.experts.0, `block`.experts.1, ..."""
 
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: str | None = None  # the expert that every token goes through
-    shared_gate: str | None = None  # a linear whose sigmoid multiplies the output of that expert
+    shared: str | None = None  # the expert that computes every token, if there is one
+    shared_gate: str | None = None  # a linear layer whose sigmoid multiplies the shared expert's output
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family's mixtures of experts differ from those of others; see mixture.Experts.
-
-    size: the key for the size of each expert. normalizes: None: the file says so. weighs_chosen: the softmax is over
-    the chosen experts' logits only. bias: the router and every projection have one. interleaved: files have all experts
-    in one tensor [E, in, out], with alternating rows of gate and up (gpt-oss). sigmoid: for DeepSeek's choice of
-    experts, whether scores are a sigmoid or a softmax. sparsemixer: two experts are chosen as in Phi-3.5-MoE.
-    """
+    """The switches of a family's mixtures of experts; mixture.Experts describes those that are not explained here."""
 
     names: MixtureNames = MixtureNames()
-    size: str = "moe_intermediate_size"
-    normalizes: bool | None = None
+    size: str = "moe_intermediate_size"  # the key of config.json for the intermediate size of each expert
+    normalizes: bool | None = None  # None: `norm_topk_prob` in config.json decides
     wide_weights: bool = False
-    weighs_chosen: bool = False
-    bias: bool = False
-    interleaved: bool = False
-    sigmoid: bool | None = None
-    sparsemixer: bool = False
+    weighs_chosen: bool = False  # the softmax is over the logits of the chosen experts only
+    bias: bool = False  # the router and every projection have a bias
+    interleaved: bool = False  # one tensor [E, in, out] has all experts; gate and up rows alternate (gpt-oss)
+    sigmoid: bool | None = None  # DeepSeek's routing with sigmoid or softmax scores; None: other routing
+    sparsemixer: bool = False  # the routing of Phi-3.5-MoE, which chooses two experts
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
-
-    defaults: values of keys that the file leaves out. optional: keys that this family honours in addition to those that
-    all families honour. fixed: keys for which only one value, what this family does anyway, is accepted. qkv_bias:
-    whether q, k and v have a bias; None: the file's `bias_key` decides. out_bias: that key applies to o, too.
-    fused_qkv, fused_gate_up: the file joins these projections into one linear. qk_norm: whether and how queries and
-    keys are normed; where the file has `use_qk_norm`, that decides whether. uniform_window: all layers have the window;
-    else those from `max_window_layers` on, or all but every `sliding_window_pattern`-th where there is such a default.
-    local_theta: the key of the rotary base of layers with a window, if it differs from that of the others or only the
-    others are stretched. rope_in_windows_only: other layers have no rotary position. rope_aliases: other names of types
-    of rotary scaling. neighbours_pair: element 2i is rotated with 2i + 1. scales_queries: by their position, as the
-    file says. parallel: attention and MLP read the same input, through one norm; None: the file's
-    `use_parallel_residual` decides. norm_bias: LayerNorms have a bias. eps_key: the key of the norms' epsilon.
-    offset_norms: norms multiply by 1 + weight. sqrt_embedding: embeddings are multiplied by the square root of their
-    width. mixture: some layers have experts in place of an MLP. sinks: each head has a logit that joins the denominator
-    of its softmax. latent: heads read one latent vector (latent.py). gated: a dense MLP multiplies two projections;
-    else it has one, followed by xIELU. mscales: LongRoPE's factors of cos and sin are in the file. published_as: the
-    class that published files name, where transformers' class has another name.
-    """
+    """One architecture: the keys of config.json that it honours, and the switches that no config.json has."""
 
     architecture: str
-    defaults: Mapping[str, Any]
-    optional: frozenset[str] = frozenset()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | None = None
+    defaults: Mapping[str, Any]  # values of keys that config.json omits
+    optional: frozenset[str] = frozenset()  # honoured keys, in addition to those that all families honour
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys with the one value that this family supports
+    qkv_bias: bool | None = None  # None: the key `bias_key` decides
     bias_key: str = "attention_bias"
-    out_bias: bool = True
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    qk_norm: HeadNorm | None = None
+    out_bias: bool = True  # `bias_key` also applies to o_proj
+    fused_qkv: bool = False  # the checkpoint has one linear for q, k and v
+    fused_gate_up: bool = False  # the checkpoint has one linear for gate and up
+    qk_norm: HeadNorm | None = None  # if config.json has `use_qk_norm`, that key can disable the norm
+    # Whether all layers have the window. Otherwise the layers from `max_window_layers` on have it or, if `defaults` has
+    # `sliding_window_pattern`, all layers except every n-th.
     uniform_window: bool = True
-    local_theta: str | None = None
-    rope_in_windows_only: bool = False
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    neighbours_pair: bool = False
-    scales_queries: bool = False
+    local_theta: str | None = None  # the key of a separate rotary base, without scaling, for layers with a window
+    rope_in_windows_only: bool = False  # layers without a window have no rotary position embedding
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of types of rotary scaling
+    neighbours_pair: bool = False  # element 2i is rotated with 2i + 1
+    scales_queries: bool = False  # config.json may scale queries by their position
+    # Whether attention and MLP read the same normalized input. None: `use_parallel_residual` in config.json decides.
     parallel: bool | None = False
     norms: Norms = BEFORE
     norm: Norm = "rms"
-    norm_bias: bool = False
-    eps_key: str = "rms_norm_eps"
-    offset_norms: bool = False
-    sqrt_embedding: bool = False
-    mixture: Mixture | None = None
-    sinks: bool = False
-    latent: bool = False
-    gated: bool = True
-    mscales: bool = False
-    published_as: str | None = None
+    norm_bias: bool = False  # LayerNorms have a bias
+    eps_key: str = "rms_norm_eps"  # the key of the norms' epsilon
+    offset_norms: bool = False  # norms multiply by 1 + weight
+    sqrt_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    mixture: Mixture | None = None  # some layers have experts instead of an MLP
+    sinks: bool = False  # each head has a learned logit in the denominator of its softmax
+    latent: bool = False  # multi-head latent attention (latent_attention.py)
+    gated: bool = True  # a dense MLP multiplies up by activation(gate); otherwise it has only up, and xIELU
+    mscales: bool = False  # config.json has LongRoPE's factors of cos and sin
+    published_as: str | None = None  # the class name in published files, if transformers' class has another name

@@ -1,11 +1,15 @@
-"""The hyper-parameters of a decoder, and who computes a model. decoder.py reads them from `config.json`; no torch."""
+"""`ModelConfig`, the hyper-parameters of a decoder (decoder.py reads them from config.json), and `computed_by`, which
+says whether fp8serve's layers or transformers' class compute a model.
+
+Does not import torch.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from fp8serve.model.config.encoder import EncoderConfig, Head
 from fp8serve.model.config.family import BEFORE, HeadNorm, Norm, Norms
-from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.latent_attention import LatentSizes
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.rope import QueryScaling, Rope
 
@@ -14,17 +18,18 @@ Activation = Literal["silu", "gelu_tanh", "xielu"]
 
 @dataclass(frozen=True)
 class TransformersClass:
-    """A model without a family, which transformers' own class computes (transformers_backend/)."""
+    """An architecture that config/families.py does not list, so transformers' class computes it
+    (transformers_backend/)."""
 
     config_json: str
-    softmax_scales: tuple[float, ...]  # of each layer
+    softmax_scales: tuple[float, ...]  # one per layer
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer. Sizes in elements; every field that changes the maths is here.
+    """The hyper-parameters of one decoder-only transformer: every number and switch that changes its maths.
 
-    The fields with a default are those in which other families differ from Llama.
+    Llama has the default of every field that has one.
     """
 
     architecture: str
@@ -43,41 +48,41 @@ class ModelConfig:
     attention_out_bias: bool  # on o
     mlp_bias: bool
     qk_norm: bool
-    layer_windows: tuple[int | None, ...]  # per layer: a query sees this many newest positions; None sees all
-    layer_ropes: tuple[Rope | None, ...]  # per layer: rotary position; None has none
+    layer_windows: tuple[int | None, ...]  # per layer: the window in tokens, or None for full attention
+    layer_ropes: tuple[Rope | None, ...]  # per layer; None: no rotary position
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    dtype: str  # of the weights as published: "bfloat16", "float16" or "float32"
+    dtype: str  # of the published weights: "bfloat16", "float16" or "float32"
     softmax_scale: float  # multiplies the products of queries and keys
     attention_softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap)
-    activation: Activation = "silu"  # xielu: of an MLP that multiplies by no gate
+    activation: Activation = "silu"  # with "xielu" the MLP has no gate
     norms: Norms = BEFORE
     offset_norms: bool = False  # norms multiply by 1 + weight
     embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False  # to the weights' type, before the product
-    residual_scale: float = 1.0  # multiplies what a block adds to the residual
+    rounds_embedding_scale: bool = False  # the scale is rounded to the weights' dtype first
+    residual_scale: float = 1.0  # multiplies the output of attention and MLP
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     head_bias: bool = False
-    fused_qkv: bool = False  # one linear, q's rows first
-    fused_gate_up: bool = False
-    qk_norm_weight: HeadNorm = "shared"  # where there is a qk_norm
-    rotary_dim: int | None = None  # elements of a head, from the first on, that are rotated; None: all
-    neighbours_pair: bool = False  # rotary position rotates element 2i with 2i + 1
+    fused_qkv: bool = False  # one linear with the rows of q, k and v
+    fused_gate_up: bool = False  # one linear with the rows of gate and up
+    qk_norm_weight: HeadNorm = "shared"  # used if qk_norm is set
+    rotary_dim: int | None = None  # the first elements of a head that are rotated; None: all
+    neighbours_pair: bool = False  # element 2i is rotated with 2i + 1
     query_scaling: QueryScaling | None = None
-    parallel: bool = False  # the MLP reads what attention reads, and both are added to it
+    parallel: bool = False  # attention and MLP read the same input, and the residual adds both outputs
     norm: Norm = "rms"
     norm_bias: bool = False
-    experts: Experts | None = None  # in place of the MLP in some layers
-    latent: Latent | None = None  # all heads read one key, whose latent part is the value, too
-    num_predictors: int = 0  # layers after the last that may be in the file, and are left out
-    attention_sinks: bool = False  # a logit of each head joins the denominator of its softmax
-    head: Head | None = None  # a head of labels in place of the one that makes logits of tokens
-    computed_by: TransformersClass | None = None  # the fields of rotary position, norms and biases then have no meaning
+    experts: Experts | None = None  # replace the MLP in some layers
+    latent: LatentSizes | None = None  # multi-head latent attention
+    num_predictors: int = 0  # multi-token prediction layers in the checkpoint, which are not loaded
+    attention_sinks: bool = False  # each head has a learned logit in the denominator of its softmax
+    head: Head | None = None  # a classification head, which replaces the language model's head
+    computed_by: TransformersClass | None = None  # if set, the fields for rotary position, norms and biases are unused
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens in the longest sequence."""
         return self.max_position_embeddings
 
 
@@ -90,12 +95,12 @@ COMPUTED_BY: dict[ComputedBy, str] = {
 
 
 def computed_by(config: AnyConfig) -> ComputedBy:
-    """Who computes the model; `COMPUTED_BY` has the words for it."""
+    """Returns whether fp8serve's layers or transformers' class compute the model. `COMPUTED_BY` describes both."""
     return "transformers" if isinstance(config, ModelConfig) and config.computed_by is not None else "fp8serve"
 
 
 def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
-    """A sentence for the owner of a model that transformers computes; empty for other models."""
+    """Returns a note for the user if transformers computes the model, otherwise an empty tuple."""
     if config.computed_by is None:
         return ()
     return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "

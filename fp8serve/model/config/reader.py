@@ -1,14 +1,14 @@
-"""Typed access to the keys of `config.json`; every complaint names file, key and value. No torch here.
+"""Typed access to the keys of `config.json`. Every error names the file, the key and the value.
 
-Two tables say which keys every family honours, and which change nothing, or nothing at some values. The harmless ones
-were collected from the config.json of the most used repositories of these architectures and of the programs that write
-them (transformers 4 and 5, trainers, converters). A key counts as harmless only if the architecture's own code never
-reads it in a forward pass of inference. A key that is in neither table may only be null, false, empty or zero: an
-unknown term of the maths must not be dropped in silence.
+Two tables list the keys that every family honours, and the harmless keys, which change nothing or nothing at some
+values. The harmless keys come from the config.json of the most used repositories of these architectures, and of the
+programs that write them (transformers 4 and 5, trainers, converters). A key is harmless only if the architecture's own
+code never reads it in a forward pass of inference. A key in neither table must be null, false, empty or zero, because
+an unknown term of the maths must not be ignored.
 
-`Fields` reads any untrusted JSON: a value of another type than expected is an error that names its place.
-`fields.text("fmt")` is None when the key is missing or null, like every other getter, and text otherwise. So code that
-reads a configuration never meets a list where it expects a number, and needs no check of its own.
+`Fields` reads any untrusted JSON. A value of the wrong type raises an error that names its key. Every getter, such as
+`fields.text("fmt")`, returns None if the key is missing or null. Callers therefore need no type checks of their own.
+This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,9 @@ HONOURED = frozenset({
     "dtype", "torch_dtype", "quantization_config", "layer_types",
 })  # fmt: skip
 
-# Initialisation, training-time noise and losses, caching and kernels, parallelism, generation defaults, limits that a
-# tool wrote down, notes. `pretraining_tp` only ever reordered a sum; `auto_map` points at code that is never run; a
-# window needs `sliding_window`, so `max_window_layers` and `sliding_window_size` alone are notes; `ffn_dim_multiplier`
-# and `multiple_of` made `intermediate_size`, which is given.
+# `pretraining_tp` only changed the order of a sum. `auto_map` names code that fp8serve never runs. A window needs
+# `sliding_window`, so `max_window_layers` and `sliding_window_size` alone have no effect. `intermediate_size` was
+# computed from `ffn_dim_multiplier` and `multiple_of`.
 _HARMLESS = frozenset({
     # initialisation and training
     "initializer_range", "initializer_factor", "init_method", "init_std", "attention_dropout", "attn_pdrop",
@@ -35,21 +34,21 @@ _HARMLESS = frozenset({
     "classifier_dropout", "neftune_noise_alpha", "gradient_checkpointing", "use_bfloat16", "router_aux_loss_coef",
     "output_router_logits", "router_jitter_noise", "input_jitter_noise", "router_z_loss_coef", "ffn_dim_multiplier",
     "multiple_of", "mlp_ratio",
-    # how it is computed, not what
+    # caching, kernels and parallelism
     "use_cache", "cache_implementation", "attn_implementation", "flash_attention", "use_flash_attn",
     "use_flash_attention", "use_flash_attention_2", "use_return_dict", "return_dict", "torchscript",
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "output_past", "pretraining_tp",
     "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "tensor_parallel_degree",
     "transformers.js_config", "use_parallel_embedding",
-    # what kind of model a tool took it for
+    # the kind of model, as other tools describe it
     "is_llama_config", "is_qwen2_config", "is_mistral_config", "is_decoder", "is_encoder_decoder", "auto_map",
     "trust_remote_code", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params",
     "finetuning_task", "max_window_layers",
-    # limits and tokens that a tokenizer or a tool wrote down
+    # limits and special tokens of tokenizers and tools
     "max_sequence_length", "model_max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "n_positions",
     "n_ctx", "context_length", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "initial_context_length", "decoder_start_token_id", "tokenizer_class", "prefix", "sliding_window_size",
-    # generation defaults, which belong to generation_config.json
+    # generation defaults, which fp8serve reads from generation_config.json
     "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p",
     "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams",
     "num_beam_groups", "num_return_sequences", "early_stopping", "diversity_penalty", "max_new_tokens",
@@ -60,10 +59,9 @@ _HARMLESS = frozenset({
     "base_model_name_or_path", "library_name", "pipeline_tag", "tags", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
-# Keys that change the maths, with the values that are computed anyway. No other value is accepted, not even null:
-# `"is_causal": false` is as much a change as `"logit_scale": 0.5`. Granite's `attention_multiplier` replaces 1 /
-# sqrt(head_dim), so 1 is not neutral.
-_HARMLESS_AT: dict[str, tuple[Any, ...]] = {
+# Keys that change the maths, with their neutral values. Every other value is refused: `"is_causal": false` is as much a
+# change as `"logit_scale": 0.5`. Granite's `attention_multiplier` replaces 1 / sqrt(head_dim), so 1 is not neutral.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "rotary_pct": (1, None),
     "logit_scale": (1, None),
@@ -80,36 +78,36 @@ _HARMLESS_AT: dict[str, tuple[Any, ...]] = {
     "norm_type": ("rmsnorm", "rms_norm", None),
     "position_embedding_type": ("rope", "rotary", None),
 }
-# Sizes that no model exceeds, so that a hostile size is refused before a module or a list of that size is made.
-MOST = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
-_LARGEST = 1e38  # of a number that is computed with in FP32
+# Larger than in any model: a hostile size is refused before a module or list of that size is allocated.
+MAX_SIZES = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+_MAX_NUMBER = 1e38  # FP32 arithmetic with larger numbers may overflow
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Whether a model with this key is the same model without it."""
+    """Returns whether a key with this value changes nothing in the model's forward pass."""
     if key in _HARMLESS or key.startswith("_"):
         return True
-    return value in _HARMLESS_AT.get(key, (None, False, [], {}, ""))
+    return value in _NEUTRAL_VALUES.get(key, (None, False, [], {}, ""))
 
 
 class Reader:
-    """The keys that a family honours, with its defaults for those that the file leaves out."""
+    """Reads the keys that a family honours, with its defaults. Getters raise ModelError for values of a wrong type."""
 
     def __init__(self, raw: Mapping[str, Any], family: Family, where: str) -> None:
         self.raw, self.family, self.where = raw, family, where
 
     def __call__(self, key: str) -> Any:
-        readable = key in HONOURED or key in self.family.optional
+        is_honoured = key in HONOURED or key in self.family.optional
         default = self.family.defaults.get(key)
-        return self.raw.get(key, default) if readable else default
+        return self.raw.get(key, default) if is_honoured else default
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.complain(key, value, "a positive whole number")
-        if value > (most := MOST.get(key, 2**28)):
-            raise self.complain(key, value, f"at most {most}")
+            raise self.unexpected(key, value, "a positive whole number")
+        if value > (limit := MAX_SIZES.get(key, 2**28)):
+            raise self.unexpected(key, value, f"at most {limit}")
         return value
 
     def number(self, key: str) -> float:
@@ -121,27 +119,27 @@ class Reader:
     def boolean(self, key: str) -> bool:
         value = self(key)
         if not isinstance(value, bool):
-            raise self.complain(key, value, "true or false")
+            raise self.unexpected(key, value, "true or false")
         return value
 
     def token(self, key: str) -> int | None:
         ids = token_ids(self(key), key, self.where)
         return ids[0] if ids else None
 
-    def complain(self, key: str, value: Any, expected: str) -> ModelError:
+    def unexpected(self, key: str, value: Any, expected: str) -> ModelError:
         return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
 
 
 def positive_number(value: Any, key: str, where: str, default: float | None = None) -> float:
-    """`value`, or `default` where it is null, as a float. ModelError unless it is finite and above 0."""
+    """Returns `value`, or `default` if it is null, as a float. Raises ModelError unless it is finite and above 0."""
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:  # NaN fails, too
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_NUMBER:  # also refuses NaN
         raise ModelError(f"{where}: {key} is {shown(value)} where a positive number was expected.")
     return float(value)
 
 
 def token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
-    """`eos_token_id` is a number or a list of numbers, `bos_token_id` a number; null is none."""
+    """Returns the token ids in `value`, which is one id, a list of ids, or null. Raises ModelError otherwise."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
         raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
@@ -149,8 +147,10 @@ def token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
 
 
 class Fields:
-    """The object `value`, whose place is `where` ("config.json: quantization_config"). `error` if it is not an
-    object."""
+    """Typed access to the JSON object `value`. Raises `error` if it is not an object.
+
+    `where` is the location of `value` for error messages, such as "config.json: quantization_config".
+    """
 
     def __init__(self, value: Any, where: str, error: type[Fp8ServeError] = ModelError) -> None:
         self.where, self._error = where, error
@@ -171,10 +171,10 @@ class Fields:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of text; empty when there is none."""
+        """Returns a list of text as a tuple, or an empty tuple if the key is missing."""
         value = self._of_type(key, list, "a list of text") or []
         if not all(isinstance(item, str) for item in value):
-            raise self.complain(key, "a list of text")
+            raise self.unexpected(key, "a list of text")
         return tuple(value)
 
     def object(self, key: str) -> "Fields | None":
@@ -182,25 +182,25 @@ class Fields:
         return None if value is None else Fields(value, f"{self.where}.{key}", self._error)
 
     def objects(self, key: str) -> "list[Fields]":
-        """The objects in an object, whatever their names; empty when there is none."""
+        """Returns all objects inside the object `key`, or an empty list if the key is missing."""
         if (fields := self.object(key)) is None:
             return []
         return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
 
-    def anything(self, key: str, default: Any = None) -> Any:
-        """For values that are compared only, and quoted by `shown`."""
+    def raw(self, key: str, default: Any = None) -> Any:
+        """Returns the unchecked value, which callers may only compare, or quote with `shown`."""
         return self._values.get(key, default)
 
     @property
-    def says_something(self) -> bool:
-        """Whether any value in it is not null or empty."""
+    def has_values(self) -> bool:
+        """Whether the object has a value that is not null, false, zero or empty."""
         return any(self._values.values())
 
-    def complain(self, key: str, expected: str) -> Fp8ServeError:
+    def unexpected(self, key: str, expected: str) -> Fp8ServeError:
         return self._error(f"{self.where}.{key} is {shown(self._values.get(key))} where {expected} was expected.")
 
     def _of_type(self, key: str, kind: type, expected: str) -> Any:
         value = self._values.get(key)
         if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
             return value
-        raise self.complain(key, expected)
+        raise self.unexpected(key, expected)

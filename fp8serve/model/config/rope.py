@@ -1,7 +1,8 @@
-"""How positions rotate queries and keys, according to `config.json`; `rotary` computes the angles.
+"""Reads the parameters of rotary position embeddings from `config.json`. network/rotary.py computes the angles.
 
-transformers 5 writes `rope_parameters`, by type of layer where these differ, where 4 wrote `rope_theta` +
-`rope_scaling`, and `rope_local_base_freq` for the layers with a window: both are read. No torch here.
+transformers 5 writes `rope_parameters`, with one object for each layer type if these differ. transformers 4 writes
+`rope_theta`, `rope_scaling` and, for layers with a window, `rope_local_base_freq`. This module reads both and does not
+import torch.
 """
 
 import math
@@ -16,9 +17,10 @@ from fp8serve.model.config.reader import Reader, positive_number
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context; `kind` decides which fields are used.
+    """The parameters that scale rotary frequencies for contexts longer than the trained one.
 
-    kind: "linear" (frequencies / factor), "llama3" (low frequencies / factor, smooth between) or "yarn".
+    "linear" divides all frequencies by `factor`. "llama3" divides low frequencies, with a smooth transition to the high
+    ones. "yarn" is YaRN. Each kind uses only some of the fields.
     """
 
     kind: str
@@ -34,20 +36,19 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LongRope:
-    """Frequencies divided one by one, by different factors for sequences beyond the trained context (arXiv
-    2402.13753)."""
+    """LongRoPE (arXiv 2402.13753): each frequency has a divisor, and another one beyond the trained context."""
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
     original_max_position_embeddings: int
     attention_factor: float  # multiplies cos and sin
-    long_attention_factor: float  # the same, beyond the trained context
+    long_attention_factor: float  # multiplies cos and sin beyond the trained context
     kind: str = "longrope"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position: frequencies theta^(-2i/rotary_dim), stretched by `scaling`."""
+    """Rotary position embedding with the frequencies theta^(-2i/rotary_dim), changed by `scaling`."""
 
     theta: float
     scaling: RopeScaling | LongRope | None = None
@@ -55,7 +56,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries are multiplied by 1 + beta * ln(1 + floor(position / original_max_position_embeddings)): Llama 4's."""
+    """Llama 4's factor of queries: 1 + beta * ln(1 + floor(position / original_max_position_embeddings))."""
 
     beta: float
     original_max_position_embeddings: int
@@ -64,39 +65,40 @@ class QueryScaling:
 def layer_ropes(
     get: Reader, layer_windows: tuple[int | None, ...], max_len: int, rotary_dim: int
 ) -> tuple[Rope | None, ...]:
-    """The rotary position of every layer; None: its queries and keys are not rotated."""
-    everywhere, local = _ropes(get, max_len, rotary_dim)
-    ropes = [everywhere if window is None else local for window in layer_windows]
-    return tuple(rope if used else None for rope, used in zip(ropes, _with_rope(get, layer_windows), strict=True))
+    """Returns the rotary position embedding of each layer, or None for a layer that has none."""
+    full, windowed = _ropes(get, max_len, rotary_dim)
+    ropes = [full if window is None else windowed for window in layer_windows]
+    flags = _layers_with_rope(get, layer_windows)
+    return tuple(rope if has_rope else None for rope, has_rope in zip(ropes, flags, strict=True))
 
 
 def yarn_parameters(get: Reader) -> tuple[float, float]:
-    """(factor, mscale_all_dim) of stretched rotary frequencies; (1, 1) where no such factor is given."""
+    """Returns YaRN's (factor, mscale_all_dim), or (1, 1) if config.json has no `mscale_all_dim`."""
     parameters = _rope_parameters(get)[0]
-    is_plain = parameters.get("rope_type", parameters.get("type", "default")) == "default"
-    if is_plain or not parameters.get("mscale_all_dim"):
+    is_unscaled = parameters.get("rope_type", parameters.get("type", "default")) == "default"
+    if is_unscaled or not parameters.get("mscale_all_dim"):
         return 1.0, 1.0
     return _number(parameters, "factor", get.where), _number(parameters, "mscale_all_dim", get.where)
 
 
 def rotary_dim(get: Reader, head_dim: int) -> int:
-    """How many elements of a head are rotated, from the first on."""
-    key, (whole, windowed) = "partial_rotary_factor", _rope_parameters(get)
-    own = 1.0 if get(key) is None else get(key)
-    parts = sorted({positive_number(rope.get(key), key, get.where, own) for rope in (whole, windowed or whole)})
-    num_rotated = int(head_dim * parts[0])
-    if parts == [1.0]:
+    """Returns the number of a head's elements that are rotated; they are the first ones."""
+    key, (full, windowed) = "partial_rotary_factor", _rope_parameters(get)
+    default = 1.0 if get(key) is None else get(key)
+    factors = sorted({positive_number(rope.get(key), key, get.where, default) for rope in (full, windowed or full)})
+    num_rotated = int(head_dim * factors[0])
+    if factors == [1.0]:
         return head_dim
-    if key not in get.family.optional or len(parts) > 1 or parts[0] > 1 or num_rotated % 2 or num_rotated == 0:
+    if key not in get.family.optional or len(factors) > 1 or factors[0] > 1 or num_rotated % 2 or num_rotated == 0:
         raise ModelError(
-            f"{get.where}: {key} {parts[0]} of heads of {head_dim} elements is not supported for "
+            f"{get.where}: {key} {factors[0]} of heads of {head_dim} elements is not supported for "
             f"{get.family.architecture}."
         )
     return num_rotated
 
 
 def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
-    """`llama_4_scaling_beta` of the rotary parameters, where the family has it."""
+    """Returns the scaling of queries by position, or None if config.json has no `llama_4_scaling_beta`."""
     parameters = _rope_parameters(get)[0]
     beta = parameters.get("llama_4_scaling_beta") if get.family.scales_queries else None
     if beta is None:
@@ -108,38 +110,38 @@ def query_scaling(get: Reader, max_len: int) -> QueryScaling | None:
 
 
 def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters of layers that see the whole context, and of those with a window where the file distinguishes
-    them."""
+    """Returns the rotary parameters of layers with full attention, and those of layers with a window.
+
+    The second object is empty if config.json does not distinguish the layer types.
+    """
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
-    if new and old and _scaling_of(new) != _scaling_of(old):
-        raise ModelError(f"{where}: rope_parameters and rope_scaling contradict each other; take one of them out.")
+    if new and old and _without_theta(new) != _without_theta(old):
+        raise ModelError(f"{where}: rope_parameters and rope_scaling differ; remove one of them.")
     _check_theta(get, new)
-    parameters = new or old or get.family.defaults.get("rope_parameters")
-    parameters = parameters or {}
-    by_type = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
-    if not isinstance(parameters, dict) or (by_type and get.family.local_theta is None):
+    parameters = new or old or get.family.defaults.get("rope_parameters") or {}
+    is_by_layer_type = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
+    if not isinstance(parameters, dict) or (is_by_layer_type and get.family.local_theta is None):
         raise ModelError(f"{where}: rotary parameters per layer type are not supported for {get.family.architecture}.")
-    if not by_type:
+    if not is_by_layer_type:
         return parameters, {}
     if set(parameters) - {"full_attention", "sliding_attention"} or "full_attention" not in parameters:
-        raise ModelError(f"{where}: rope_parameters must be of full_attention and sliding_attention.")
+        raise ModelError(f"{where}: rope_parameters must have the keys full_attention and sliding_attention.")
     return _object(parameters["full_attention"], where), _object(parameters.get("sliding_attention") or {}, where)
 
 
 def _check_theta(get: Reader, new: Any) -> None:
-    """ModelError: transformers 4's key and 5's give different bases; it is unknown with which the weights were
-    trained."""
+    """Raises ModelError if `rope_theta` and `rope_parameters` contradict each other."""
     old, new = get.raw.get("rope_theta"), new if isinstance(new, dict) else {}
-    whole = new.get("full_attention", new)
-    inner = whole.get("rope_theta") if isinstance(whole, dict) else None
+    full = new.get("full_attention", new)
+    inner = full.get("rope_theta") if isinstance(full, dict) else None
     if old is not None and inner is not None and old != inner:
         raise ModelError(
-            f"{get.where}: rope_theta is {shown(old)}, and {shown(inner)} in rope_parameters; take one of them out."
+            f"{get.where}: rope_theta is {shown(old)}, and {shown(inner)} in rope_parameters; remove one of them."
         )
 
 
-def _scaling_of(parameters: Any) -> Any:
-    """What transformers 4 wrote as `rope_scaling`, with the name that 5 has for its type."""
+def _without_theta(parameters: Any) -> Any:
+    """Returns `rope_scaling` or `rope_parameters` without the base, with transformers 5's key for the type."""
     if not isinstance(parameters, dict):
         return parameters
     return {"rope_type" if key == "type" else key: value for key, value in parameters.items() if key != "rope_theta"}
@@ -152,12 +154,12 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
-    """The rotary position of layers that see the whole context, and of layers with a window."""
-    whole, windowed = _rope_parameters(get)
-    everywhere = _rope(get, whole, _theta(get, "rope_theta"), max_len, rotary_dim)
+    """Returns the rotary position embedding of layers with full attention, and that of layers with a window."""
+    full_parameters, windowed = _rope_parameters(get)
+    full = _rope(get, full_parameters, _theta(get, "rope_theta"), max_len, rotary_dim)
     if get.family.local_theta is None:
-        return everywhere, everywhere
-    return everywhere, _rope(get, windowed, _theta(get, get.family.local_theta), max_len, rotary_dim)
+        return full, full
+    return full, _rope(get, windowed, _theta(get, get.family.local_theta), max_len, rotary_dim)
 
 
 def _theta(get: Reader, key: str) -> Any:
@@ -165,16 +167,16 @@ def _theta(get: Reader, key: str) -> Any:
     return get.family.defaults[key] if value is None else value
 
 
-def _with_rope(get: Reader, layer_windows: tuple[int | None, ...]) -> list[bool]:
-    """For every layer, whether it has rotary position: `no_rope_layers` holds a 1 where it does."""
-    used, every, layers = get("no_rope_layers"), get("no_rope_layer_interval"), len(layer_windows)
+def _layers_with_rope(get: Reader, layer_windows: tuple[int | None, ...]) -> list[bool]:
+    """Returns whether each layer has rotary position. `no_rope_layers` has a 1 for each layer that has it."""
+    flags, interval, layers = get("no_rope_layers"), get("no_rope_layer_interval"), len(layer_windows)
     if get.family.rope_in_windows_only:
         return [window is not None for window in layer_windows]
-    if used is None:
-        return [every is None or (i + 1) % get.positive("no_rope_layer_interval") != 0 for i in range(layers)]
-    if not isinstance(used, list) or len(used) != layers or any(value not in (0, 1) for value in used):
-        raise get.complain("no_rope_layers", used, f"a list of {layers} zeros and ones")
-    return [bool(value) for value in used]
+    if flags is None:
+        return [interval is None or (i + 1) % get.positive("no_rope_layer_interval") != 0 for i in range(layers)]
+    if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
+        raise get.unexpected("no_rope_layers", flags, f"a list of {layers} zeros and ones")
+    return [bool(flag) for flag in flags]
 
 
 _ROPE_KEYS = {
@@ -182,42 +184,44 @@ _ROPE_KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-                       "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # the last is a note
+                       "mscale", "mscale_all_dim", "truncate", "finetuned"}),  # "finetuned" has no effect
     "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor",
                            "long_factor"}),
 }  # fmt: skip
-_ELSEWHERE = ("partial_rotary_factor",)  # read by `rotary_dim`
-_MSCALES = ("short_mscale", "long_mscale")
-_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
+_MSCALE_KEYS = ("short_mscale", "long_mscale")
+_QUERY_SCALING_KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
 
 
 def _rope(get: Reader, parameters: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
-    """`given` is the object of the file; `theta` is the base if that names none."""
+    """Returns the rotary position embedding in `parameters`. `theta` is its default base."""
     where = get.where
-    rope = {k: v for k, v in parameters.items() if v is not None and k not in _ELSEWHERE}
+    rope = {key: value for key, value in parameters.items() if value is not None}
+    rope.pop("partial_rotary_factor", None)  # `rotary_dim` reads it
     base = positive_number(rope.pop("rope_theta", theta), "rope_theta", where)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     kind = get.family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     keys = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
-    own = set(_QUERIES if get.family.scales_queries else ()) | set(_MSCALES if get.family.mscales else ())
-    unknown = set(rope) - (keys or set()) - own
+    family_keys = set(_QUERY_SCALING_KEYS if get.family.scales_queries else ())
+    family_keys |= set(_MSCALE_KEYS if get.family.mscales else ())
+    unknown = set(rope) - (keys or set()) - family_keys
     if keys is None or unknown:
-        wrong = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(unknown))}"
+        problem = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(unknown))}"
         known = ", ".join(_ROPE_KEYS)
-        raise ModelError(f"{where}: rotary scaling with {wrong} is not supported; known types are {known}.")
+        raise ModelError(f"{where}: rotary scaling with {problem} is not supported; known types are {known}.")
     if kind == "longrope":
         return Rope(base, _long_rope(get, rope, max_len, rotary_dim))
     return Rope(base, None if kind == "default" else _scaling(kind, rope, max_len, where))
 
 
 def _long_rope(get: Reader, rope: Mapping[str, Any], max_len: int, rotary_dim: int) -> LongRope:
-    own = get("original_max_position_embeddings")
-    original = int(_number(rope if own is None else {}, "original_max_position_embeddings", get.where, own or max_len))
+    top_level = get("original_max_position_embeddings")
+    source, default = (rope, max_len) if top_level is None else ({}, top_level or max_len)
+    original = int(_number(source, "original_max_position_embeddings", get.where, default))
     factor = _number(rope, "factor", get.where, max_len / original)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     attention = _number(rope, "attention_factor", get.where, attention)
-    short, long = (_number(rope, key, get.where) if get.family.mscales else attention for key in _MSCALES)
+    short, long = (_number(rope, key, get.where) if get.family.mscales else attention for key in _MSCALE_KEYS)
     return LongRope(
         _factors(rope, "short_factor", rotary_dim // 2, get.where),
         _factors(rope, "long_factor", rotary_dim // 2, get.where),
@@ -261,7 +265,8 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
 
 
 def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
-    """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such."""
+    """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071), or DeepSeek's:
+    the quotient of this factor with the weights `mscale` and `mscale_all_dim`."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,12 +1,13 @@
-"""Tables that translate other projects' FP8 checkpoints into our conventions. Nothing is guessed.
+"""Reads how other projects' FP8 checkpoints quantize inputs (`Scheme`), and what their scales mean.
 
-They answer two questions. How are the inputs of the layers quantized (`Scheme`)? The answer is a QuantSpec; the tables
-from other projects' granularities to ours are here, and quantization_config.py writes with the same tables. What does
-each scale tensor mean (`SPELLINGS`)? In every format read here the stored number is the *dequantizing* multiplier,
-whatever its name: `weight_scale_inv` of DeepSeek is no exception. In memory ours are `weight_scale_inv` (dequantizes)
-and `input_scale` (quantizes), so input and KV scales are inverted here. 1 / (1 / s) is not always s; where it is not,
-our files hold s in their header (`dequantizing_scale`). FP32, BF16, FP16 and E8M0 are accepted, FP32 is kept. Shapes
-that mean the same ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are converted to ours.
+The tables from other projects' granularities to QuantSpecs are here; quantization_config.py writes with the same ones.
+
+`SCALE_SUFFIXES` says what each scale tensor scales. In every supported format a stored scale dequantizes, whatever its
+name; DeepSeek's `weight_scale_inv` is no exception. In memory, `weight_scale_inv` dequantizes and `input_scale`
+quantizes, so this module inverts the scales of inputs and of the KV cache. Since 1 / (1 / s) is not always s,
+fp8serve's own files also have s in their header if necessary (`to_dequantizing_scale`). Scales may be FP32, BF16, FP16
+or E8M0 in the file and are FP32 in memory. This module converts equivalent shapes ([], [1], [out], [out, 1],
+[out/128, 1, in/128, 1]) to one.
 
 | project                  | weight             | input            | KV cache                                  |
 |--------------------------|--------------------|------------------|-------------------------------------------|
@@ -19,7 +20,8 @@ that mean the same ([], [1], [out], [out, 1], [out/128, 1, in/128, 1]) are conve
 | torchao                  | _weight_scale      |                  |                                           |
 | vLLM in memory           |                    |                  | self_attn.attn.{k,v}_scale                |
 
-A key with "scale" or "zero_point" in it that the table does not know is an error: dropping a scale serves garbage.
+A key with "scale", "zero_point" or "amax" in it that is not in the table raises ModelError, because a model without one
+of its scales gives wrong answers.
 """
 
 from collections.abc import Mapping
@@ -32,12 +34,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, listed
+from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, format_shapes
 from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
-from fp8serve.model.formats.targets import CLASS, matches
-from fp8serve.model.formats.targets import checked as checked_targets
+from fp8serve.model.formats.targets import CLASS, check_targets, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import type_name
 
@@ -45,7 +46,7 @@ STATIC = QuantSpec(source="stored")
 PER_TOKEN = QuantSpec(granularity="row")
 BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(granularity="block128x128")
 
-# compressed-tensors' strategies.
+# The names of compressed-tensors' strategies.
 CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
 CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
 CT_FORMATS = (
@@ -54,10 +55,10 @@ CT_FORMATS = (
     "mxfp8-quantized",
     "mxfp4-pack-quantized",
     "mixed-precision",
-    "dense",
+    "dense",  # only the KV cache is FP8
 )
-MX = "MXFP8", "MXFP4"  # weights that are read as BF16 (microscaling.py), and so are their inputs
-# ModelOpt's algorithms: how inputs and weights are quantized.
+MX = "MXFP8", "MXFP4"  # formats whose weights and inputs become BF16 (microscaling.py)
+# How ModelOpt's algorithms quantize inputs and weights.
 MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8": (STATIC, "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": (PER_TOKEN, "row"),
@@ -68,8 +69,9 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 Role = Literal["weight", "input", "k", "v", "kv"]
 KV: tuple[Role, ...] = ("k", "v", "kv")
 
-# (suffix after the owner's name, role of the scale). The owner is the linear, or `model.layers.N.self_attn` for KV.
-SPELLINGS: tuple[tuple[str, Role], ...] = (
+# Suffixes of scale names, and what the scales belong to. The rest of the name is the owner: a linear, or
+# `model.layers.N.self_attn` for the KV cache.
+SCALE_SUFFIXES: tuple[tuple[str, Role], ...] = (
     (".k_proj.k_scale", "k"),
     (".v_proj.v_scale", "v"),
     (".k_proj.output_scale", "k"),
@@ -89,7 +91,7 @@ SPELLINGS: tuple[tuple[str, Role], ...] = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the inputs of the linears in a group are quantized; `producer` names the format in messages."""
+    """How the inputs of a group of linears are quantized. `producer` is the format's name for messages."""
 
     producer: str
     input_spec: QuantSpec
@@ -97,20 +99,21 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A directory's quantization configuration: one scheme per group of layers, and the layers that are left out."""
+    """A checkpoint's quantization configuration: one scheme per group of layers, and the layers it ignores."""
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
     ignore: tuple[str, ...]
     producer: str
+    has_fp8_cache: bool = False  # whether it asks readers to use an FP8 KV cache
 
     def find_scheme(self, linear: str) -> Scheme | None:
-        """The scheme of the group that claims the layer, None where none does. A name counts more than a class."""
-        claims = [(target, scheme) for targets, scheme in self.groups for target in targets if matches(target, linear)]
-        named = (scheme for target, scheme in claims if target != CLASS)
-        return next(named, claims[0][1] if claims else None)
+        """Returns the scheme of the group with this layer, or None. Targets by name precede targets by class."""
+        hits = [(target, scheme) for targets, scheme in self.groups for target in targets if matches(target, linear)]
+        named = (scheme for target, scheme in hits if target != CLASS)
+        return next(named, hits[0][1] if hits else None)
 
-    def scheme_of(self, linear: str) -> Scheme:
-        """ModelError when no group claims the layer, though its weight is FP8."""
+    def require_scheme(self, linear: str) -> Scheme:
+        """Returns the scheme of an FP8 layer. Raises ModelError if no group has the layer."""
         scheme = self.find_scheme(linear)
         if scheme is None:
             raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
@@ -119,16 +122,15 @@ class Quantization:
 
 @dataclass(frozen=True)
 class ScaleKey:
-    """A recognised scale tensor: the module it belongs to and what it scales there."""
+    """What a scale tensor scales: the weight, the input or the KV cache of the module `owner`."""
 
     owner: str
     role: Role
 
 
-def classify(key: str) -> ScaleKey | None:
-    """What the tensor `key` scales; None for a tensor that is not a scale. ModelError for a scale of unknown
-    meaning."""
-    for suffix, role in SPELLINGS:
+def parse_scale_key(key: str) -> ScaleKey | None:
+    """Returns what the tensor `key` scales, or None if it is no scale. Raises ModelError for an unknown scale."""
+    for suffix, role in SCALE_SUFFIXES:
         if key.endswith(suffix):
             owner = key.removesuffix(suffix)
             if (role in ("k", "v", "kv")) == owner.endswith(".self_attn"):
@@ -140,9 +142,9 @@ def classify(key: str) -> ScaleKey | None:
 
 
 def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantization | None:
-    """From config.json's `quantization_config`, or ModelOpt's hf_quant_config.json; None for a plain checkpoint.
+    """Returns the quantization of config.json or of ModelOpt's hf_quant_config.json, or None if there is none.
 
-    ModelError: a method, format or number of bits that is not read here.
+    Raises ModelError if the method, the format or the number of bits is not supported.
     """
     config, side_car = raw_config.get("quantization_config"), model_dir / "hf_quant_config.json"
     if config is None and present(side_car):
@@ -158,17 +160,18 @@ def read_quantization(model_dir: Path, raw_config: Mapping[str, Any]) -> Quantiz
 
 def _compressed_tensors(config: Fields) -> Quantization:
     name = "compressed-tensors"
-    if (value := config.text("format")) not in (*CT_FORMATS, None):  # dense: KV only
+    if (value := config.text("format")) not in (*CT_FORMATS, None):
         raise _unsupported(name, "format", value)
     sparse, rotated = config.object("sparsity_config"), config.object("transform_config")
-    if (sparse and sparse.says_something and sparse.text("format") != "dense") or (rotated and rotated.says_something):
+    if (sparse and sparse.has_values and sparse.text("format") != "dense") or (rotated and rotated.has_values):
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
-    _require_fp8(name, "kv_cache_scheme", config.object("kv_cache_scheme"))
+    cache = config.object("kv_cache_scheme")
+    _require_fp8(name, "kv_cache_scheme", cache)
     groups = tuple(
-        (checked_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
+        (check_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
         for g in config.objects("config_groups")
     )
-    return Quantization(groups, checked_targets(config.texts("ignore"), config.where), name)
+    return Quantization(groups, check_targets(config.texts("ignore"), config.where), name, cache is not None)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
@@ -176,15 +179,15 @@ def _ct_inputs(group: Fields) -> QuantSpec:
     if weights is not None and _is_mx(weights):
         return UNQUANTIZED
     _require_fp8("compressed-tensors", "weights", weights)
-    _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # an old KV scheme
-    kind = "tensor" if weights is None else weights.text("strategy") or "tensor"
-    if kind not in CT_WEIGHTS.values():
-        raise _unsupported("compressed-tensors", "weight strategy", kind)
+    _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # old KV scheme
+    weight_strategy = "tensor" if weights is None else weights.text("strategy") or "tensor"
+    if weight_strategy not in CT_WEIGHTS.values():
+        raise _unsupported("compressed-tensors", "weight strategy", weight_strategy)
     if inputs is None:
         return UNQUANTIZED
     _require_fp8("compressed-tensors", "input_activations", inputs)
     strategy = inputs.text("strategy") or "tensor"
-    if inputs.anything("dynamic") == "local":  # a global scale and a dynamic one, which exists for FP4 only
+    if inputs.raw("dynamic") == "local":  # NVFP4's static global scale with dynamic group scales
         raise _unsupported("compressed-tensors", "dynamic activations", "local")
     if not inputs.boolean("dynamic"):
         if strategy != "tensor":
@@ -194,12 +197,12 @@ def _ct_inputs(group: Fields) -> QuantSpec:
 
 
 def _is_mx(weights: Fields) -> bool:
-    kind = tuple(weights.anything(key) for key in ("type", "strategy", "group_size"))
-    return kind == ("float", "group", MX_BLOCK) and weights.anything("num_bits") in (8, 4)
+    kind = tuple(weights.raw(key) for key in ("type", "strategy", "group_size"))
+    return kind == ("float", "group", MX_BLOCK) and weights.raw("num_bits") in (8, 4)
 
 
 def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
-    granularity = next((ours for ours, theirs in CT_INPUTS.items() if theirs == strategy), None)
+    granularity = next((granularity for granularity, name in CT_INPUTS.items() if name == strategy), None)
     if granularity is None:
         raise _unsupported("compressed-tensors", "activation strategy", strategy)
     spec = QuantSpec(granularity=granularity)
@@ -208,35 +211,39 @@ def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
     return spec
 
 
-def _require_fp8(producer: str, what: str, args: Fields | None) -> None:
+def _require_fp8(producer: str, key: str, args: Fields | None) -> None:
+    """Raises ModelError if `args`, the value of `key`, describes another format than symmetric FP8."""
     if args is None:
         return
     bits, kind, symmetric = args.whole("num_bits"), args.text("type"), args.boolean("symmetric")
     if bits not in (None, 8) or kind not in (None, "float") or symmetric is False:
         asymmetric = " asymmetric" if symmetric is False else ""
-        raise _unsupported(producer, what, f"{8 if bits is None else bits}-bit {kind or 'float'}{asymmetric}")
-    block = args.anything("block_structure")
+        raise _unsupported(producer, key, f"{8 if bits is None else bits}-bit {kind or 'float'}{asymmetric}")
+    block = args.raw("block_structure")
     rows, columns = BLOCKED_WEIGHT.block
     if block not in (None, [rows, columns], f"{rows}x{columns}"):
         raise _unsupported(producer, "block_structure", block)
 
 
 def _fp8(config: Fields) -> Quantization:
-    """vLLM's and DeepSeek's `quant_method: fp8`. Dynamic inputs: one scale per token, so that a sequence's answer does
-    not depend on its neighbours in the batch; per 1x128 where the weight is in blocks."""
-    block, kind = config.anything("weight_block_size"), config.text("activation_scheme") or "dynamic"
+    """Reads `quant_method: fp8` of vLLM and DeepSeek.
+
+    Dynamic inputs have one scale per token, so that a sequence's output does not depend on the batch, or one scale per
+    1x128 block if the weights have blocks.
+    """
+    block, activation_scheme = config.raw("weight_block_size"), config.text("activation_scheme") or "dynamic"
     if (value := config.text("fmt")) not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fp8", "fmt", value)
     if block == [1, MX_BLOCK]:
         return _mx(config)
     if block not in (None, list(BLOCKED_WEIGHT.block)):
         raise _unsupported("fp8", "weight_block_size", block)
-    if kind not in ("static", "dynamic") or (kind == "static" and block):
-        raise _unsupported("fp8", "activation_scheme", kind)
-    inputs = STATIC if kind == "static" else BLOCKED_INPUT if block else PER_TOKEN
-    if (rounding := config.text("scale_fmt")) not in ("ue8m0", "float", None):
-        raise _unsupported("fp8", "scale_fmt", rounding)
-    if rounding == "ue8m0" and kind == "dynamic":
+    if activation_scheme not in ("static", "dynamic") or (activation_scheme == "static" and block):
+        raise _unsupported("fp8", "activation_scheme", activation_scheme)
+    inputs = STATIC if activation_scheme == "static" else BLOCKED_INPUT if block else PER_TOKEN
+    if (scale_format := config.text("scale_fmt")) not in ("ue8m0", "float", None):
+        raise _unsupported("fp8", "scale_fmt", scale_format)
+    if scale_format == "ue8m0" and activation_scheme == "dynamic":
         inputs = replace(inputs, scale_format="power_of_2")
     return Quantization((((CLASS,), Scheme("fp8", inputs)),), _fp8_ignored(config), "fp8")
 
@@ -246,32 +253,33 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """`quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32: all is read as BF16, and no layer runs in FP8."""
+    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. No layer of these runs in FP8, but in BF16."""
     return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
 
 
 def _modelopt(config: Fields) -> Quantization:
-    """ModelOpt's own tools write some algorithms in lower case; null means that only the cache is FP8."""
+    """Reads ModelOpt's configuration, in which some algorithms are in lower case, or null if only the cache is FP8."""
     cache, algo = config.text("kv_cache_quant_algo"), config.text("quant_algo")
     if cache is not None and cache.upper() != "FP8":
         raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
     _require_fp8("modelopt", "kv_cache_scheme", config.object("kv_cache_scheme"))
     ignore = config.texts("ignore") or config.texts("exclude_modules")
-    if algo is None and (cache is not None or config.object("kv_cache_scheme") is not None):
-        return Quantization((), ignore, "modelopt")
+    has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
+    if algo is None and has_fp8_cache:
+        return Quantization((), ignore, "modelopt", has_fp8_cache)
     known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
     if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt")
+    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
 
 
 def _fbgemm(config: Fields) -> Quantization:
-    """Meta's releases: a scale per output channel and per token, which `activation_scale_ub` only bounds."""
+    """Reads Meta's format: scales per output channel and per token. `activation_scale_ub` only limits the latter."""
     return Quantization((((CLASS,), Scheme("fbgemm_fp8", PER_TOKEN)),), _fp8_ignored(config), "fbgemm_fp8")
 
 
 def _torchao(config: Fields) -> Quantization:
-    inputs = torchao.input_spec(config.anything("quant_type"), partial(_unsupported, torchao.METHOD))
+    inputs = torchao.input_spec(config.raw("quant_type"), partial(_unsupported, torchao.METHOD))
     return Quantization((((CLASS,), Scheme(torchao.METHOD, inputs)),), _fp8_ignored(config), torchao.METHOD)
 
 
@@ -279,62 +287,67 @@ _READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "fbgemm_fp8"
             "mxfp8": _mx, "mxfp4": _mx, torchao.METHOD: _torchao}  # fmt: skip
 
 
-def _unsupported(producer: str, what: str, value: Any) -> ModelError:
-    return ModelError(f"The checkpoint is quantized by {producer} with {what} {shown(value)}, which is not supported.")
+def _unsupported(producer: str, key: str, value: Any) -> ModelError:
+    return ModelError(f"The checkpoint is quantized by {producer} with {key} {shown(value)}, which is not supported.")
 
 
-def weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
-    """FP32 [], [rows, 1] or [ceil(rows/128), ceil(cols/128)] from any project's rank. ModelError: no such shape."""
-    value = checked(name, stored)
+def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
+    """Returns a weight's stored scale in FP32 with the shape [], [rows, 1] or [ceil(rows/128), ceil(cols/128)].
+
+    Raises ModelError if its shape fits no weight of rows x cols, or if its type or values are invalid.
+    """
+    value = check_scale(name, stored)
     if stored.numel() == 1:
         return value.reshape(())
     shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
     for spec, shape in zip(WEIGHTS, shapes, strict=True):
-        if tuple(stored.shape) in spellings_of(spec, shape):
+        if tuple(stored.shape) in equivalent_shapes(spec, shape):
             return value.reshape(shape)
-    raise ModelError(f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {listed(shapes)}.")
+    raise ModelError(
+        f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {format_shapes(shapes)}."
+    )
 
 
-def spellings_of(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """The shapes under which projects store scales that have `shape` here."""
+def equivalent_shapes(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Returns the shapes in which projects store scales that have `shape` in fp8serve."""
     if spec.is_blocked:
         rows, columns = shape
         return {shape, (rows, 1, columns, 1)}
     return {shape, shape[:1]}
 
 
-def dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
-    """(what is stored of a scale FP32 [] that quantizes, a note that restores the scale exactly where that does not).
+def to_dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
+    """Returns the reciprocal of a quantizing scale FP32 [], and a note with the scale if 1 / reciprocal is not equal.
 
-    One scale in six is not the reciprocal of any FP32 number: between sqrt(2) and 2, times a power of two, reciprocals
-    are further apart than FP32 numbers. Elsewhere the nearest number to 1 / scale restores it.
+    One scale in six is not the reciprocal of any FP32 number, because for scales between sqrt(2) and 2, times a power
+    of two, the reciprocals of FP32 numbers are further apart than FP32 numbers. The file's header has the note.
     """
     stored = scale.reciprocal()
     return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
 
 
-def quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
-    """FP32 [] multiplier that quantizes, from the stored one that dequantizes and its note. The note is used only if
-    its scale would be stored as this number.
+def to_quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
+    """Returns the quantizing scale FP32 [] of a stored dequantizing scale.
 
-    ModelError: not one number, or so small or large that one of the two multipliers is not a normal number.
+    The scale in `note` is returned if `stored` is its reciprocal. Raises ModelError if `stored` is not one number, or
+    if it or its reciprocal is subnormal.
     """
     if stored.numel() != 1:
         raise ModelError(
-            f"{name} has the shape {list(stored.shape)}, and only one number for the layer can be used here."
+            f"{name} has the shape {list(stored.shape)}, but fp8serve supports only one number for the layer."
         )
-    value = checked(name, stored).reshape(())
+    value = check_scale(name, stored).reshape(())
     if is_extreme(value):
         size = "small" if value < 1 else "large"
         raise ModelError(f"{name} holds {float(value):.3g}, which is too {size} for a scale; calibrate again.")
     exact = None if note is None else _parse_note(note)
-    if exact is not None and torch.equal(dequantizing_scale(exact)[0], value):
+    if exact is not None and torch.equal(to_dequantizing_scale(exact)[0], value):
         return exact
     return value.reciprocal()
 
 
 def is_extreme(value: Tensor) -> bool:
-    """Whether a positive scale FP32 of one element, or its reciprocal, is too small to be a normal number."""
+    """Returns whether a positive FP32 scale of one element, or its reciprocal, is subnormal."""
     number = float(value)
     return number > 0 and min(number, float(value.reciprocal())) < torch.finfo(torch.float32).tiny
 
@@ -347,8 +360,8 @@ def _parse_note(note: str) -> Tensor | None:
     return scale if 0 < float(scale) < float("inf") else None
 
 
-def checked(name: str, stored: Tensor) -> Tensor:
-    """`stored` in FP32; ModelError unless every element is positive and finite."""
+def check_scale(name: str, stored: Tensor) -> Tensor:
+    """Returns `stored` in FP32. Raises ModelError unless every element is positive and finite."""
     if stored.dtype not in SCALE_DTYPES:
         raise ModelError(f"{name} is of the type {type_name(stored.dtype)}, and a scale is FP32, BF16, FP16 or E8M0.")
     value = stored.to(torch.float32, copy=True)

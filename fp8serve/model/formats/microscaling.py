@@ -1,18 +1,19 @@
-"""MX blocks: 32 numbers in a row share an exponent of 8 bits. They are read as BF16, which holds them exactly.
+"""Reads MXFP8 and MXFP4, in which blocks of 32 numbers in a row share an 8-bit exponent, as BF16, which is exact.
 
 | format | weight [N, K]                                           | scales [N, K / 32]                  |
 |--------|---------------------------------------------------------|-------------------------------------|
 | MXFP8  | `weight`, E4M3                                          | E8M0, or its bits as uint8          |
-| MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALES` |
+| MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALE_SUFFIXES` |
 |        | the same under the name `weight`, as ModelOpt writes it |                                     |
 
-No GEMM here takes a scale for 32 values, so such a layer runs in BF16 unless it is quantized again: calibrate, or serve
-with a recipe that needs no calibration. E8M0 is a power of two, 2^(bits - 127), and NaN where all bits are set (OCP
-Microscaling Formats 1.0). Types and shapes decide what the bits mean, never names alone.
+fp8serve has no GEMM with a scale for each 32 values, so such a layer runs in BF16 unless the user calibrates the model
+or serves it with a recipe that needs no calibration. An E8M0 number is the power of two 2^(bits - 127), or NaN if all
+bits are set (OCP Microscaling Formats 1.0). A tensor is recognized by its type and shape, never by its name alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,15 +23,15 @@ from fp8serve.model.storage.shards import Shards, StoredTensor
 
 BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SCALES = (".weight_scale", ".weight_scale_inv", ".scale")
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_BIAS = 127
-# The largest exponent of a block whose largest number, 448 or 6, is finite in BF16.
-_LARGEST = {torch.float8_e4m3fn: 119, torch.uint8: 125}
+_SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".scale")
+_EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_EXPONENT_BIAS = 127
+# The largest exponent with which the format's largest number, 448 or 6, is finite in BF16.
+_MAX_EXPONENTS = {torch.float8_e4m3fn: 119, torch.uint8: 125}
 
 
-class Widened(Shards):
-    """Shards in which the tensors in `made` are computed when they are read."""
+class MxShards(Shards):
+    """Shards with MX weights, which are dequantized when they are read: `computed` has a function for each of them."""
 
     def __init__(
         self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
@@ -43,35 +44,35 @@ class Widened(Shards):
         return self.stored[name] if compute is None else compute()
 
     def check_exponents(self) -> None:
-        """ModelError: a block of numbers is NaN, or too large for BF16. Reads the exponents alone."""
-        for key, scale in pairs(self.stored.entries).items():
-            largest = _LARGEST[self.stored.entries[key].dtype]
-            if bool((self.stored[scale].view(torch.uint8) > _BIAS + largest).any()):
-                raise _not_finite(scale)
+        """Raises ModelError if an exponent is NaN or too large for BF16. Reads only the exponents."""
+        for key, scale in find_mx_scales(self.stored.entries).items():
+            limit = _MAX_EXPONENTS[self.stored.entries[key].dtype]
+            if bool((self.stored[scale].view(torch.uint8) > _EXPONENT_BIAS + limit).any()):
+                raise _not_finite_error(scale)
 
 
-def widen(shards: Shards) -> Shards:
-    """The same tensors with every MX weight as BF16, under the name `P.weight`, and without its scales."""
+def dequantize_mx(shards: Shards) -> Shards:
+    """Returns the tensors with every MX weight as BF16, under the name `P.weight`, and without its scales."""
     entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
-    for key, scale in pairs(shards.entries).items():
+    for key, scale in find_mx_scales(shards.entries).items():
         rows, columns = shards.entries[scale].shape
         name = key.removesuffix("_packed")
-        described = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * BLOCK), note=None)
+        entry = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * BLOCK), note=None)
         entries.pop(scale)
-        entries[name], computed[name] = described, _maker(shards, key, scale)
-    return Widened(shards, entries, computed) if computed else shards
+        entries[name], computed[name] = entry, partial(_dequantize, shards, key, scale)
+    return MxShards(shards, entries, computed) if computed else shards
 
 
-def pairs(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """The key of every MX weight's scales, by the key of the weight."""
+def find_mx_scales(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Returns the key of every MX weight's scales, by the key of the weight."""
     keys = [key for key in entries if key.endswith((".weight", ".weight_packed"))]
     scales = {key: _scale_of(key, entries) for key in keys}
     return {key: scale for key, scale in scales.items() if scale is not None}
 
 
-def widened_note(shards: Shards) -> tuple[str, ...]:
-    """A sentence for the owner of a model with MX weights; empty where there are none."""
-    if not isinstance(shards, Widened):
+def mx_notes(shards: Shards) -> tuple[str, ...]:
+    """Returns a note for the user if the model has MX weights, otherwise an empty tuple."""
+    if not isinstance(shards, MxShards):
         return ()
     return (
         f"{len(shards.computed)} weights, {next(iter(shards.computed))} among them, are in MX blocks of {BLOCK} and "
@@ -80,49 +81,44 @@ def widened_note(shards: Shards) -> tuple[str, ...]:
 
 
 def mxfp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes E4M3 [..., K], scales uint8 or E8M0 [..., K / 32] -> BF16 [..., K]."""
-    return _scaled(codes.float(), scales)
+    """Dequantizes codes E4M3 [..., K] with scales uint8 or E8M0 [..., K / 32] to BF16 [..., K]."""
+    return _multiply(codes.float(), scales)
 
 
-def mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
-    """packed uint8 [..., K / 2], scales uint8 or E8M0 [..., K / 32] -> BF16 [..., K]."""
+def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Dequantizes codes uint8 [..., K / 2] with scales uint8 or E8M0 [..., K / 32] to BF16 [..., K]."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    return _scaled(values[codes.long()], scales)
+    indices = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return _multiply(values[indices.long()], scales)
 
 
-def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+def _multiply(values: Tensor, scales: Tensor) -> Tensor:
     powers = scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
     blocks = values.reshape(*scales.shape, BLOCK)
     return (blocks * powers).to(torch.bfloat16).flatten(-2)
 
 
 def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
+    """Returns the key of the MX scales of the weight `key`, or None if it is no MX weight."""
     weight, owner = entries[key], key.rpartition(".")[0]
-    packed = weight.dtype is torch.uint8
-    if len(weight.shape) != 2 or not (packed or (weight.dtype is torch.float8_e4m3fn and key.endswith(".weight"))):
+    is_packed = weight.dtype is torch.uint8
+    if len(weight.shape) != 2 or not (is_packed or (weight.dtype is torch.float8_e4m3fn and key.endswith(".weight"))):
         return None
-    rows, columns = weight.shape[0], weight.shape[1] * (2 if packed else 1)
-    fits = (rows, columns // BLOCK)
-    named = (f"{owner}{suffix}" for suffix in _SCALES)
-    return next((name for name in named if name in entries and _is_exponents(entries[name], fits)), None)
+    rows, columns = weight.shape[0], weight.shape[1] * (2 if is_packed else 1)
+    for name in (f"{owner}{suffix}" for suffix in _SCALE_SUFFIXES):
+        entry = entries.get(name)
+        if entry is not None and entry.dtype in _EXPONENT_DTYPES and entry.shape == (rows, columns // BLOCK):
+            return name
+    return None
 
 
-def _is_exponents(entry: StoredTensor, shape: Iterable[int]) -> bool:
-    return entry.dtype in _EXPONENTS and entry.shape == tuple(shape)
-
-
-def _maker(shards: Shards, key: str, scale: str) -> Callable[[], Tensor]:
+def _dequantize(shards: Shards, key: str, scale: str) -> Tensor:
     dequantize = mxfp4 if shards.entries[key].dtype is torch.uint8 else mxfp8
-
-    def make() -> Tensor:
-        weight = dequantize(shards[key], shards[scale])
-        if not bool(weight.isfinite().all()):
-            raise _not_finite(scale)
-        return weight
-
-    return make
+    weight = dequantize(shards[key], shards[scale])
+    if not bool(weight.isfinite().all()):
+        raise _not_finite_error(scale)
+    return weight
 
 
-def _not_finite(scale: str) -> ModelError:
+def _not_finite_error(scale: str) -> ModelError:
     return ModelError(f"{scale} holds NaN or an exponent too large for BF16; quantize the model again.")

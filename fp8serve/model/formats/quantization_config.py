@@ -1,7 +1,7 @@
-"""`quantization_config` and its companions as each format's own tools write them.
+"""Writes `quantization_config` and hf_quant_config.json as each format's own tools do.
 
-Layouts are those of compressed-tensors (as llm-compressor writes it), of vLLM's `quant_method: fp8`, and of ModelOpt.
-compressed-tensors' reader refuses unknown keys, so we add none.
+The layouts are those of compressed-tensors (as llm-compressor writes it), vLLM's `quant_method: fp8`, and ModelOpt. The
+reader of compressed-tensors refuses unknown keys, so fp8serve adds none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from fp8serve.model.formats.interop import CT_INPUTS, CT_WEIGHTS, MODELOPT
 from fp8serve.model.formats.targets import CLASS
 
 IGNORED = ["lm_head"]
-Specs = tuple[QuantSpec | None, QuantSpec]  # of inputs, which an embedding lacks, and of the weight
-NOTHING: Mapping[str, Specs] = {}
+Specs = tuple[QuantSpec | None, QuantSpec]  # of the input, which is None for an embedding, and of the weight
+NO_MATRICES: Mapping[str, Specs] = {}
 
 
 def quantization_files(
@@ -25,31 +25,29 @@ def quantization_files(
     recipe: Recipe,
     kv_cache: bool,
     high_precision: Sequence[str] = (),
-    matrices: Mapping[str, Specs] = NOTHING,
+    matrices: Mapping[str, Specs] = NO_MATRICES,
 ) -> dict[str, Any]:
-    """{"quantization_config": for config.json, further file names: their JSON}. ModelError: the format cannot express
-    it.
+    """Returns the `quantization_config` for config.json under that key, and the JSON of other files by file name.
 
-    high_precision: linears that are not quantized, routers among them, apart from the output layer. matrices: how the
-    inputs and the weight of each FP8 matrix that is not one of the recipe's layers are quantized, by name.
+    `high_precision` are the names of linears and routers that are not quantized, without `lm_head`. `matrices` are the
+    specs of FP8 matrices outside the decoder layers, by name. Raises ModelError if the format cannot express them.
     """
     ignored = [name for name in (*IGNORED, *high_precision) if name not in matrices]
     if format_ not in FORMATS:
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
         return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices)}
-    _check_alike(format_, recipe, matrices)
+    _check_uniform(format_, recipe, matrices)
     if format_ == "modelopt":
         return _modelopt(recipe, kv_cache, ignored)
     return {"quantization_config": _fp8(recipe, ignored)}
 
 
-def _check_alike(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) -> None:
-    """ModelError where one matrix is not quantized as the layers are, in a format that describes all of them at
-    once."""
+def _check_uniform(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) -> None:
+    """Raises ModelError if a matrix is quantized differently from the layers, for formats with one scheme for all."""
     layers = recipe.specs.linear
     for name, (inputs, weight) in matrices.items():
-        differs = inputs is not None and _kind(inputs) != _kind(layers["input"])
+        differs = inputs is not None and _input_scheme(inputs) != _input_scheme(layers["input"])
         if differs or weight.granularity != layers["weight"].granularity:
             raise ModelError(
                 f"The format {format_!r} cannot express that {name} is in FP8 and scaled otherwise than the layers; "
@@ -57,9 +55,9 @@ def _check_alike(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) ->
             )
 
 
-def _kind(inputs: QuantSpec) -> tuple[Any, ...]:
-    """What these formats distinguish."""
-    return inputs.element, inputs.at_rest().source, inputs.is_blocked
+def _input_scheme(inputs: QuantSpec) -> tuple[Any, ...]:
+    """Returns the properties of an input's spec that these formats distinguish."""
+    return inputs.element, inputs.for_serving().source, inputs.is_blocked
 
 
 def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -> dict[str, Any]:
@@ -136,9 +134,9 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 
 def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
-    """ModelOpt's name for linears that are quantized like this; None: it has none."""
-    schemes = replace(inputs.at_rest(), scale_format="fp32"), weight.granularity
-    return next((algo for algo, known in MODELOPT.items() if known == schemes), None)
+    """Returns the name of ModelOpt's algorithm for these specs, or None if it has none."""
+    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
+    return next((algorithm for algorithm, known in MODELOPT.items() if known == scheme), None)
 
 
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
         )
-    producer = {"name": "modelopt", "version": "fp8serve"}  # the name is how readers know the format
+    producer = {"name": "modelopt", "version": "fp8serve"}  # readers recognize the format by this name
     args = {"dynamic": False, "num_bits": 8, "type": "float"}
     config: dict[str, Any] = {
         "ignore": ignored,

@@ -1,17 +1,17 @@
-"""Reads FP32 tensors from pickles and small torch.save files without importing or calling what they name.
+"""Reads FP32 tensors from pickles and small torch.save files without importing or calling anything.
 
     in a pickle      _rebuild_tensor_v2(_load_from_bytes(B), offset, size, stride, ...), where B is a storage as torch
                      wrote it before zip files: pickles of a magic number, the protocol, the byte order, the storage's
                      description and the list of keys, then for each key a count (int64) and the elements
     torch.save       a zip file of stored (uncompressed) members: NAME/data.pkl, NAME/data/KEY
 
-Python's unpickler in Python, with the few opcodes that scaling states need, gives inert records: a global is a record
-of its name (`Global`), and a call or an object is a record of the call (`Call`). So `os.system` in a pickle stays two
-strings. The reader of the result decides what each record means.
+The module runs Python's pure-Python unpickler with only the opcodes that scaling states need. It returns inert records:
+`Global` for a name that the pickle would import, and `Call` for a call or an object. So `os.system` in a pickle stays
+two strings. The caller decides what each record means.
 
-Memory is bounded by the length of the input: the memo is a dictionary, elements are copied after every size was
-compared with the bytes that are there, and nothing recurses; keys are text, because hashing a tuple recurses. Shared
-references stay shared, so a small input can describe a huge tree: do not walk a result without a bound.
+Memory is bounded by the length of the input. The memo is a dictionary, sizes are compared with the available bytes
+before elements are copied, and nothing recurses. Dictionary keys must be text, because hashing a tuple recurses. Shared
+references stay shared, so a small input can describe a huge tree: callers must not walk a result without a bound.
 """
 
 import io
@@ -33,7 +33,7 @@ Storages = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class Global:
-    """A name that the pickle would import."""
+    """A name that unpickling would import."""
 
     module: str
     name: str
@@ -44,7 +44,7 @@ class Global:
 
 @dataclass(eq=False)
 class Call:
-    """The call `function(*args)` that the pickle would make, and the state that its result would get."""
+    """The call `function(*args)` that unpickling would make, and the state that its result would get."""
 
     function: Global
     args: tuple[Any, ...]
@@ -53,13 +53,13 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Persistent:
-    """A reference to something outside of the pickle, such as torch's storages."""
+    """A reference to an object outside of the pickle, such as a storage of torch."""
 
     value: Any
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler in C would allocate what a memo index or a length announces."""
+    """Python's own unpickler. The one in C would allocate memory for any length or memo index in the input."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]]
     stack: list[Any]
@@ -75,7 +75,7 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         state = self.stack.pop()
         if not isinstance(self.stack[-1], Call):
-            raise TypeError("a state for what is no object")
+            raise TypeError("a state for a value that is no object")
         self.stack[-1].state = state
 
     def load_dict(self) -> None:
@@ -96,7 +96,7 @@ class _Unpickler(pickle._Unpickler):
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
 
-_INHERITED = (
+_INHERITED_OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET"),
     *("BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1"),
     *("LONG4", "FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES"),
@@ -104,8 +104,8 @@ _INHERITED = (
     *("APPENDS", "EMPTY_DICT", "GLOBAL", "STACK_GLOBAL", "BINPERSID", "REDUCE"),
 )
 _Unpickler.dispatch = {
-    **{code: pickle._Unpickler.dispatch[code] for name in _INHERITED for code in getattr(pickle, name)},
-    pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],  # `cls.__new__` would make a record's own object
+    **{code: pickle._Unpickler.dispatch[code] for name in _INHERITED_OPCODES for code in getattr(pickle, name)},
+    pickle.NEWOBJ[0]: pickle._Unpickler.dispatch[pickle.REDUCE[0]],  # a `Call` instead of an object
     pickle.BUILD[0]: _Unpickler.load_build,
     pickle.DICT[0]: _Unpickler.load_dict,
     pickle.SETITEM[0]: _Unpickler.load_setitem,
@@ -114,10 +114,10 @@ _Unpickler.dispatch = {
 
 
 def read_pickle(data: bytes | io.BytesIO) -> Any:
-    """The value that one pickle describes, made of None, bool, int, float, str, bytes, tuple, list, dict and records.
+    """Returns the value in one pickle: None, bool, int, float, str, bytes, tuple, list, dict and records.
 
-    A stream is left where the pickle ends. ScalesError: it is damaged, or has an opcode that scaling states do not
-    need.
+    Reads a stream up to the end of the pickle. Raises ScalesError if the pickle is damaged, or has an opcode that
+    scaling states do not need.
     """
     reader = _Unpickler(io.BytesIO(data) if isinstance(data, bytes) else data)
     try:
@@ -137,24 +137,33 @@ _FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _FLOAT = Global("torch", "FloatStorage")
 _ZIP = b"PK\x03\x04"
 _MAX_MEMBERS = 64
-# what `zipfile` raises for a directory that points nowhere, names that are not text, encryption, an early end
-_DAMAGED = (zipfile.BadZipFile, ValueError, OverflowError, LookupError, struct.error, RuntimeError, EOFError, OSError)
+# What `zipfile` raises for invalid directories, names that are not text, encryption and truncated files.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    ValueError,
+    OverflowError,
+    LookupError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OSError,
+)
 
 
 def read_state(data: bytes) -> tuple[Any, Storages]:
-    """A pickle, or a zip file that `torch.save` wrote: (the value as `read_pickle` gives it, its storages by key)."""
+    """Returns the value in a pickle or a torch.save zip file, as `read_pickle` does, and its storages by key."""
     if not data.startswith(_ZIP):
         return read_pickle(data), {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
-            # torch stores members as they are; a compressed one could be a thousand times larger than the file
+            # torch does not compress members; a compressed one could be a thousand times larger than the file.
             if len(members) > _MAX_MEMBERS or any(m.compress_type != zipfile.ZIP_STORED for m in members):
                 raise ScalesError("The torch.save file is not one that torch wrote: compressed or very many members.")
             if sum(m.file_size for m in members) > len(data):
                 raise ScalesError("The torch.save file announces more bytes than it has.")
             files = {info.filename: archive.read(info) for info in members}
-    except _DAMAGED as error:
+    except _ZIP_ERRORS as error:
         raise ScalesError(f"The torch.save file is damaged ({type(error).__name__}: {str(error)[:120]}).") from None
     root = next((name.removesuffix("data.pkl") for name in files if name.endswith("/data.pkl")), None)
     if root is None or files.get(f"{root}byteorder", b"little") != b"little":
@@ -165,12 +174,12 @@ def read_state(data: bytes) -> tuple[Any, Storages]:
 
 
 def tensor(value: Any, storages: Storages, name: str) -> Tensor:
-    """The FP32 tensor that a record describes, as a copy. ScalesError, with `name`, if it is anything else."""
+    """Returns a copy of the FP32 tensor in the record `value`. Raises ScalesError, with `name`, for other values."""
     if not isinstance(value, Call) or value.function != _REBUILD or len(value.args) < 4:
         raise ScalesError(f"{name} is {kind(value)} where a tensor was expected.")
     storage, offset, size, stride = value.args[:4]
     if isinstance(storage, Persistent):
-        key, count = _description(storage, name)
+        key, count = _key_and_count(storage, name)
         elements = storages.get(key, b"")
     elif isinstance(storage, Call) and storage.function == _FROM_BYTES and len(storage.args) == 1:
         count, elements = _legacy_storage(storage.args[0], name)
@@ -178,31 +187,31 @@ def tensor(value: Any, storages: Storages, name: str) -> Tensor:
         raise ScalesError(f"{name} has {kind(storage)} where torch stores elements.")
     if len(elements) < 4 * count:
         raise ScalesError(f"{name} announces {count} elements and has {len(elements) // 4}.")
-    if not _fits(count, offset, size, stride):
+    if not _is_valid_view(count, offset, size, stride):
         raise ScalesError(f"{name} does not lie inside the bytes that were stored for it.")
-    whole = torch.frombuffer(bytearray(elements[: 4 * count]), dtype=torch.float32) if count else torch.empty(0)
-    return whole.as_strided(size, stride, offset).clone(memory_format=torch.contiguous_format)
+    flat = torch.frombuffer(bytearray(elements[: 4 * count]), dtype=torch.float32) if count else torch.empty(0)
+    return flat.as_strided(size, stride, offset).clone(memory_format=torch.contiguous_format)
 
 
 def kind(value: Any) -> str:
-    """For messages: the kind of a record, never its contents, which may be endless."""
+    """Returns the kind of a record for messages, without its contents, which may be endless."""
     record = value.function if isinstance(value, Call) else value
     name = repr(f"{record.module}.{record.name}"[:80]) if isinstance(record, Global) else type(record).__name__
     return f"a call of {name}" if isinstance(value, Call) else name
 
 
-def _fits(elements: int, offset: Any, size: Any, stride: Any) -> bool:
-    """A view whose elements are distinct and inside the storage, so that a copy is no larger than what was stored."""
-    shape_ok = isinstance(size, tuple) and isinstance(stride, tuple) and len(size) == len(stride) <= 2
-    if not shape_ok or not all(type(n) is int and 0 <= n < 2**31 for n in (offset, *size, *stride)):
+def _is_valid_view(elements: int, offset: Any, size: Any, stride: Any) -> bool:
+    """Returns whether a view is inside its storage and has no more elements, so that a copy is not larger."""
+    is_shape = isinstance(size, tuple) and isinstance(stride, tuple) and len(size) == len(stride) <= 2
+    if not is_shape or not all(type(n) is int and 0 <= n < 2**31 for n in (offset, *size, *stride)):
         return False
     count: int = math.prod(size)
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     return count == 0 or bool(count <= elements and last < elements)
 
 
-def _description(storage: Persistent, name: str) -> tuple[str, int]:
-    """(key, number of elements) of ("storage", FloatStorage, key, device, count, ...)."""
+def _key_and_count(storage: Persistent, name: str) -> tuple[str, int]:
+    """Returns (key, number of elements) of ("storage", FloatStorage, key, device, count, ...)."""
     match storage.value:
         case ("storage", Global() as dtype, str(key), str(), int(count), *_) if dtype == _FLOAT and count >= 0:
             return key, count
@@ -212,7 +221,7 @@ def _description(storage: Persistent, name: str) -> tuple[str, int]:
 
 
 def _legacy_storage(data: Any, name: str) -> tuple[int, bytes]:
-    """(number of elements, bytes) of a storage that torch wrote outside of a zip file."""
+    """Returns (number of elements, bytes) of a storage that torch wrote outside of a zip file."""
     if not isinstance(data, bytes):
         raise ScalesError(f"{name} has {kind(data)} where the bytes of a storage were expected.")
     stream = io.BytesIO(data)
@@ -220,7 +229,7 @@ def _legacy_storage(data: Any, name: str) -> tuple[int, bytes]:
     little = isinstance(system, dict) and system.get("little_endian") is True
     if magic != _MAGIC or protocol != 1001 or not little or not isinstance(storage, Persistent):
         raise ScalesError(f"{name} has a storage that torch does not write, or of a big-endian machine.")
-    key, count = _description(storage, name)
+    key, count = _key_and_count(storage, name)
     header = stream.read(8)
     if keys != [key] or len(header) != 8 or struct.unpack("<q", header)[0] != count:
         raise ScalesError(f"{name} has a storage whose description and contents differ.")

@@ -1,13 +1,13 @@
-"""`scales.safetensors`: the scaling state that travels through calibrate, serve, fine-tune and serve again.
+"""Reads and writes `scales.safetensors`, the scaling state that calibration, serving and fine-tuning share.
 
-Per FP8 linear P: `P.input.scale` F32 [], `P.input.amax_history` F32 [N], the same for `P.weight` and, after gradient
-calibration or training, `P.grad_output`; for an FP8 KV cache `model.layers.N.self_attn.k.scale` and `.v.scale`. `scale`
-is the quantizing multiplier: q = saturate(x * scale). Recipe, fingerprints and observation counts are metadata. No
-pickle: histories are tensors and the recipe is JSON.
+An FP8 linear P has `P.input.scale` F32 [] and `P.input.amax_history` F32 [N], the same for `P.weight` and, after
+gradient calibration or training, for `P.grad_output`. An FP8 KV cache has `model.layers.N.self_attn.k.scale` and
+`.v.scale`. A scale quantizes: q = saturate(x * scale). The metadata contain the recipe as JSON, the models'
+fingerprints and the observation counts. Nothing is pickled.
 
-A wrong scale only makes answers worse, which is easily overlooked. A file is therefore refused rather than served when
-a scale is zero, negative, infinite, NaN or subnormal, when a tensor was never observed, when its history holds an amax
-that the scale cannot represent, when a key is unknown, and when the file belongs to another model or another version.
+A wrong scale only makes answers worse, which is easily overlooked. A file therefore raises ScalesError if a scale is
+zero, negative, infinite, NaN or subnormal, if a tensor was never observed, if an amax in its history exceeds the range
+of its scale, if a key is unknown, or if the file belongs to another model or version.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError, json_fault
 from fp8serve.fp8.amax_rules import RULES
-from fp8serve.fp8.recipe import Recipe, delayed, from_json, to_json
+from fp8serve.fp8.recipe import Recipe, as_delayed, from_json, to_json
 from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.encoder import is_encoder, parse_encoder_config
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.storage.files import fsync, no_duplicates, read_optional_json, save_tensors
+from fp8serve.model.storage.files import fsync, read_optional_json, reject_duplicate_keys, save_tensors
 from fp8serve.model.storage.shards import Shards, open_shards, read_header, type_name
 
 FORMAT, VERSION = "fp8serve.scales", "1"
@@ -38,47 +38,43 @@ _METADATA = frozenset({"format", "version", "recipe", "model", "observations", "
 
 @dataclass(frozen=True)
 class TensorScale:
-    """scale: FP32 [], multiplies to quantize. amax_history: FP32 [N] (docs/numerics.md), None where none is kept."""
+    """The scaling state of one tensor."""
 
-    scale: Tensor
-    amax_history: Tensor | None = None
+    scale: Tensor  # FP32 [], quantizes
+    amax_history: Tensor | None = None  # FP32 [N] (docs/numerics.md)
 
 
 @dataclass(frozen=True)
 class ScalingCheckpoint:
-    """What the file holds. `tensors` is keyed "P.input", "P.weight", "P.grad_output", "model.layers.0.self_attn.k".
-
-    model: fingerprints, separated by spaces, of the directories that the scales fit: the calibrated one and its source.
-    observations: {"batches": int, "tokens": int, "tensors": {key: int}}; a key counted zero times is refused.
-    """
+    """The content of a scales file."""
 
     recipe: Recipe | None
-    tensors: dict[str, TensorScale]
-    model: str = ""
+    tensors: dict[str, TensorScale]  # by "P.input", "P.weight", "P.grad_output", "model.layers.0.self_attn.k"
+    model: str = ""  # fingerprints of the calibrated directory and its source, separated by spaces
+    # {"batches": int, "tokens": int, "tensors": {key: int}}; `check_scales` refuses a tensor with a count of 0
     observations: dict[str, Any] = field(default_factory=dict)
     created_by: str = "fp8serve"
 
     def input_scale(self, linear: str) -> Tensor | None:
-        """FP32 [] quantizing multiplier of the linear's input, or None."""
+        """Returns the quantizing scale of the linear's input, FP32 [], or None."""
         entry = self.tensors.get(f"{linear}.input")
         return None if entry is None else entry.scale
 
     def weight_scale(self, linear: str) -> Tensor | None:
-        """FP32 [] quantizing multiplier of the linear's weight, or None."""
+        """Returns the quantizing scale of the linear's weight, FP32 [], or None."""
         entry = self.tensors.get(f"{linear}.weight")
         return None if entry is None else entry.scale
 
 
 def save_scales(path: Path, checkpoint: ScalingCheckpoint) -> None:
-    """Write and fsync `path`, having checked what `load_scales` will check; ScalesError when it would be refused."""
-    check(checkpoint, str(path))
+    """Writes `path` and syncs it to disk. Raises ScalesError if `load_scales` would refuse the file."""
+    check_scales(checkpoint, str(path))
     tensors: dict[str, Tensor] = {}
     for key, entry in checkpoint.tensors.items():
         tensors[f"{key}.scale"] = entry.scale.detach().to("cpu", torch.float32, copy=True).contiguous()
         if entry.amax_history is not None:
-            tensors[f"{key}.amax_history"] = (
-                entry.amax_history.detach().to("cpu", torch.float32, copy=True).contiguous()
-            )
+            history = entry.amax_history.detach().to("cpu", torch.float32, copy=True)
+            tensors[f"{key}.amax_history"] = history.contiguous()
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -92,19 +88,19 @@ def save_scales(path: Path, checkpoint: ScalingCheckpoint) -> None:
 
 
 def load_scales(path: Path | str, model_dir: Path | str | None = None) -> ScalingCheckpoint:
-    """Read and check `path`; with `model_dir`, also that the scales belong to the model there.
+    """Returns the scales in `path`. Raises ScalesError for the reasons at the top of this module.
 
-    ScalesError with one sentence for every refusal listed at the top of this module, and for a damaged file.
+    If `model_dir` is given, the scales must belong to the model in that directory.
     """
     checkpoint = read_scales(path)
-    check(checkpoint, str(path))
+    check_scales(checkpoint, str(path))
     if model_dir is not None:
-        check_belongs(checkpoint, Path(model_dir), str(path))
+        check_fingerprint(checkpoint, Path(model_dir), str(path))
     return checkpoint
 
 
 def read_scales(path: Path | str) -> ScalingCheckpoint:
-    """What is in `path`, whatever its values: for showing them. ScalesError: a damaged file or one of another kind."""
+    """Returns the scales in `path` without a check of their values. Raises ScalesError if it is no scales file."""
     path = Path(path)
     try:
         entries, metadata = read_header(path)
@@ -113,10 +109,10 @@ def read_scales(path: Path | str) -> ScalingCheckpoint:
         raise ScalesError(str(e)) from None
     _check_metadata(metadata, path)
     return ScalingCheckpoint(
-        _recipe(metadata["recipe"], path),
-        _tensors(tensors, path),
+        _parse_recipe(metadata["recipe"], path),
+        _read_tensors(tensors, path),
         metadata["model"],
-        _observations(metadata["observations"], path),
+        _parse_observations(metadata["observations"], path),
         metadata["created_by"],
     )
 
@@ -128,20 +124,20 @@ def _check_metadata(metadata: Mapping[str, str], path: Path) -> None:
         version = metadata.get("version")
         raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
     if set(metadata) != _METADATA:
-        odd = sorted(set(metadata) ^ _METADATA)
-        raise ScalesError(f"{path} lacks or has unknown metadata: {', '.join(odd)}.")
+        keys = sorted(set(metadata) ^ _METADATA)
+        raise ScalesError(f"{path} has missing or unknown metadata: {', '.join(keys)}.")
 
 
-def _recipe(text: str, path: Path) -> Recipe | None:
+def _parse_recipe(text: str, path: Path) -> Recipe | None:
     try:
         return from_json(text)
     except RecipeError as e:
         raise ScalesError(f"{path} holds a recipe that cannot be read: {e}") from None
 
 
-def _observations(text: str, path: Path) -> dict[str, Any]:
+def _parse_observations(text: str, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text, object_pairs_hook=no_duplicates)
+        value = json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as e:
         raise ScalesError(f"{path} has observations that are not valid JSON: {json_fault(e)}.") from None
     if not isinstance(value, dict) or not isinstance(value.get("tensors", {}), dict):
@@ -149,13 +145,13 @@ def _observations(text: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
+def _read_tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
     by_key: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         key, _, kind = name.rpartition(".")
         if kind not in ("scale", "amax_history") or key.rpartition(".")[2] not in ROLES:
             raise ScalesError(f"{path} holds the unknown key {name!r}; it was not written by this fp8serve.")
-        _check_layout(tensors, name, kind, path)
+        _check_shape(tensors, name, kind, path)
         by_key.setdefault(key, {})[kind] = tensors[name].clone()
     for key, parts in by_key.items():
         if "scale" not in parts:
@@ -163,60 +159,57 @@ def _tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
     return {key: TensorScale(parts["scale"], parts.get("amax_history")) for key, parts in by_key.items()}
 
 
-def _check_layout(tensors: Shards, name: str, kind: str, path: Path) -> None:
+def _check_shape(tensors: Shards, name: str, kind: str, path: Path) -> None:
     entry = tensors.entries[name]
-    fits = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
-    if entry.dtype is not torch.float32 or not fits:
+    has_shape = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
+    if entry.dtype is not torch.float32 or not has_shape:
         expected = "F32 []" if kind == "scale" else "F32 [N]"
-        raise ScalesError(
-            f"{path}: {name} is {type_name(entry.dtype)} {list(entry.shape)} where {expected} was expected."
-        )
+        dtype = type_name(entry.dtype)
+        raise ScalesError(f"{path}: {name} is {dtype} {list(entry.shape)} where {expected} was expected.")
 
 
-def check(checkpoint: ScalingCheckpoint, where: str) -> None:
-    """ScalesError when any scale is unusable or its tensor never observed; `where` is named in the sentence."""
+def check_scales(checkpoint: ScalingCheckpoint, where: str) -> None:
+    """Raises ScalesError if a scale is unusable or its tensor was never observed. `where` is the file's name."""
     if not checkpoint.tensors:
         raise ScalesError(f"{where} holds no scales.")
     for key, problem in problems(checkpoint):
-        raise ScalesError(f"{where}: {problem_of(key, problem)}")
-
-
-def problem_of(key: str, problem: str) -> str:
-    """The sentence about the tensor `key`."""
-    return f"{key} {problem}; calibrate again on data that reach it."
+        raise ScalesError(f"{where}: {key} {problem}; calibrate again on data that reach it.")
 
 
 def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
-    """(tensor, what is wrong with it) for all that cannot be served."""
+    """Yields (tensor, problem) for each tensor whose scale cannot be served."""
     counts = checkpoint.observations.get("tensors", {})
     for key, entry in checkpoint.tensors.items():
         scale, history = float(entry.scale), entry.amax_history
-        if not torch.finfo(torch.float32).tiny <= scale < float("inf"):  # NaN fails both; below, 1 / scale is infinite
+        if not torch.finfo(torch.float32).tiny <= scale < float("inf"):  # NaN fails; 1 / subnormal may be infinite
             yield key, f"has the scale {scale}, which cannot be served"
         elif counts.get(key, 1) == 0 or (history is not None and not bool(history.any())):
             yield key, "was never observed"
         elif history is not None and not bool((history.isfinite() & (history >= 0)).all()):
             yield key, "has a negative, infinite or NaN value in its amax history"
-        elif (reached := _reached(checkpoint.recipe, key, entry)) > 1 + 2**-10:
-            yield key, f"has an amax in its history that is {reached:.3g} times what its scale represents"
+        elif (fraction := _amax_fraction(checkpoint.recipe, key, entry)) > 1 + 2**-10:
+            yield key, f"has an amax in its history that is {fraction:.3g} times what its scale represents"
 
 
-def _reached(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
-    """The amax that made the scale, as a fraction of the scale's range: at most 1, and less with a margin or where
-    larger amaxes have left the history. 0 where a scale may be older than its history."""
-    rules = delayed(recipe)
+def _amax_fraction(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
+    """Returns the history's amax as a fraction of the largest value that the scale can represent.
+
+    It is at most 1, and less if the recipe has a margin or larger amaxes have left the history. The result is 0 if the
+    scale may be older than the history.
+    """
+    rules = as_delayed(recipe)
     if rules is None or rules.interval != 1 or entry.amax_history is None:
         return 0.0
-    algo, seen = rules.amax_compute_algo, entry.amax_history[1:]  # the staging slot is not in the scale yet
-    witness = None if callable(algo) else RULES[algo].witness
-    if witness is None or not seen.numel():
+    algo, history = rules.amax_compute_algo, entry.amax_history[1:]  # slot 0 is not in the scale yet
+    lower_bound = None if callable(algo) else RULES[algo].lower_bound
+    if lower_bound is None or not history.numel():
         return 0.0
-    amax = witness(seen)
+    amax = lower_bound(history)
     return float(amax.double() * entry.scale.double()) / fp8_max(rules, key.rpartition(".")[2])
 
 
 def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: str) -> None:
-    """ScalesError unless the input of each of `linears` has a scale, and every entry belongs to an existing linear."""
+    """Raises ScalesError unless all `linears` have an input scale, and all scales belong to one of them."""
     linears = set(linears)
     for linear in sorted(linears):
         if f"{linear}.input" not in checkpoint.tensors:
@@ -227,18 +220,20 @@ def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: s
             raise ScalesError(f"{where}: {key} belongs to no FP8 layer of this model.")
 
 
-def check_belongs(checkpoint: ScalingCheckpoint, model_dir: Path, where: str) -> None:
-    """ScalesError unless the directory's fingerprint is one of those that the scales carry."""
+def check_fingerprint(checkpoint: ScalingCheckpoint, model_dir: Path, where: str) -> None:
+    """Raises ScalesError unless the scales belong to the model in `model_dir`."""
     if fingerprint(model_dir) not in checkpoint.model.split():
         raise ScalesError(f"{where} belongs to another model than {model_dir}; calibrate this model instead.")
 
 
 def fingerprint(model_dir: Path | str) -> str:
-    """32 hex digits that tell models apart: sizes and switches of the config, names, shapes, types of all tensors, and
-    768 bytes of each. Costs three reads per tensor whatever its size; the same for any sharding of the same weights.
+    """Returns 32 hex digits that identify the model in `model_dir`.
+
+    They are a hash of the configuration, of the names, shapes and types of all tensors, and of 768 bytes of each. They
+    do not depend on the sharding of the weights.
     """
     model_dir = Path(model_dir)
-    digest = hashlib.sha256(json.dumps(_maths(model_dir), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(_config_fields(model_dir), sort_keys=True).encode())
     shards = open_shards(model_dir)
     for name in sorted(shards):
         entry = shards.entries[name]
@@ -247,39 +242,39 @@ def fingerprint(model_dir: Path | str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _maths(model_dir: Path) -> dict[str, Any]:
-    """The configuration without keys that do not change a forward pass, so that a new eos token is not another model.
+def _config_fields(model_dir: Path) -> dict[str, Any]:
+    """Returns the fields of the configuration that change a forward pass.
 
-    Fingerprints in existing files were made from these names. A field that was added later counts only where its value
-    differs from what all models had before.
+    Fingerprints in existing files depend on the names of these fields. A field that was added later therefore counts
+    only if its value differs from its default.
     """
     raw = read_optional_json(model_dir / "config.json")
     if is_encoder(raw):
-        of_encoder = asdict(parse_encoder_config(raw))
-        later = {name for name in ("head", "layer_windows", "layer_thetas") if not of_encoder[name]}
-        return {name: x for name, x in of_encoder.items() if name not in {"dtype"} | later}
+        values = asdict(parse_encoder_config(raw))
+        added_later = {name for name in ("head", "layer_windows", "layer_thetas") if not values[name]}
+        return {name: value for name, value in values.items() if name not in {"dtype"} | added_later}
     config = read_config(model_dir)
-    notes = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
+    excluded = {"dtype", "bos_token_id", "eos_token_ids", "layer_ropes"}
     if config.softmax_scale == config.head_dim**-0.5:
-        notes.add("softmax_scale")
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in notes}
-    later = {f.name for f in fields(config) if values.get(f.name) == f.default}
-    return {name: _plain(value) for name, value in values.items() if name not in later} | _ropes(config)
+        excluded.add("softmax_scale")
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in excluded}
+    defaults = {f.name for f in fields(config) if values.get(f.name) == f.default}
+    return {name: _to_dict(value) for name, value in values.items() if name not in defaults} | _rope_fields(config)
 
 
-def _ropes(config: ModelConfig) -> dict[str, Any]:
+def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     first, *others = dict.fromkeys(config.layer_ropes)
     if first is None or others:
-        return {"layer_ropes": [_plain(rope) for rope in config.layer_ropes]}
-    return {"rope_theta": first.theta, "rope_scaling": _plain(first.scaling)}
+        return {"layer_ropes": [_to_dict(rope) for rope in config.layer_ropes]}
+    return {"rope_theta": first.theta, "rope_scaling": _to_dict(first.scaling)}
 
 
-def _plain(value: Any) -> Any:
+def _to_dict(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _sample(tensor: Tensor, size: int = 256) -> bytes:
-    """The first, middle and last bytes; all of a small tensor."""
+    """Returns the first, middle and last `size` bytes of the tensor, or all bytes of a small tensor."""
     flat = tensor.reshape(-1).view(torch.uint8)
     if len(flat) <= 3 * size:
         return flat.numpy().tobytes()

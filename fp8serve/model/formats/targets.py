@@ -1,9 +1,9 @@
-"""Which layers a quantization configuration's target names: compressed-tensors' rules and ModelOpt's wildcards.
+"""Matches layers with the targets of a quantization configuration, as compressed-tensors and ModelOpt do.
 
-A target is a class ("Linear"), a module's name or its last part, a wildcard, or `re:` and a regular expression that
-matches from the beginning of the name. Expressions come from strangers, and some take Python's `re` practically
-forever. Here they run in pydantic's engine, whose time is linear in the name; it has no look-around and no
-back-references, and a checkpoint that uses them is refused.
+A target is a class ("Linear"), a module's name or the end of it, a wildcard, or `re:` and a regular expression that
+matches from the beginning of the name. Expressions are untrusted, and some take Python's `re` practically forever.
+Pydantic's engine, which this module uses, takes time linear in the length of the name. It has no look-around and no
+back-references, so a checkpoint that uses these is refused.
 """
 
 import fnmatch
@@ -13,14 +13,13 @@ from typing import Annotated
 
 from fp8serve.errors import ModelError, shown
 
-CLASS = "Linear"  # the one class that is quantized
+CLASS = "Linear"  # the only class that is quantized
 _PREFIX = "re:"
 MAX_TARGETS, MAX_EXPRESSIONS, MAX_EXPRESSION_CHARS = 10_000, 100, 1_000  # a hundred times what published files hold
 
 
-def checked(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """`targets`, after parsing every regular expression in them. ModelError: one cannot be parsed, or there are too
-    many."""
+def check_targets(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """Returns `targets`. Raises ModelError if there are too many, or if a regular expression cannot be parsed."""
     expressions = [t.removeprefix(_PREFIX) for t in targets if t.startswith(_PREFIX)]
     if len(targets) > MAX_TARGETS or len(expressions) > MAX_EXPRESSIONS:
         raise ModelError(
@@ -28,22 +27,23 @@ def checked(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
             f"at most {MAX_TARGETS} and {MAX_EXPRESSIONS} are read."
         )
     for expression in expressions:
-        _expression(expression)
+        _compile(expression)
     return targets
 
 
 def matches(target: str, linear: str) -> bool:
-    """Whether `target` names the layer `linear`. ModelError: it is not a regular expression that can be read."""
+    """Returns whether `target` matches the layer `linear`. Raises ModelError for an unsupported regular expression."""
     if target.startswith(_PREFIX):
-        return _expression(target.removeprefix(_PREFIX))(linear)
+        return _compile(target.removeprefix(_PREFIX))(linear)
     return target in (CLASS, linear) or linear.endswith(f".{target}") or fnmatch.fnmatchcase(linear, target)
 
 
 @lru_cache(maxsize=256)
-def _expression(pattern: str) -> Callable[[str], bool]:
+def _compile(pattern: str) -> Callable[[str], bool]:
     if len(pattern) > MAX_EXPRESSION_CHARS:
         raise ModelError(
-            f"quantization_config names layers by {len(pattern)} characters, {shown(pattern)}; shorten it."
+            f"quantization_config names layers by the regular expression {shown(pattern)}, which has {len(pattern)} "
+            f"characters; at most {MAX_EXPRESSION_CHARS} are supported."
         )
     from pydantic import PydanticUserError, StringConstraints, TypeAdapter, ValidationError
     from pydantic_core import SchemaError
@@ -52,8 +52,8 @@ def _expression(pattern: str) -> Callable[[str], bool]:
         adapter = TypeAdapter(Annotated[str, StringConstraints(pattern=f"^(?:{pattern})")])
     except (SchemaError, PydanticUserError):
         raise ModelError(
-            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is not a regular expression "
-            "without look-around and back-references; write the layers' names there."
+            f"quantization_config names layers by {shown(_PREFIX + pattern)}, which is no regular expression or uses "
+            "look-around or back-references, which are not supported; write the layers' names instead."
         ) from None
 
     def matches(name: str) -> bool:

@@ -1,28 +1,29 @@
-"""Transformer Engine's `_extra_state` to our scaling state, and back.
+"""Converts Transformer Engine's `_extra_state` to fp8serve's scaling state, and back.
 
-Each module M of a Transformer Engine model stores one uint8 tensor `M._extra_state`, empty where it has no FP8 state:
-the pickle (1.x also: the torch.save file) of
+Each module M of a Transformer Engine model stores one uint8 tensor `M._extra_state`, which is empty if M has no FP8
+state. Otherwise it is a pickle (in 1.x also a torch.save file) of
 
     recipe                 a DelayedScaling object; absent in 1.x, which had no other recipe
     scale_fwd              FP32 [3 g]      per GEMM: input, weight, output
-    amax_history_fwd       FP32 [N, 3 g]   row 0 is being filled, 1 is the oldest, N-1 the newest: our order
+    amax_history_fwd       FP32 [N, 3 g]   row 0 is being filled, 1 is the oldest, N-1 the newest, as in fp8serve
     scale_bwd              FP32 [2 g]      per GEMM: output gradient, input gradient
     amax_history_bwd       FP32 [N, 2 g]
     extra_fp8_variables    {"num_gemms": g, "fp8_max_fwd": 448.0, ...}
 
-`scale` means the same in both projects: it multiplies to quantize. Loading a pickle runs the code in it, and
-Transformer Engine itself now refuses to. Here it is read as data (`restricted_pickle`): nothing is imported or called.
+In both projects a scale quantizes. Loading a pickle runs the code in it, which Transformer Engine itself now refuses.
+`restricted_pickle` reads it as data and imports or calls nothing.
 
-Names: a model whose nn.Linear modules were replaced keeps its Hugging Face names. The fused modules of TransformerLayer
-and of Megatron are mapped to the linears that they combine; the parts of a fused projection share its scales, because
-they were one tensor. `names` gives the mapping for any other model. Neither project uses the slots of outputs and input
-gradients.
+A model whose nn.Linear modules were replaced has its Hugging Face names. The fused modules of TransformerLayer and
+Megatron are mapped to the linears that they combine. These linears share the scales of the fused module, because they
+were one tensor. The argument `names` has the mapping for other models. Neither project uses the slots of outputs and
+input gradients.
 
-Refused rather than guessed: more than two GEMMs (grouped linears, whose slot order changed between versions), states of
-FP8 attention, recipes with functions, and anything that is not FP32, not of the right shape, or not finite.
+The import raises ScalesError for more than two GEMMs (grouped linears, whose slot order changed between versions), for
+states of FP8 attention, for recipes with functions, and for tensors with a wrong type, shape or value.
 
-Export writes a pickle because Transformer Engine reads nothing else: the 1.x form without a recipe object, which every
-version reads, holding tensors, numbers and text only. Not tried against a real Transformer Engine yet.
+The export writes a pickle, because Transformer Engine reads nothing else. It has the format of 1.x without a recipe
+object, which every version reads, and contains only tensors, numbers and text. It was not yet tested with a real
+Transformer Engine.
 """
 
 import pickle
@@ -37,34 +38,34 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
-from fp8serve.fp8.recipe import DelayedScaling, Format, delayed
+from fp8serve.fp8.recipe import DelayedScaling, Format, as_delayed
 from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.formats.restricted_pickle import Call, Global, Storages, kind, read_state, tensor
-from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check, fingerprint
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check_scales, fingerprint
 from fp8serve.model.storage.shards import Shards, read_header, type_name
 
 KEY = "_extra_state"
-MAX_BYTES = 16 << 20  # a history of 1024 steps of a module takes 20 KiB
-Names = Mapping[str, Sequence[Sequence[str]]]  # module -> for each GEMM, the linears it stands for
+MAX_BYTES = 16 << 20  # of one state; a history of 1024 steps takes 20 KiB
+Names = Mapping[str, Sequence[Sequence[str]]]  # by module: for each of its GEMMs, the names of the linears
 
 _RECIPES = "transformer_engine.common.recipe"
-_OF_ATTENTION = ("fp8_dpa", "fp8_mha")  # of modules that are not imported
+_ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")  # concern modules that are not imported
 _FORMATS = {(448, 448): Format.E4M3, (448, 57344): Format.HYBRID}
 _SLOTS = {"input": ("fwd", 3, 0), "weight": ("fwd", 3, 1), "grad_output": ("bwd", 2, 0)}  # (pass, slots per GEMM, slot)
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """One module's delayed scaling: `tensors[gemm]` is by "input", "weight", "grad_output"."""
+    """The delayed scaling of one module."""
 
     recipe: DelayedScaling
-    tensors: list[dict[str, TensorScale]]
+    tensors: list[dict[str, TensorScale]]  # for each GEMM, by "input", "weight" and "grad_output"
 
 
 def read_module(state: Tensor, where: str = KEY) -> ModuleState | None:
-    """One `_extra_state` (uint8 [bytes]); None when it is empty or of a recipe that stores no scales.
+    """Returns the state in one `_extra_state`, uint8 [bytes], or None if it is empty or its recipe has no state.
 
-    ScalesError, naming `where`: damaged, hostile, or of a kind that is not imported.
+    Raises ScalesError, with the name `where`, if it is damaged, hostile or not supported.
     """
     if state.dtype is not torch.uint8 or state.dim() != 1 or state.numel() > MAX_BYTES:
         raise ScalesError(
@@ -97,7 +98,7 @@ def _parse(data: bytes) -> ModuleState | None:
 
 
 def _recipe(value: Any) -> DelayedScaling | None:
-    """The recipe that a record stands for; None for those that keep no state."""
+    """Returns the recipe in a record, or None if it is a recipe without state."""
     if not isinstance(value, Call) or not isinstance(value.function, Global) or value.function.module != _RECIPES:
         raise ScalesError("Its recipe is not one of Transformer Engine's.")
     if value.function.name != "DelayedScaling":
@@ -105,17 +106,17 @@ def _recipe(value: Any) -> DelayedScaling | None:
     fields = value.state if isinstance(value.state, dict) else {}
     known = {k: v for k, v in fields.items() if v is not None and not k.startswith("_")}
     try:
-        return DelayedScaling(**{k: _field(k, v) for k, v in known.items() if k not in _OF_ATTENTION})
+        return DelayedScaling(**{k: _field(k, v) for k, v in known.items() if k not in _ATTENTION_FIELDS})
     except (RecipeError, TypeError) as error:
         raise ScalesError(f"Its recipe cannot be used: {error}") from None
 
 
 def _field(name: str, value: Any) -> Any:
-    """A parameter's value. Only small plain values pass, because an error message about a wrong value contains it."""
+    """Returns the value of a recipe's field. Raises ScalesError unless it is small enough for an error message."""
     if name == "fp8_format":
         return _format(value)
     if name == "override_linear_precision" and isinstance(value, Call):
-        value = value.args  # a named tuple of three
+        value = value.args  # the three items of a named tuple
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, bool) for v in value):
         return value
     if isinstance(value, str) and len(value) < 64:
@@ -126,7 +127,7 @@ def _field(name: str, value: Any) -> Any:
 
 
 def _format(value: Any) -> Format:
-    """Enumerations are pickled by value, Format(_FormatHelper(448, 57344)), or in Python 3.11.0 to 3.11.3 by name."""
+    """Returns the format. Python pickles Format(_FormatHelper(448, 57344)); 3.11.0 to 3.11.3 pickle the enum's name."""
     match value:
         case Call(Global(module, "Format"), (Call(_, (int() | float() as forward, int() | float() as backward)),)):
             result = _FORMATS.get((int(forward), int(backward))) if module == _RECIPES else None
@@ -156,7 +157,7 @@ def _state(
 
 
 def _check(tensors: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int:
-    """The number of GEMMs, having checked that every tensor has the shape for it and holds what can be a scale."""
+    """Returns the number of GEMMs. Raises ScalesError if a tensor has a wrong shape or an invalid value."""
     gemms, rows = tensors["scale", "fwd"].numel() // 3, tensors["amax_history", "fwd"].shape[:1]
     if gemms not in (1, 2) or extra.get("num_gemms", gemms) != gemms:
         raise ScalesError(f"It has states of {gemms} GEMMs or announces another number; only one or two are read.")
@@ -171,15 +172,15 @@ def _check(tensors: dict[tuple[str, str], Tensor], extra: dict[str, Any]) -> int
 
 
 def _gemm(tensors: dict[tuple[str, str], Tensor], gemm: int) -> dict[str, TensorScale]:
-    """The tensors of one GEMM; a gradient that was never seen is left out."""
+    """Returns the tensors of one GEMM, without a gradient that was never observed."""
     result = {}
     for role, (part, slots, slot) in _SLOTS.items():
         if ("scale", part) not in tensors or ("amax_history", part) not in tensors:
             continue
-        at = gemm * slots + slot
-        history = tensors["amax_history", part][:, at].clone()
+        column = gemm * slots + slot
+        history = tensors["amax_history", part][:, column].clone()
         if role != "grad_output" or bool(history.any()):
-            result[role] = TensorScale(tensors["scale", part][at].clone(), history)
+            result[role] = TensorScale(tensors["scale", part][column].clone(), history)
     return result
 
 
@@ -199,9 +200,9 @@ _FUSED: list[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]]] = [
 
 
 def linears_of(module: str) -> Sequence[Sequence[str]]:
-    """For each GEMM of a Transformer Engine module, our linears: "layers.0.mlp.linear_fc2" -> ((...down_proj,),).
+    """Returns the linears of each GEMM of a Transformer Engine module: "layers.0.mlp.linear_fc2" -> ((...down_proj,),).
 
-    ScalesError for an unknown kind of name.
+    Raises ScalesError if the module's name is unknown.
     """
     if match := _HF.fullmatch(module):
         return ((match[1],),)
@@ -222,11 +223,11 @@ def import_states(
     skip: Sequence[str] = (),
     where: str = "the Transformer Engine state",
 ) -> ScalingCheckpoint:
-    """All `M._extra_state` among `tensors` as one scaling checkpoint, ready for `save_scales`.
+    """Returns a scaling checkpoint of all `M._extra_state` in `tensors`, for `save_scales`.
 
-    model_dir: the Hugging Face directory of the same model, whose fingerprint the scales will carry. names: which
-    linears a module stands for, where `linears_of` does not know. skip: patterns of modules that are left out.
-    ScalesError: nothing there, a state that cannot be imported, modules of different recipes, a tensor never observed.
+    The scales get the fingerprint of the Hugging Face directory `model_dir`. `names` has the linears of modules that
+    `linears_of` does not know, and `skip` patterns of modules to ignore. Raises ScalesError if there is no valid state,
+    if the modules have different recipes, or if a tensor was never observed. `where` is the source for messages.
     """
     entries: dict[str, TensorScale] = {}
     recipes: dict[DelayedScaling, str] = {}
@@ -235,7 +236,7 @@ def import_states(
             continue
         state = read_module(tensors[f"{module}.{KEY}"], f"{module}.{KEY}")
         if state is not None:
-            entries |= _named(module, state, (names or {}).get(module) or linears_of(module))
+            entries |= _scales_by_linear(module, state, (names or {}).get(module) or linears_of(module))
             recipes.setdefault(state.recipe, module)
     if not recipes:
         raise ScalesError(f"{where} holds no {KEY} with delayed scales.")
@@ -245,11 +246,11 @@ def import_states(
         )
     model = fingerprint(model_dir) if model_dir is not None else ""
     result = ScalingCheckpoint(next(iter(recipes)), entries, model, {}, "Transformer Engine, imported by fp8serve")
-    check(result, where)
+    check_scales(result, where)
     return result
 
 
-def _named(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) -> dict[str, TensorScale]:
+def _scales_by_linear(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) -> dict[str, TensorScale]:
     if len(linears) != len(state.tensors):
         raise ScalesError(f"{module}.{KEY} has {len(state.tensors)} GEMMs where its name stands for {len(linears)}.")
     return {
@@ -261,21 +262,21 @@ def _named(module: str, state: ModuleState, linears: Sequence[Sequence[str]]) ->
 
 
 def read_file(path: Path | str, model_dir: Path | str | None = None, **options: Any) -> ScalingCheckpoint:
-    """`import_states` of the `_extra_state` tensors in a .safetensors file. Takes `names` and `skip`."""
+    """Returns `import_states` of a .safetensors file. `options` are its arguments `names` and `skip`."""
     entries, _ = read_header(Path(path))
     states = Shards({name: entry for name, entry in entries.items() if name.endswith(KEY)})
     return import_states(states, model_dir, where=str(path), **options)
 
 
 def holds_states(path: Path) -> bool:
-    """Whether a .safetensors file has `_extra_state` tensors."""
+    """Returns whether a .safetensors file has `_extra_state` tensors."""
     return any(name.endswith(f".{KEY}") for name in read_header(path)[0])
 
 
 def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tensor:
-    """The `_extra_state` (uint8 [bytes]) of a Transformer Engine module whose GEMMs are `linears` (one or two).
+    """Returns the `_extra_state`, uint8 [bytes], of a Transformer Engine module with one or two GEMMs, the `linears`.
 
-    ScalesError when a linear has no input or weight state with a history. A missing gradient state starts anew.
+    A missing gradient state gets its initial value. Raises ScalesError if a linear's input or weight has no history.
     """
     if len(linears) not in (1, 2):
         raise ScalesError(f"A module has one or two GEMMs, found {len(linears)} linears.")
@@ -283,7 +284,7 @@ def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tens
     for linear, roles in zip(linears, states, strict=True):
         if any(roles[r] is None or roles[r].amax_history is None for r in ("input", "weight")):  # type: ignore[union-attr]
             raise ScalesError(f"{linear} has no delayed state of its input and weight; only those can be exported.")
-    recipe = delayed(checkpoint.recipe) or DelayedScaling()
+    recipe = as_delayed(checkpoint.recipe) or DelayedScaling()
     value: dict[str, Any] = {}
     for part, slots in (("fwd", 3), ("bwd", 2)):
         scale, history = _columns(states, part, slots)
@@ -298,21 +299,21 @@ def export_module(checkpoint: ScalingCheckpoint, linears: Sequence[str]) -> Tens
 
 
 def _columns(states: list[dict[str, TensorScale | None]], part: str, slots: int) -> tuple[Tensor, Tensor]:
-    """(scale [slots * g], amax_history [N, slots * g]); unused slots have scale 1 and zeros."""
+    """Returns (scale [slots * g], amax_history [N, slots * g]). Unused slots have the scale 1 and no amax."""
     lengths = {len(e.amax_history) for roles in states for e in roles.values() if e and e.amax_history is not None}
     if len(lengths) > 1:
         raise ScalesError(f"A module's histories have one length, these have {sorted(lengths)}; export them apart.")
     scale, history = torch.ones(slots * len(states)), torch.zeros(lengths.pop(), slots * len(states))
     for gemm, roles in enumerate(states):
-        for role, (where, _, slot) in _SLOTS.items():
+        for role, (role_part, _, slot) in _SLOTS.items():
             entry = roles[role]
-            if where == part and entry is not None and entry.amax_history is not None:
+            if role_part == part and entry is not None and entry.amax_history is not None:
                 scale[gemm * slots + slot] = entry.scale
                 history[:, gemm * slots + slot] = entry.amax_history
     return scale, history
 
 
 def export_states(checkpoint: ScalingCheckpoint) -> dict[str, Tensor]:
-    """`P._extra_state` for every linear P, as a model has them whose nn.Linear became Transformer Engine's."""
+    """Returns `P._extra_state` for every linear P, for a model whose nn.Linear are Transformer Engine's."""
     linears = sorted({key.rpartition(".")[0] for key in checkpoint.tensors if key.endswith((".input", ".weight"))})
     return {f"{linear}.{KEY}": export_module(checkpoint, [linear]) for linear in linears}

@@ -1,8 +1,8 @@
-"""A GGUF file opened by the `gguf` package, with the checks that the package leaves out.
+"""Opens a GGUF file with the `gguf` package, and adds checks that the package does not have.
 
-The package maps the file and reads the header in a loop that trusts every count, so a truncated file or a hostile count
-would give empty arrays or an endless loop. All its reads go through one method, which is overridden here: a read beyond
-the end, or more reads than any model's header needs, stops it.
+The package maps the file and reads the header in a loop that trusts every count. A truncated file would give empty
+arrays, and a hostile count an endless loop. `BoundedReader` overrides the method that all reads use. It raises
+ValueError for a read beyond the end of the file, and after more reads than any model's header needs.
 """
 
 import struct
@@ -13,9 +13,9 @@ from fp8serve.errors import ModelError, one_line, shown
 from fp8serve.model.storage.opening import open_file, regular_file
 
 MAGIC = b"GGUF"
-# The header of a vocabulary of 262,144 tokens with scores, types and 514,906 merges takes two million reads.
-_MOST_READS = 2**22
-# Everything that `gguf.dequantize` turns into FP32, by the names of GGML.
+# A header with a vocabulary of 262,144 tokens with scores and types, and 514,906 merges, takes two million reads.
+_MAX_HEADER_READS = 2**22
+# The names of the GGML types that `gguf.dequantize` supports.
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
          "MXFP4", "IQ4_NL", "IQ4_XS")  # fmt: skip
 
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file according to its first bytes or its name."""
+    """Returns whether `path` is a GGUF file, according to its first bytes or its name."""
     if not regular_file(path):
         return False
     with open_file(path) as file:
@@ -31,9 +31,9 @@ def is_gguf(path: Path) -> bool:
 
 
 class GgufFile:
-    """The header of one file: typed metadata, and tensors (`gguf.ReaderTensor`) by name, mapped and not yet read.
+    """An open GGUF file: typed metadata, and memory-mapped tensors (`gguf.ReaderTensor`) by name.
 
-    ModelError: not a GGUF file, a damaged one, one of several parts, or the `gguf` package is not installed.
+    Raises ModelError if the file is no GGUF file, damaged or one of several parts, or if the package is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,32 +51,32 @@ class GgufFile:
 
     @property
     def keys(self) -> list[str]:
-        """Of the metadata."""
+        """The keys of the metadata."""
         return [key for key in self._fields if not key.startswith("GGUF.")]
 
     def value(self, key: str) -> Any:
-        """A number, text, truth value or list of them; None when the file does not have the key."""
+        """Returns the number, text, truth value or list under the key, or None if the file does not have it."""
         try:
             return self._fields[key].contents() if key in self._fields else None
         except ValueError as e:  # text that is not UTF-8
             raise ModelError(f"{self.path}: {key} cannot be read: {one_line(e)}.") from None
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
-        """As `value`; ModelError when it is of another type."""
+        """Same as `value`. Raises ModelError if the value has another type."""
         value = self.value(key)
         if value is None or (isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)):
             return value
         raise ModelError(f"{self.path}: {key} is {shown(value)}, which is not of the type {kind.__name__}.")
 
     def require(self, key: str, kind: type[Kind]) -> Kind:
-        """As `get`; ModelError when it is absent."""
+        """Same as `get`. Raises ModelError if the file does not have the key."""
         value = self.get(key, kind)
         if value is None:
             raise ModelError(f"{self.path} has no {key}; convert the model to GGUF again.")
         return value
 
     def list_of(self, key: str, kind: type[Kind]) -> list[Kind]:
-        """A list; empty when it is absent."""
+        """Returns the list under the key, or an empty one. Raises ModelError if an item has another type."""
         values = self.get(key, list) or []
         if not all(isinstance(value, kind) for value in values):
             raise ModelError(f"{self.path}: {key} is not a list of the type {kind.__name__}.")
@@ -86,13 +86,13 @@ class GgufFile:
         for tensor in self.tensors.values():
             if tensor.tensor_type.name not in TYPES:
                 raise ModelError(
-                    f"{self.path}: {shown(tensor.name)} has the type {tensor.tensor_type.name}, which is not read; "
-                    f"the types that are: {', '.join(TYPES)}."
+                    f"{self.path}: {shown(tensor.name)} has the type {tensor.tensor_type.name}, which is not "
+                    f"supported; supported are {', '.join(TYPES)}."
                 )
 
 
 def _read(path: Path) -> Any:
-    """The package's reader of `path`, whose header and tensors lie within the file."""
+    """Returns the package's reader of `path`. Raises ModelError if header or tensors exceed the file."""
     try:
         import gguf
     except ImportError:
@@ -106,7 +106,7 @@ def _read(path: Path) -> Any:
             values = super()._get(offset, dtype, count, override_order)
             if len(values) != count:
                 raise ValueError("it ends before what its header promises")
-            if self.reads > _MOST_READS:
+            if self.reads > _MAX_HEADER_READS:
                 raise ValueError("its header is larger than any model's")
             return values
 

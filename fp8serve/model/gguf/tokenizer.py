@@ -1,12 +1,12 @@
-"""tokenizer.json and its companion files, from the vocabulary in a GGUF file.
+"""Builds tokenizer.json and its companion files from the vocabulary in a GGUF file.
 
-Two kinds are read: byte-level BPE ("gpt2", with merges), and SentencePiece's BPE ("llama", with scores). SentencePiece
-joins the pair whose piece has the highest score: that is BPE with the pairs of every piece as merges, by falling score.
+Two kinds of tokenizers are supported: byte-level BPE ("gpt2", with merges), and SentencePiece's BPE ("llama", with
+scores). SentencePiece merges the pair whose result has the highest score. BPE does the same if its merges are all pairs
+of all pieces, sorted by falling score.
 
-`tokenizer.ggml.pre` names how a text is split into words before byte-level BPE: a family of tokenizers that split
-alike. The patterns are those of the families' own tokenizer.json; that of "default" is llama.cpp's, which alone defines
-it. An unknown name is refused: another split gives other tokens, and the model's answers would be only a little worse,
-so nobody would notice.
+`tokenizer.ggml.pre` names the pre-tokenizer, which splits a text into words before byte-level BPE. The patterns are
+those of the families' own tokenizer.json; the pattern "default" is llama.cpp's own. An unknown name raises ModelError,
+because other words give other tokens, which makes the model's answers only a little worse, so nobody would notice.
 """
 
 import json
@@ -24,17 +24,17 @@ from fp8serve.model.gguf.reader import GgufFile
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SYMBOLS_AND_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_OTHER = r"[^\r\n\p{L}\p{N}]?"
+_LEADING_CHAR = r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = (
-    rf"{_OTHER}{_UPPER}*{_LOWER}+|{_OTHER}{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"{_LEADING_CHAR}{_UPPER}*{_LOWER}+|{_LEADING_CHAR}{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _O200K = (
-    rf"{_OTHER}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_OTHER}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
+    rf"{_LEADING_CHAR}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEADING_CHAR}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DEEPSEEK3 = (
@@ -46,34 +46,30 @@ _DEEPSEEK3 = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _SPACE = "▁"  # SentencePiece's character for a space
-_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's word -> Hugging Face's
-_ENDS = ("eos", "eot", "eom")  # a chat model ends its turn with the second, a call of a tool with the third
+_END_ROLES = ("eos", "eot", "eom")  # the ends of a text, of a chat turn, and of a message with a tool call
 
 
 @dataclass(frozen=True)
 class Family:
-    """cuts: patterns applied one after the other; none: GPT-2's own split. whole_words: a word that is a token is not
-    built by merges. nfc: the text is normalized. adds_bos: the default if the file does not say."""
+    """The tokenizers with the same value of `tokenizer.ggml.pre`."""
 
-    cuts: Sequence[str] = ()
-    single_digits: bool = False
-    whole_words: bool = False
-    nfc: bool = False
-    adds_bos: bool = False
+    patterns: Sequence[str] = ()  # applied one after the other; empty: GPT-2's pattern
+    single_digits: bool = False  # every digit is a word
+    ignores_merges: bool = False  # a word in the vocabulary is one token, whatever the merges
+    nfc: bool = False  # the text is normalized first
+    adds_bos: bool = False  # default of `tokenizer.ggml.add_bos_token`
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
-        cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in self.cuts]
-        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.cuts)
-        return pre_tokenizers.Sequence([*digits, *cuts, to_bytes])
-
-    def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.patterns)
+        return pre_tokenizers.Sequence([*digits, *splits, to_bytes])
 
 
-_LLAMA = Family((_LLAMA3,), whole_words=True, adds_bos=True)
-_LLAMA_CUT, _QWEN_CUT, _DIGITS, _NEOX = (
+_LLAMA = Family((_LLAMA3,), ignores_merges=True, adds_bos=True)
+_LLAMA_PATTERN, _QWEN_PATTERN, _DIGITS, _NEOX = (
     Family((_LLAMA3,)), Family((_QWEN2,)), Family(single_digits=True), Family(nfc=True)
 )  # fmt: skip
 FAMILIES = {
@@ -84,15 +80,15 @@ FAMILIES = {
     "llama-v3": _LLAMA,
     "qwen2": Family((_QWEN2,), nfc=True),
     "smollm": _DIGITS,
-    "tekken": Family((_TEKKEN,), whole_words=True, adds_bos=True),
-    "dbrx": _LLAMA_CUT,  # GPT-4's: Phi-4, OLMo 2
-    "smaug-bpe": _LLAMA_CUT,  # Llama 3's without BOS: SmolLM3
-    "glm4": _LLAMA_CUT,
-    "chatglm-bpe": _LLAMA_CUT,
-    "gpt-4o": Family((_O200K,)),  # gpt-oss, Phi-4-mini
-    "deepseek-r1-qwen": _QWEN_CUT,
-    "stablelm2": _QWEN_CUT,
-    "refact": _DIGITS,  # StarCoder's: Granite
+    "tekken": Family((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    "dbrx": _LLAMA_PATTERN,  # GPT-4's pattern: Phi-4, OLMo 2
+    "smaug-bpe": _LLAMA_PATTERN,  # Llama 3's pattern without BOS: SmolLM3
+    "glm4": _LLAMA_PATTERN,
+    "chatglm-bpe": _LLAMA_PATTERN,
+    "gpt-4o": Family((_O200K,)),  # used by gpt-oss and Phi-4-mini
+    "deepseek-r1-qwen": _QWEN_PATTERN,
+    "stablelm2": _QWEN_PATTERN,
+    "refact": _DIGITS,  # StarCoder's pattern: Granite
     "starcoder": _DIGITS,
     "command-r": Family(single_digits=True, nfc=True),
     "deepseek-v3": Family(_DEEPSEEK3),
@@ -102,7 +98,7 @@ FAMILIES = {
 
 
 class Kind(IntEnum):
-    """`tokenizer.ggml.token_type`."""
+    """The values of `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -114,21 +110,21 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id with their kinds, and the ids with a role: "bos" -> 1."""
+    """The tokens of a GGUF file."""
 
-    tokens: list[str]
-    kinds: list[int]
-    roles: dict[str, int]
+    tokens: list[str]  # by id
+    kinds: list[int]  # by id
+    roles: dict[str, int]  # token ids by role, such as "bos"
 
-    def ids(self, *but: Kind) -> dict[str, int]:
-        """Token -> id, without the kinds in `but`."""
-        return {token: i for i, token in enumerate(self.tokens) if self.kinds[i] not in but}
+    def ids(self, *excluded: Kind) -> dict[str, int]:
+        """Returns the ids by token, without the kinds in `excluded`."""
+        return {token: i for i, token in enumerate(self.tokens) if self.kinds[i] not in excluded}
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """Name -> content of tokenizer.json, tokenizer_config.json and generation_config.json.
+    """Returns the content of tokenizer.json, tokenizer_config.json and generation_config.json by file name.
 
-    ModelError: a kind of tokenizer or of pre-tokenizer that is not known here, or a vocabulary that contradicts itself.
+    Raises ModelError if the tokenizer or pre-tokenizer is not supported, or if the vocabulary contradicts itself.
     """
     vocabulary = _vocabulary(file)
     try:
@@ -154,13 +150,13 @@ def _vocabulary(file: GgufFile) -> Vocabulary:
     if len(kinds) != len(tokens) or not tokens:
         raise ModelError(f"{file.path} has {len(tokens)} tokens, and the types of {len(kinds)}.")
     if len(set(tokens)) != len(tokens):
-        twice = Counter(tokens).most_common(1)[0][0]
-        raise ModelError(f"{file.path} has the token {shown(twice)} twice.")
+        duplicate = Counter(tokens).most_common(1)[0][0]
+        raise ModelError(f"{file.path} has the token {shown(duplicate)} twice.")
     return Vocabulary(tokens, kinds, _token_roles(file, len(tokens)))
 
 
 def _token_roles(file: GgufFile, num_tokens: int) -> dict[str, int]:
-    ids = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_ENDS)}
+    ids = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_END_ROLES)}
     roles = {role: i for role, i in ids.items() if i is not None}
     for role, i in roles.items():
         if not 0 <= i < num_tokens:
@@ -184,13 +180,13 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
         raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not supported; supported are {known}.")
     family = FAMILIES[name]
     ids = vocabulary.ids(Kind.UNUSED)
-    tokenizer = Tokenizer(BPE(ids, list(_merges(file)), ignore_merges=family.whole_words))
+    tokenizer = Tokenizer(BPE(ids, list(_merges(file)), ignore_merges=family.ignores_merges))
     if family.nfc:
-        tokenizer.normalizer = family.normalizer()
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = family.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, vocabulary)
-    steps = [processors.ByteLevel(trim_offsets=False), _ends(file, vocabulary, family.adds_bos)]
+    steps = [processors.ByteLevel(trim_offsets=False), _template(file, vocabulary, family.adds_bos)]
     tokenizer.post_processor = processors.Sequence(steps)
     return tokenizer
 
@@ -210,36 +206,37 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
         )
     ids = vocabulary.ids(Kind.UNUSED)
     unknown = vocabulary.tokens[vocabulary.roles["unknown"]] if "unknown" in vocabulary.roles else None
-    fallback = all(token in ids for token in _BYTES)
+    fallback = all(token in ids for token in _BYTE_TOKENS)
     model = BPE(ids, _merges_by_score(file, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
     tokenizer = Tokenizer(model)
-    prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
-    spaces = [normalizers.Replace(" ", _SPACE)]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if prefix else spaces)
-    undone = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*undone, decoders.Strip(" ", 1, 0)] if prefix else undone)
+    adds_space = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
+    normalizer = [normalizers.Replace(" ", _SPACE)]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_SPACE), *normalizer] if adds_space else normalizer
+    )
+    decoder = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*decoder, decoders.Strip(" ", 1, 0)] if adds_space else decoder)
     _add_tokens(tokenizer, vocabulary)
-    tokenizer.post_processor = _ends(file, vocabulary, adds_bos=True)
+    tokenizer.post_processor = _template(file, vocabulary, adds_bos=True)
     return tokenizer
 
 
 def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The divisions of every piece into two others: pieces in order of falling score, divisions in order of the parts'
-    ids."""
+    """Returns all pairs of pieces whose concatenation is a piece, by falling score of that piece, then by their ids."""
     scores = file.list_of("tokenizer.ggml.scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise ModelError(f"{file.path} has {len(vocabulary.tokens)} tokens, and the scores of {len(scores)}.")
     pieces = vocabulary.ids(Kind.UNUSED, Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE)
     merges: list[tuple[str, str]] = []
     for piece in sorted(pieces, key=lambda p: -scores[pieces[p]]):
-        parts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        pairs = [pair for pair in parts if pair[0] in pieces and pair[1] in pieces]
+        splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        pairs = [pair for pair in splits if pair[0] in pieces and pair[1] in pieces]
         merges += sorted(pairs, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
     return merges
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text before it is split: control tokens are special, user-defined ones are text."""
+    """Adds the tokens that match before pre-tokenization. Control tokens are special, user-defined tokens are text."""
     special = (Kind.CONTROL, Kind.UNKNOWN)
     added = [
         AddedToken(token, normalized=False, special=kind in special)
@@ -249,11 +246,11 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens(added)
 
 
-def _ends(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> processors.TemplateProcessing:
-    """Adds the tokens for the beginning and the end of a text, if the file or else its family says so."""
-    says = {role: file.get(f"tokenizer.ggml.add_{role}_token", bool) for role in ("bos", "eos")}
-    adds = {"bos": adds_bos if says["bos"] is None else says["bos"], "eos": bool(says["eos"])}
-    ids = {role: vocabulary.roles[role] for role, added in adds.items() if added and role in vocabulary.roles}
+def _template(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> processors.TemplateProcessing:
+    """Returns a post-processor that adds BOS and EOS as the file says. `adds_bos` is the default for BOS."""
+    flags = {role: file.get(f"tokenizer.ggml.add_{role}_token", bool) for role in ("bos", "eos")}
+    adds = {"bos": adds_bos if flags["bos"] is None else flags["bos"], "eos": bool(flags["eos"])}
+    ids = {role: vocabulary.roles[role] for role, is_added in adds.items() if is_added and role in vocabulary.roles}
     names = {role: vocabulary.tokens[i] for role, i in ids.items()}
     single = [*([names["bos"]] if "bos" in names else []), "$A", *([names["eos"]] if "eos" in names else [])]
     return processors.TemplateProcessing(single=single, special_tokens=[(names[role], ids[role]) for role in ids])
@@ -269,10 +266,10 @@ def _tokenizer_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _generation_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
-    ends = list(dict.fromkeys(vocabulary.roles[role] for role in _ENDS if role in vocabulary.roles))
+    end_ids = list(dict.fromkeys(vocabulary.roles[role] for role in _END_ROLES if role in vocabulary.roles))
     ids = {
         "bos_token_id": vocabulary.roles.get("bos"),
-        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "eos_token_id": end_ids if len(end_ids) > 1 else next(iter(end_ids), None),
         "pad_token_id": vocabulary.roles.get("padding"),
     }
     return {key: value for key, value in ids.items() if value is not None}

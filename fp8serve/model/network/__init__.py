@@ -1,1 +1,1 @@
-"""The modules: the decoder, the encoder, and the parts of their layers."""
+"""The PyTorch modules: the decoder, the encoder, and the modules of their layers."""

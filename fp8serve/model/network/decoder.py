@@ -1,20 +1,20 @@
-"""One decoder-only transformer, which a configuration turns into any family of `families.py`.
+"""The decoder-only transformer. Its configuration turns it into any family of `families.py`.
 
-It is written once, for calibration, training and serving. These differ in two ways. Their projections are different
-linears, and each piece of a layer runs them as fast as it can (fusing.py). And a token attends to earlier ones in a
-paged cache, or to the other tokens of the same call: the caller's `attend` does that, and this file knows no cache.
-Windows are also left to the caller: `config.layer_windows`.
+Calibration, training and serving use the same code. They differ in two ways. They use different classes for the linear
+layers, which fusion.py runs with fused ops if possible. And tokens attend either to a paged cache or to the other
+tokens of the same call. The caller's function `attend` computes attention, including the windows in
+`config.layer_windows`; this module has no cache.
 
-Tokens of all sequences arrive flattened: there is no batch dimension and no padding, so a linear layer sees one matrix
-`[tokens, hidden]`. Module and parameter names equal those in Hugging Face files
+The tokens of all sequences are concatenated: there is no batch dimension and no padding, so a linear layer gets one
+matrix `[tokens, hidden]`. Module and parameter names are those of Hugging Face checkpoints
 (`model.layers.0.self_attn.q_proj.weight`). Sums of squares and angles are computed in FP32 and rounded where
-transformers rounds: with the reference ops BF16 logits are the same to the bit; with kernels they may differ through
-the order in which a norm adds its squares and the last bit of an exponential.
+transformers rounds. With the reference ops, BF16 logits equal those of transformers to the bit. With kernels, they may
+differ through the order of the sum in a norm, and through the last bit of an exponential.
 
-Serving needs logits of few rows: the last token of each complete prompt, and every decoding one. The last layer takes
-the keys and values of all rows and computes the rest for these rows (`last`) only, as do the final norm and the head;
-where there are none, it stops there. Rows do not depend on each other, so this changes no bit, but the linears in
-`pruned_names` see and count no other rows.
+Serving needs the logits of few rows: the last token of each complete prompt, and each decoding sequence's token. The
+last layer computes keys and values of all rows, and everything else only for `output_rows`, as do the final norm and
+the head. Rows do not depend on each other, so this changes no bit. The linears in `pruned_names` therefore do not see
+the other rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
-from fp8serve.fp8.stacked import Stacked
+from fp8serve.fp8.stacked import StackedExperts
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
-from fp8serve.model.network.fusing import PLAIN, Ending, Projections, add_gated, add_projection, direct
+from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_gated, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention
-from fp8serve.model.network.norms import make_head_norm, make_norm
-from fp8serve.model.network.rotary import Attend, Heads, Placement, Rotary, Rotation
+from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
+from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding, Rotary, Rotation
 
 
 class XIELU(nn.Module):
-    """Element by element: a x^2 + beta x for x > 0, else b (exp(x) - 1 - x) + beta x (arXiv 2411.13010).
+    """The activation a x^2 + beta x for x > 0, and b (exp(x) - 1 - x) + beta x otherwise (arXiv 2411.13010).
 
-    Computed step by step in the type of the input, and rounded where transformers rounds. alpha_p, alpha_n [1] are
-    trained: a = softplus(alpha_p) > 0, b = beta + softplus(alpha_n) > beta. beta and eps are constants of the file,
-    which stay FP32 and are not trained (`keeps_fp32`); eps is the upper bound of x inside expm1 where x < 0.
+    Every step is computed in the dtype of the input and rounded where transformers rounds. alpha_p and alpha_n [1] are
+    trained: a = softplus(alpha_p) > 0 and b = beta + softplus(alpha_n) > beta. beta and eps are constants in the
+    checkpoint that stay FP32 and are not trained (`needs_fp32`). eps is the upper bound of x in expm1.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class XIELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         beta, eps = self.beta.to(x.dtype), self.eps.to(x.dtype)
-        above, below = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
-        line = beta * x
-        return torch.where(x > 0, above * x * x + line, (torch.expm1(torch.minimum(x, eps)) - x) * below + line)
+        a, b = F.softplus(self.alpha_p), beta + F.softplus(self.alpha_n)
+        linear = beta * x
+        return torch.where(x > 0, a * x * x + linear, (torch.expm1(torch.minimum(x, eps)) - x) * b + linear)
 
 
 class ApertusMLP(nn.Module):
-    """Apertus' MLP without a gate: down(xIELU(up(x)))."""
+    """The MLP of Apertus, which has no gate: down(xIELU(up(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -68,39 +68,41 @@ class ApertusMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.up = Projections(self, "up_proj")
 
-    def forward(self, x: Tensor, norm: nn.Module | None, ending: Ending, residual: Tensor | None = None) -> Tensor:
-        """residual [T, hidden], or x where there is none, plus ending(MLP of norm(x [T, hidden]))."""
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, transform: OutputTransform, residual: Tensor | None = None
+    ) -> Tensor:
+        """Returns residual + transform(MLP(norm(x))), [T, hidden]. If `residual` is None, x is the residual."""
         (up,) = self.up(x, norm)
-        onto = x if residual is None else residual
-        return add_projection(onto, self._modules["down_proj"], self.act_fn(up), ending)  # type: ignore[arg-type]
+        residual = x if residual is None else residual
+        return add_projection(residual, self._modules["down_proj"], self.act_fn(up), transform)  # type: ignore[arg-type]
 
     def join(self) -> None:
-        """For serving: fuse the norm before the projection with its cast."""
+        """Prepares for serving: fuses the norm with the cast of the projection's input."""
         self.up.join()
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """The matrices that a step multiplies by."""
+        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.up.matrices(), self.down_proj)
 
 
-def rotated(mix: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
-    """An `attend` by mix(layer, q, k, v), which gets q and k with rotary position applied; differentiable if it is."""
+def make_attend(attention: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
+    """Returns an `attend` function that rotates queries and keys and then calls attention(layer, q, k, v)."""
 
-    def attend(layer: int, heads: Heads, rotation: Rotation, last: Tensor | None) -> Tensor:
+    def attend(layer: int, heads: Heads, rotation: Rotation, output_rows: Tensor | None) -> Tensor:
         q, k, v = heads
-        mixed = mix(layer, rotary(q, *rotation), rotary(k, *rotation), v)
-        return mixed if last is None else mixed[last]
+        output = attention(layer, rotary(q, *rotation), rotary(k, *rotation), v)
+        return output if output_rows is None else output[output_rows]
 
     return attend
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary position; `attend` does the mixing between tokens."""
+    """Grouped-query attention with rotary position. The caller's `attend` computes the attention itself."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.norms_whole = config.qk_norm_weight == "whole"
+        self.normalizes_all_heads = config.qk_norm_weight == "whole"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = _projections(
             self,
@@ -119,42 +121,42 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         norm: nn.Module | None,
-        place: Placement,
+        position: PositionEmbedding,
         attend: Attend,
-        ending: Ending,
-        last: Tensor | None = None,
+        transform: OutputTransform,
+        output_rows: Tensor | None = None,
     ) -> Tensor:
-        """x [T, hidden] plus ending(attention over norm(x)); where `last` [R] is not None, [R, hidden] of its rows."""
-        mixed = attend(self.layer, self._heads(x, norm, place), place.rotation, last)
-        if last is not None:
-            x = x[last]
+        """Returns x + transform(attention over norm(x)), [T, hidden], or only its rows `output_rows` [R]."""
+        output = attend(self.layer, self._heads(x, norm, position), position.rotation, output_rows)
+        if output_rows is not None:
+            x = x[output_rows]
             if x.size(0) == 0:
                 return x
-        return add_projection(x, self._modules["o_proj"], mixed.reshape(x.size(0), -1), ending)  # type: ignore[arg-type]
+        return add_projection(x, self._modules["o_proj"], output.reshape(x.size(0), -1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """The matrices that a step multiplies by."""
+        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.qkv.matrices(), self.o_proj)
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
+    def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
         tokens, head_dim = x.size(0), self.head_dim
         q, k, v = [part.view(tokens, -1, head_dim) for part in self.qkv(x, norm)]
         q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
         if q_norm is not None and k_norm is not None:
-            q, k = self._normed(q, q_norm), self._normed(k, k_norm)
-        if place.order is not None:
-            q, k = q.index_select(-1, place.order), k.index_select(-1, place.order)
-        if place.query_scale is not None:
-            q = q * place.query_scale
+            q, k = self._normalize(q, q_norm), self._normalize(k, k_norm)
+        if position.order is not None:
+            q, k = q.index_select(-1, position.order), k.index_select(-1, position.order)
+        if position.query_scale is not None:
+            q = q * position.query_scale
         return q, k, v
 
-    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """x [T, heads, head_dim], normalised head by head or as one vector."""
-        return direct(norm)(x.flatten(1)).view_as(x) if self.norms_whole else direct(norm)(x)  # type: ignore[no-any-return]
+    def _normalize(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Normalizes x [T, heads, head_dim] per head, or all heads as one vector."""
+        return forward_of(norm)(x.flatten(1)).view_as(x) if self.normalizes_all_heads else forward_of(norm)(x)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """The gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -168,22 +170,24 @@ class MLP(nn.Module):
         )
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, norm: nn.Module | None, ending: Ending, residual: Tensor | None = None) -> Tensor:
-        """residual [T, hidden], or x where there is none, plus ending(MLP of norm(x [T, hidden]))."""
+    def forward(
+        self, x: Tensor, norm: nn.Module | None, transform: OutputTransform, residual: Tensor | None = None
+    ) -> Tensor:
+        """Returns residual + transform(MLP(norm(x))), [T, hidden]. If `residual` is None, x is the residual."""
         gate, up = self.gate_up(x, norm)
-        onto = x if residual is None else residual
-        return add_gated(onto, self._modules["down_proj"], gate, up, self.activation, ending)  # type: ignore[arg-type]
+        residual = x if residual is None else residual
+        return add_gated(residual, self._modules["down_proj"], gate, up, self.activation, transform)  # type: ignore[arg-type]
 
     def join(self) -> None:
         self.gate_up.join()
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """The matrices that a step multiplies by."""
+        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.gate_up.matrices(), self.down_proj)
 
 
 def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: bool, fused: str | None) -> Projections:
-    """Add linears of these sizes as children of `owner`: under their names, or all as one under the name `fused`."""
+    """Registers the linears in `sizes` as children of `owner`. If `fused` is a name, registers one linear for all."""
     if fused is not None:
         owner.register_module(fused, nn.Linear(inputs, sum(sizes.values()), bias=bias))
         return Projections(owner, fused, widths=list(sizes.values()))
@@ -192,71 +196,77 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
-def _block(config: ModelConfig, layer: int) -> tuple[str, MLP | ApertusMLP | Mixture]:
-    """The module after attention, and its name in the file."""
+def _make_mlp(config: ModelConfig, layer: int) -> tuple[str, MLP | ApertusMLP | Mixture]:
+    """Returns the module after attention, and its name in the checkpoint."""
     if config.experts is None or has_dense_mlp(config, layer):
         return "mlp", ApertusMLP(config) if config.activation == "xielu" else MLP(config)
     return config.experts.names.block, Mixture(config, config.experts)
 
 
 class Layer(nn.Module):
-    """Normalise, attend, add; normalise, MLP, add.
+    """One decoder layer: x = x + attention(norm(x)), then x = x + MLP(norm(x)).
 
-    Some families normalise the added output, as well or instead, or scale it; in some the MLP reads the input of
-    attention.
+    Some families also, or only, normalize the output of attention and MLP, or scale it. In families with a parallel
+    residual, the MLP reads the input of attention.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         latent = config.latent
         self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
-        self.block, block = _block(config, layer)
-        self.register_module(self.block, block)
+        self.mlp_name, mlp = _make_mlp(config, layer)
+        self.register_module(self.mlp_name, mlp)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
         for name in dict.fromkeys(astuple(config.norms)):
             if name is not None:
                 self.register_module(name, make_norm(config, config.hidden_size))
 
-    def forward(self, x: Tensor, place: Placement, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> the same; where `last` [R] is not None, [R, hidden] of these rows."""
-        modules: dict[str | None, nn.Module] = self._modules  # type: ignore[assignment]  # of a layer all are there
+    def forward(
+        self, x: Tensor, position: PositionEmbedding, attend: Attend, output_rows: Tensor | None = None
+    ) -> Tensor:
+        """Returns the layer's output for x [T, hidden]: [T, hidden], or [R, hidden] for `output_rows` [R]."""
+        modules: dict[str | None, nn.Module] = self._modules  # type: ignore[assignment]  # none of them is None
         norms = self.norms
-        ending = self._ending(norms.after_attention)
-        attended = direct(modules["self_attn"])(x, modules.get(norms.before_attention), place, attend, ending, last)
-        if last is not None and attended.size(0) == 0:
+        norm, transform = modules.get(norms.before_attention), self._output_transform(norms.after_attention)
+        attended = forward_of(modules["self_attn"])(x, norm, position, attend, transform, output_rows)
+        if output_rows is not None and attended.size(0) == 0:
             return attended  # type: ignore[no-any-return]
-        block, norm, ending = direct(modules[self.block]), modules.get(norms.before_mlp), self._ending(norms.after_mlp)
+        mlp, norm = forward_of(modules[self.mlp_name]), modules.get(norms.before_mlp)
+        transform = self._output_transform(norms.after_mlp)
         if self.is_parallel:
-            return block(x if last is None else x[last], norm, ending, attended)  # type: ignore[no-any-return]
-        return block(attended, norm, ending)  # type: ignore[no-any-return]
+            return mlp(x if output_rows is None else x[output_rows], norm, transform, attended)  # type: ignore[no-any-return]
+        return mlp(attended, norm, transform)  # type: ignore[no-any-return]
 
-    def _ending(self, norm: str | None) -> Ending:
-        """The ending of a block that is followed by the norm of this name."""
+    def _output_transform(self, norm: str | None) -> OutputTransform:
+        """Returns the transform of a module's output; `norm` is the name of the norm that follows the module."""
         if norm is None and self.residual_scale == 1.0:
-            return PLAIN
-        return Ending(None if norm is None else self._modules[norm], self.residual_scale)
+            return IDENTITY
+        return OutputTransform(None if norm is None else self._modules[norm], self.residual_scale)
 
 
 class Backbone(nn.Module):
-    """Embedding, layers and final norm: what Hugging Face files call `model.`"""
+    """The embedding, the layers and the final norm, which Hugging Face checkpoints call `model`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size)
         self.rotary = Rotary(config)
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.rounds_embedding_scale
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, output_rows: Tensor | None = None
+    ) -> Tensor:
         x = self.embed(token_ids)
-        *earlier, final = zip(self.layers, self.rotary.placements(positions, x.dtype), strict=True)
-        for layer, place in earlier:
-            x = direct(layer)(x, place, attend)
-        return self.norm(direct(final[0])(x, final[1], attend, last))  # type: ignore[no-any-return]
+        embeddings = self.rotary.position_embeddings(positions, x.dtype)
+        *earlier_layers, (last_layer, last_position) = zip(self.layers, embeddings, strict=True)
+        for layer, position in earlier_layers:
+            x = forward_of(layer)(x, position, attend)
+        return self.norm(forward_of(last_layer)(x, last_position, attend, output_rows))  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """integer [T] -> the input of the first layer, [T, hidden]."""
+        """Returns the input of the first layer, [T, hidden], for token_ids [T]."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale == 1.0:
             return x
@@ -264,10 +274,10 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model: `decoder(token_ids, positions, attend)` then `decoder.logits(hidden)`.
+    """The model. `decoder(token_ids, positions, attend)` returns hidden states and `decoder.logits(hidden)` logits.
 
-    On "meta" nothing is allocated; otherwise weights are initialised as torch initialises its layers, to be replaced by
-    a checkpoint or trained.
+    On the device "meta" nothing is allocated. Otherwise weights have PyTorch's initial values, until they are trained
+    or replaced by those of a checkpoint.
     """
 
     def __init__(
@@ -283,19 +293,21 @@ class Decoder(nn.Module):
         self.to(dtype)
 
     def tie(self) -> None:
-        """Share the embedding with the head where the configuration says so; needed again after replacing either."""
+        """Ties the head to the embedding if configured. Must be called again after either weight was replaced."""
         if self.config.tie_word_embeddings:
             self.head.weight = self.model.embed_tokens.weight
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """token_ids, positions integer [T] -> hidden [R, hidden] of the rows `last` int64 [R], after the final norm.
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, output_rows: Tensor | None = None
+    ) -> Tensor:
+        """Returns the hidden states after the final norm, [T, hidden], for token_ids [T] and positions [T].
 
-        None: of all T.
+        If `output_rows`, int64 [R], is given, returns only these rows, [R, hidden].
         """
-        return self.model(token_ids, positions, attend, last)  # type: ignore[no-any-return]
+        return self.model(token_ids, positions, attend, output_rows)  # type: ignore[no-any-return]
 
     def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
-        """(softmax_scale, window, softcap, sinks) of a layer, as attention takes them."""
+        """Returns (softmax_scale, window, softcap, sinks), the options of the layer's attention."""
         config, attention = self.config, cast(nn.Module, self.model.layers[layer].self_attn)
         sinks = attention._parameters.get("sinks")
         scores = config.softmax_scale, config.layer_windows[layer], config.attention_softcap
@@ -303,74 +315,71 @@ class Decoder(nn.Module):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """The parts of a pass in order: part(x, place, attend), from `enter` to `leave`."""
+        """The layers, in order. `part(x, position, attend)` runs one, after `embed` and before `apply_final_norm`."""
         return list(self.model.layers)
 
-    def enter(self, token_ids: Tensor) -> Tensor:
-        """integer [T] -> the input of the first part."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Returns the input of the first layer, [T, hidden], for token_ids [T]."""
         return self.model.embed(token_ids)
 
-    def places(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Placement]:
-        """What every part gets for the positions integer [T]."""
-        return self.model.rotary.placements(positions, dtype)
+    def position_embeddings(self, positions: Tensor, dtype: torch.dtype) -> Sequence[PositionEmbedding]:
+        """Returns each layer's position embedding for the integers positions [T]."""
+        return self.model.rotary.position_embeddings(positions, dtype)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """The last part's output -> hidden [T, hidden], after the final norm."""
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """Returns the hidden states [T, hidden] for the last layer's output x."""
         return self.model.norm(x)  # type: ignore[no-any-return]
 
-    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """Those of these names of modules and tensors that belong to a part."""
+    def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
+        """Returns the names of modules and tensors in `names` that belong to the part with this index."""
         return [name for name in names if name.startswith(f"model.layers.{part}.")]
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer that makes logits: of tokens, or of labels."""
+        """The linear layer that computes the logits of tokens or labels."""
         return cast(nn.Module, self._modules[self.head_name])
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The embedding of tokens."""
+        """The token embedding."""
         return self.model.embed_tokens
 
     def linear_names(self) -> list[str]:
-        """Names of the projections that FP8 may run: those of every layer, without routers and head, in the model's
-        order."""
+        """Returns the names of the linears that may run in FP8: those of every layer, without routers and head."""
         layers = range(self.config.num_layers)
-        return [name for layer in layers for group in inputs_of(self.config, layer) for name in group]
+        return [name for layer in layers for group in linear_groups(self.config, layer) for name in group]
 
     def pruned_names(self) -> list[str]:
-        """Names of the linears that see only the rows `last`: those after the attention of the last layer."""
+        """Returns the names of the linears that see only `output_rows`: those after the last layer's attention."""
         last = self.config.num_layers - 1
-        groups = (attention_inputs(self.config, last)[-1], *block_inputs(self.config, last))
+        groups = (attention_linear_groups(self.config, last)[-1], *mlp_linear_groups(self.config, last))
         return [name for group in groups for name in group]
 
-    def expect(self, longest: int) -> None:
-        """Sequences may reach this length, where keys are kept from one call to the next: see `Rotary`."""
-        self.model.rotary.longest = longest
+    def set_max_length(self, length: int) -> None:
+        """Sets the maximum length of a sequence with a KV cache, as `Rotary` explains."""
+        self.model.rotary.max_length = length
 
     def join(self) -> None:
-        """For serving: q, k, v and gate, up of each layer become one matrix where they can (fp8/joined.py), and
-        experts are stacked."""
+        """Prepares for serving: joins q, k, v, and gate, up of each layer if possible, and stacks experts."""
         layers: Any = self.model.layers
         for layer in layers:
             layer.self_attn.qkv.join()
-            layer.get_submodule(layer.block).join()
+            layer.get_submodule(layer.mlp_name).join()
 
-    def matrices(self) -> Iterator[nn.Module | Projections | Stacked]:
-        """The matrices that a step multiplies by, in that order; joined ones as one."""
+    def matrices(self) -> Iterator[nn.Module | Projections | StackedExperts]:
+        """Yields the modules whose weights a forward pass multiplies by, in order. Joined linears are one module."""
         layers: Any = self.model.layers
         for layer in layers:
-            attention, block = layer.self_attn, layer.get_submodule(layer.block)
-            yield from (*attention.matrices(), *block.matrices())
+            attention, mlp = layer.self_attn, layer.get_submodule(layer.mlp_name)
+            yield from (*attention.matrices(), *mlp.matrices())
         yield self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> FP32 [T, vocab], or [T, labels]: computed in the weights' dtype, then widened, as
-        transformers does."""
-        return self.narrow_logits(hidden).float()
+        """Returns FP32 logits [T, vocab] or [T, labels], computed in the weights' dtype as in transformers."""
+        return self.logits_in_weight_dtype(hidden).float()
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """The same in the weights' dtype."""
+    def logits_in_weight_dtype(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of hidden [T, hidden] in the weights' dtype."""
         logits, cap = self.head(hidden), self.config.logits_softcap
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
@@ -379,45 +388,44 @@ class Decoder(nn.Module):
         return logits  # type: ignore[no-any-return]
 
 
-Groups = tuple[tuple[str, ...], ...]  # names of linears, together where they read the same input
+Groups = tuple[tuple[str, ...], ...]  # names of linears; the linears of a group read the same input
 
 
 def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
-    """Whether the layer has an MLP; else it has a mixture of experts."""
+    """Returns whether the layer has an MLP. Otherwise it has a mixture of experts."""
     return config.experts is None or layer not in config.experts.layers
 
 
-def inputs_of(config: ModelConfig, layer: int) -> Groups:
-    """The linears of a layer by full name, in the order in which they run; those of each expert separately."""
-    return attention_inputs(config, layer) + block_inputs(config, layer)
+def linear_groups(config: ModelConfig, layer: int) -> Groups:
+    """Returns the full names of a layer's linears, in the order in which they run. Each expert has its own groups."""
+    return attention_linear_groups(config, layer) + mlp_linear_groups(config, layer)
 
 
-def attention_inputs(config: ModelConfig, layer: int) -> Groups:
-    """`inputs_of` attention: first the linears that read the layer's input, last the one that reads attention's
-    output."""
+def attention_linear_groups(config: ModelConfig, layer: int) -> Groups:
+    """Returns the `linear_groups` of attention. The first group reads the layer's input; the last one is o_proj."""
     qkv: Groups = (("qkv_proj",),) if config.fused_qkv else (("q_proj", "k_proj", "v_proj"),)
     if config.latent is not None:
-        has_two = config.latent.q_rank is not None
-        qkv = (("q_a_proj" if has_two else "q_proj", "kv_a_proj_with_mqa"), *([("q_b_proj",)] if has_two else []))
-    return _named(f"model.layers.{layer}.self_attn", (*qkv, ("o_proj",)))
+        has_q_b = config.latent.q_rank is not None
+        qkv = (("q_a_proj" if has_q_b else "q_proj", "kv_a_proj_with_mqa"), *([("q_b_proj",)] if has_q_b else []))
+    return _with_prefix(f"model.layers.{layer}.self_attn", (*qkv, ("o_proj",)))
 
 
-def block_inputs(config: ModelConfig, layer: int) -> Groups:
-    """`inputs_of` the module after attention."""
-    block = _dense(config) if has_dense_mlp(config, layer) else tuple(_of_experts(config.experts))
-    return _named(f"model.layers.{layer}", block)
+def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
+    """Returns the `linear_groups` of the MLP or the mixture of experts."""
+    groups = _dense_mlp_groups(config) if has_dense_mlp(config, layer) else tuple(_expert_groups(config.experts))
+    return _with_prefix(f"model.layers.{layer}", groups)
 
 
-def _named(owner: str, groups: Groups) -> Groups:
+def _with_prefix(owner: str, groups: Groups) -> Groups:
     return tuple(tuple(f"{owner}.{name}" for name in group) for group in groups)
 
 
-def _dense(config: ModelConfig) -> Groups:
+def _dense_mlp_groups(config: ModelConfig) -> Groups:
     gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
     return gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",)
 
 
-def _of_experts(experts: Experts | None) -> Iterator[tuple[str, ...]]:
+def _expert_groups(experts: Experts | None) -> Iterator[tuple[str, ...]]:
     if experts is None:
         return
     names = experts.names

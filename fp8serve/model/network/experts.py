@@ -1,13 +1,12 @@
-"""A mixture of experts: a router sends every token through a few of many small MLPs and adds up their outputs.
+"""A mixture of experts: a router chooses a few of many small MLPs for each token and adds their weighted outputs.
 
-The router is never quantized: its logits are computed in the type of the activations, its softmax and the weights of
-the chosen experts in FP32. The outputs of a token's experts are added in the order of the experts, so that the sum does
-not depend on other tokens' choices, and every sum is rounded, as in transformers.
+The router is never quantized. Its logits are computed in the activations' dtype, its softmax and the weights of the
+chosen experts in FP32. The outputs of a token's experts are added in the order of the experts, so the sum does not
+depend on other tokens' choices. As in transformers, every partial sum is rounded.
 
-Tokens are sorted by expert, so that the rows of each expert are adjacent. The kind of the experts' linears decides how
-they are computed: frozen ones, for serving, are stacked (fp8/stacked.py), those in training run grouped
-(fp8/grouped_linear.py), and all others, such as BF16 ones and those with calibration's hooks, are called one expert
-after the other. All give the same bits.
+Tokens are sorted by expert, so that the rows of each expert are adjacent. Serving stacks the experts' frozen linears
+(fp8/stacked.py), and training runs them as grouped linears (fp8/grouped_linear.py). All other experts, such as those in
+BF16 and those with calibration's hooks, are called one by one. The results have the same bits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,42 +18,42 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8 import ops as ops  # registers the ops that are called below
 from fp8serve.fp8.batch_invariant_product import product
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.grouped_linear import Span, grouped_linear
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops.grouped import spans
-from fp8serve.fp8.ops.mixture import Scores, add_weighted, weigh
-from fp8serve.fp8.stacked import Stacked, can_stack
+from fp8serve.fp8.ops.grouped import expert_row_ranges
+from fp8serve.fp8.ops.mixture import Scores, add_weighted, routing_weights
+from fp8serve.fp8.stacked import StackedExperts, can_stack
 from fp8serve.model.config.mixture import CORRECTION, Routing
 from fp8serve.model.config.mixture import Experts as ExpertSettings
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.network.fusing import GATED, Ending, direct
+from fp8serve.model.network.fusion import GATED_ACTIVATIONS, OutputTransform, forward_of
 from fp8serve.model.storage.memory import free_memory, trim
 from fp8serve.model.storage.shards import release_pages
 
 _add_weighted = torch.ops.fp8serve.add_weighted.default
 _choose_experts = torch.ops.fp8serve.choose_experts.default
 _sort_by_expert = torch.ops.fp8serve.sort_by_expert.default
-Chosen = tuple[Tensor, Tensor]  # experts int64 [T, k], their weights [T, k]
+ExpertChoice = tuple[Tensor, Tensor]  # experts int64 [T, k], and their weights [T, k]
 
-MEMORY_SHARE = 0.6  # the fraction of free memory that stacked weights may take; larger ones stay mapped
+# The fraction of free memory that stacked weights may use. Larger weights stay memory-mapped, one tensor per expert.
+MAX_STACKED_MEMORY_FRACTION = 0.6
 
 
 class Router(nn.Linear):
-    """A linear that `convert` leaves in high precision."""
+    """A linear layer that `convert` leaves in high precision."""
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
-    """gpt-oss' activation: gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to `limit` and up to
-    +-`limit`."""
+    """Returns gate * sigmoid(alpha * gate) * (up + 1), after gate was clamped to <= `limit` and up to +-`limit`."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 class Expert(nn.Module):
-    """down(activation(gate(x)) * up(x)), under the names that the file has for the three."""
+    """The MLP down(activation(gate(x)) * up(x)). Its linears have their names in the checkpoint."""
 
     def __init__(self, config: ModelConfig, size: int, settings: ExpertSettings) -> None:
         super().__init__()
@@ -65,27 +64,30 @@ class Expert(nn.Module):
         self.register_module(down, nn.Linear(size, config.hidden_size, bias=settings.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> the same."""
         gate, up, down = self.linears()
-        return down(self.gated(gate(x), up(x)))  # type: ignore[no-any-return]
+        return down(self.apply_gate(gate(x), up(x)))  # type: ignore[no-any-return]
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The input of `down`."""
-        return GATED[self.activation](gate, up) if self.clamp is None else clamped_swiglu(gate, up, *self.clamp)
+    def apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns activation(gate) * up, the input of `down`."""
+        return (
+            GATED_ACTIVATIONS[self.activation](gate, up)
+            if self.clamp is None
+            else clamped_swiglu(gate, up, *self.clamp)
+        )
 
     @property
     def is_silu(self) -> bool:
-        """Whether `gated` is silu(gate) * up."""
+        """Whether `apply_gate` is silu(gate) * up."""
         return self.activation == "silu" and self.clamp is None
 
     def linears(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """gate, up and down."""
+        """Returns the linears gate, up and down."""
         gate, up, down = (cast(nn.Module, self._modules[name]) for name in self.names)
         return gate, up, down
 
 
 def router_names(model: nn.Module) -> list[str]:
-    """Names of the layers that choose experts or weigh a shared one, in the model's order; none of them is FP8."""
+    """Returns the names of the routers and of the gates of shared experts, which never run in FP8."""
     return [name for name, module in model.named_modules() if isinstance(module, Router | GroupRouter)]
 
 
@@ -98,116 +100,121 @@ def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
 class Experts(nn.ModuleList):
     """The experts of one mixture.
 
-    tokens int64 [E]: how many each expert was given since `reset_counters`. every_expert: all tokens run through all
-    experts, so that all linears can be observed; the result stays that of the chosen experts.
+    `tokens`, int64 [E], counts the tokens of each expert since the last `reset_counters`. If `route_to_all_experts` is
+    set, every token also runs through the other experts, so that calibration observes all linears; outputs are equal.
     """
 
     def __init__(self, experts: Iterable[Expert]) -> None:
         super().__init__(experts)
         self.tokens = torch.zeros(len(self), dtype=torch.int64, device="cpu")
-        self.every_expert = False
+        self.route_to_all_experts = False
         self._is_silu = all(expert.is_silu for expert in self._experts())
-        self._stacks: tuple[Stacked, Stacked] | None = None  # gate and up, down
+        self._stacks: tuple[StackedExperts, StackedExperts] | None = None  # of gate and up, and of down
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], chosen int64 [T, k], weights [T, k] -> the weighted sum of the chosen experts' outputs."""
+        """Returns the sum of the `chosen` experts' outputs times `weights` [T, k] for x [T, hidden]."""
         stacks = self._current_stacks(chosen)
-        if stacks is not None and self._is_silu and stacks[0].makes_mlp_with(stacks[1], x):
+        if stacks is not None and self._is_silu and stacks[0].can_run_mlp_with(stacks[1], x):
             return stacks[0].mlp(stacks[1], x, chosen, weights, self._counter(chosen.device))
-        rows, places, offsets = _sort_by_expert(chosen, self._counter(chosen.device))
-        if self.every_expert:
-            outputs = self._by_every_expert(x, rows, offsets)
+        tokens, rows, offsets = _sort_by_expert(chosen, self._counter(chosen.device))
+        if self.route_to_all_experts:
+            outputs = self._run_all(x, tokens, offsets)
         else:
-            outputs = self._by_chosen(x, rows, offsets, stacks)
+            outputs = self._run_chosen(x, tokens, offsets, stacks)
         if torch.is_grad_enabled() or outputs.dtype is not x.dtype:
-            return add_weighted(outputs, places, weights, x.dtype)
-        return _add_weighted(outputs, places, weights)  # type: ignore[no-any-return]
+            return add_weighted(outputs, rows, weights, x.dtype)
+        return _add_weighted(outputs, rows, weights)  # type: ignore[no-any-return]
 
-    def _by_chosen(self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[Stacked, Stacked] | None) -> Tensor:
-        """[T * k, hidden]: the outputs of each token's experts, sorted by expert."""
+    def _run_chosen(
+        self, x: Tensor, tokens: Tensor, offsets: Tensor, stacks: tuple[StackedExperts, StackedExperts] | None
+    ) -> Tensor:
+        """Returns the outputs of each token's experts, [T * k, hidden], sorted by expert."""
         rows = x.index_select(0, tokens)
         if stacks is not None:
             gate_up = stacks[0](rows, offsets)
             gate, up = gate_up.split_with_sizes([gate_up.shape[1] // 2] * 2, 1)
-            return stacks[1](self._gated(gate, up), offsets)
-        return self._by_linears(rows, spans(offsets))
+            return stacks[1](self._apply_gate(gate, up), offsets)
+        return self._run_linears(rows, expert_row_ranges(offsets))
 
-    def _by_linears(self, rows: Tensor, where: Sequence[Span]) -> Tensor:
+    def _run_linears(self, rows: Tensor, expert_spans: Sequence[Span]) -> Tensor:
         gates, ups, downs = zip(*(expert.linears() for expert in self._experts()), strict=True)
         if not all(type(linear) is Linear for linear in (*gates, *ups, *downs)):
-            parts = [e(rows[begin:end]) for e, (begin, end) in zip(self._experts(), where, strict=True) if begin < end]
+            pairs = zip(self._experts(), expert_spans, strict=True)
+            parts = [expert(rows[begin:end]) for expert, (begin, end) in pairs if begin < end]
             return torch.cat(parts) if parts else rows
-        gated = self._gated(grouped_linear(gates, rows, where), grouped_linear(ups, rows, where))
-        return grouped_linear(downs, gated, where)
+        gate, up = grouped_linear(gates, rows, expert_spans), grouped_linear(ups, rows, expert_spans)
+        return grouped_linear(downs, self._apply_gate(gate, up), expert_spans)
 
-    def _by_every_expert(self, x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
-        """The result of `_by_chosen`, after every expert has seen all tokens."""
-        parts = [e(x)[tokens[slice(*span)]] for e, span in zip(self._experts(), spans(offsets), strict=True)]
+    def _run_all(self, x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+        """Same as `_run_chosen`, but runs every expert on all tokens."""
+        parts = [
+            e(x)[tokens[slice(*span)]] for e, span in zip(self._experts(), expert_row_ranges(offsets), strict=True)
+        ]
         return torch.cat(parts)
 
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._experts()[0].gated(gate, up)
+    def _apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self._experts()[0].apply_gate(gate, up)
 
     def _experts(self) -> Sequence[Expert]:
         return cast(Sequence[Expert], self)
 
     def _counter(self, device: torch.device) -> Tensor:
-        """`tokens`, moved to where they are counted."""
+        """Returns `tokens`, moved to `device`."""
         if self.tokens.device != device:
             with torch.inference_mode(False):
                 self.tokens = self.tokens.to(device)
         return self.tokens
 
     def reset_counters(self) -> None:
-        """Start counting tokens anew."""
+        """Sets all token counts to 0."""
         self.tokens.zero_()
 
     def join(self) -> None:
-        """For serving: stack the experts' linears in three dimensions where possible and memory allows."""
+        """Prepares for serving: stacks the experts' linears if they allow it and if enough memory is free."""
         experts = list(self._experts())
         gate, up, down = experts[0].names
         groups = (gate, up), (down,)
         linears = [linear for expert in experts for linear in expert.linears()]
-        mapped = [linear.weight for linear in linears if isinstance(linear, FrozenLinear)]
-        fits = sum(weight.nbytes for weight in mapped) < MEMORY_SHARE * free_memory()
+        weights = [linear.weight for linear in linears if isinstance(linear, FrozenLinear)]
+        fits = sum(weight.nbytes for weight in weights) < MAX_STACKED_MEMORY_FRACTION * free_memory()
         if not fits or not all(can_stack(experts, names) for names in groups):
             return
-        self._stacks = Stacked(experts, groups[0]), Stacked(experts, groups[1])
-        for weight in mapped:
+        self._stacks = StackedExperts(experts, groups[0]), StackedExperts(experts, groups[1])
+        for weight in weights:
             release_pages(weight)
-        del mapped
+        del weights
         trim()
 
     @property
     def is_stacked(self) -> bool:
         return self._stacks is not None
 
-    def matrices(self) -> Iterator[nn.Module | Stacked]:
-        """What a step multiplies by: the stacks, or each linear."""
+    def matrices(self) -> Iterator[nn.Module | StackedExperts]:
+        """Yields the modules whose weights a forward pass multiplies by: the stacks, or each linear."""
         if self._stacks is not None:
             yield from (stack for stack in self._stacks if stack.is_packable)
         else:
             yield from (linear for expert in self._experts() for linear in expert.linears())
 
-    def _current_stacks(self, chosen: Tensor) -> tuple[Stacked, Stacked] | None:
-        """The stacks, if they may compute the chosen experts."""
+    def _current_stacks(self, chosen: Tensor) -> tuple[StackedExperts, StackedExperts] | None:
+        """Returns the stacks if they contain the current weights of the chosen experts, otherwise None."""
         stacks = self._stacks
-        if stacks is None or self.every_expert or torch.is_grad_enabled():
+        if stacks is None or self.route_to_all_experts or torch.is_grad_enabled():
             return None
         if stacks[0].is_unchanged and stacks[1].is_unchanged:
             return stacks
-        used = range(len(self)) if chosen.is_cuda else set(chosen.flatten().tolist())
-        return stacks if stacks[0].is_current(used) and stacks[1].is_current(used) else None
+        experts = range(len(self)) if chosen.is_cuda else set(chosen.flatten().tolist())
+        return stacks if stacks[0].is_current(experts) and stacks[1].is_current(experts) else None
 
 
 class Mixture(nn.Module):
-    """Router and experts, in place of a layer's MLP."""
+    """The router and the experts of a layer, which replace its MLP."""
 
     experts: Experts
 
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
-        self.settings, self._choice = settings, ExpertChoice(settings)
+        self.settings, self._selector = settings, ExpertSelector(settings)
         names = settings.names
         self.register_module(names.router, _router(config, settings))
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
@@ -216,17 +223,17 @@ class Mixture(nn.Module):
         if names.shared_gate is not None:
             self.register_module(names.shared_gate, Router(config.hidden_size, 1, bias=False))
 
-    def forward(self, x: Tensor, norm: nn.Module, ending: Ending) -> Tensor:
-        """x [T, hidden] plus ending(mixture of norm(x))."""
-        hidden, experts = direct(norm)(x), direct(self._child("experts"))
-        return x + ending(self._shared(experts(hidden, *self.choose(hidden)), hidden))
+    def forward(self, x: Tensor, norm: nn.Module, transform: OutputTransform) -> Tensor:
+        """Returns x + transform(mixture(norm(x))), [T, hidden]."""
+        hidden, experts = forward_of(norm)(x), forward_of(self._child("experts"))
+        return x + transform(self._add_shared_expert(experts(hidden, *self.choose(hidden)), hidden))
 
-    def choose(self, x: Tensor) -> Chosen:
-        """x [T, hidden] -> (experts int64 [T, k], their weights [T, k])."""
+    def choose(self, x: Tensor) -> ExpertChoice:
+        """Returns the experts of each row of x [T, hidden], int64 [T, k], and their weights [T, k]."""
         router = self._child(self.settings.names.router)
-        return self._choice(direct(router)(x), router)
+        return self._selector(forward_of(router)(x), router)
 
-    def _shared(self, total: Tensor, x: Tensor) -> Tensor:
+    def _add_shared_expert(self, total: Tensor, x: Tensor) -> Tensor:
         names = self.settings.names
         if names.shared is None:
             return total
@@ -239,55 +246,55 @@ class Mixture(nn.Module):
         return cast(nn.Module, self._modules[name])
 
     def join(self) -> None:
-        """For serving: see `Experts.join`."""
+        """Prepares for serving; see `Experts.join`."""
         self.experts.join()
 
-    def matrices(self) -> Iterator[nn.Module | Stacked]:
-        """What a step multiplies by: the stacks, or each linear."""
+    def matrices(self) -> Iterator[nn.Module | StackedExperts]:
+        """Yields the modules whose weights a forward pass multiplies by: the stacks, or each linear."""
         yield from self.experts.matrices()
         if self.settings.names.shared is not None:
             yield from cast(Expert, self._child(self.settings.names.shared)).linears()
 
 
 def mixtures(model: nn.Module) -> dict[str, Experts]:
-    """The experts of every mixture in `model`, by the name of the mixture."""
-    result = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    return {name.rpartition(".")[0]: experts for name, experts in result.items()}
+    """Returns the experts of every mixture in `model`, by the name of the mixture."""
+    modules = model.named_modules()
+    return {name.rpartition(".")[0]: module for name, module in modules if isinstance(module, Experts)}
 
 
 @contextmanager
-def every_expert(model: nn.Module) -> Iterator[None]:
-    """Inside, every token runs through every expert, see `Mixture`."""
+def route_to_all_experts(model: nn.Module) -> Iterator[None]:
+    """A context in which every token runs through all experts of `model`; see `Experts`."""
     experts = mixtures(model).values()
     try:
         for mixture in experts:
-            mixture.every_expert = True
+            mixture.route_to_all_experts = True
         yield
     finally:
         for mixture in experts:
-            mixture.every_expert = False
+            mixture.route_to_all_experts = False
 
 
 def reset_token_counts(model: nn.Module) -> None:
-    """Start counting anew in every mixture of `model`."""
+    """Sets the token counts of all mixtures in `model` to 0."""
     for mixture in mixtures(model).values():
         mixture.reset_counters()
 
 
-def rows_of_experts(model: nn.Module) -> dict[str, int]:
-    """The number of rows that every expert's linear has seen, by its name in `model`."""
-    result: dict[str, int] = {}
+def expert_row_counts(model: nn.Module) -> dict[str, int]:
+    """Returns the number of rows that each linear of an expert has computed, by the linear's name in `model`."""
+    counts: dict[str, int] = {}
     for name, mixture in mixtures(model).items():
         for index, (expert, rows) in enumerate(zip(mixture, mixture.tokens.tolist(), strict=True)):
-            result |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
-    return result
+            counts |= {f"{name}.experts.{index}.{leaf}": rows for leaf in cast(Expert, expert).names}
+    return counts
 
 
 class GroupRouter(nn.Module):
-    """x [T, hidden] -> logits FP32 [T, experts]: DeepSeek's.
+    """DeepSeek's router: returns FP32 logits [T, experts] for x [T, hidden].
 
-    V3's has a correction that balances the experts' load. It is added to the scores for the choice only, and no
-    gradient trains it.
+    V3's router has a correction that balances the experts' load. `ExpertSelector` adds it to the scores when it chooses
+    experts, but not to their weights. It is not trained by gradients.
     """
 
     weight: nn.Parameter
@@ -295,7 +302,7 @@ class GroupRouter(nn.Module):
     def __init__(self, inputs: int, experts: int, routing: Routing) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, inputs))
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear does
         correction = nn.Parameter(torch.zeros(experts), requires_grad=False) if routing.sigmoid else None
         self.register_parameter(CORRECTION, correction)
 
@@ -303,41 +310,42 @@ class GroupRouter(nn.Module):
         return product(x, self.weight, None, torch.float32)
 
 
-class ExpertChoice:
-    """The way of one family."""
+class ExpertSelector:
+    """Chooses the experts of each token, and their weights, from the router's logits."""
 
     def __init__(self, settings: ExpertSettings) -> None:
         routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
         self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
         if settings.weighs_chosen:
             self._scores = Scores.SOFTMAX_OF_CHOSEN
-        self._groups = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
-        self._weights = settings.normalizes, routing.scale
+        self._choice_options = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
+        self._weight_options = settings.normalizes, routing.scale
         self._dtype = torch.float32 if settings.wide_weights else None
         self._closeness = settings.closeness
 
-    def __call__(self, logits: Tensor, router: nn.Module) -> Chosen:
-        """logits [T, experts] of `router`."""
+    def __call__(self, logits: Tensor, router: nn.Module) -> ExpertChoice:
+        """Returns the choice for the logits [T, experts] of `router`."""
         if self._closeness is not None:
-            return sparsely_mixed(logits, self._closeness)
+            return sparsemixer(logits, self._closeness)
         correction = router._parameters.get(CORRECTION)
         if correction is not None:
-            correction = correction.float()  # type: ignore[assignment]  # in case someone moved all to another type
-        rule = *self._groups, *self._weights, self._dtype or logits.dtype
+            correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
+        options = *self._choice_options, *self._weight_options, self._dtype or logits.dtype
         if logits.requires_grad and torch.is_grad_enabled():
-            return cast(Chosen, _Chosen.apply(logits, correction, *rule))  # type: ignore[no-untyped-call]
-        return cast(Chosen, _choose_experts(logits, correction, *rule))
+            return cast(ExpertChoice, _ChooseExperts.apply(logits, correction, *options))  # type: ignore[no-untyped-call]
+        return cast(ExpertChoice, _choose_experts(logits, correction, *options))
 
 
-class _Chosen(torch.autograd.Function):
-    """The op, with the gradient of `weigh`, which computes the same weights of the experts that were chosen."""
+class _ChooseExperts(torch.autograd.Function):
+    """The op choose_experts with a gradient: that of `routing_weights`, which computes the same weights."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, correction: Tensor | None, count: int, scores: int, *rest: Any) -> Chosen:
-        chosen, weights = _choose_experts(logits, correction, count, scores, *rest)
+    def forward(ctx: Any, logits: Tensor, correction: Tensor | None, *options: Any) -> ExpertChoice:
+        _, scores, _, _, normalizes, scale, dtype = options
+        chosen, weights = _choose_experts(logits, correction, *options)
         ctx.save_for_backward(logits, chosen)
         ctx.mark_non_differentiable(chosen)
-        ctx.weigh = partial(weigh, scores=scores, normalizes=rest[2], scale=rest[3], dtype=rest[4])
+        ctx.weigh = partial(routing_weights, scores=scores, normalizes=normalizes, scale=scale, dtype=dtype)
         return chosen, weights
 
     @staticmethod
@@ -350,20 +358,20 @@ class _Chosen(torch.autograd.Function):
         return *torch.autograd.grad(weights, logits, grad), *[None] * 8
 
 
-def sparsely_mixed(logits: Tensor, closeness: float) -> Chosen:
-    """logits [T, experts] -> (the chosen int64 [T, 2], weights [T, 2] in the logits' type): sparsemixer's.
+def sparsemixer(logits: Tensor, closeness: float) -> ExpertChoice:
+    """Returns sparsemixer's choice for logits [T, experts]: experts int64 [T, 2], and weights in the logits' dtype.
 
-    The best expert, then the best of the others; each weight comes from a softmax over the experts that are about as
-    good.
+    It chooses the expert with the largest logit, then the one with the second largest. The weight of each comes from a
+    softmax over the experts whose logits are close to its own.
     """
-    weight, best = _among_close(logits, logits, closeness)
-    other_weight, other = _among_close(logits.scatter(-1, best, -torch.inf), logits, closeness)
-    return torch.cat((best, other), -1), torch.cat((weight, other_weight), -1)
+    first_weight, first = _best_of(logits, logits, closeness)
+    second_weight, second = _best_of(logits.scatter(-1, first, -torch.inf), logits, closeness)
+    return torch.cat((first, second), -1), torch.cat((first_weight, second_weight), -1)
 
 
-def _among_close(left: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
-    """(weight, index) [T, 1] of the largest of `left`: `logits` with -inf where an expert is chosen already."""
+def _best_of(candidates: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
+    """Returns (weight, index) [T, 1] of the largest of `candidates`: the logits, with -inf for chosen experts."""
     with torch.no_grad():
-        largest, index = left.max(-1, keepdim=True)
+        largest, index = candidates.max(-1, keepdim=True)
         is_far = (largest - logits) / logits.abs().clamp(min=largest) > closeness
-    return left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, index), index
+    return candidates.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, index), index

@@ -1,13 +1,13 @@
-"""DeepSeek's latent attention, in the form in which all heads read one small key.
+"""DeepSeek's multi-head latent attention in its absorbed form, in which all heads share one small key.
 
-A token's keys and values are projections of one latent vector c: k = W_k c and v = W_v c in every head, and a few
-elements with rotary position that the heads share. Because q . (W_k c) = (W_k' q) . c, and because the weighted sum of
-values can be taken before W_v as well as after it, W_k is applied to the queries and W_v to the output of attention.
-Then all heads have one key of kv_lora_rank + qk_rope_head_dim elements, whose first part is also the value. A cache
-holds nothing else, and `attend` is that of any other family with one head of keys.
+In the papers' form, each head's keys and values are projections of a token's latent vector c: k = W_k c and v = W_v c.
+The heads also share a few key elements with rotary position. Because q . (W_k c) = (W_k' q) . c, this module applies
+W_k to the queries instead. It applies W_v to the output of attention, since W_v may follow the weighted sum of values.
+All heads then share one key of kv_lora_rank + qk_rope_head_dim elements, whose latent part is also the value. The cache
+holds only this key, and `attend` works as for any family with one key head.
 
-`kv_b_proj` holds W_k and W_v. Here it is not a linear layer and stays in high precision: its input differs from that in
-the papers' form, so a scale of that input could not be used.
+`kv_b_proj` contains W_k and W_v. It is not a linear layer and stays in high precision: its input differs from that of
+the papers' form, so a calibrated scale of that input could not be used.
 """
 
 from collections.abc import Iterator
@@ -16,41 +16,41 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.batch_invariant_product import is_batch_invariant, product
-from fp8serve.model.config.latent import Latent
+from fp8serve.model.config.latent_attention import LatentSizes
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.network.fusing import Ending, Projections, add_projection, direct
+from fp8serve.model.network.fusion import OutputTransform, Projections, add_projection, forward_of
 from fp8serve.model.network.norms import RMSNorm
-from fp8serve.model.network.rotary import Attend, Heads, Placement
+from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding
 
-EPS = 1e-6  # for the norms of latent vectors, whatever the file says about the others
+EPS = 1e-6  # of the norms of latent vectors; `rms_norm_eps` in config.json applies only to the other norms
 
 
 class Absorbed(nn.Module):
-    """The weight [heads * (nope + value), rank] whose halves multiply queries and values, head by head."""
+    """The weight [heads * (nope + value), rank], whose parts multiply the queries and the values of each head."""
 
     weight: nn.Parameter
 
-    def __init__(self, heads: int, latent: Latent) -> None:
+    def __init__(self, heads: int, latent: LatentSizes) -> None:
         super().__init__()
         self.heads, self.sizes = heads, (latent.nope, latent.value)
         self.weight = nn.Parameter(torch.empty(heads * sum(self.sizes), latent.rank))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
 
     def of_queries(self, q: Tensor) -> Tensor:
-        """[T, heads, still] -> [T, heads, rank]."""
-        return by_head(q, self._halves()[0].transpose(1, 2))
+        """Maps queries [T, heads, nope] to [T, heads, rank]."""
+        return multiply_per_head(q, self._parts()[0].transpose(1, 2))
 
     def of_values(self, x: Tensor) -> Tensor:
-        """[T, heads, rank] -> [T, heads, value]."""
-        return by_head(x, self._halves()[1])
+        """Maps the output of attention, [T, heads, rank], to values [T, heads, value]."""
+        return multiply_per_head(x, self._parts()[1])
 
-    def _halves(self) -> tuple[Tensor, Tensor]:
+    def _parts(self) -> tuple[Tensor, Tensor]:
         keys, values = self.weight.view(self.heads, sum(self.sizes), -1).split_with_sizes(self.sizes, 1)
         return keys, values
 
 
-def by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, K], weight [heads, N, K] -> [T, heads, N]; in BF16 on a CPU no row depends on the others."""
+def multiply_per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns [T, heads, N] for x [T, heads, K] and weight [heads, N, K]. In BF16 on a CPU, rows are independent."""
     if not is_batch_invariant(x, weight):
         return torch.einsum("thk,hnk->thn", x, weight)
     heads = zip(x.unbind(1), weight.unbind(0), strict=True)
@@ -58,18 +58,18 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class LatentAttention(nn.Module):
-    """Attention over latent vectors; `attend` does the mixing between tokens."""
+    """Multi-head latent attention. The caller's `attend` computes the attention itself."""
 
-    def __init__(self, config: ModelConfig, latent: Latent, layer: int) -> None:
+    def __init__(self, config: ModelConfig, latent: LatentSizes, layer: int) -> None:
         super().__init__()
         self.layer, self.heads, self.latent = layer, config.num_heads, latent
-        q_size, first = config.num_heads * (latent.nope + latent.rope), latent.q_rank
+        q_size, q_rank = config.num_heads * (latent.nope + latent.rope), latent.q_rank
         width, bias = config.hidden_size, config.attention_bias
-        name = "q_proj" if first is None else "q_a_proj"
-        self.register_module(name, nn.Linear(width, first or q_size, bias=bias and first is not None))
-        if first is not None:
-            self.q_a_layernorm = RMSNorm(first, EPS)
-            self.q_b_proj = nn.Linear(first, q_size, bias=False)
+        name = "q_proj" if q_rank is None else "q_a_proj"
+        self.register_module(name, nn.Linear(width, q_rank or q_size, bias=bias and q_rank is not None))
+        if q_rank is not None:
+            self.q_a_layernorm = RMSNorm(q_rank, EPS)
+            self.q_b_proj = nn.Linear(q_rank, q_size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent.rank + latent.rope, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent.rank, EPS)
         self.kv_b_proj = Absorbed(config.num_heads, latent)
@@ -80,38 +80,38 @@ class LatentAttention(nn.Module):
         self,
         x: Tensor,
         norm: nn.Module | None,
-        place: Placement,
+        position: PositionEmbedding,
         attend: Attend,
-        ending: Ending,
-        last: Tensor | None = None,
+        transform: OutputTransform,
+        output_rows: Tensor | None = None,
     ) -> Tensor:
-        """See decoder.Attention."""
-        mixed = attend(self.layer, self._heads(x, norm, place), place.rotation, last)
-        if last is not None:
-            x = x[last]
+        """Same as `decoder.Attention.forward`."""
+        output = attend(self.layer, self._heads(x, norm, position), position.rotation, output_rows)
+        if output_rows is not None:
+            x = x[output_rows]
             if x.size(0) == 0:
                 return x
-        first, second = mixed.chunk(2, -1)  # in rotary.py's order, of which a part is rotated
+        first, second = output.chunk(2, -1)  # in the order of rotary.py, each half starts with rotated elements
         half = self.latent.rope // 2
         values = self.kv_b_proj.of_values(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
-        return add_projection(x, self._modules["o_proj"], values.flatten(1), ending)  # type: ignore[arg-type]
+        return add_projection(x, self._modules["o_proj"], values.flatten(1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """The matrices that a step multiplies by, except `kv_b_proj`."""
+        """Yields the modules whose weights a forward pass multiplies by, except `kv_b_proj`."""
         yield from self.qkv.matrices()
         if self.latent.q_rank is not None:
             yield self.q_b_proj
         yield self.o_proj
 
-    def _heads(self, x: Tensor, norm: nn.Module | None, place: Placement) -> Heads:
+    def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
         sizes = self.latent
-        q, key = self.qkv(x, norm)
+        q, latent_and_key = self.qkv(x, norm)
         if sizes.q_rank is not None:
-            q = self.q_b_proj(direct(self.q_a_layernorm)(q))
+            q = self.q_b_proj(forward_of(self.q_a_layernorm)(q))
         q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
-        latent, rope_key = key.split_with_sizes((sizes.rank, sizes.rope), -1)
+        latent, rope_key = latent_and_key.split_with_sizes((sizes.rank, sizes.rope), -1)
         query = torch.cat((q_rope, self.kv_b_proj.of_queries(q_nope)), -1)
-        shared = torch.cat((rope_key, direct(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
-        if place.order is not None:
-            query, shared = query.index_select(-1, place.order), shared.index_select(-1, place.order)
-        return query, shared, shared
+        key = torch.cat((rope_key, forward_of(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
+        if position.order is not None:
+            query, key = query.index_select(-1, position.order), key.index_select(-1, position.order)
+        return query, key, key

@@ -1,7 +1,7 @@
-"""ModernBERT: norms before, gated MLPs, rotary position, no biases, and layers that see some tokens to either side.
+"""ModernBERT: pre-norms, gated MLPs, rotary position, no biases, and layers with a local attention window.
 
-Its interface is that of `Encoder`: sequences are concatenated, and each attends only to itself. transformers rotates
-queries and keys in FP32 by angles in the weights' type, and rounds once.
+Its interface is that of `Encoder`: sequences are concatenated, and each attends only to itself. As in transformers,
+cos and sin are rounded to the weights' dtype, and queries and keys are rotated in FP32 and rounded once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,16 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor, nn
 
 from fp8serve.model.config.encoder import EncoderConfig
-from fp8serve.model.network.encoder import Encoder, activated
+from fp8serve.model.network.encoder import Encoder, gelu
+from fp8serve.model.network.norms import make_embedding
 
 
 class Embeddings(nn.Module):
-    """The embedding of a token, normalised."""
+    """The normalized embedding of a token."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tok_embeddings = make_embedding(config.vocab_size, config.hidden_size)
         self.norm = _norm(config)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every token attends to all tokens of its sequence, or to those near it."""
+    """Attention of every token to all tokens of its sequence, or to those within a window around it."""
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -39,25 +40,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         qkv = torch.split(self.Wqkv(x).view(len(x), 3, -1, self.head_dim), list(lengths))
-        return self.Wo(torch.cat([self._attended(part) for part in qkv]).flatten(1))  # type: ignore[no-any-return]
+        return self.Wo(torch.cat([self._attention(part) for part in qkv]).flatten(1))  # type: ignore[no-any-return]
 
-    def _attended(self, qkv: Tensor) -> Tensor:
-        """One sequence [length, 3, heads, head_dim]; alone, because a batch may be divided differently among
-        threads."""
+    def _attention(self, qkv: Tensor) -> Tensor:
+        """Returns the attention of one sequence [length, 3, heads, head_dim]; see encoder.py for why it runs alone."""
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
-        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device) / self.head_dim
-        half = torch.arange(len(qkv), device=q.device).float()[:, None] * (1.0 / self.theta**steps)
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=q.device) / self.head_dim
+        half = torch.arange(len(qkv), device=q.device).float()[:, None] * (1.0 / self.theta**exponents)
         angles = torch.cat((half, half), 1)
         cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        return F.scaled_dot_product_attention(q, k, v, self._near(len(qkv), q.device)).squeeze(0).transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, self._mask(len(qkv), q.device)).squeeze(0).transpose(0, 1)
 
-    def _near(self, length: int, device: torch.device) -> Tensor | None:
-        """bool [length, length]: the tokens that each token sees; None: all."""
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns the attention mask, bool [length, length], or None if every token attends to all tokens."""
         if self.window is None or length <= self.window + 1:
             return None
-        at = torch.arange(length, device=device)
-        return (at[:, None] - at).abs() <= self.window
+        positions = torch.arange(length, device=device)
+        return (positions[:, None] - positions).abs() <= self.window
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Wo(gelu(first half of Wi) * second half)."""
+    """The gated MLP: Wo(gelu(x) * gate), where Wi computes x and gate."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -76,11 +76,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = self.Wi(x).chunk(2, -1)
-        return self.Wo(activated(x, self.activation) * gate)  # type: ignore[no-any-return]
+        return self.Wo(gelu(x, self.activation) * gate)  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
-    """Normalise, attend, add; normalise, MLP, add. The first layer's input is already normalised."""
+    """One encoder layer: x = x + attention(norm(x)), then x = x + MLP(norm(x)).
+
+    The first layer has no norm before attention, because the embedding is normalized already.
+    """
 
     def __init__(self, config: EncoderConfig, layer: int) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class Layer(nn.Module):
 
 
 class ModernEncoder(Encoder):
-    """See `Encoder`."""
+    """The ModernBERT model, with the interface of `Encoder`."""
 
     def _add_layers(self, config: EncoderConfig) -> None:
         self.embeddings = Embeddings(config)
@@ -101,24 +104,24 @@ class ModernEncoder(Encoder):
         self.final_norm = _norm(config)
 
     def forward(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """See `Encoder`; there are no segments."""
+        """Same as `Encoder.forward`. ModernBERT ignores `segments`."""
         return self.final_norm(super().forward(ids, lengths))  # type: ignore[no-any-return]
 
-    def enter(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """The input of the first layer."""
+    def embed(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
+        """Returns the input of the first layer, [T, hidden]."""
         return cast(Tensor, self.embeddings(ids))
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """The layers, which a pass goes through one after the other."""
+        """The layers, in order."""
         return list(self.layers)
 
-    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """Those of these names of modules and tensors that belong to a layer."""
+    def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
+        """Returns the names of modules and tensors in `names` that belong to the layer with this index."""
         return [name for name in names if name.startswith(f"layers.{part}.")]
 
     def linear_names(self) -> list[str]:
-        """Names of the linears that FP8 may run, in the model's order."""
+        """Returns the names of the linears that may run in FP8, in the model's order."""
         parts = ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo")
         return [f"layers.{layer}.{part}" for layer in range(self.config.num_layers) for part in parts]
 
@@ -128,5 +131,5 @@ def _norm(config: EncoderConfig) -> nn.LayerNorm:
 
 
 def encoder_class(config: EncoderConfig) -> type[Encoder]:
-    """The network of a configuration."""
+    """Returns the class of the model with this configuration."""
     return ModernEncoder if config.layer_windows else Encoder

@@ -1,7 +1,9 @@
-"""The norms of decoders, each over the last dimension, rounded where transformers rounds.
+"""The norms of decoders, over the last dimension, and embeddings. Norms round where transformers rounds.
 
-Serving fuses an `RMSNorm` and the cast after it into one op (fusing.py); the others are called as modules.
+Serving fuses an `RMSNorm` and the cast after it into one op (fusion.py). The other norms are called as modules.
 """
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -11,8 +13,16 @@ from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.model.config.model_config import ModelConfig
 
 
+def make_embedding(rows: int, width: int) -> nn.Embedding:
+    """Returns a new embedding. On the device "meta" its weight is not initialized, because PyTorch would import its
+    compiler for that, which takes one to two seconds of the start of every process."""
+    if torch.get_default_device().type == "meta":
+        return cast(nn.Embedding, nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False))  # type: ignore[no-untyped-call]
+    return nn.Embedding(rows, width)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the mean square in FP32, the product with `weight` in x's dtype."""
+    """x / rms(x) * weight, with the mean square in FP32 and the product with `weight` in x's dtype."""
 
     weight: nn.Parameter
 
@@ -22,17 +32,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is there
+        return rms_norm(x, self._parameters["weight"], self.eps)  # type: ignore[arg-type]  # it is not None
 
     def fused_weight(self, x: Tensor) -> Tensor | None:
-        """The weight, if an op may norm x with it; None if the module must be called."""
+        """Returns the weight if a fused op may normalize x, or None if the module must be called."""
         weight = self._parameters["weight"]
-        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
-        return weight if is_plain else None
+        is_fusible = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
+        return weight if is_fusible else None
 
 
 class WideRMSNorm(nn.Module):
-    """x / rms(x) * weight, in FP32 up to one rounding: OLMo's."""
+    """OLMo's norm: x / rms(x) * weight in FP32, rounded once at the end."""
 
     weight: nn.Parameter
 
@@ -46,7 +56,7 @@ class WideRMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(nn.Module):
-    """x / rms(x) * (1 + weight), in FP32 up to one rounding: Gemma's."""
+    """Gemma's norm: x / rms(x) * (1 + weight) in FP32, rounded once at the end."""
 
     weight: nn.Parameter
 
@@ -60,7 +70,7 @@ class OffsetRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight (+ bias), in FP32 up to one rounding; the weight [..., K] may differ by head."""
+    """(x - mean) / std * weight (+ bias) in FP32, rounded once at the end. Weights [..., K] may differ per head."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -72,12 +82,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight.float()
-        return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
+        output = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight.float()
+        return (output if self.bias is None else output + self.bias.float()).to(x.dtype)
 
 
 def make_norm(config: ModelConfig, size: int) -> nn.Module:
-    """The norm of this model over `size` elements."""
+    """Returns the model's norm over `size` elements."""
     if config.norm == "layer":
         return LayerNorm(size, config.rms_norm_eps, config.norm_bias)
     kind = OffsetRMSNorm if config.offset_norms else WideRMSNorm if config.norm == "wide_rms" else RMSNorm
@@ -85,8 +95,7 @@ def make_norm(config: ModelConfig, size: int) -> nn.Module:
 
 
 def make_head_norm(config: ModelConfig, heads: int) -> nn.Module | None:
-    """The norm for queries or keys of so many heads: each head with its own weight, all heads with one, or all as one
-    vector."""
+    """Returns the norm of queries or keys with this number of heads, or None; see `HeadNorm` for the kinds."""
     if not config.qk_norm:
         return None
     if config.qk_norm_weight == "by_head":

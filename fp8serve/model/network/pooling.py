@@ -1,9 +1,8 @@
-"""Reduces the vectors of a text's tokens to one, as the files of sentence-transformers say.
+"""Pools the hidden states of a text's tokens into one embedding, as the files of sentence-transformers specify.
 
-`modules.json` lists the modules after the transformer (a `Pooling`, and a `Normalize` or none), `1_Pooling/config.json`
-says which vectors count, `sentence_bert_config.json` how many tokens are read, `config_sentence_transformers.json`
-which prompts are put before a text. A directory that does not say how it pools is refused: a wrong guess gives vectors
-that look right.
+`modules.json` lists the modules after the transformer: `Pooling`, and optionally `Normalize`. `1_Pooling/config.json`
+has the pooling mode, `sentence_bert_config.json` the maximum number of tokens, `config_sentence_transformers.json` the
+prompts. A directory without these files is refused, because a wrong pooling mode gives embeddings that look right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch.nn.functional import normalize
 
 from fp8serve.errors import ModelError, RequestError, shown
 from fp8serve.model.config.encoder import ScoreActivation
-from fp8serve.model.config.sentence import FILE_NAME, modules_of, one_folder
+from fp8serve.model.config.modules_json import FILE_NAME, check_module_folder, read_modules
 from fp8serve.model.storage.files import present, read_json, read_optional_json
 
 Mode = Literal["mean", "cls", "lasttoken"]
@@ -28,36 +27,37 @@ MODES: dict[str, Mode] = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """mode: the mean of the tokens' vectors, or the first's or the last's. max_length: tokens that are read of a text;
-    None: as many as the model can. prompts: texts to put before a text, by name."""
+    """The pooling of an embedding model, and the prompts that may precede a text."""
 
-    mode: Mode
+    mode: Mode  # the embedding is the mean hidden state, or that of the first ("cls") or last token
     normalized: bool
-    max_length: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None  # its name
+    max_length: int | None = None  # in tokens; longer texts are truncated. None: the model's own limit
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name
+    default_prompt: str | None = None  # a name in `prompts`
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], dimensions: int | None = None) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, H], or the first `dimensions`, normalised again."""
-        return self.finished(self.pooled(hidden, lengths), dimensions)
+        """Returns the embeddings, FP32 [texts, H], of hidden [tokens, H]; `lengths` are the tokens of each text.
 
-    def pooled(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """hidden [tokens, H] of some texts -> FP32 [texts, H], not normalised."""
-        return torch.stack([self._one(part) for part in torch.split(hidden, list(lengths))])
+        If `dimensions` is given, embeddings are truncated to that length before they are normalized.
+        """
+        return self.truncate_and_normalize(self.pool(hidden, lengths), dimensions)
 
-    def finished(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
-        """[texts, H], or the first `dimensions`, normalised where the model's are."""
+    def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns the pooled hidden states, FP32 [texts, H], without truncation and normalization."""
+        return torch.stack([self._pool_text(part) for part in torch.split(hidden, list(lengths))])
+
+    def truncate_and_normalize(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
+        """Returns the first `dimensions` of vectors [texts, H], normalized if the model normalizes embeddings."""
         vectors = vectors[:, :dimensions]
         return normalize(vectors, dim=1) if self.normalized else vectors
 
-    def _one(self, part: Tensor) -> Tensor:
-        """[tokens, H] -> FP32 [H]."""
+    def _pool_text(self, hidden: Tensor) -> Tensor:
         if self.mode == "mean":
-            return part.float().mean(0)
-        return part[0 if self.mode == "cls" else -1].float()
+            return hidden.float().mean(0)
+        return hidden[0 if self.mode == "cls" else -1].float()
 
     def prompt(self, name: str | None) -> str:
-        """The prompt to put before a text; without a name, the default one. RequestError: there is no such prompt."""
+        """Returns the prompt with this name, or the default prompt. Raises RequestError if the name is unknown."""
         name = self.default_prompt if name is None else name
         if name is not None and name not in self.prompts:
             known = ", ".join(self.prompts) or "none"
@@ -66,40 +66,34 @@ class Pooling:
 
 
 def read_pooling(model_dir: Path | str) -> Pooling:
-    """ModelError: the directory does not say how it pools, or in a way that is not supported."""
+    """Returns the pooling of the model in `model_dir`. Raises ModelError if its files are missing or unsupported."""
     model_dir = Path(model_dir)
     if not present(model_dir / FILE_NAME):
         raise ModelError(
             f"{model_dir} does not say how the vectors of a text's tokens become one: it holds no modules.json, as "
             "sentence-transformers writes it."
         )
-    modules = _modules(model_dir)
-    path = model_dir / pooling_file(modules, model_dir)
+    modules = _supported_modules(model_dir)
+    path = model_dir / check_module_folder(modules["Pooling"], "Pooling", model_dir) / "config.json"
     raw = read_json(path, root=model_dir)
     settings = read_optional_json(model_dir / "config_sentence_transformers.json")
     return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
 
 
-def pooling_file(modules: Mapping[str, str], model_dir: Path) -> str:
-    """The path of the pooling's configuration in the directory."""
-    return f"{one_folder(modules['Pooling'], 'Pooling', model_dir)}/config.json"
-
-
-def _modules(model_dir: Path) -> dict[str, str]:
-    """See `modules_of`. ModelError: others than are computed here."""
-    modules = modules_of(model_dir)
+def _supported_modules(model_dir: Path) -> dict[str, str]:
+    modules = read_modules(model_dir)
     if list(modules)[:2] != ["Transformer", "Pooling"] or list(modules)[2:] not in ([], ["Normalize"]):
         raise ModelError(
             f"{model_dir / FILE_NAME} lists {', '.join(modules)}; supported are Transformer and Pooling, and "
-            "Normalize behind them."
+            "optionally Normalize."
         )
     return modules
 
 
 def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
-    named = raw.get("pooling_mode")
-    modes = [named] if named is not None else [
-        MODES.get(key, key) for key, on in raw.items() if key.startswith("pooling_mode_") and on
+    mode = raw.get("pooling_mode")
+    modes = [mode] if mode is not None else [
+        MODES.get(key, key) for key, is_enabled in raw.items() if key.startswith("pooling_mode_") and is_enabled
     ]  # fmt: skip
     if len(modes) != 1 or modes[0] not in MODES.values():
         raise ModelError(f"{path} pools by {shown(modes)}; supported is one of {', '.join(MODES.values())}.")
@@ -112,7 +106,7 @@ def _max_length(model_dir: Path) -> int | None:
     path = model_dir / "sentence_bert_config.json"
     raw = read_optional_json(path)
     if raw.get("do_lower_case"):
-        raise ModelError(f"{path} asks for lower case before the tokenizer, which is not done here.")
+        raise ModelError(f"{path} has do_lower_case, which is not supported.")
     length = raw.get("max_seq_length")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
         raise ModelError(f"{path}: max_seq_length is {shown(length)} where a number of tokens was expected.")
@@ -121,17 +115,17 @@ def _max_length(model_dir: Path) -> int | None:
 
 def _prompts(settings: Mapping[str, Any], model_dir: Path) -> tuple[dict[str, str], str | None]:
     prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    good = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
-    if not good or not (default is None or (isinstance(default, str) and default in prompts)):
+    is_valid = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
+    if not is_valid or not (default is None or (isinstance(default, str) and default in prompts)):
         raise ModelError(
-            f"{model_dir / 'config_sentence_transformers.json'} has prompts that are not texts by name, or a default "
-            "that is none of them."
+            f"{model_dir / 'config_sentence_transformers.json'} has prompts that are not an object of texts, or a "
+            "default_prompt_name that is not the name of a prompt."
         )
     return prompts, default
 
 
-def scored(logits: Tensor, activation: ScoreActivation) -> Tensor:
-    """[texts, labels]."""
+def to_scores(logits: Tensor, activation: ScoreActivation) -> Tensor:
+    """Applies the activation of a classification head to logits [texts, labels]."""
     if activation == "none":
         return logits
     return logits.softmax(1) if activation == "softmax" else logits.sigmoid()

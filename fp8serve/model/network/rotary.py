@@ -1,9 +1,9 @@
-"""Rotary position embedding: the frequencies and the angles; `fp8.elementwise.rotary` applies them.
+"""Rotary position embedding: the frequencies, cos and sin. `fp8.elementwise.rotary` applies them.
 
-Rounding follows transformers, because equal tokens are promised: frequencies and angles in FP32, cos and sin rounded to
-the activations' dtype, then two multiplications and an addition in that dtype. The first half of a head's dimensions
-pairs with the second half (the Hugging Face layout). Where neighbours are pairs (the layout of the papers), or only a
-part of a head is rotated, its elements are first read in an order that gives this layout, so kernels need only one.
+Rounding follows transformers, so that fp8serve gives the same tokens: frequencies and angles are FP32, cos and sin are
+rounded to the activations' dtype, and the products and the sum are in that dtype. Kernels support only the Hugging Face
+layout, in which the first half of a head's elements pairs with the second half. In the papers' layout, neighbouring
+elements are pairs. Its elements, and those of a head that is rotated only in part, are first reordered.
 """
 
 import math
@@ -19,48 +19,50 @@ from fp8serve.model.config.rope import LongRope, QueryScaling, Rope, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin [T, 1, head_dim]
 Heads = tuple[Tensor, Tensor, Tensor]  # q [T, heads, head_dim], k and v [T, kv_heads, head_dim]
-# attend(layer, heads, rotation, last) -> [T, heads, head_dim]: rotates q and k, and attends; where `last` int64 [R] is
-# not None only the queries of these rows do -> [R, heads, head_dim]
+# attend(layer, heads, rotation, output_rows) rotates q and k and returns the output of attention, [T, heads, head_dim].
+# If `output_rows`, int64 [R], is not None, it returns only these rows, [R, heads, head_dim].
 Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
-class Placement(NamedTuple):
-    """The effect of positions on the queries and keys of a layer, in this order."""
+class PositionEmbedding(NamedTuple):
+    """What a layer does with queries and keys because of their positions."""
 
     rotation: Rotation
-    order: Tensor | None  # int64 [head_dim], in which a head's elements are read, so that the halves are pairs
-    query_scale: Tensor | None  # [T, 1, 1]: multiplies queries
+    order: Tensor | None  # int64 [head_dim]: the indices that reorder a head's elements into the Hugging Face layout
+    query_scale: Tensor | None  # [T, 1, 1], multiplies queries
 
 
 class Rotary:
-    """The placements of one model. Not an nn.Module: `.to(bfloat16)` must not round frequencies and `meta` not lose
-    them.
+    """The rotary position embeddings of one model.
 
-    A layer without rotary position has frequencies of 0: multiplied by 1 and 0 its queries and keys do not change. The
-    same goes for the elements of a head that are not rotated. longest: the length that sequences may reach, where keys
-    are kept from one call to the next. It chooses among frequencies that depend on a sequence's length (`LongRope`), so
-    that cached keys keep their angles. None: the sequences of a call are whole, and each one's own length chooses.
+    This is not an nn.Module, because `.to(bfloat16)` must not round frequencies and the device "meta" must not drop
+    them. A layer without rotary position has frequencies of 0, so cos = 1 and sin = 0 leave its queries and keys
+    unchanged, and so have the elements of a head that are not rotated.
+
+    `LongRope` has other frequencies for long sequences. Cached keys must not change their angles, so the engine sets
+    `max_length`, and the frequencies follow from that maximum length of all sequences. If it is None, every sequence is
+    whole, and the frequencies follow from its own length.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.longest: int | None = None
-        kinds = list(dict.fromkeys(config.layer_ropes))
-        self._kinds = [_Kind(config.head_dim, config.rotary_dim or config.head_dim, rope) for rope in kinds]
-        self._of_layer = [kinds.index(rope) for rope in config.layer_ropes]
+        self.max_length: int | None = None
+        ropes = list(dict.fromkeys(config.layer_ropes))
+        self._rotations = [_LayerRotation(config.head_dim, config.rotary_dim or config.head_dim, r) for r in ropes]
+        self._index_by_layer = [ropes.index(rope) for rope in config.layer_ropes]
         self._query_scaling = config.query_scaling
         order = _order(config)
-        self._order = None if order is None else _OnDevice(order)
+        self._order = None if order is None else _CachedCopies(order)
 
-    def placements(self, positions: Tensor, dtype: torch.dtype) -> list[Placement]:
-        """positions integer [T] -> their effect in every layer, in `dtype`, ready to broadcast over heads."""
+    def position_embeddings(self, positions: Tensor, dtype: torch.dtype) -> list[PositionEmbedding]:
+        """Returns each layer's position embedding for integer positions [T]. cos and sin have the type `dtype`."""
         order = None if self._order is None else self._order.on(positions.device)
         scale = None if self._query_scaling is None else query_scale(positions, self._query_scaling).to(dtype)
-        placements = [Placement(kind.rotation(positions, dtype, self.longest), order, scale) for kind in self._kinds]
-        return [placements[i] for i in self._of_layer]
+        rotations = [rotation(positions, dtype, self.max_length) for rotation in self._rotations]
+        return [PositionEmbedding(rotations[i], order, scale) for i in self._index_by_layer]
 
 
-class _OnDevice:
-    """A CPU tensor with a copy on every device that has requested one."""
+class _CachedCopies:
+    """A CPU tensor, and its copy on every device that was requested."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copies = {tensor.device: tensor}
@@ -72,9 +74,9 @@ class _OnDevice:
 
 
 def _order(config: ModelConfig) -> Tensor | None:
-    """The order of a head's elements that puts pairs into the two halves; None: they already are.
+    """Returns the order of a head's elements that moves pairs into the two halves, or None if they are there already.
 
-    A dot product of queries and keys does not change when both are read in another order.
+    Reordering queries and keys in the same way does not change their dot product.
     """
     size, num_rotated = config.head_dim, config.rotary_dim or config.head_dim
     firsts = range(0, num_rotated, 2) if config.neighbours_pair else range(num_rotated // 2)
@@ -84,66 +86,65 @@ def _order(config: ModelConfig) -> Tensor | None:
     return None if order == list(range(size)) else torch.tensor(order, device="cpu")
 
 
-class _Kind:
-    """The rotation of the first `num_rotated` elements of a head, which some layers share."""
+class _LayerRotation:
+    """The rotation of the first `num_rotated` elements of a head, for all layers with the same `rope`."""
 
     def __init__(self, head_dim: int, num_rotated: int, rope: Rope | None) -> None:
         self._unrotated = (head_dim - num_rotated) // 2
         self._scaling = None if rope is None else rope.scaling
         self._attention_factor = self._scaling.attention_factor if self._scaling else 1.0
         self._short, self._long = (
-            _OnDevice(inverse_frequencies(num_rotated, rope, is_long=long)) for long in (False, True)
+            _CachedCopies(inverse_frequencies(num_rotated, rope, is_long=is_long)) for is_long in (False, True)
         )
 
-    def rotation(self, positions: Tensor, dtype: torch.dtype, longest: int | None) -> Rotation:
-        inv_freq, factor = self._stretched(positions, longest)
+    def __call__(self, positions: Tensor, dtype: torch.dtype, max_length: int | None) -> Rotation:
+        inv_freq, factor = self._frequencies(positions, max_length)
         half = positions.float()[:, None] * inv_freq  # [T, num_rotated / 2]
         angles = torch.cat((half, half), dim=-1)[:, None, :]
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        return (
-            (cos, sin)
-            if not self._unrotated
-            else (_filled(cos, self._unrotated, 1.0), _filled(sin, self._unrotated, 0.0))
-        )
+        if not self._unrotated:
+            return cos, sin
+        return _pad_halves(cos, self._unrotated, 1.0), _pad_halves(sin, self._unrotated, 0.0)
 
-    def _stretched(self, positions: Tensor, longest: int | None) -> tuple[Tensor, float | Tensor]:
-        """(frequencies [num_rotated / 2], the factor of cos and sin); where the length of a token's sequence decides,
-        [T, num_rotated / 2] and [T, 1, 1]."""
+    def _frequencies(self, positions: Tensor, max_length: int | None) -> tuple[Tensor, float | Tensor]:
+        """Returns the frequencies [num_rotated / 2] and the factor of cos and sin.
+
+        If they depend on the length of each token's sequence, the shapes are [T, num_rotated / 2] and [T, 1, 1].
+        """
         short, long = self._short.on(positions.device), self._long.on(positions.device)
         if not isinstance(self._scaling, LongRope):
             return short, self._attention_factor
         trained, factors = self._scaling.original_max_position_embeddings, self._scaling
-        if longest is not None:
-            is_long = longest > trained
+        if max_length is not None:
+            is_long = max_length > trained
             return (long, factors.long_attention_factor) if is_long else (short, factors.attention_factor)
-        outgrown = (_lengths(positions) > trained)[:, None]
-        several = torch.where(outgrown[..., None], factors.long_attention_factor, factors.attention_factor)
-        return torch.where(outgrown, long, short), several
+        are_long = (_sequence_lengths(positions) > trained)[:, None]
+        attention_factors = torch.where(are_long[..., None], factors.long_attention_factor, factors.attention_factor)
+        return torch.where(are_long, long, short), attention_factors
 
 
-def _lengths(positions: Tensor) -> Tensor:
-    """The length of each token's sequence, as far as it is in `positions` [T]; a sequence begins where these do not
-    continue."""
-    sequence = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
-    newest = torch.zeros_like(positions).scatter_reduce(0, sequence, positions, "amax")
-    return newest[sequence] + 1
+def _sequence_lengths(positions: Tensor) -> Tensor:
+    """Returns the length of each token's sequence, [T]. A sequence starts where positions [T] do not increase by 1."""
+    sequence_ids = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
+    last_positions = torch.zeros_like(positions).scatter_reduce(0, sequence_ids, positions, "amax")
+    return last_positions[sequence_ids] + 1
 
 
-def _filled(turns: Tensor, unrotated: int, value: float) -> Tensor:
-    """[..., num_rotated] -> [..., head_dim]: `unrotated` elements of `value` behind each half."""
-    return torch.cat([F.pad(half, (0, unrotated), value=value) for half in turns.chunk(2, dim=-1)], dim=-1)
+def _pad_halves(x: Tensor, count: int, value: float) -> Tensor:
+    """Appends `count` elements with this value to each half of x [..., num_rotated]; returns [..., head_dim]."""
+    return torch.cat([F.pad(half, (0, count), value=value) for half in x.chunk(2, dim=-1)], dim=-1)
 
 
 def query_scale(positions: Tensor, scaling: QueryScaling) -> Tensor:
-    """FP32 [T, 1, 1]: grows with the logarithm of the position, in steps of the trained context."""
+    """Returns the factor of queries, FP32 [T, 1, 1], which grows with the logarithm of the position."""
     steps = torch.floor(positions / scaling.original_max_position_embeddings)
     return (1 + scaling.beta * torch.log(1 + steps))[:, None, None]
 
 
 def inverse_frequencies(num_rotated: int, rope: Rope | None, *, is_long: bool = False) -> Tensor:
-    """FP32 [num_rotated / 2] on the CPU: theta^(-2i/num_rotated), stretched as `rope.scaling` says; None: zeros.
+    """Returns the frequencies theta^(-2i/num_rotated), scaled by `rope.scaling`: FP32 [num_rotated / 2] on the CPU.
 
-    is_long: for sequences beyond the trained context, if the scaling distinguishes them.
+    If `rope` is None, they are zeros. With `is_long`, they are LongRoPE's for sequences beyond the trained context.
     """
     if rope is None:
         return torch.zeros(num_rotated // 2, device="cpu")
@@ -163,19 +164,19 @@ def inverse_frequencies(num_rotated: int, rope: Rope | None, *, is_long: bool = 
 
 
 def _llama3(inv_freq: Tensor, s: RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between blended linearly."""
+    """Llama 3.1: divides low frequencies by the factor, keeps high ones, and interpolates linearly between them."""
     wavelength = 2 * math.pi / inv_freq
     longest = s.original_max_position_embeddings / s.low_freq_factor
     shortest = s.original_max_position_embeddings / s.high_freq_factor
     smooth = s.original_max_position_embeddings / wavelength - s.low_freq_factor
     smooth = smooth / (s.high_freq_factor - s.low_freq_factor)
-    between = (1 - smooth) * inv_freq / s.factor + smooth * inv_freq
-    stretched = torch.where(wavelength > longest, inv_freq / s.factor, inv_freq)
-    return torch.where((wavelength >= shortest) & (wavelength <= longest), between, stretched)
+    interpolated = (1 - smooth) * inv_freq / s.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > longest, inv_freq / s.factor, inv_freq)
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), interpolated, scaled)
 
 
 def _yarn(dim: int, theta: float, s: RopeScaling) -> Tensor:
-    """YaRN (arXiv 2309.00071), section 3.2: interpolate slow dimensions, keep fast ones, a linear ramp between."""
+    """YaRN (arXiv 2309.00071, section 3.2): interpolates low frequencies, keeps high ones, with a linear ramp."""
 
     def dimension(rotations: float) -> float:
         return dim * math.log(s.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))

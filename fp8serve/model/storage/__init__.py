@@ -1,1 +1,1 @@
-"""Files and directories of a model: read without trust, mapped into memory, written whole or not at all."""
+"""Files of model directories: opened without following foreign links, memory-mapped, and written atomically."""

@@ -1,12 +1,11 @@
-"""Reading the small files of a model directory and writing a directory whole or not at all.
+"""Reads the small files of a model directory, and writes files and directories atomically.
 
-Files come from strangers. `opening` opens them, and a sparse file of a terabyte gives an error message instead of a
-process that is killed for its memory.
+Model directories are untrusted. opening.py opens their files, and every read has a size limit, so that a sparse file
+of a terabyte raises an error instead of exhausting memory.
 
-A directory is written into a hidden sibling of its final name, every file is fsynced, the directory too, then one
-`rename` puts it in place and the parent is fsynced: after a crash or a full disk either the whole directory is there
-or nothing is. `safetensors` and `json` write without fsync, so that is done here. Overwriting is not offered on
-purpose: a server may be using the directory.
+A directory is written to a hidden sibling of its final name. Then every file and directory in it is fsynced, one
+`rename` gives it its final name, and the parent is fsynced: after a crash or on a full disk the final directory is
+either complete or absent. An existing directory is never overwritten, because a server may be using it.
 """
 
 import fcntl
@@ -27,30 +26,30 @@ from fp8serve.model.storage.opening import open_member, too_large
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIECE_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
-_FLOAT = "__float__"
+_FLOAT_KEY = "__float__"
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-# Files of a model directory that are copied to a directory made from it.
-CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+# Files that are copied when a model directory is written from another one.
+COPIED_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "LICENSE",
            "vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE.txt",
            "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")  # fmt: skip
-MAX_CARRIED_BYTES = 256 * 1024 * 1024  # for one tokenizer file; the largest published one is an eighth of this
+MAX_COPIED_FILE_BYTES = 256 * 1024 * 1024  # for one tokenizer file; the largest published one is an eighth of this
 
 
 def present(path: Path) -> bool:
-    """Whether the directory lists it, even as a broken link: that is an error, not an absent file."""
+    """Whether the path exists, even as a broken link, which callers report as an error and not as a missing file."""
     return os.path.lexists(path)
 
 
 def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> bytes:
-    """The content of a file that `open_member` opens."""
-    content = bytearray()  # read in pieces: `read` allocates as much as it is asked for, and memory may be limited
+    """Returns the content of a file, which `open_member` opens. Raises `error` if it is larger than `limit` bytes."""
+    content = bytearray()  # `file.read` would allocate `limit` bytes at once, which a memory limit may not allow
     with open_member(path, limit, error, root) as file:
         try:
-            while piece := file.read(min(PIECE_BYTES, limit + 1 - len(content))):
-                content += piece
+            while chunk := file.read(min(CHUNK_BYTES, limit + 1 - len(content))):
+                content += chunk
         except OSError as e:
             raise error(f"{path} cannot be read: {e.strerror or e}.") from None
     if len(content) > limit:
@@ -59,7 +58,7 @@ def read_file(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, r
 
 
 def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> str:
-    """As `read_file`, decoded; a byte-order mark is dropped."""
+    """Reads a file as `read_file` does and decodes it from UTF-8, without a byte-order mark."""
     try:
         return read_file(path, limit, error, root).decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -67,12 +66,11 @@ def read_text(path: Path, limit: int, error: type[Fp8ServeError] = TakenError, r
 
 
 def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | None = None) -> dict[str, Any]:
-    """The JSON object in a file that `open_member` opens; `error` with one sentence when it is missing, unreadable,
-    too large or not an object."""
+    """Returns the JSON object in a file. Raises `error` if it is missing, unreadable, too large or no JSON object."""
     text = read_text(path, MAX_JSON_BYTES, error, root)
     try:
-        value = json.loads(text, object_pairs_hook=with_floats)
-        if "\\ud" in text or "\\uD" in text:  # half of a surrogate pair is a ValueError, too
+        value = json.loads(text, object_pairs_hook=decode_nonfinite)
+        if "\\ud" in text or "\\uD" in text:  # encoding raises ValueError for half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise error(f"{path} is not valid JSON: {json_fault(e)}.") from None
@@ -82,45 +80,45 @@ def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | 
 
 
 def read_optional_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
-    """As `read_json`; empty when there is no such file."""
+    """Returns the JSON object in a file as `read_json` does, or an empty one if the file does not exist."""
     return read_json(path, error) if present(path) else {}
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers may disagree on which of two equal keys counts, so a file with both is refused."""
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for json that raises ValueError for a duplicate key, which programs read differently."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shown(twice)} appears twice")
+        duplicate = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(duplicate)} appears twice")
     return result
 
 
-def with_floats(pairs: list[tuple[str, Any]]) -> Any:
-    """As `no_duplicates`; {"__float__": "Infinity"}, as transformers 5 writes an infinity, becomes that number."""
-    result = no_duplicates(pairs)
-    tag = result.get(_FLOAT) if len(result) == 1 else None
+def decode_nonfinite(pairs: list[tuple[str, Any]]) -> Any:
+    """An `object_pairs_hook` that rejects duplicate keys and decodes {"__float__": "Infinity"} of transformers 5."""
+    result = reject_duplicate_keys(pairs)
+    tag = result.get(_FLOAT_KEY) if len(result) == 1 else None
     return _FLOATS[tag] if isinstance(tag, str) and tag in _FLOATS else result
 
 
-def as_json(value: Any) -> Any:
-    """`value` with every infinity and NaN as transformers 5 writes it, because they are not JSON."""
+def encode_nonfinite(value: Any) -> Any:
+    """Replaces every infinity and NaN in `value` by {"__float__": ...}, as transformers 5 does."""
     if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: next(tag for tag, number in _FLOATS.items() if repr(number) == repr(value))}
+        return {_FLOAT_KEY: next(tag for tag, number in _FLOATS.items() if repr(number) == repr(value))}
     if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: encode_nonfinite(item) for key, item in value.items()}
+    return [encode_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON; NaN and infinity are refused, because they are not JSON."""
+    """Writes `value` as indented JSON. Raises ValueError for NaN and infinities."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
-    """A safetensors file of tensors on the CPU: the same bytes for the same content.
+    """Writes CPU tensors as a safetensors file; equal content gives equal bytes.
 
-    The library by itself writes metadata in a different order each time, and makes the file readable by its owner only.
+    safetensors itself writes metadata in random order and makes the file readable by its owner only.
     """
     from safetensors.torch import save_file
 
@@ -132,7 +130,7 @@ def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[
 
 
 def _sort_metadata(path: Path) -> None:
-    """Rewrite the header of a file just written, in the same space: only the order of the metadata changes."""
+    """Rewrites the header of a safetensors file in place with sorted metadata."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -145,9 +143,9 @@ def _sort_metadata(path: Path) -> None:
 
 
 def check_writable(out: Path, num_bytes: int = 0) -> None:
-    """Call it before the work whose result goes to the file or directory `out`. Writes and removes an empty file.
+    """Raises MachineError if the file or directory `out` cannot be written or its disk has less than `num_bytes` free.
 
-    MachineError: nothing can be written there, or the disk has less than `num_bytes` left.
+    Commands call this before long work. It creates and removes a temporary file.
     """
     out = Path(os.path.abspath(out))
     folder = next(path for path in (out, *out.parents) if present(path))
@@ -161,14 +159,14 @@ def check_writable(out: Path, num_bytes: int = 0) -> None:
     except OSError as e:
         raise MachineError(f"{out} cannot be written: {folder}: {e.strerror or e}.") from None
     if free < num_bytes:
-        needed, left = (f"{count / 2**30:.1f} GiB" for count in (num_bytes, free))
+        needed, available = (f"{count / 2**30:.1f} GiB" for count in (num_bytes, free))
         raise MachineError(
-            f"{out} takes at least {needed}, and its disk has {left} left; make room, or choose another."
+            f"{out} needs at least {needed}, and its disk has {available} free; make room, or choose another disk."
         )
 
 
 def check_absent(out: Path, error: type[Fp8ServeError] = TakenError) -> None:
-    """`error` when something is already at `out`; an empty directory is allowed. MachineError as `check_writable`."""
+    """Raises `error` if `out` exists and is not an empty directory, and MachineError if it cannot be written."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise error(f"{out} exists and is not a directory; choose another output directory.")
     if out.is_dir() and any(out.iterdir()):
@@ -177,10 +175,11 @@ def check_absent(out: Path, error: type[Fp8ServeError] = TakenError) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary sibling of the file `path` to write; on success it becomes `path`, on any exception it is removed.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary file beside `path`, which is renamed to `path` at the end, or removed on an exception.
 
-    One writer at a time: a killed one leaves the temporary file, which the next one overwrites.
+    Callers ensure that only one process writes `path` at a time. The next call overwrites the temporary file of a
+    killed process.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -193,11 +192,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Iterator[Path]:
-    """A temporary sibling of `out` to write into; on success it becomes `out`, on any exception it is removed.
+def atomic_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Iterator[Path]:
+    """Yields a temporary directory beside `out`, which is renamed to `out` at the end, or removed on an exception.
 
-    Costs one fsync per file at the end. `error` when `out` is taken, before or in the meantime; MachineError when the
-    disk is full or not writable.
+    Raises `error` if `out` exists or is created meanwhile, and MachineError if the disk is full or not writable.
     """
     out = Path(os.path.abspath(out))
     check_absent(out, error)
@@ -210,7 +208,11 @@ def whole_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Itera
     try:
         yield temporary
         fsync_tree(temporary)
-        _put_in_place(temporary, out, error)
+        try:
+            os.rename(temporary, out)  # replaces an empty directory, and fails if another process filled it meanwhile
+        except OSError as e:
+            raise error(f"{out} could not be created: {e.strerror}.") from None
+        fsync(out.parent)
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(e, OSError):
@@ -218,16 +220,8 @@ def whole_directory(out: Path, error: type[Fp8ServeError] = TakenError) -> Itera
         raise
 
 
-def _put_in_place(temporary: Path, out: Path, error: type[Fp8ServeError]) -> None:
-    try:
-        os.rename(temporary, out)  # replaces an empty directory, refuses one that was filled meanwhile
-    except OSError as e:
-        raise error(f"{out} could not be put in place: {e.strerror}.") from None
-    fsync(out.parent)
-
-
 def fsync(path: Path) -> None:
-    """Force a file or directory to the disk."""
+    """Flushes a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -236,7 +230,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Every file below `root`, then the directories, deepest first."""
+    """Flushes every file below `root`, then the directories, deepest first."""
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
             fsync(Path(folder, name))
@@ -244,31 +238,26 @@ def fsync_tree(root: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a directory of mode 0700, or gives one that exists this mode, unless it belongs to another user."""
+    """Creates a directory of mode 0700, or sets this mode on an existing one, unless it belongs to another user."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         with suppress(PermissionError):
             folder.chmod(0o700)
 
 
-def take_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
-    """The locked file; closing it releases the lock.
+def acquire_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
+    """Locks the file `path` and returns it open; closing it releases the lock.
 
-    Raises error(`refusal`) when another process, or this one, holds it, MachineError where locks do not work.
+    Raises `error` with the message `refusal` if any process holds the lock, and MachineError if locks do not work.
     """
     lock = None
     try:
         lock = path.open("a+", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _close(lock)
-        raise error(refusal) from None
     except OSError as e:
-        _close(lock)
+        if lock is not None:
+            lock.close()
+        if isinstance(e, BlockingIOError):
+            raise error(refusal) from None
         raise MachineError(f"{path} cannot be locked: {e.strerror}; choose a directory on a local disk.") from None
     return lock
-
-
-def _close(lock: IO[str] | None) -> None:
-    if lock is not None:
-        lock.close()

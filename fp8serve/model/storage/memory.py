@@ -1,8 +1,8 @@
-"""Memory: what the machine has free, freed blocks returned to the operating system, and a bound for one step.
+"""Measures free memory, returns freed memory to the operating system, and limits the memory of a block of code.
 
-glibc keeps a freed block that lies below one in use. A calibration frees matrices of all sizes between small tensors
-that stay, so with every layer its heap would grow by about the size of the layer's weights. Stacking experts' weights
-would leave as much unused memory behind as the stacks take.
+glibc's malloc retains a freed block that lies below one in use. Calibration frees matrices of all sizes between small
+tensors that stay, so its heap would grow by about the size of a layer's weights with every layer. Stacking experts'
+weights would retain as much unused memory as the stacks need.
 """
 
 import ctypes
@@ -15,37 +15,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-RETAINED = (
+RETAINED_BYTES = (
     256 << 20
-)  # bytes, about the temporaries of a small model; faulting them in again would cost a tenth of the time
+)  # about the temporary tensors of a small model, whose page faults would cost 10 % of the time
 
 
 _USAGE = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 class _Usage(ctypes.Structure):
-    """glibc's `struct mallinfo2`; `fordblks` are the free bytes of its heaps."""
+    """glibc's `struct mallinfo2`; `fordblks` is the number of free bytes in its heaps."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _USAGE.split()]
 
 
 def trim(retained: int | None = None) -> None:
-    """Return the unused memory that glibc's malloc holds, if it is more than `retained` bytes, or `RETAINED`.
+    """Returns unused memory of glibc's malloc to the system if it exceeds `retained` bytes, by default RETAINED_BYTES.
 
-    Nothing happens with another C library; a glibc older than 2.33, which cannot count, returns everything.
+    With another C library this does nothing. A glibc older than 2.33 cannot count its free bytes and returns all of
+    them.
     """
-    if (libc := _glibc()) and held(libc) > (RETAINED if retained is None else retained):
+    if (libc := _glibc()) and _free_heap_bytes(libc) > (RETAINED_BYTES if retained is None else retained):
         libc.malloc_trim(0)
 
 
-def held(libc: Any) -> float:
-    """The unused bytes that malloc holds; infinite where glibc cannot tell."""
+def _free_heap_bytes(libc: Any) -> float:
     return float(libc.mallinfo2().fordblks) if hasattr(libc, "mallinfo2") else float("inf")
 
 
 @cache
 def _glibc() -> Any:
-    """The C library if it is glibc, else None."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "malloc_trim"):
         return None
@@ -55,7 +54,7 @@ def _glibc() -> Any:
 
 
 def address_space() -> int | None:
-    """Bytes of address space that this process uses; None where the system does not say."""
+    """Returns the bytes of address space that this process uses, or None without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -64,8 +63,10 @@ def address_space() -> int | None:
 
 @contextmanager
 def limited_memory(most: int) -> Iterator[None]:
-    """Inside the block this process, all its threads included, may map at most `most` further bytes; beyond that
-    allocations fail, in Python with MemoryError. Without /proc (macOS) nothing is limited."""
+    """Inside the block, all threads of this process together may allocate at most `most` further bytes.
+
+    Larger allocations fail, in Python with MemoryError. Without /proc (macOS) nothing is limited.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if (used := address_space()) is None:
         yield
@@ -79,9 +80,9 @@ def limited_memory(most: int) -> Iterator[None]:
 
 
 def free_memory() -> int:
-    """Bytes that the machine has free, or that the container (control group version 2) still may take, if fewer.
+    """Returns the free memory in bytes: of the machine, or of its container (cgroup v2) if that has less.
 
-    macOS has no name for its free pages: there it is all memory that the machine has.
+    macOS does not report free pages; there it is all memory of the machine.
     """
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,23 +1,22 @@
-"""The one place that opens files of strangers: regular files only, and in a model's directory none that lies elsewhere.
+"""Opens untrusted files: regular files only, and of a model directory only files inside it.
 
-A model directory comes from a stranger, and a link in it could make a server read any file of its user and show the
-content, for example as a chat template. So a file of a directory is opened by walking from the directory to the file,
-component by component, each relative to the descriptor of the folder before it, and without following links. A link is
-read here, and its target is walked the same way: it may lead to any place in the directory and nowhere else. What was
-opened is what was checked: a link that is put there between two of these steps is not followed either. `open_member`
-returns the descriptor, and readers read from it, never from the path.
+A symbolic link in a downloaded model directory could make a server read any file of its user and return the content,
+for example as a chat template. `open_member` therefore opens each path component relative to the descriptor of its
+parent folder with O_NOFOLLOW. It resolves links itself, in the same way, and refuses a link that leaves the directory.
+Replacing a component by a link between two steps has no effect, and callers read from the open file, never from the
+path.
 
-    DIR              as a person wrote it; it may be a link itself
+    DIR              may be a link itself, because the user named it
     DIR/name         may be a link to DIR/other or DIR/sub/other
     models--x/snapshots/REV/name
-                     in the cache of the Hugging Face hub may also be a link to anything in models--x, which holds the
-                     files as blobs/HASH
+                     in the cache of the Hugging Face hub, which stores files as models--x/blobs/HASH, may be a link to
+                     any file below models--x
 
-A file that a person names (training rows, a GGUF file, --scales) may be a link to anywhere: `open_file` and `real_path`
-are for those.
+A file that a user names (training data, a GGUF file, --scales) may be a link to any file; `open_file` and `real_path`
+are for such files.
 
-FIFOs, devices and sockets are refused without waiting for them. A file that grows is read up to the limit. One that is
-cut off while it is mapped (storage/shards.py) ends the process with SIGBUS, as with every mapped file.
+FIFOs, devices and sockets are refused without waiting for them. If a file is truncated while it is mapped
+(storage/shards.py), the process ends with SIGBUS, as for every mapped file.
 """
 
 import os
@@ -29,55 +28,54 @@ from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError, TakenError
 
-MAX_LINKS = 40  # on the way to one file, as in Linux
-_HUB_KINDS = ("models--", "datasets--")
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO without a writer opens, too
-_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+MAX_LINKS = 40  # links that are resolved to open one file, as in Linux
+_HUB_PREFIXES = ("models--", "datasets--")
+_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK opens a FIFO that has no writer
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class _OutsideError(Exception):
-    """A link, or a name with "..", leaves the directory."""
+    """Raised if a link, or a path with "..", leaves the directory."""
 
 
 def open_member(
     path: Path, limit: int | None = None, error: type[Fp8ServeError] = TakenError, root: Path | None = None
 ) -> BufferedReader:
-    """A regular file of at most `limit` bytes in the directory `root`, open for reading.
+    """Opens a regular file in the directory `root`, a parent of `path` and by default its folder, for reading.
 
-    root: a parent of `path`; None: the folder in which the file lies. `error` for anything else, and when a link
-    between `root` and the file leads out of `root`.
+    Raises `error` if the file is missing, is no regular file, is larger than `limit` bytes, or if a link leaves `root`.
     """
     root = path.parent if root is None else root
-    top, start = _top(root)
+    top, start = _allowed_folder(root)
     try:
-        descriptor = _walk(top, [*start, *path.relative_to(root).parts])
+        descriptor = _open_below(top, [*start, *path.relative_to(root).parts])
     except _OutsideError:
         raise error(
-            f"{path} is a link to outside of {root}, which is not followed; put the file itself there (cp -L copies "
-            "what a link leads to), or link the whole directory."
+            f"{path} is a link to a file outside {root}, which is not allowed; replace it by the file itself (cp -L "
+            "copies the target of a link), or link the whole directory."
         ) from None
     except (OSError, ValueError) as e:
         raise _unreadable(path, e, error) from None
-    return _regular(descriptor, path, limit, error)
+    return _checked_file(descriptor, path, limit, error)
 
 
 def open_file(path: Path, limit: int | None = None, error: type[Fp8ServeError] = TakenError) -> BufferedReader:
-    """As `open_member`, for a file that a person named: it may be a link to anywhere."""
+    """Opens a regular file that a user named, which may be a link to any file. Raises `error` as `open_member` does."""
     try:
-        descriptor = os.open(path, _FILE)
+        descriptor = os.open(path, _FILE_FLAGS)
     except (OSError, ValueError) as e:
         raise _unreadable(path, e, error) from None
-    return _regular(descriptor, path, limit, error)
+    return _checked_file(descriptor, path, limit, error)
 
 
 def real_path(path: Path | str) -> Path:
-    """The file that a person named, with links followed; readers of `open_member` then take it as it is."""
+    """Resolves the links of a path that a user named, so that `open_member` accepts it."""
     path = Path(path)
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def regular_file(path: Path) -> bool:
-    """Whether it is a regular file, directly or through a link: not a device, socket or directory."""
+    """Whether the path is a regular file or a link to one, not a device, socket or directory."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
@@ -85,42 +83,42 @@ def regular_file(path: Path) -> bool:
 
 
 def too_large(path: Path, limit: int, error: type[Fp8ServeError]) -> Fp8ServeError:
-    return error(f"{path} is larger than {limit >> 20} MiB, the most that is read; give a smaller file.")
+    return error(f"{path} is larger than {limit >> 20} MiB, the limit for this file; give a smaller one.")
 
 
-def _unreadable(path: Path, problem: OSError | ValueError, error: type[Fp8ServeError]) -> Fp8ServeError:
-    if isinstance(problem, FileNotFoundError):
-        what = "is a link to a file that does not exist" if path.is_symlink() else "does not exist"
-        return error(f"{path} {what}.")
-    # ValueError: a name with a null byte
-    return error(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}.")
+def _unreadable(path: Path, cause: OSError | ValueError, error: type[Fp8ServeError]) -> Fp8ServeError:
+    if isinstance(cause, FileNotFoundError):
+        return error(f"{path} {'is a link to a file that does' if path.is_symlink() else 'does'} not exist.")
+    # os.open raises ValueError for a name with a null byte
+    return error(f"{path} cannot be read: {getattr(cause, 'strerror', None) or cause}.")
 
 
-def _regular(descriptor: int, path: Path, limit: int | None, error: type[Fp8ServeError]) -> BufferedReader:
-    """The open file, which owns the descriptor, unless it is of another kind or too large."""
+def _checked_file(descriptor: int, path: Path, limit: int | None, error: type[Fp8ServeError]) -> BufferedReader:
+    """Returns the open file. Closes the descriptor and raises `error` if the file is not regular or is too large."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise error(f"{path} is not a regular file; put the file itself there.")
+        raise error(f"{path} is not a regular file; replace it by a regular file.")
     if limit is not None and status.st_size > limit:
         os.close(descriptor)
         raise too_large(path, limit, error)
     return os.fdopen(descriptor, "rb")
 
 
-def _top(root: Path) -> tuple[Path, list[str]]:
-    """(the folder that links may not leave, the way from there to `root`)."""
+def _allowed_folder(root: Path) -> tuple[Path, list[str]]:
+    """Returns the folder that links may not leave, and the path components from there to `root`. It is `root`, or
+    the model's folder in the cache of the Hugging Face hub."""
     folder = Path(os.path.realpath(root))
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent
-        if snapshot.parent.name == "snapshots" and repository.name.startswith(_HUB_KINDS):
+        if snapshot.parent.name == "snapshots" and repository.name.startswith(_HUB_PREFIXES):
             return repository, list(folder.relative_to(repository).parts)
     return folder, []
 
 
-def _walk(top: Path, names: list[str]) -> int:
-    """A descriptor of the file that `names` lead to from `top`. OSError; _OutsideError when they leave it."""
-    folders = [os.open(top, _FOLDER)]
+def _open_below(top: Path, names: list[str]) -> int:
+    """Opens the file with the path components `names` below `top`. Raises _OutsideError if they leave it."""
+    folders = [os.open(top, _FOLDER_FLAGS)]
     remaining, links = deque(names), 0
     try:
         while True:
@@ -131,14 +129,16 @@ def _walk(top: Path, names: list[str]) -> int:
                 os.close(folders.pop())
                 continue
             try:
-                descriptor = os.open(name, (_FOLDER if remaining else _FILE) | os.O_NOFOLLOW, dir_fd=folders[-1])
-            except OSError as refusal:
-                target = _target(name, folders[-1], refusal)
+                descriptor = os.open(
+                    name, (_FOLDER_FLAGS if remaining else _FILE_FLAGS) | os.O_NOFOLLOW, dir_fd=folders[-1]
+                )
+            except OSError as error:
+                target = _read_link(name, folders[-1], error)
                 links += 1
                 if links > MAX_LINKS:
                     raise
                 if os.path.isabs(target):
-                    target = _from_top(target, top)
+                    target = _relative_target(target, top)
                     while len(folders) > 1:
                         os.close(folders.pop())
                 remaining.extendleft(part for part in reversed(target.split("/")) if part not in ("", "."))
@@ -151,15 +151,15 @@ def _walk(top: Path, names: list[str]) -> int:
             os.close(folder)
 
 
-def _target(name: str, folder: int, refusal: OSError) -> str:
-    """Where the link `name` leads. Raises `refusal`, for which it was not opened, when it is no link."""
+def _read_link(name: str, folder: int, error: OSError) -> str:
+    """Returns the target of the link `name`. Raises `error`, with which opening it failed, if `name` is no link."""
     with suppress(OSError):
         return os.readlink(name, dir_fd=folder)
-    raise refusal
+    raise error
 
 
-def _from_top(target: str, top: Path) -> str:
-    """The way from `top` to the absolute path `target`; it is walked again, so that nothing rests on this answer."""
+def _relative_target(target: str, top: Path) -> str:
+    """Returns the absolute path `target` relative to `top`; `_open_below` checks each of its components again."""
     real = Path(os.path.realpath(target))
     if not real.is_relative_to(top):
         raise _OutsideError

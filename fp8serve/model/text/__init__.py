@@ -1,2 +1,1 @@
-"""Text and data: tokenizers, chat templates, the assistant's turns in a text, and rows of training data. No torch
-here."""
+"""Tokenizers, chat templates, loss masks of conversations, and training data. This package does not import torch."""

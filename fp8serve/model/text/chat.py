@@ -1,24 +1,22 @@
-"""Chat templates: Jinja from the model's directory, run in jinja's sandbox.
+"""Renders conversations with a model's chat template in jinja's sandbox.
 
-A template is a program that came with a download. `ImmutableSandboxedEnvironment` keeps it from Python's internals, but
-not from running for an hour or building a string of a gigabyte, and jinja computes constant expressions while it
-compiles. So a `ChatTemplate` is made and rendered only in a process with limits of processor time and memory: a parser
-process of the server, or the one that a `LimitedTemplate` has (limited_template.py). Helpers are those Hugging Face
-templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and `{% generation
-%}` blocks, which mark what an assistant wrote (turns.py reads them).
+A chat template is a program from an untrusted download. jinja's sandbox protects Python's internals, but a template can
+run for an hour or build a string of a gigabyte, even while jinja compiles it. So a `ChatTemplate` is only created in a
+process with limits of CPU time and memory: a parser process of the server, or the child process of a `LimitedTemplate`.
+Templates get the helpers of transformers: `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop
+controls, and `{% generation %}` blocks, from which assistant_spans.py computes loss masks.
 
-`strftime_now` gives the time of the machine, as transformers does, unless the template was compiled with a date: a
-training run keeps the date of its first day, so that it renders the same text when it is resumed on another.
+`strftime_now` returns the machine's time, as in transformers, or the date with which the template was compiled. A
+training run uses the date on which it started, so that a resumed run renders the same text.
 
-Templates accept an assistant's calls in different forms. Transformers gives arguments as objects, and null for the
-content beside calls that has no text. Templates of DeepSeek join arguments to text, so arguments must be text; those of
-Qwen 3 search the content for marks, so the content must be text. No template declares its form: if it refuses a
-conversation, the next form is tried (`spellings`).
+Templates differ in the format of tool calls. transformers passes arguments as objects, and null as the content of a
+message that only has calls. DeepSeek's templates concatenate arguments, so they need text; Qwen 3's search the content,
+so it must not be null. A template does not say which format it needs, so `message_formats` yields several, of which
+the first that the template accepts is used.
 
-For a template that knows no tools, the conversation is rewritten in the form that Hermes and Qwen models are trained
-on (`with_tools`). The system message describes the tools. Earlier calls are written in the form that the model is asked
-to use, `<tool_call>{...}</tool_call>`. Their results come in a user turn, in plain words, because a model that was not
-trained on `<tool_response>` repeats it instead of using it.
+If a template does not support tools, `with_tools` rewrites the conversation. The system message describes the tools,
+calls are written as `<tool_call>{...}</tool_call>`, as Hermes and Qwen models are trained, and results become user
+messages in plain words: a model that was not trained on `<tool_response>` repeats this tag instead of using the result.
 """
 
 import json
@@ -37,14 +35,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, one_line
 
 Message = dict[str, Any]
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
-END_OF_BEGUN = "<end-of-begun-message>"
-"""Stands in the place at which a message is to be continued."""
+CONTINUATION_MARKER = "<end-of-begun-message>"
+"""A text that is appended to the message to be continued, to find its end in the rendered conversation."""
 MAX_CHARS = 16 * 1024 * 1024
-"""Of a rendered conversation; a tokenizer needs 200 bytes for each."""
+"""Characters of a rendered conversation; a tokenizer needs 200 bytes for each."""
 
-DESCRIPTION = """# Tools
+TOOLS_PROMPT = """# Tools
 
 These functions may help you to answer. Each line between the tags is the JSON description of one:
 <tools>
@@ -56,11 +54,11 @@ To call a function, write a JSON object with its name and its arguments between 
 {{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>"""
 
-_mark: ContextVar[str] = ContextVar("mark", default="")  # put around generation blocks on request
+_delimiter: ContextVar[str] = ContextVar("delimiter", default="")  # rendered around generation blocks
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: renders its body, between marks when spans are asked for."""
+    """The block `{% generation %}...{% endgeneration %}`, which renders its body between two delimiters."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja reads a class attribute
 
@@ -70,16 +68,20 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
 
     def _wrap(self, caller: Callable[[], str]) -> str:
-        return f"{_mark.get()}{caller()}{_mark.get()}"
+        return f"{_delimiter.get()}{caller()}{_delimiter.get()}"
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens that it may write.
+    """A compiled chat template.
 
-    today: what `strftime_now` takes for the date; None for the machine's clock. ModelError when `source` is not a
-    template. `marks_generation`: whether it has `{% generation %}` blocks. `constants`: the texts written in it, which
-    it may look for in a message. `takes_tools`: whether it reads the variable `tools`; `knows_calls`: whether it writes
-    an assistant's calls.
+    `special_tokens` are variables of the template, such as `bos_token`, and `today` is the date of `strftime_now`, or
+    None for the machine's clock. Raises ModelError if `source` is not a template.
+
+    Attributes:
+        marks_generation: whether the template has `{% generation %}` blocks
+        takes_tools: whether the template reads the variable `tools`
+        writes_tool_calls: whether the template renders an assistant's tool calls
+        constants: string constants in the template, which it may search for in messages
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
@@ -91,63 +93,65 @@ class ChatTemplate:
             blocks = parsed.find_all(nodes.ExtensionAttribute)
             self.marks_generation = any(b.identifier == _Generation.identifier for b in blocks)
             self.takes_tools = any(name.name == "tools" for name in parsed.find_all(nodes.Name))
-            self.knows_calls = "tool_calls" in source
+            self.writes_tool_calls = "tool_calls" in source
             self.constants = frozenset(c.value for c in parsed.find_all(nodes.Const) if isinstance(c.value, str))
             self._template = environment.from_string(parsed)
         except MemoryError:
             raise
-        except Exception as e:  # Python's compiler refuses some of what jinja accepts
+        except Exception as e:  # Python's compiler may reject what jinja accepts
             raise ModelError(f"The model's chat template does not compile: {one_line(e)}.") from None
 
     def render(
         self,
         messages: list[Message],
         add_generation_prompt: bool = True,
-        mark: str = "",
-        variables: Mapping[str, Any] = NOTHING,
+        delimiter: str = "",
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        """The text of the conversation, with `mark` before and after what a generation block wrote. `variables` are
-        further ones, such as `enable_thinking`, or `tools`, as OpenAI's API describes them (None: there are none now):
-        for a template that knows no tools the conversation is rewritten (`with_tools`).
+        """Renders the conversation, with `delimiter` before and after the text of each generation block.
 
-        RequestError: the template refuses the messages. ModelError: it writes too much.
+        `variables` are further variables of the template, such as `enable_thinking`, or `tools` in the format of
+        OpenAI's API. Raises RequestError if the template refuses the messages, and ModelError if it writes too much.
         """
-        context = {"tools": None, "documents": None} | plain(dict(variables))
+        context = {"tools": None, "documents": None} | to_json_value(dict(variables))
         if "tools" in variables and not self.takes_tools:
-            messages, context["tools"] = with_tools(messages, context["tools"], self.knows_calls), None
+            messages, context["tools"] = with_tools(messages, context["tools"], self.writes_tool_calls), None
         context |= {"add_generation_prompt": add_generation_prompt}
-        token = _mark.set(mark)
+        token = _delimiter.set(delimiter)
         try:
-            return self._first_accepted([_plain_message(message) for message in messages], context)
+            return self._render_first_accepted([_without_nulls(message) for message in messages], context)
         finally:
-            _mark.reset(token)
+            _delimiter.reset(token)
 
-    def render_begun(self, messages: list[Message], variables: Mapping[str, Any] = NOTHING) -> str:
-        """The text up to the end of the last message, for a model that continues it, as transformers cuts it: white
-        space at the end stays if the template keeps it. `variables` and errors: see `render`.
+    def render_to_continue(self, messages: list[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+        """Renders the conversation up to the end of the last message, which the model continues.
+
+        White space at its end stays if the template preserves it, as with transformers' `continue_final_message`.
+        Variables and errors are those of `render`.
         """
         *earlier, last = messages
-        begun = last.get("content") or ""
-        text = self.render([*earlier, last | {"content": f"{begun}{END_OF_BEGUN} "}], False, variables=variables)
-        before, end, after = text.rpartition(END_OF_BEGUN)
-        if not end:
-            raise RequestError("The model's chat template leaves out the message that is to be continued.")
-        return before if after.startswith(" ") else before.rstrip()
+        content = f"{last.get('content') or ''}{CONTINUATION_MARKER} "
+        rendered = self.render([*earlier, last | {"content": content}], False, variables=variables)
+        text, marker, suffix = rendered.rpartition(CONTINUATION_MARKER)
+        if not marker:
+            raise RequestError("The model's chat template does not render the message that the model would continue.")
+        return text if suffix.startswith(" ") else text.rstrip()
 
-    def _first_accepted(self, messages: list[Message], context: dict[str, Any]) -> str:
-        """The text of the first form that the template accepts; if none, the error is that of the first form."""
-        complaint = ""
-        for spelt in spellings(messages):
+    def _render_first_accepted(self, messages: list[Message], context: dict[str, Any]) -> str:
+        """Renders the messages in the first format that the template accepts, or raises its error for the first one."""
+        reason = ""
+        for formatted in message_formats(messages):
             try:
-                return _bounded(self._template.generate(self._special_tokens | context | {"messages": spelt}))
+                return _join(self._template.generate(self._special_tokens | context | {"messages": formatted}))
             except (Fp8ServeError, MemoryError):
                 raise
-            except Exception as e:  # a template may call what raises an error of any class
-                complaint = complaint or one_line(e)
-        raise RequestError(f"The model's chat template refuses these messages: {complaint}.")
+            except Exception as e:  # templates can raise errors of any class
+                reason = reason or one_line(e)
+        raise RequestError(f"The model's chat template refuses these messages: {reason}.")
 
 
-def _bounded(pieces: Iterator[str]) -> str:
+def _join(pieces: Iterator[str]) -> str:
+    """Joins the pieces. Raises ModelError if they have more than MAX_CHARS characters."""
     parts, length = [], 0
     for piece in pieces:
         parts.append(piece)
@@ -157,21 +161,21 @@ def _bounded(pieces: Iterator[str]) -> str:
     return "".join(parts)
 
 
-def _plain_message(message: Message) -> Message:
-    """The message without null values, except the content beside calls: some templates test whether it is null."""
+def _without_nulls(message: Message) -> Message:
+    """Removes null values from a message, except the content beside tool calls, which some templates test for null."""
     fields = {k: v for k, v in message.items() if v is not None or (k == "content" and message.get("tool_calls"))}
-    return {k: plain(v) for k, v in fields.items()}
+    return {k: to_json_value(v) for k, v in fields.items()}
 
 
-def plain(value: Any) -> Any:
-    """The value with lists for tuples and text for keys. Only JSON's types reach a template, because it could call an
-    object's methods; RequestError for others."""
+def to_json_value(value: Any) -> Any:
+    """Converts tuples to lists and keys to text. Raises RequestError for other types than those of JSON. A template
+    could call the methods of other objects."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): to_json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [to_json_value(v) for v in value]
     raise RequestError(f"A chat message holds a {type(value).__name__}, which is not a JSON value.")
 
 
@@ -189,7 +193,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _clock(today: date | None) -> Callable[[str], str]:
-    """`strftime_now`: the machine's time, or noon of `today`."""
+    """Returns the function `strftime_now`, which formats the machine's time or noon of `today`."""
     fixed = None if today is None else datetime.combine(today, time(12))
 
     def strftime_now(layout: str) -> str:
@@ -204,17 +208,17 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def spellings(messages: list[Message]) -> Iterator[list[Message]]:
-    """The conversation as it is and, if it holds calls, in three other forms."""
+def message_formats(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yields the conversation unchanged and, if it has tool calls, with text for null content or for arguments."""
     yield messages
     if any(message.get("tool_calls") for message in messages):
-        yield [_with_text(message) for message in messages]
-        as_text = [_with_arguments_as_text(message) for message in messages]
-        yield as_text
-        yield [_with_text(message) for message in as_text]
+        yield [_with_text_content(message) for message in messages]
+        with_text_arguments = [_with_arguments_as_text(message) for message in messages]
+        yield with_text_arguments
+        yield [_with_text_content(message) for message in with_text_arguments]
 
 
-def _with_text(message: Message) -> Message:
+def _with_text_content(message: Message) -> Message:
     return message | {"content": message.get("content") or ""} if message.get("tool_calls") else message
 
 
@@ -232,25 +236,28 @@ def _arguments_as_text(call: Any) -> Any:
     return call | {"function": function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
 
 
-def with_tools(messages: list[Message], tools: list[dict[str, Any]] | None, knows_calls: bool = False) -> list[Message]:
-    """The conversation in messages of only system, user and assistant. `tools`: as OpenAI's API describes them.
+def with_tools(
+    messages: list[Message], tools: list[dict[str, Any]] | None, writes_calls: bool = False
+) -> list[Message]:
+    """Rewrites a conversation for a template without tools, so that only system, user and assistant have messages.
 
-    `knows_calls`: calls and results can be written as they are.
+    `tools` have the format of OpenAI's API. If `writes_calls`, the template renders calls and results itself, and only
+    the description of the tools is added.
     """
-    if knows_calls:
+    if writes_calls:
         return _describe_tools(messages, tools) if tools else messages
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
-            rewritten.append({"role": "user", "content": "\n".join(_result(message) for message in group)})
+            rewritten.append({"role": "user", "content": "\n".join(_result_text(message) for message in group)})
         else:
             rewritten += [_calls_as_text(message) if message.get("tool_calls") else message for message in group]
     return _describe_tools(rewritten, tools) if tools else rewritten
 
 
 def _describe_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools after the text of the system message."""
-    text = DESCRIPTION.format(tools="\n".join(_json(tool) for tool in tools))
+    """Appends the description of the tools to the system message, or inserts a system message with it."""
+    text = TOOLS_PROMPT.format(tools="\n".join(_json(tool) for tool in tools))
     if messages and messages[0].get("role") == "system":
         first = messages[0] | {"content": f"{messages[0].get('content') or ''}\n\n{text}".lstrip()}
         return [first, *messages[1:]]
@@ -258,13 +265,13 @@ def _describe_tools(messages: list[Message], tools: list[dict[str, Any]]) -> lis
 
 
 def _calls_as_text(message: Message) -> Message:
-    """An assistant's turn, with its calls as text."""
+    """Returns an assistant's message with its tool calls as text."""
     calls = (call["function"] for call in message["tool_calls"])
-    written = [f"<tool_call>\n{_json({k: call[k] for k in ('name', 'arguments')})}\n</tool_call>" for call in calls]
-    return {"role": "assistant", "content": "\n".join([*filter(None, [message.get("content")]), *written])}
+    texts = [f"<tool_call>\n{_json({k: call[k] for k in ('name', 'arguments')})}\n</tool_call>" for call in calls]
+    return {"role": "assistant", "content": "\n".join([*filter(None, [message.get("content")]), *texts])}
 
 
-def _result(message: Message) -> str:
+def _result_text(message: Message) -> str:
     return f"{message.get('name') or 'The function'} returned:\n{message.get('content') or ''}"
 
 

@@ -1,15 +1,13 @@
-"""What a conversation in training data may hold: messages of text, calls of tools and their results, as OpenAI's
-fine-tuning files and data sets on the hub spell them.
+"""Validates conversations in training data: text messages, tool calls and tool results in OpenAI's format.
 
-Refused by name is whatever a prompt cannot hold, and whatever would be learnt, or not learnt, against the intention of
-the data: a role that no request has, an answer that is empty, arguments of a call that are not JSON, a result whose
-call is missing, a flag of another program that says what to learn. A message that is not learnt (weight 0, or the
-context of a pair) may hold a broken call, because a model may learn to correct one. Other keys of a message are data
-that a template may read; values of theirs that JSON cannot hold are left out.
+A conversation raises DataError if a request could not contain it, or if its loss mask would not be what its author
+intended: for an unknown role, an empty answer, arguments that are not JSON, a result without its call, or a loss-mask
+flag of another program. A message without loss (weight 0, or the context of a preference pair) may contain a malformed
+call, because a model may learn to correct it. Unknown keys of a message are passed to the chat template, except those
+with values that JSON cannot represent.
 
-`for_template` gives messages as chat templates read them: text instead of parts, arguments as objects, and results with
-the name of the function that was called. Requests and training data both use it, so a model is trained on the text that
-a request renders.
+`for_template` converts messages to the format of chat templates. Requests and training data both use it, so a model is
+trained on the text that a request renders.
 """
 
 import json
@@ -22,39 +20,42 @@ from fp8serve.errors import DataError, json_fault, json_kind, shown
 from fp8serve.model.text.tables import JSON_ROWS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Those that a request may have."""
+"""The roles that a request may have."""
 FOREIGN_FLAGS = ("train", "training", "trainable")
-"""Keys by which other programs say whether a message is learnt."""
-MAX_BITS = 14_000  # of a whole number; Python writes none of more than 4300 digits
-MAX_DEPTH = 200  # of lists and objects in each other; a limit of Python's own would depend on who else runs
-REASONING = ("reasoning", "reasoning_content", "thinking")
-_READ = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING)
+"""Keys with which other programs put a message into the loss mask."""
+MAX_INTEGER_BITS = 14_000  # Python converts no integer of more than 4300 digits to text
+MAX_DEPTH = 200  # nesting of lists and objects; Python's recursion limit would depend on the caller's stack
+REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
+_KNOWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING_KEYS)
 _ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
-NO_ARGUMENTS = {"type": "object", "properties": {}}
-_WRITTEN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+_CONVERTED_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content")
 
 
-def messages_of(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """The messages of a row to learn from: a list, or JSON text of one. DataError names `where` and what is wrong."""
-    messages = conversation_of(value, where)
-    learnt = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_learnt(m)]
-    if not learnt:
-        weightless = any(m["role"] == "assistant" for m in messages)
-        what = "every message of the assistant has weight 0" if weightless else "no message is the assistant's"
+def parse_messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Returns the messages of a training row, which is a list or its JSON text.
+
+    Raises DataError, with `where` and the reason, if a message is invalid or no message of the assistant has loss.
+    """
+    messages = parse_conversation(value, where)
+    with_loss = [i for i, m in enumerate(messages) if m["role"] == "assistant" and has_loss(m)]
+    if not with_loss:
+        has_assistant = any(m["role"] == "assistant" for m in messages)
+        what = "every message of the assistant has weight 0" if has_assistant else "no message is the assistant's"
         raise DataError(f"{where}: {what}, so there is nothing to learn.")
-    for i in learnt:
+    for i in with_loss:
         _check_answer(messages[i], f"{where}: message {i}")
     return messages
 
 
-def is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether the weight of an assistant's message is 1, which it is without one."""
+def has_loss(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message has weight 1, which is the default."""
     return message.get("weight") in (1, None)
 
 
-def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
-    """As `messages_of`, whoever speaks, and whatever the assistant's calls hold."""
-    messages = from_json(value, f"{where}: `{column}`")
+def parse_conversation(value: Any, where: str, column: str = "messages") -> tuple[Mapping[str, Any], ...]:
+    """Returns the messages of a conversation that needs no message with loss; see `parse_messages`."""
+    messages = decode_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: `{column}` is not a list of messages.")
     calls: set[str] = set()
@@ -67,15 +68,17 @@ def conversation_of(value: Any, where: str, column: str = "messages") -> tuple[M
             raise DataError(f"{where}: message {i} is nested too deeply.") from None
         _check_result(message, calls, f"{where}: message {i}")
         calls |= {call["id"] for call in message.get("tool_calls") or () if call.get("id")}
-    return tuple(_without_foreign_values(message) for message in messages)
+    return tuple(_without_non_json_values(message) for message in messages)
 
 
-def tools_of(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
-    """The tools of a row as chat templates read them: a list of functions, bare or inside `{"type": "function"}`, or
-    JSON text of one. DataError as above."""
+def parse_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    """Returns the tools of a row in the format of chat templates. Raises DataError if one is invalid.
+
+    A row has a list of functions, or its JSON text; a function may be inside `{"type": "function"}`.
+    """
     if row.get("functions"):
-        raise DataError(f"{where} has `functions`, OpenAI's older form; give them as `tools`.")
-    tools = from_json(row.get("tools") or [], f"{where}: `tools`")
+        raise DataError(f"{where} has `functions`, OpenAI's older format; give them as `tools`.")
+    tools = decode_json(row.get("tools") or [], f"{where}: `tools`")
     if not isinstance(tools, list):
         raise DataError(f"{where}: `tools` is {json_kind(tools)}, not a list.")
     return tuple(_tool(tool, f"{where}: tool {i}") for i, tool in enumerate(tools))
@@ -89,8 +92,8 @@ def valid_unicode(value: str, what: str) -> str:
     return value
 
 
-def from_json(value: Any, what: str) -> Any:
-    """Columns of CSV and Parquet files often hold lists as JSON text."""
+def decode_json(value: Any, what: str) -> Any:
+    """Decodes JSON text, with which CSV and Parquet files store lists, and returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -104,12 +107,12 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
     if role not in ROLES:
         raise DataError(f"{where} has the role {shown(role)}; roles are {', '.join(ROLES[:-1])} and {ROLES[-1]}.")
     if message.get("function_call"):
-        raise DataError(f"{where} has `function_call`, OpenAI's older form; give it as `tool_calls`.")
+        raise DataError(f"{where} has `function_call`, OpenAI's older format; give it as `tool_calls`.")
     if calls and role != "assistant":
         raise DataError(f"{where} has `tool_calls`, but its role is {role}; only an assistant calls tools.")
-    reasoning: list[Any] = [message[key] for key in REASONING if message.get(key) is not None]
-    if other := [value for value in reasoning if not isinstance(value, str)]:
-        raise DataError(f"{where}: its reasoning is {shown(other[0])}, which is not text.")
+    reasoning: list[Any] = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
+    if not_text := [value for value in reasoning if not isinstance(value, str)]:
+        raise DataError(f"{where}: its reasoning is {shown(not_text[0])}, which is not text.")
     if not isinstance(message.get("name") or "", str):
         raise DataError(f"{where}: its `name` is {shown(message['name'])}, which is not text.")
     texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
@@ -117,43 +120,47 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
     if message.get("weight") not in (0, 1, None):
         raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
     if foreign := [flag for flag in FOREIGN_FLAGS if message.get(flag) is not None]:
-        raise DataError(f'{where} has `{foreign[0]}`, which is not read; write "weight": 0 for what is not learnt.')
+        raise DataError(
+            f'{where} has `{foreign[0]}`, which is not supported; write "weight": 0 for a message without loss.'
+        )
     valid_unicode("".join(texts), where)
 
 
 def _check_result(message: Mapping[str, Any], calls: set[str], where: str) -> None:
-    """calls: ids of the calls before the message; empty if they have none, or are written in the text."""
-    answered = message.get("tool_call_id") if message["role"] == "tool" else None
-    if answered is not None and calls and answered not in calls:
-        raise DataError(f"{where} is the result of the call {shown(answered)}, which no message before it makes.")
+    """Raises DataError if a tool's message has an id that is not in `calls`, the ids of earlier calls, if any."""
+    call_id = message.get("tool_call_id") if message["role"] == "tool" else None
+    if call_id is not None and calls and call_id not in calls:
+        raise DataError(
+            f"{where} is the result of the call {shown(call_id)}, but no earlier message has a call with this id."
+        )
 
 
 def _check_answer(message: Mapping[str, Any], where: str) -> None:
-    """Of an assistant's message that is learnt."""
+    """Raises DataError if an assistant's message with loss is empty, or has a call whose arguments are not JSON."""
     calls = message.get("tool_calls") or ()
-    texts = [*_texts(message.get("content"), True, where), *(message.get(key) for key in REASONING)]
+    texts = [*_texts(message.get("content"), True, where), *(message.get(key) for key in REASONING_KEYS)]
     if not calls and not any(texts):
-        raise DataError(f"{where}, the assistant's, is empty; leave it out, or give it weight 0.")
+        raise DataError(f"{where} is an empty assistant message; remove it, or give it weight 0.")
     for i, call in enumerate(calls):
         what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
-        if isinstance(arguments, str):  # nothing, too, means no arguments
-            _check_arguments(from_json(arguments or "{}", what), what)
+        if isinstance(arguments, str):  # empty text means no arguments
+            _check_arguments(decode_json(arguments or "{}", what), what)
 
 
 def _check_arguments(arguments: Any, what: str) -> None:
-    """They are an object of JSON values."""
     if not isinstance(arguments, dict):
         raise DataError(f"{what} are {shown(arguments)}, which is not an object.")
-    if (foreign := foreign_value(arguments)) is not None:
-        raise DataError(f"{what} hold {foreign}, which is not a JSON value.")
+    if (description := non_json_value(arguments)) is not None:
+        raise DataError(f"{what} hold {description}, which is not a JSON value.")
 
 
-def foreign_value(value: Any, depth: int = 0) -> str | None:
-    """A value in `value` that JSON cannot hold, in words; None if there is none. depth: of `value` in a larger one."""
+def non_json_value(value: Any, depth: int = 0) -> str | None:
+    """Describes the first value in `value` that JSON cannot represent, or returns None if there is none. `depth` is
+    the nesting depth of `value` in the outermost value."""
     if value is None or isinstance(value, str):
         return None
     if isinstance(value, int):
-        return None if value.bit_length() <= MAX_BITS else f"a number of {value.bit_length()} bits"
+        return None if value.bit_length() <= MAX_INTEGER_BITS else f"a number of {value.bit_length()} bits"
     if isinstance(value, float):
         return None if math.isfinite(value) else shown(value)
     if not isinstance(value, dict | list | tuple):
@@ -164,26 +171,26 @@ def foreign_value(value: Any, depth: int = 0) -> str | None:
         if (name := next((key for key in value if not isinstance(key, str)), None)) is not None:
             return shown(name)
         value = value.values()
-    return next((foreign for item in value if (foreign := foreign_value(item, depth + 1)) is not None), None)
+    return next((text for item in value if (text := non_json_value(item, depth + 1)) is not None), None)
 
 
-def _without_foreign_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message without values that JSON cannot hold, under keys that are not read here."""
-    if all(key in _READ for key in message):
+def _without_non_json_values(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Removes unknown keys with values that JSON cannot represent."""
+    if all(key in _KNOWN_KEYS for key in message):
         return message
-    return {key: value for key, value in message.items() if key in _READ or foreign_value(value) is None}
+    return {key: value for key, value in message.items() if key in _KNOWN_KEYS or non_json_value(value) is None}
 
 
 def _texts(content: Any, may_be_empty: bool, where: str) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list) and content:
-        yield from (_text_of(part, where) for part in content)
+        yield from (_part_text(part, where) for part in content)
     elif content is not None or not may_be_empty:
         raise DataError(f"{where} has no text in `content`.")
 
 
-def _text_of(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str) -> str:
     is_object = isinstance(part, dict)
     text = part.get("text") if is_object and part.get("type") == "text" else None
     if not isinstance(text, str):
@@ -204,8 +211,8 @@ def _texts_of_calls(calls: Any, where: str) -> Iterator[str]:
         if call.get("type") not in (None, "function"):
             raise DataError(f"{where}: call {i} has the type {shown(call['type'])}; only functions can be called.")
         if not isinstance(function.get("arguments"), str | dict):
-            raise DataError(f"{where}: call {i} has no `arguments`, which are an object or JSON text of one.")
-        if isinstance(function["arguments"], dict):  # whoever learns them: templates write them as JSON
+            raise DataError(f"{where}: call {i} has no `arguments`, which are an object or its JSON text.")
+        if isinstance(function["arguments"], dict):  # templates render them as JSON, with or without loss
             _check_arguments(function["arguments"], f"{where}: `arguments` of call {i}")
         _check_id(call.get("id"), f"{where}: the `id` of call {i}")
         yield function["name"] + json.dumps(function["arguments"], ensure_ascii=False)
@@ -216,7 +223,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _check_id(value: Any, what: str) -> None:
-    """Ids are not replaced by stand-ins (turns.py), so they must not look like a part of a template."""
+    """Raises DataError for an invalid id. assistant_spans.py needs ids that do not look like text of a template."""
     if value is not None and not (isinstance(value, str) and _ID.fullmatch(value)):
         raise DataError(f"{what} is {shown(value)}; an id has up to 256 letters, digits, and . : _ -.")
 
@@ -227,51 +234,55 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where} has no `function` with a `name`.")
     if not isinstance(function.get("description") or "", str):
         raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
-    if not isinstance(function.get("parameters") or {}, dict) or foreign_value(function.get("parameters")) is not None:
+    if not isinstance(function.get("parameters") or {}, dict) or non_json_value(function.get("parameters")) is not None:
         raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is not a JSON schema.")
-    described = {"name": function["name"], "description": function.get("description") or ""}
-    return {"type": "function", "function": described | {"parameters": function.get("parameters") or NO_ARGUMENTS}}
+    parameters = function.get("parameters") or NO_PARAMETERS
+    fields = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": fields}
 
 
 Message = dict[str, Any]
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages, which are valid, in the same order. Keys that are unknown here stay as they are."""
+    """Converts valid messages to the format of chat templates.
+
+    Text replaces lists of parts, arguments become objects, and results get the name of the called function. The role
+    `developer` becomes `system`. Unknown keys are unchanged.
+    """
     calls = [call for message in messages for call in message.get("tool_calls") or () if call.get("id")]
-    called = {call["id"]: call["function"]["name"] for call in calls}
-    return [_message(message, called) for message in messages]
+    function_names = {call["id"]: call["function"]["name"] for call in calls}
+    return [_convert_message(message, function_names) for message in messages]
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of a list of parts, joined; empty for None."""
+    """Returns a message's content as one text: that of its parts if it is a list, and an empty one if it is None."""
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _message(message: Mapping[str, Any], called: Mapping[Any, str]) -> Message:
-    """`developer` is OpenAI's newer word for `system`."""
-    result: Message = {k: v for k, v in message.items() if k not in _WRITTEN}
+def _convert_message(message: Mapping[str, Any], function_names: Mapping[Any, str]) -> Message:
+    result: Message = {k: v for k, v in message.items() if k not in _CONVERTED_KEYS}
     text, calls = text_of(message.get("content")), message.get("tool_calls")
     result |= {"role": "system" if message["role"] == "developer" else message["role"], "content": text}
     if calls:
-        result |= {"content": text or None, "tool_calls": list(_calls(calls))}
+        result |= {"content": text or None, "tool_calls": list(_convert_calls(calls))}
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         result["reasoning_content"] = reasoning
     if message["role"] == "tool":
-        answered = message.get("tool_call_id")
-        fields = {"tool_call_id": answered, "name": message.get("name") or called.get(answered)}
+        call_id = message.get("tool_call_id")
+        fields = {"tool_call_id": call_id, "name": message.get("name") or function_names.get(call_id)}
         result |= {k: v for k, v in fields.items() if v}
     return result
 
 
-def _calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
+def _convert_calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[Message]:
     for call in calls:
-        function = {"name": call["function"]["name"], "arguments": _object(call["function"]["arguments"])}
+        function = {"name": call["function"]["name"], "arguments": _decode_arguments(call["function"]["arguments"])}
         yield ({"id": call["id"]} if call.get("id") else {}) | {"type": "function", "function": function}
 
 
-def _object(arguments: Any) -> Any:
-    """JSON text as an object; any other value stays as it is."""
+def _decode_arguments(arguments: Any) -> Any:
+    """Returns the object of a JSON text; any other value is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,8 +1,8 @@
-"""User data: turns files into examples, and examples into token ids with a mask of those to learn.
+"""Reads examples from data files and tokenizes them with a loss mask.
 
-Shared by calibration (which reads the ids) and fine-tuning (which also reads the mask), so that both see the same
-tokens as serving does: a prompt is tokenized exactly as a request would be, a conversation goes through the same chat
-template. Only completions and the assistant's turns are learnt; the rest is context. No torch here.
+Calibration uses the token ids, and fine-tuning also the loss mask. Both get the tokens that the server would get: a
+prompt is tokenized as in a request, and a conversation is rendered with the same chat template. Only completions and
+the assistant's turns have loss; all other tokens are context.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import DataError, Fp8ServeError, json_fault, json_kind, shown
-from fp8serve.model.text.chat_rows import for_template, is_learnt, messages_of, tools_of, valid_unicode
+from fp8serve.model.text.assistant_spans import Conversation, SpannedText
+from fp8serve.model.text.chat_rows import for_template, has_loss, parse_messages, parse_tools, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits, Rows, read_source, source_name
 from fp8serve.model.text.tables import JSON_ROWS
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.model.text.turns import Conversation, MarkedText
 
 T = TypeVar("T")
 
-PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this: some 500 tokens
-TOGETHER = 128  # messages that are rendered at once, in another process
+PASSAGE_CHARS = 2000  # paragraphs of a text file are joined up to about this length, some 500 tokens
+MESSAGES_PER_BATCH = 128  # rendered at once in a child process
 
 
 @dataclass(frozen=True)
 class TextExample:
-    """Plain text; every token is learnt, the end-of-sequence token too."""
+    """Plain text; every token has loss, also the end-of-sequence token."""
 
     text: str
     source: str = ""  # "file:line", for error messages
@@ -33,7 +33,7 @@ class TextExample:
 
 @dataclass(frozen=True)
 class PromptExample:
-    """A prompt and its completion; only the completion is learnt."""
+    """A prompt and its completion; only the completion has loss."""
 
     prompt: str
     completion: str
@@ -42,11 +42,11 @@ class PromptExample:
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A conversation; only the assistant's turns are learnt (not those with `"weight": 0`)."""
+    """A conversation; only the assistant's turns have loss, except those with `"weight": 0`."""
 
     messages: tuple[Mapping[str, Any], ...]
     source: str = ""
-    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the assistant may call, as OpenAI's API describes them
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the assistant may call, in the format of OpenAI's API
 
 
 Example = TextExample | PromptExample | ChatExample
@@ -54,61 +54,61 @@ Example = TextExample | PromptExample | ChatExample
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """`loss_mask[i]` says whether token i is one to be predicted; both lists have the same length."""
+    """Token ids and the loss mask: `loss_mask[i]` is True if predicting token i contributes to the loss."""
 
     ids: list[int]
     loss_mask: list[bool]
 
 
 def read_examples(sources: Iterable[Path | str], limits: DataLimits = LIMITS) -> Iterator[Example]:
-    """All examples of all sources (data_files.py), in order: passages of whole paragraphs for text, else one per row.
+    """Yields the examples of all sources (data_files.py): one for each row, or for each passage of a text file.
 
-    DataError while iterating: a source is missing, empty, too large, of another kind, or has a broken line, which is
-    named by its number.
+    Iterating raises DataError if a source is missing, empty, too large or unsupported, or at an invalid row.
     """
     for where in sources:
         source, name = read_source(where, COLUMNS, limits), source_name(where)
         examples: Iterator[Example]
-        examples = (
-            _examples(source, name, example_of) if isinstance(source, Rows) else _passages(source.paragraphs, name)
-        )
-        yield from some(examples, name)
+        if isinstance(source, Rows):
+            examples = _parse_rows(source, name, parse_example)
+        else:
+            examples = _passages(source.paragraphs, name)
+        yield from require_nonempty(examples, name)
 
 
 def read_rows(
     where: Path | str,
-    make: Callable[[str | Mapping[str, Any], str], T],
-    prose: str,
+    parse: Callable[[str | Mapping[str, Any], str], T],
+    text_problem: str,
     columns: Collection[str] | None,
     limits: DataLimits = LIMITS,
 ) -> Iterator[T]:
-    """`make(row, where)` of all rows of a source (data_files.py, also for `columns`), in order.
+    """Yields `parse(row, where)` for all rows of a source; `columns` are those of `read_source`.
 
-    DataError while iterating: the source is missing, empty, too large, has a broken row, or is prose: `prose` says why
-    that is of no use.
+    Iterating raises DataError if the source is missing, empty or too large, or at an invalid row. A text file raises it
+    with the reason `text_problem`, which completes "… is prose, which".
     """
     source, name = read_source(where, columns, limits), source_name(where)
     if not isinstance(source, Rows):
-        raise DataError(f"{name} is prose, which {prose}")
-    yield from some(_examples(source, name, make), name)
+        raise DataError(f"{name} is prose, which {text_problem}")
+    yield from require_nonempty(_parse_rows(source, name, parse), name)
 
 
-def _examples(source: Rows, name: str, make: Callable[[str | Mapping[str, Any], str], T]) -> Iterator[T]:
-    return (make(row, f"{name}:{number}") for number, row in source.rows)
+def _parse_rows(source: Rows, name: str, parse: Callable[[str | Mapping[str, Any], str], T]) -> Iterator[T]:
+    return (parse(row, f"{name}:{number}") for number, row in source.rows)
 
 
-def some(examples: Iterator[T], name: str) -> Iterator[T]:
-    """All of them, which are those of the source `name`; DataError if there is none."""
-    empty = True
+def require_nonempty(examples: Iterator[T], name: str) -> Iterator[T]:
+    """Yields the examples of the source `name`. Raises DataError if there are none."""
+    is_empty = True
     for example in examples:
-        empty = False
+        is_empty = False
         yield example
-    if empty:
+    if is_empty:
         raise DataError(f"{name} holds no examples; it is empty.")
 
 
 def _passages(paragraphs: Iterator[str], name: str) -> Iterator[TextExample]:
-    """Consecutive paragraphs together while they are short; a paragraph is never split."""
+    """Joins consecutive short paragraphs to passages of about PASSAGE_CHARS; a paragraph is never split."""
     passage: list[str] = []
     for paragraph in paragraphs:
         if passage and sum(map(len, passage)) + len(paragraph) > PASSAGE_CHARS:
@@ -119,13 +119,8 @@ def _passages(paragraphs: Iterator[str], name: str) -> Iterator[TextExample]:
         yield TextExample("\n\n".join(passage), name)
 
 
-def example_of(row: str | Mapping[str, Any], where: str) -> Example:
-    """The example of a row, or of a line of JSON; DataError names `where` and what is wrong."""
-    return example_from(object_of(row, where), where)
-
-
-def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A row, or the object that a line of JSON is; DataError names `where` and what is wrong."""
+def parse_row(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Decodes a JSON line to an object, and returns a row unchanged. Raises DataError if the line is no JSON object."""
     if not isinstance(row, str):
         return row
     try:
@@ -137,22 +132,23 @@ def object_of(row: str | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return value
 
 
-def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
-    """One row: exactly one of `text`, `prompt` + `completion`, `messages` with or without `tools`; further columns are
-    ignored, so is a `prompt` beside `messages`, which hold it, and null is no value.
+def parse_example(row: str | Mapping[str, Any], where: str = "example") -> Example:
+    """Returns the example of a row or a JSON line: `text`, `prompt` and `completion`, or `messages` and maybe `tools`.
 
-    DataError names `where` and what is wrong.
+    Other columns are ignored, also a `prompt` in a row with `messages`, which contain it. A null value counts as
+    missing. Raises DataError with `where` and the reason if the row is invalid.
     """
+    row = parse_row(row, where)
     kinds = [k for k, columns in _COLUMNS.items() if any(row.get(c) is not None for c in columns)]
     if "messages" in kinds and row.get("completion") is None and "prompt" in kinds:
         kinds.remove("prompt")
     if len(kinds) != 1:
-        empty = next((column for column in COLUMNS if column in row), None)
-        present = f"no value in `{empty}`" if empty else f"only {shown(sorted(row))}"
-        present = f"both {' and '.join(kinds)}" if kinds else present
-        raise DataError(f"{where} has {present}; give one of `text`, `prompt` and `completion`, or `messages`.")
+        null_column = next((column for column in COLUMNS if column in row), None)
+        content = f"no value in `{null_column}`" if null_column else f"only {shown(sorted(row))}"
+        content = f"both {' and '.join(kinds)}" if kinds else content
+        raise DataError(f"{where} has {content}; give one of `text`, `prompt` and `completion`, or `messages`.")
     if kinds[0] == "messages":
-        return ChatExample(messages_of(row["messages"], where), where, tools_of(row, where))
+        return ChatExample(parse_messages(row["messages"], where), where, parse_tools(row, where))
     if row.get("tools"):
         raise DataError(f"{where} has `tools` without `messages`; give the conversation in which they are called.")
     values = [_text(row, column, where) for column in _COLUMNS[kinds[0]]]
@@ -161,7 +157,7 @@ def example_from(row: Mapping[str, Any], where: str = "example") -> Example:
 
 _COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "messages": ("messages",)}
 COLUMNS = ("text", "prompt", "completion", "messages", "tools", "functions")
-"""Those of a row that are read."""
+"""The columns of a row that are read."""
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -175,7 +171,7 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None) -> TokenizedExample:
-    """Ids and mask of one example, cut to its first `max_len` tokens. DataError when it cannot be tokenized."""
+    """Tokenizes an example and truncates it to `max_len` tokens. Raises DataError if it cannot be tokenized."""
     ((_, tokenized),) = tokenize_all([example], tokenizer, max_len)
     return tokenized
 
@@ -183,11 +179,13 @@ def tokenize(example: Example, tokenizer: Tokenizer, max_len: int | None = None)
 def tokenize_all(
     examples: Iterable[Example], tokenizer: Tokenizer, max_len: int | None = None
 ) -> Iterator[tuple[Example, TokenizedExample]]:
-    """As `tokenize`, for each in order; several conversations are rendered together. Errors of `examples` are raised
-    after what comes before them."""
-    for group in _groups(examples):
-        rendered = _rendered([e for e in group if isinstance(e, ChatExample)], tokenizer)
-        for example in group:
+    """Yields each example and its tokens. Conversations are rendered in batches.
+
+    If iterating over `examples` raises an error, it is raised after the tokens of all earlier examples.
+    """
+    for batch in _batches(examples):
+        rendered = _render([e for e in batch if isinstance(e, ChatExample)], tokenizer)
+        for example in batch:
             try:
                 ids, mask = _tokenize(example, rendered, tokenizer, max_len)
             except Fp8ServeError as e:
@@ -198,24 +196,24 @@ def tokenize_all(
             yield example, TokenizedExample(ids[:max_len], mask[:max_len])
 
 
-def _groups(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Of conversations with about `TOGETHER` messages."""
-    group: list[Example] = []
+def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Groups consecutive examples with about MESSAGES_PER_BATCH messages in all."""
+    batch: list[Example] = []
     size = 0
     try:
         for example in examples:
-            group.append(example)
+            batch.append(example)
             size += len(example.messages) if isinstance(example, ChatExample) else 1
-            if size >= TOGETHER:
-                yield group
-                group, size = [], 0
+            if size >= MESSAGES_PER_BATCH:
+                yield batch
+                batch, size = [], 0
     except DataError:
-        yield group
+        yield batch
         raise
-    yield group
+    yield batch
 
 
-def _rendered(chats: Sequence[ChatExample], tokenizer: Tokenizer) -> Iterator[MarkedText]:
+def _render(chats: Sequence[ChatExample], tokenizer: Tokenizer) -> Iterator[SpannedText]:
     for result in tokenizer.assistant_spans(list(map(_conversation, chats))):
         if isinstance(result, Fp8ServeError):
             raise result
@@ -224,30 +222,31 @@ def _rendered(chats: Sequence[ChatExample], tokenizer: Tokenizer) -> Iterator[Ma
 
 def _conversation(example: ChatExample) -> Conversation:
     messages = for_template([{k: v for k, v in m.items() if k != "weight"} for m in example.messages])
-    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not is_learnt(m)]
+    skip = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and not has_loss(m)]
     return Conversation(messages, skip, {"tools": list(example.tools) or None})
 
 
-def tokenize_pieces(example: Example, tokenizer: Tokenizer, max_len: int, pieces: int) -> list[TokenizedExample]:
-    """As `tokenize`, but a text longer than `max_len` becomes consecutive pieces, at most so many."""
+def tokenize_chunks(example: Example, tokenizer: Tokenizer, max_len: int, max_chunks: int) -> list[TokenizedExample]:
+    """Tokenizes an example and splits a text into consecutive chunks of `max_len` tokens, at most `max_chunks`. A
+    prompt or a conversation is truncated to `max_len` tokens."""
     if not isinstance(example, TextExample):
         return [tokenize(example, tokenizer, max_len)]
-    whole = tokenize(example, tokenizer, max_len * pieces)
-    starts = range(0, len(whole.ids), max_len)
-    return [TokenizedExample(whole.ids[i : i + max_len], whole.loss_mask[i : i + max_len]) for i in starts]
+    tokens = tokenize(example, tokenizer, max_len * max_chunks)
+    starts = range(0, len(tokens.ids), max_len)
+    return [TokenizedExample(tokens.ids[i : i + max_len], tokens.loss_mask[i : i + max_len]) for i in starts]
 
 
 def _tokenize(
-    example: Example, rendered: Iterator[MarkedText], tokenizer: Tokenizer, most: int | None
+    example: Example, rendered: Iterator[SpannedText], tokenizer: Tokenizer, max_len: int | None
 ) -> tuple[list[int], list[bool]]:
-    """At least the first `most` ids, or all."""
+    """Returns the ids and the loss mask; of a long example at least the first `max_len` ids."""
     if isinstance(example, TextExample):
-        ids = tokenizer.encode_beginning(example.text, most)[0] + _eos(tokenizer)
+        ids = tokenizer.encode_beginning(example.text, max_len)[0] + _eos(tokenizer)
         return ids, [True] * len(ids)
     if isinstance(example, PromptExample):
-        return _tokenize_prompt(example, tokenizer, most)
+        return _tokenize_prompt(example, tokenizer, max_len)
     text, spans = next(rendered)
-    ids, offsets = tokenizer.encode_beginning(text, most, add_special_tokens=False)
+    ids, offsets = tokenizer.encode_beginning(text, max_len, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]
 
 
@@ -255,14 +254,14 @@ def _eos(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
 
-def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, most: int | None) -> tuple[list[int], list[bool]]:
-    """The prompt's ids are those that a request would have. If tokenizing prompt and completion together would fuse
-    them into one token, they are tokenized apart."""
-    prompt = tokenizer.encode_beginning(example.prompt, most)[0]
-    if most is not None and len(prompt) > most:
+def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, max_len: int | None) -> tuple[list[int], list[bool]]:
+    """Tokenizes prompt and completion together, or separately if a token would span both. The prompt's ids are
+    always those of a request with this prompt."""
+    prompt = tokenizer.encode_beginning(example.prompt, max_len)[0]
+    if max_len is not None and len(prompt) > max_len:
         return prompt, [False] * len(prompt)
-    joined = tokenizer.encode_beginning(example.prompt + example.completion, most)[0]
+    joined = tokenizer.encode_beginning(example.prompt + example.completion, max_len)[0]
     if joined[: len(prompt)] != prompt:
-        joined = prompt + tokenizer.encode_beginning(example.completion, most, add_special_tokens=False)[0]
+        joined = prompt + tokenizer.encode_beginning(example.completion, max_len, add_special_tokens=False)[0]
     ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]

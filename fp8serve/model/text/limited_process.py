@@ -1,15 +1,14 @@
-"""A process that works for another one under limits of processor time and memory.
+"""Runs untrusted work in a child process with limits of CPU time and memory.
 
-What a stranger wrote (a request, a chat template, a tokenizer) costs as much as its writer cares to make it cost, and
-may end the process that runs it. So such work is a job: a frame on the socket that is the process's standard input, a
-JSON head and some bytes, and the answer is another frame. Before each job the limits that its head names are set:
-`cpu` seconds, after which the kernel ends the process (ITIMER_PROF), and `memory` bytes beyond what is in use
-(RLIMIT_AS). Nothing is unpickled. Where the system does not say how much is in use, as on macOS, memory is not limited,
-and the limit of time remains.
+An untrusted request, chat template or tokenizer can use any amount of time and memory, or crash the process that runs
+it. Such work is therefore sent as a job to a child process, which reads a frame of a JSON head and bytes from the
+socket that is its standard input, and writes the result as another frame. No frame is unpickled. The child process sets
+the job's limits before it runs the job: `cpu` seconds, after which the kernel ends the process (ITIMER_PROF), and
+`memory` bytes beyond those in use (RLIMIT_AS). macOS does not report the bytes in use, so memory is not limited there.
 
-`serve` is that process's loop, and `is_limited` is true in it. `LimitedProcess` is the handle of one for a program that
-waits for each answer. A process that is forked has its parent's handles, and starts processes of its own for them.
-`server/parsing/parser_pool.py` has handles for an event loop.
+`serve` is the loop of the child process, where `is_limited()` is true. `LimitedProcess` starts a child process for a
+caller that waits for each result; `server/parsing/parser_pool.py` does so for an event loop. A process that was forked
+starts new child processes and leaves those of its parent alone.
 """
 
 import contextlib
@@ -30,178 +29,179 @@ from fp8serve.processes import (
     Head,
     describe_error,
     describe_exit,
-    error_of,
     module_command,
     pack,
     receive,
+    to_exception,
     without_interrupts,
 )
 
 log = logging.getLogger("fp8serve.limits")
 
 WAIT_SECONDS = 60.0
-"""Seconds beyond its processor time after which a process that does not answer counts as hung."""
-STATUS_SECONDS = 10.0
-"""Seconds in which the exit status of a process that has closed its socket is certain to come."""
-Answer = tuple[Head, bytes]
-Jobs = Mapping[str, Callable[[Head, bytes], Answer]]
-Exhausted = Literal["processor time", "memory"]
+"""Seconds beyond its CPU time after which a child process that sends no result counts as hung."""
+EXIT_STATUS_SECONDS = 10.0
+"""Seconds to wait for the exit status of a child process that has closed its socket."""
+JobResult = tuple[Head, bytes]
+Jobs = Mapping[str, Callable[[Head, bytes], JobResult]]
+ExhaustedResource = Literal["processor time", "memory"]
 
-_serving = threading.Event()
-_handles: "weakref.WeakSet[LimitedProcess]" = weakref.WeakSet()
+_is_child = threading.Event()
+_processes: "weakref.WeakSet[LimitedProcess]" = weakref.WeakSet()
 
 
-def exhausted_by(status: int | None) -> Exhausted | None:
-    """What a process that ended with `status` had too little of; None if it ended for another reason."""
+def exhausted_resource(status: int | None) -> ExhaustedResource | None:
+    """Returns the limit that a process with this exit status exceeded, or None if it ended for another reason."""
     if status == -signal.SIGPROF:
         return "processor time"
-    return "memory" if status in (-signal.SIGABRT, -signal.SIGKILL) else None  # the allocator, or the kernel, gave up
+    return "memory" if status in (-signal.SIGABRT, -signal.SIGKILL) else None  # from the allocator or the kernel
 
 
-# -- the process itself ------------------------------------------------------------------------------------------------
+# -- child process -----------------------------------------------------------------------------------------------------
 
 
 def serve(jobs: Jobs, prepare: Callable[[Head], None] = lambda _head: None) -> None:
-    """Does jobs until the socket ends. `prepare` does what is not a part of a job, before its limits are set."""
-    _serving.set()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's to handle
+    """Runs jobs until the parent process closes the socket. `prepare` runs before the limits of each job are set."""
+    _is_child.set()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as connection:
         while (job := receive(connection)) is not None:
-            connection.sendall(_perform(jobs, prepare, *job))
+            connection.sendall(_run_job(jobs, prepare, *job))
 
 
 def is_limited() -> bool:
-    """Whether this process works under limits, so that it may run what a stranger wrote."""
-    return _serving.is_set()
+    """Whether this process is a child process with limits, which may run untrusted work."""
+    return _is_child.is_set()
 
 
-def _perform(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: bytes) -> bytes:
-    """The answer to one job, an error of ours as its class and sentence."""
+def _run_job(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: bytes) -> bytes:
+    """Runs one job and returns the frame of its result, or of the class and the message of its error. `last` tells
+    the parent process to start a new child process for the next job."""
     try:
         prepare(head)
-        before = address_space()
-        _limit(head)
-        answer, content = jobs[head["op"]](head, body)
-        grown = before is not None and (address_space() or 0) - before > head["memory"] // 4
-        return pack(answer | ({"last": True} if grown else {}), content)
+        used_bytes = address_space()
+        _set_limits(head)
+        result, content = jobs[head["op"]](head, body)
+        has_grown = used_bytes is not None and (address_space() or 0) - used_bytes > head["memory"] // 4
+        return pack(result | ({"last": True} if has_grown else {}), content)
     except (Fp8ServeError, OSError) as error:
         return pack(describe_error(error))
     except MemoryError:
         return pack({"too_much": True, "last": True})
-    except Exception as error:  # a mistake of ours: the log has it
+    except Exception as error:  # a bug, whose traceback is logged
         log.exception("a process with limits failed")
         return pack({"error": "RuntimeError", "message": f"A process with limits failed: {type(error).__name__}."})
     finally:
-        allow(0)
+        set_cpu_limit(0)
 
 
-def _limit(head: Head) -> None:
-    """From now on the kernel ends this process after `cpu` seconds of work, and refuses it `memory` more bytes."""
-    allow(head["cpu"])
+def _set_limits(head: Head) -> None:
+    """Limits this process to `cpu` seconds of CPU time and `memory` further bytes."""
+    set_cpu_limit(head["cpu"])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if (used := address_space()) is not None:
-        most = used + head["memory"]
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    if (used_bytes := address_space()) is not None:
+        soft = used_bytes + head["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def allow(seconds: float) -> None:
-    """From now on the kernel ends this process after so many seconds of work; 0: no longer."""
+def set_cpu_limit(seconds: float) -> None:
+    """Makes the kernel end this process after so many further seconds of CPU time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-# -- its handle --------------------------------------------------------------------------------------------------------
+# -- parent process ----------------------------------------------------------------------------------------------------
 
 
 class LimitedProcess:
-    """A process that runs `module`, started when it is needed and again after it ended; thread-safe."""
+    """Runs `module` in a child process, which is started for the first job and again after it ended. Thread-safe."""
 
     def __init__(self, module: str, cpu: float, memory: int) -> None:
         self._command = module_command(module)
         self._limits = {"cpu": cpu, "memory": memory}
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        _handles.add(self)
+        _processes.add(self)
 
-    def perform(self, what: str, head: Head, body: bytes = b"") -> Answer:
-        """The answer to a job. ModelError, about `what`, if it needs more than it may use or ends the process; errors
-        of ours are raised as such."""
+    def run_job(self, subject: str, head: Head, body: bytes = b"") -> JobResult:
+        """Runs a job and returns its result, or raises its error. Raises ModelError if the job exceeds a limit or
+        ends the process; `subject` begins the error's message."""
         with self._lock:
             try:
-                answer, content = self._exchange(pack(head | self._limits, body))
-            except (EOFError, ConnectionError):  # it has ended, and its status is about to come
-                raise _ended(what, self._close(STATUS_SECONDS)) from None
+                result, content = self._send(pack(head | self._limits, body))
+            except (EOFError, ConnectionError):  # the process has ended, but may not have an exit status yet
+                raise _exit_error(subject, self._close(EXIT_STATUS_SECONDS)) from None
             except TimeoutError:
-                raise _ended(what, self._close()) from None
+                raise _exit_error(subject, self._close()) from None
             except BaseException:
                 self._close()
                 raise
-            if answer.pop("last", False):
+            if result.pop("last", False):
                 self._close()
-        if answer.pop("too_much", False):
-            raise ModelError(f"{what} takes more memory than it may.")
-        if "error" in answer:
-            raise error_of(answer)
-        return answer, content
+        if result.pop("too_much", False):
+            raise ModelError(f"{subject} exceeds its memory limit.")
+        if "error" in result:
+            raise to_exception(result)
+        return result, content
 
     def close(self) -> None:
-        """Ends the process, if it runs."""
+        """Ends the child process, if it runs."""
         with self._lock:
             self._close()
 
-    def _exchange(self, frame: bytes) -> Answer:
+    def _send(self, frame: bytes) -> JobResult:
         if self._process is None or self._process.poll() is not None:
             self._close()
             self._start()
         self._socket.sendall(frame)
-        answer = receive(self._socket)
-        if answer is None:
+        result = receive(self._socket)
+        if result is None:
             raise EOFError
-        return answer
+        return result
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         self._socket.settimeout(WAIT_SECONDS + 10 * self._limits["cpu"])
-        with theirs:
+        with child_socket:
             try:
                 with without_interrupts():
-                    self._process = subprocess.Popen(self._command, stdin=theirs.fileno())
+                    self._process = subprocess.Popen(self._command, stdin=child_socket.fileno())
             except OSError as error:
                 self._socket.close()
-                raise MachineError(f"No process can be started under limits: {error.strerror}.") from None
+                raise MachineError(f"A process with limits cannot be started: {error.strerror}.") from None
 
-    def disown(self) -> None:
-        """Leaves the process to the one that this one was forked from, whose threads may have held the lock."""
-        self._lock = threading.Lock()
+    def detach(self) -> None:
+        """Forgets the child process without ending it. Called in a forked process, whose parent uses the child."""
+        self._lock = threading.Lock()  # a thread of the parent process may have held the old one
         process, self._process = self._process, None
         if process is not None:
-            process.returncode = 0  # so that nothing waits for it
+            process.returncode = 0  # so that Popen does not wait for it
             self._socket.close()
 
-    def _close(self, patience: float = 0.2) -> int | None:
-        """The exit status, if the process has ended by itself, at most `patience` seconds from now."""
+    def _close(self, timeout_seconds: float = 0.2) -> int | None:
+        """Ends the child process. Returns its exit status if it ended by itself within the timeout, else None."""
         process, self._process = self._process, None
         if process is None:
             return None
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(patience)
+            return process.wait(timeout_seconds)
         process.kill()
         process.wait()
         return None
 
 
-def _disown_all() -> None:
-    for handle in list(_handles):
-        handle.disown()
+def _detach_all() -> None:
+    for process in list(_processes):
+        process.detach()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+os.register_at_fork(after_in_child=_detach_all)
 
 
-def _ended(what: str, status: int | None) -> ModelError:
+def _exit_error(subject: str, status: int | None) -> ModelError:
     if status is None:
-        return ModelError(f"{what} takes longer than it may.")
-    if (resource_name := exhausted_by(status)) is not None:
-        return ModelError(f"{what} takes more {resource_name} than it may.")
-    return ModelError(f"{what} ended the process that it ran in ({describe_exit(status)}).")
+        return ModelError(f"{subject} exceeds its time limit.")
+    if (resource_name := exhausted_resource(status)) is not None:
+        return ModelError(f"{subject} exceeds its {resource_name} limit.")
+    return ModelError(f"{subject} ended the process that it ran in ({describe_exit(status)}).")

@@ -1,13 +1,13 @@
-"""Rows of files that hold a table: a JSON array of objects, CSV with a header, Parquet.
+"""Reads rows from JSON arrays of objects, CSV files with a header, and Parquet files.
 
-A column that is empty in a row is left out of it. Cells of `messages` and `tools` may be JSON text (chat_rows.py). The
-readers of text hold one row at a time, however the file is broken into lines.
+A row omits columns that are empty in it. Cells of `messages` and `tools` may be JSON text (chat_rows.py). The readers
+of JSON and CSV hold one row at a time in memory.
 
-A few bytes of Parquet can stand for any number of values: a page that says "this string, a million times", lists of a
-billion nulls, a page that unpacks into two gigabytes. So only the columns that are read are decoded, some rows at a
-time, while the process may map a bounded number of further bytes (on systems that keep such a limit). What was decoded
-is weighed before it becomes Python objects: its bytes, and eight for each value. A value that Python cannot hold, such
-as a date in the year 30000, is an error that names its row and column.
+A few bytes of Parquet can encode any number of values: a million repetitions of a string, lists of a billion nulls, or
+a page that decompresses to two gigabytes. So only requested columns are decoded, ROWS_PER_BATCH rows at a time, and
+their decoding may allocate at most MEMORY_BYTES where the system supports such a limit. The size of decoded rows is
+estimated before they become Python objects. A value that Python cannot represent, such as a date in the year 30000,
+raises DataError with its row and column.
 """
 
 import csv
@@ -20,121 +20,126 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import DataError, json_fault, json_kind, one_line, shown
-from fp8serve.model.storage.files import no_duplicates
+from fp8serve.model.storage.files import reject_duplicate_keys
 from fp8serve.model.storage.memory import limited_memory
 
-MAX_DIGITS = 4300  # of a whole number; Python's own limit for int
+MAX_INTEGER_DIGITS = 4300  # Python's own limit for conversion to int
 _WHITE_SPACE = re.compile(r"[ \t\r\n]+")
-LONGEST_LITERAL = 12  # characters; an error so near to the end of a piece may be the piece's
+# If the end of a piece of text cuts a number or `false`, this is an error until the next piece is read. So an error
+# this close to the end is not reported before more text was read.
+MAX_LITERAL_CHARS = 12
 
 Row = Mapping[str, Any]
-Numbered = Iterator[tuple[int, Row]]
-ROWS_AT_ONCE = 64
-MEMORY = 3 << 30  # bytes that decoding may map
-BUFFER = 1 << 20  # bytes of a column that are read at once
+NumberedRows = Iterator[tuple[int, Row]]
+ROWS_PER_BATCH = 64
+MEMORY_BYTES = 3 << 30  # what decoding a batch of Parquet rows may allocate
+BUFFER_BYTES = 1 << 20  # read at once from a Parquet column
 
 
-def _whole_number(digits: str) -> int | Decimal:
-    """A Decimal, which nothing reads, for a number so long that Python makes no int of it."""
-    return int(digits) if len(digits) <= MAX_DIGITS else Decimal(digits)
+def _parse_int(digits: str) -> int | Decimal:
+    """Converts the digits of an integer to an int, or to a Decimal if they are too many for int(). A Decimal is valid
+    only in a column that is ignored."""
+    return int(digits) if len(digits) <= MAX_INTEGER_DIGITS else Decimal(digits)
 
 
-JSON_ROWS = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=no_duplicates)
-"""Reads a row. A value that only an ignored column may have (NaN, a number of any length) is no error here; a key that
-an object has twice is one, because one of its values would be lost."""
+JSON_ROWS = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=reject_duplicate_keys)
+"""Decodes a row. It accepts NaN and integers of any length, which ignored columns may contain, and rejects duplicate
+keys."""
 
 
-def too_large(name: str, number: int, most: int) -> DataError:
-    """The error for a row of more than `most` bytes or characters."""
-    size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
-    return DataError(f"{name}:{number} is a row of more than {size}, the most that is read; shorten it.")
+def too_large(name: str, number: int, limit: int) -> DataError:
+    """Returns the error for a row of more than `limit` bytes or characters."""
+    size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+    return DataError(f"{name}:{number} is a row of more than {size}, the limit for one row; shorten it.")
 
 
-def array_rows(pieces: Iterator[str], name: str, longest: int) -> Numbered:
-    """(number from 1, object) of a JSON array that comes in pieces of any length. longest: characters of an element.
+def array_rows(chunks: Iterator[str], name: str, limit: int) -> NumberedRows:
+    """Yields (number from 1, object) for the elements of a JSON array whose text comes in chunks of any length.
 
-    DataError: it is no array, has another element than objects, or one that is longer.
+    Raises DataError if the text is no JSON array of objects, or if an element has more than `limit` characters.
     """
-    return _Array(pieces, name, longest).rows()
+    return _ArrayReader(chunks, name, limit).rows()
 
 
-class _Array:
-    """Reads element after element; holds the text from `at` on, at most about twice the longest element."""
+class _ArrayReader:
+    """Decodes a JSON array one element at a time; its buffer holds at most about twice the longest element."""
 
-    def __init__(self, pieces: Iterator[str], name: str, longest: int) -> None:
-        self._pieces, self._name, self._longest = pieces, name, longest
-        self._text, self._at = "", 0
+    def __init__(self, chunks: Iterator[str], name: str, limit: int) -> None:
+        self._chunks, self._name, self._limit = chunks, name, limit
+        self._text, self._position = "", 0
 
-    def rows(self) -> Numbered:
-        self._take("[")
+    def rows(self) -> NumberedRows:
+        self._expect("[")
         number = 0
         while self._peek() != "]" or number:
             number += 1
             yield number, self._element(number)
             if self._peek() != ",":
                 break
-            self._at += 1
-        self._take("]")
+            self._position += 1
+        self._expect("]")
         if self._peek():
-            raise self._invalid("there is more behind the array")
+            raise self._invalid("there is text after the array")
 
     def _element(self, number: int) -> Row:
         self._peek()
         while True:
             try:
-                value, end = JSON_ROWS.raw_decode(self._text, self._at)
+                value, end = JSON_ROWS.raw_decode(self._text, self._position)
             except (ValueError, RecursionError) as error:
-                if len(self._text) - self._at > self._longest:
-                    raise too_large(self._name, number, self._longest) from None
-                if self._may_be_cut(error) and self._grow():
+                if len(self._text) - self._position > self._limit:
+                    raise too_large(self._name, number, self._limit) from None
+                if self._may_be_incomplete(error) and self._read_more():
                     continue
                 raise self._invalid(json_fault(error, located=False), number) from None
-            if end - self._at > self._longest:
-                raise too_large(self._name, number, self._longest)
+            if end - self._position > self._limit:
+                raise too_large(self._name, number, self._limit)
             if not isinstance(value, dict):
                 raise DataError(f"{self._name}:{number} is {json_kind(value)} where an object was expected.")
-            self._at = end
+            self._position = end
             return value
 
-    def _may_be_cut(self, error: Exception) -> bool:
+    def _may_be_incomplete(self, error: Exception) -> bool:
         if not isinstance(error, json.JSONDecodeError):
             return False
-        return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - LONGEST_LITERAL
+        return error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - MAX_LITERAL_CHARS
 
     def _peek(self) -> str:
-        """The next character that is no white space; empty at the end."""
+        """Returns the next character other than white space without consuming it, or an empty string at the end."""
         while True:
-            if space := _WHITE_SPACE.match(self._text, self._at):
-                self._at = space.end()
-            if self._at < len(self._text) or not self._grow():
-                return self._text[self._at : self._at + 1]
+            if space := _WHITE_SPACE.match(self._text, self._position):
+                self._position = space.end()
+            if self._position < len(self._text) or not self._read_more():
+                return self._text[self._position : self._position + 1]
 
-    def _take(self, character: str) -> None:
+    def _expect(self, character: str) -> None:
         if self._peek() != character:
             raise self._invalid(f"expected '{character}', found {shown(self._peek() or 'the end')}")
-        self._at += 1
+        self._position += 1
 
-    def _grow(self) -> bool:
-        """Doubles the text, so that an element costs no more than a few times its length; False at the end."""
-        parts = [self._text[self._at :]]
+    def _read_more(self) -> bool:
+        """Doubles the remaining text, so that decoding an element takes linear time. Returns False at the end."""
+        parts = [self._text[self._position :]]
         target = 2 * len(parts[0]) + 1
-        while sum(map(len, parts)) < target and (piece := next(self._pieces, "")):
-            parts.append(piece)
-        self._text, self._at = "".join(parts), 0
+        while sum(map(len, parts)) < target and (chunk := next(self._chunks, "")):
+            parts.append(chunk)
+        self._text, self._position = "".join(parts), 0
         return len(parts) > 1
 
-    def _invalid(self, why: str, number: int | None = None) -> DataError:
+    def _invalid(self, reason: str, number: int | None = None) -> DataError:
         where = self._name if number is None else f"{self._name}:{number}"
-        return DataError(f"{where} is not valid JSON: {why}.")
+        return DataError(f"{where} is not valid JSON: {reason}.")
 
 
 def csv_rows(
-    lines: Iterable[str], name: str, delimiter: str, longest: int, columns: Collection[str] | None
-) -> Numbered:
-    """(number of the line that ends the row, row) of CSV lines with their ends. longest: characters of a row. columns:
-    those that are read, None: all."""
-    csv.field_size_limit(longest)  # of the whole process: there is no other, and 131,072 is less than a chapter
-    row_lines = _RowLines(lines, name, longest)
+    lines: Iterable[str], name: str, delimiter: str, limit: int, columns: Collection[str] | None
+) -> NumberedRows:
+    """Yields (number of the row's last line, row) for CSV lines that include their line ends.
+
+    `limit` is the maximum of characters in a row, and `columns` names the columns to read; None reads all.
+    """
+    csv.field_size_limit(limit)  # of the whole process; the default of 131,072 is too small for long texts
+    row_lines = _RowLines(lines, name, limit)
     reader = csv.reader(row_lines, delimiter=delimiter, strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
@@ -151,7 +156,7 @@ def csv_rows(
 
 
 def check_names(header: Sequence[str], name: str, columns: Collection[str] | None) -> None:
-    """DataError: two columns of the table that are read have the same name, so that one of them would be lost."""
+    """Raises DataError if two columns that are read have the same name."""
     for column, count in Counter(header).items():
         if count > 1 and (columns is None or column in columns):
             raise DataError(f"{name} has {count} columns called {shown(column)}; rename all but one of them.")
@@ -162,40 +167,44 @@ def _csv_fault(error: Exception) -> str:
     if "unexpected end" in message:
         return "a quoted cell has no closing quote"
     if "expected after" in message:
-        return "there is text behind the closing quote of a cell"
+        return "there is text after the closing quote of a cell"
     return "it cannot be divided into cells"
 
 
 class _RowLines:
-    """The lines, of which one row may take only so many: a quoted cell holds line ends. size: characters of the row so
-    far."""
+    """Iterates over lines and limits the characters of a row, whose quoted cells may contain line ends. The caller
+    resets `size`, the number of characters of the current row, at the end of each row."""
 
-    def __init__(self, lines: Iterable[str], name: str, longest: int) -> None:
-        self._lines, self._name, self._longest = enumerate(lines, 1), name, longest
+    def __init__(self, lines: Iterable[str], name: str, limit: int) -> None:
+        self._lines, self._name, self._limit = enumerate(lines, 1), name, limit
         self.size = 0
 
     def __iter__(self) -> Iterator[str]:
         for number, line in self._lines:
             self.size += len(line)
-            if self.size > self._longest:
-                raise too_large(self._name, number, self._longest)
+            if self.size > self._limit:
+                raise too_large(self._name, number, self._limit)
             yield line
 
 
-def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] | None) -> Numbered:
-    """(number from 1, row) of a Parquet file, without nulls. columns: those that are read, None: all; if the file has
-    none of them, rows have their names alone, each with None. most: bytes of all rows; longest: bytes of one.
+def parquet_rows(path: Path, file_limit: int, row_limit: int, columns: Collection[str] | None) -> NumberedRows:
+    """Yields (number from 1, row) for a Parquet file, without nulls.
 
-    DataError: it is not a Parquet file, is larger, a value cannot be read, or `pyarrow` is not installed.
+    `file_limit` and `row_limit` are the maximum of bytes of all rows and of one row. `columns` names the columns to
+    read; None reads all. If the file has none of these columns, every row maps the name of each column of
+    the file to None, so that a message about the row can name the columns.
+
+    Raises DataError if the file is no Parquet file, exceeds a limit, has a value that Python cannot represent, or if
+    pyarrow is not installed.
     """
     try:
         import pyarrow as pa  # type: ignore[import-untyped,import-not-found,unused-ignore]
         from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
-        raise DataError(f"Reading {path} takes pyarrow: pip install 'fp8serve[parquet]'.") from None
+        raise DataError(f"Reading {path} needs pyarrow: pip install 'fp8serve[parquet]'.") from None
     try:
-        with limited_memory(MEMORY):
-            file = ParquetFile(path, buffer_size=BUFFER, pre_buffer=False)
+        with limited_memory(MEMORY_BYTES):
+            file = ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False)
         with file:
             names = file.schema_arrow.names
             check_names(names, str(path), columns)
@@ -203,57 +212,59 @@ def parquet_rows(path: Path, most: int, longest: int, columns: Collection[str] |
             if not read:
                 yield from ((number, dict.fromkeys(names)) for number in range(1, file.metadata.num_rows + 1))
                 return
-            batches = file.iter_batches(ROWS_AT_ONCE, columns=read, use_threads=False)
-            yield from _rows(_decoded(batches), path, most, longest)
+            batches = file.iter_batches(ROWS_PER_BATCH, columns=read, use_threads=False)
+            yield from _rows(_decode_batches(batches), path, file_limit, row_limit)
     except MemoryError:
-        what = f"{path} takes more than {MEMORY >> 20} MiB of memory to read {ROWS_AT_ONCE} rows"
+        what = f"{path} takes more than {MEMORY_BYTES >> 20} MiB of memory to read {ROWS_PER_BATCH} rows"
         raise DataError(f"{what}; write it with smaller values.") from None
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:  # the last from the name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:  # a column's name may raise UnicodeDecodeError
         raise DataError(f"{path} is not a Parquet file that can be read; pyarrow says: {one_line(e)}.") from None
 
 
-def _decoded(batches: Iterator[Any]) -> Iterator[Any]:
+def _decode_batches(batches: Iterator[Any]) -> Iterator[Any]:
     while True:
-        with limited_memory(MEMORY):
+        with limited_memory(MEMORY_BYTES):
             batch = next(batches, None)
         if batch is None:
             return
         yield batch
 
 
-def _rows(batches: Iterator[Any], path: Path, most: int, longest: int) -> Numbered:
-    number = size = 0
+def _rows(batches: Iterator[Any], path: Path, file_limit: int, row_limit: int) -> NumberedRows:
+    number = file_bytes = 0
     for batch in batches:
-        weight = sum(map(_weight, batch.columns))
-        size += weight
-        if size > most:
-            raise DataError(f"{path} is larger than {most >> 20} MiB, the most that is read; give less.")
+        batch_bytes = sum(map(_estimate_bytes, batch.columns))
+        file_bytes += batch_bytes
+        if file_bytes > file_limit:
+            raise DataError(f"{path} is larger than {file_limit >> 20} MiB, the limit for one file; give less.")
         for i in range(batch.num_rows):
             number += 1
-            if weight > longest and sum(_weight(column.slice(i, 1)) for column in batch.columns) > longest:
-                raise too_large(str(path), number, longest)
+            row = (column.slice(i, 1) for column in batch.columns)
+            if batch_bytes > row_limit and sum(map(_estimate_bytes, row)) > row_limit:
+                raise too_large(str(path), number, row_limit)
             cells = zip(batch.schema.names, batch.columns, strict=True)
-            row = ((name, _value(column, i, f"{path}:{number}: `{name}`")) for name, column in cells)
-            yield number, {name: value for name, value in row if value is not None}
+            values = ((name, _value(column, i, f"{path}:{number}: `{name}`")) for name, column in cells)
+            yield number, {name: value for name, value in values if value is not None}
 
 
-def _weight(array: Any) -> int:
-    """Bytes of an array's values, and eight for each: about what they take as Python objects, or less."""
+def _estimate_bytes(array: Any) -> int:
+    """Returns a lower bound of the memory of the array's values as Python objects: their bytes and eight for each."""
     from pyarrow import types
 
     kind = array.type
-    if hasattr(array, "storage"):  # of an extension type
-        return _weight(array.storage)
+    if hasattr(array, "storage"):  # an extension type
+        return _estimate_bytes(array.storage)
     if types.is_dictionary(kind):
-        with limited_memory(MEMORY):
-            return _weight(array.dictionary_decode())
+        with limited_memory(MEMORY_BYTES):
+            return _estimate_bytes(array.dictionary_decode())
     if types.is_struct(kind):
-        return 8 * len(array) + sum(map(_weight, array.flatten()))
+        return 8 * len(array) + sum(map(_estimate_bytes, array.flatten()))
     if types.is_map(kind):
         start, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        return 8 * len(array) + sum(_weight(part.slice(start, end - start)) for part in (array.keys, array.items))
+        parts = (part.slice(start, end - start) for part in (array.keys, array.items))
+        return 8 * len(array) + sum(map(_estimate_bytes, parts))
     if types.is_nested(kind) and hasattr(array, "flatten"):
-        return 8 * len(array) + _weight(array.flatten())
+        return 8 * len(array) + _estimate_bytes(array.flatten())
     return 8 * len(array) + int(array.nbytes)
 
 
@@ -262,13 +273,13 @@ def _value(column: Any, index: int, what: str) -> Any:
         return _without_nulls(column[index].as_py(maps_as_pydicts="strict"))
     except MemoryError:
         raise
-    except Exception as e:  # of Python's dates, of time zones, of text that is no UTF-8, or Arrow's own
+    except Exception as e:  # raised by dates, time zones, text that is no UTF-8, or Arrow
         reason = one_line(e) or type(e).__name__
         raise DataError(f"{what} cannot be read ({column.type}): {reason}.") from None
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every object the keys of all others, as null."""
+    """Removes null values from objects, because Arrow adds the keys of all other objects of the column as null."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

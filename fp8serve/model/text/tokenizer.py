@@ -1,52 +1,45 @@
-"""Text to token ids and back: `tokenizer.json` through the `tokenizers` library, and the model's chat template.
+"""Tokenizes and decodes text with the `tokenizers` library, and renders the model's chat template.
 
-Incremental decoding. Token texts do not simply concatenate: one character may span several tokens, and SentencePiece
-vocabularies drop a leading space only at the very start. So a stream decodes a small window that starts at the last
-token whose text was given out, and gives out the new text. Text that may still change is held back:
-  * byte-level BPE: a last U+FFFD may be the start of a character; everything before it is settled;
-  * byte fallback (`<0xE4>` tokens): a run of byte tokens is decoded as a whole, all or nothing, so all of it is held
-    until a token of another kind comes.
-The pieces then concatenate to exactly what `decode` gives for the whole, on any sequence of ids. No torch here.
+`Tokenizer.stream` decodes one token after another (token_streams.py).
 
-A failure of the library, a panic of its Rust code included, is a ModelError while the tokenizer is read, and a
-TokenizerError for a text or for tokens. How much text and time a token may cost is checked when the tokenizer is read
-(text_bound.py).
+Errors of the library, including panics of its Rust code, become a ModelError while the tokenizer is loaded and a
+TokenizerError afterwards. Loading also checks the cost of decoding (token_bounds.py).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders
 
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, TokenizerError, one_line, shown
-from fp8serve.model.storage.files import MAX_CARRIED_BYTES, present, read_optional_json, read_text
-from fp8serve.model.text.chat import NOTHING, ChatTemplate, Message
+from fp8serve.model.storage.files import MAX_COPIED_FILE_BYTES, present, read_optional_json, read_text
+from fp8serve.model.text.assistant_spans import Conversation, Span, SpannedText, SpecialTokens, assistant_spans
+from fp8serve.model.text.chat import NO_VARIABLES, ChatTemplate, Message
 from fp8serve.model.text.limited_process import is_limited
-from fp8serve.model.text.limited_template import LimitedTemplate, outcome
-from fp8serve.model.text.text_bound import TextBound, check_decoder, text_bound
-from fp8serve.model.text.turns import Conversation, MarkedText, Markers, Span, assistant_spans
+from fp8serve.model.text.limited_template import LimitedTemplate, result_or_error
+from fp8serve.model.text.token_bounds import TokenLengthBound, check_decoder, token_length_bound
+from fp8serve.model.text.token_streams import ByteStream, WindowStream, byte_level_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What is read of a directory, besides the tokens that end a sequence."""
+"""The files that `Tokenizer.from_dir` reads, besides the configurations that name end-of-sequence tokens."""
 MAX_TEMPLATE_BYTES = 4 * 1024 * 1024  # the longest published template has 20 KB
-_REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CANNOT_READ = "The model's tokenizer cannot read this text"
-_CHARS_PER_TOKEN, _MARGIN = 8, 64  # the most on average, for most texts; how far a cut may change the tokens before it
-_MAX_WINDOW, _SHORT_WINDOW = 256, 8  # tokens that a stream decodes at once, and what it goes back to
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CHARS_PER_TOKEN = 8  # an upper limit of the average in most texts
+_MARGIN_TOKENS = 64  # tokens before the end of a truncated text that may differ from those of the whole text
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @contextmanager
-def library_failures(kind: type[Fp8ServeError], sentence: str) -> Iterator[None]:
-    """Inside the block, a failure of a library written in Rust raises `kind`, whose message begins with `sentence`.
+def translate_library_errors(error_class: type[Fp8ServeError], sentence: str) -> Iterator[None]:
+    """Raises `error_class`, with a message that begins with `sentence`, if a Rust library fails inside the block.
 
-    A panic reaches Python as a `PanicException`, which is no `Exception` and cannot be imported; Rust has written a
-    report to standard error before.
+    A panic in Rust raises `PanicException`, which is no `Exception` and cannot be imported.
     """
     try:
         yield
@@ -54,15 +47,13 @@ def library_failures(kind: type[Fp8ServeError], sentence: str) -> Iterator[None]
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise kind(f"{sentence}: {one_line(error)}.") from None
+            raise error_class(f"{sentence}: {one_line(error)}.") from None
         raise
 
 
 class Tokenizer:
-    """One model's tokenizer. Thread-safe; building it reads three small files.
-
-    template: a `LimitedTemplate`, or a `ChatTemplate` in a process that has limits.
-    """
+    """A model's tokenizer and chat template. Thread-safe. A `ChatTemplate` renders in this process, which must have
+    limits (limited_process.py); a `LimitedTemplate` renders in a child process that has limits."""
 
     def __init__(
         self,
@@ -73,52 +64,55 @@ class Tokenizer:
     ) -> None:
         self._backend, self._template = backend, template
         self.bos_id: int | None = _id_of(backend, special_tokens.get("bos_token"))
-        own_eos = _id_of(backend, special_tokens.get("eos_token"))
-        self.eos_id: int | None = own_eos if own_eos is not None else next(iter(eos_ids), None)
+        eos_id = _id_of(backend, special_tokens.get("eos_token"))
+        self.eos_id: int | None = eos_id if eos_id is not None else next(iter(eos_ids), None)
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*eos_ids, self.eos_id) if i is not None))
         vocabulary = backend.get_vocab(with_added_tokens=True)
         check_decoder(backend, list(vocabulary))
         self.vocab_size: int = len(vocabulary)
-        self.bound: TextBound | None = text_bound(backend)
+        self.bound: TokenLengthBound | None = token_length_bound(backend)
         added = backend.get_added_tokens_decoder()
         self.added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+        self._is_byte_level_only = isinstance(backend.decoder, decoders.ByteLevel)
         ends = (backend.id_to_token(i) for i in self.eos_ids)
         named = {t for t in special_tokens.values() if t in vocabulary}
-        self._markers = Markers(
+        self._special_tokens = SpecialTokens(
             end=frozenset(t for t in ends if t),
-            special=frozenset(t.content for t in added.values() if t.special) | named,
+            all=frozenset(t.content for t in added.values() if t.special) | named,
         )
+        self._bytes_by_id: dict[int, bytes] = {}  # of `_stream_bytes`
         self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
 
     @classmethod
     def from_dir(cls, model_dir: Path | str, today: date | None = None) -> "Tokenizer":
-        """`today` is the date that the chat template gets; None: the machine's.
+        """Loads the tokenizer of a model directory.
 
-        ModelError: the directory has no tokenizer.json, or one of its tokenizer files is damaged.
+        `today` is the date that the chat template sees, or None for the machine's date. Raises ModelError if
+        tokenizer.json is missing or a file is damaged.
         """
         model_dir = Path(model_dir)
         path = model_dir / "tokenizer.json"
         if not present(path):
-            raise ModelError(lacks_tokenizer(model_dir))
-        text = read_text(path, MAX_CARRIED_BYTES)
+            raise ModelError(missing_tokenizer_message(model_dir))
+        text = read_text(path, MAX_COPIED_FILE_BYTES)
         config = read_optional_json(model_dir / "tokenizer_config.json")
         special = _special_tokens(read_optional_json(model_dir / "special_tokens_map.json") | config)
         source, eos_ids = template_source(model_dir, config), _eos_ids(model_dir)
-        kind = ChatTemplate if is_limited() else LimitedTemplate
-        template = kind(source, special, today) if source else None
-        with library_failures(ModelError, f"{path} is not a tokenizer that can be read"):
+        template_class = ChatTemplate if is_limited() else LimitedTemplate
+        template = template_class(source, special, today) if source else None
+        with translate_library_errors(ModelError, f"{path} is not a tokenizer that can be read"):
             backend = tokenizers.Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
-            # As transformers does: a named special token counts as one even where tokenizer.json lists it as a word.
+            # transformers also treats named special tokens as special if tokenizer.json lists them as ordinary ones
             backend.add_special_tokens([t for t in special.values() if backend.token_to_id(t) is not None])
             return cls(backend, special, template, eos_ids)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id."""
+        """The id of every token, by its text in the vocabulary."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
@@ -132,150 +126,162 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """Whether the chat template reads the variable `tools`."""
         return self._template is not None and self._template.takes_tools
 
     @property
     def special_texts(self) -> frozenset[str]:
-        """Tokens that are left out of text unless they are requested."""
-        return self._markers.special
+        """The texts of special tokens, which decoded text omits unless a request asks for them."""
+        return self._special_tokens.all
 
-    def fewest_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens of `text`, from its length alone; 0 if there is none."""
-        return 0 if self.bound is None else self.bound.fewest_tokens(text)
+    def min_token_count(self, text: str) -> int:
+        """Returns a lower bound of the number of tokens, which follows from the text's length; 0 if none is known."""
+        return 0 if self.bound is None else self.bound.min_token_count(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the model's own BOS, or whatever its post-processor adds, if `add_special_tokens`."""
+        """Returns the token ids, by default with the special tokens that the tokenizer adds, such as BOS."""
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
-    def encode_pair(self, text: str, second: str | None = None, most: int | None = None) -> tuple[list[int], list[int]]:
-        """Ids of a text, or of two as the model reads a pair; and for each id its text, 0 or 1.
-
-        most: the limit of tokens in all; special ones around a text are never cut.
-        """
+    def encode_pair(
+        self, text: str, second: str | None = None, limit: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Returns the token ids and type ids of a text or of a pair of texts. The result has at most `limit` tokens;
+        added special tokens are never truncated."""
         for part in (text, second or ""):
             _check_unicode(part)
-        with library_failures(TokenizerError, _CANNOT_READ):
-            if most is None:
+        with translate_library_errors(TokenizerError, _CANNOT_READ):
+            if limit is None:
                 encoding = self._backend.encode(text, second)
                 return encoding.ids, encoding.type_ids
-            parts = [self._beginning(part, most, False) for part in (text, second) if part is not None]
-            room = max(0, most - self.special_count(is_pair=second is not None))
-            for encoded, share in zip(parts, shares([len(encoded.ids) for encoded in parts], room), strict=True):
-                encoded.truncate(share)
+            parts = [self._encode_prefix(part, limit, False) for part in (text, second) if part is not None]
+            available = max(0, limit - self.special_count(is_pair=second is not None))
+            lengths = truncated_lengths([len(encoded.ids) for encoded in parts], available)
+            for encoded, length in zip(parts, lengths, strict=True):
+                encoded.truncate(length)
             encoding = self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
             return encoding.ids, encoding.type_ids
 
     def special_count(self, *, is_pair: bool) -> int:
-        """The number of tokens around a text, or around and between a pair of texts."""
+        """Returns the number of special tokens that the tokenizer adds to a text, or to a pair of texts."""
         return self._backend.num_special_tokens_to_add(is_pair)
 
-    def beginning(self, text: str, most: int) -> str:
-        """The beginning of `text` that its first `most` tokens cover."""
-        ids, offsets = self.encode_beginning(text, most, add_special_tokens=False)
-        return text if len(ids) <= most else text[: offsets[most - 1][1]]
+    def beginning(self, text: str, limit: int) -> str:
+        """Returns the beginning of `text` that its first `limit` tokens cover."""
+        ids, offsets = self.encode_beginning(text, limit, add_special_tokens=False)
+        return text if len(ids) <= limit else text[: offsets[limit - 1][1]]
 
-    def first_of(self, ids: list[int], most: int) -> list[int]:
-        """The first `most`; the end is cut off, except for the special token with which a text ends."""
-        if len(ids) <= most:
-            return ids
-        return ids[: most - 1] + ids[-1:] if ids[-1] in self.special_ids else ids[:most]
+    def truncate_ids(self, ids: list[int], limit: int) -> list[int]:
+        """Truncates the ids of a text to `limit`, and preserves a special token at its end."""
+        return truncate_ids(ids, limit, self.special_ids)
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
-        """Ids and, for each, the characters [start, end) of `text` that it covers; (0, 0) for added ones."""
+        """Returns the ids and the span [start, end) of `text` that each covers, (0, 0) for added special tokens."""
         _check_unicode(text)
-        with library_failures(TokenizerError, _CANNOT_READ):
+        with translate_library_errors(TokenizerError, _CANNOT_READ):
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
             return encoding.ids, encoding.offsets
 
     def encode_beginning(
         self, text: str, tokens: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[Span]]:
-        """As `encode_with_offsets`, for the part of `text` that gives the first `tokens`; None: for all of it.
+        """Returns ids and spans as `encode_with_offsets` does, but of a long text only for the beginning.
 
-        A tokenizer needs about 200 bytes per character, so a whole book is not tokenized for its first page. The result
-        may end after the first `tokens` and before the end of the text.
+        The result has at least the first `tokens` ids, or all if the text is shorter or `tokens` is None. A tokenizer
+        needs about 200 bytes per character, so callers that truncate must not tokenize a whole book.
         """
         if tokens is None:
             return self.encode_with_offsets(text, add_special_tokens)
         _check_unicode(text)
-        with library_failures(TokenizerError, _CANNOT_READ):
-            result = self._beginning(text, tokens, add_special_tokens)
-        whole = len(result.ids) < tokens + _MARGIN
-        return (result.ids, result.offsets) if whole else (result.ids[: tokens + 1], result.offsets[: tokens + 1])
+        with translate_library_errors(TokenizerError, _CANNOT_READ):
+            result = self._encode_prefix(text, tokens, add_special_tokens)
+        is_complete = len(result.ids) < tokens + _MARGIN_TOKENS
+        return (result.ids, result.offsets) if is_complete else (result.ids[: tokens + 1], result.offsets[: tokens + 1])
 
-    def _beginning(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
-        """For the whole text, or for a part that gives more than `tokens`."""
-        chars = (tokens + _MARGIN) * _CHARS_PER_TOKEN
+    def _encode_prefix(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encodes the text, or a prefix of at least `tokens` + _MARGIN_TOKENS tokens."""
+        chars = (tokens + _MARGIN_TOKENS) * _CHARS_PER_TOKEN
         while chars < len(text):
             encoding = self._backend.encode(text[:chars], add_special_tokens=add_special_tokens)
-            if len(encoding.ids) >= tokens + _MARGIN:
+            if len(encoding.ids) >= tokens + _MARGIN_TOKENS:
                 return encoding
             chars *= 2
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids outside the vocabulary have none."""
-        with library_failures(TokenizerError, "The model's tokenizer cannot write these tokens"):
+        """Returns the text of `ids`; ids outside the vocabulary have no text."""
+        with translate_library_errors(TokenizerError, "The model's tokenizer cannot write these tokens"):
             try:
                 return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
             except OverflowError:  # no tokenizer has ids of more than 32 bits
                 return self.decode([i for i in ids if 0 <= i < 1 << 32], skip_special_tokens)
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`; RequestError names the first id that the tokenizer does not have."""
+        """Decodes `ids` as `decode` does. Raises RequestError for an id outside the vocabulary."""
         for token_id in ids:
             if not 0 <= token_id < 1 << 32 or self._backend.id_to_token(token_id) is None:
                 raise RequestError(f"The tokenizer has no token with the id {token_id}.")
         return self.decode(ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token on its own, specials included, as shown beside log-probabilities."""
+        """Returns the text of a single token, also of a special one, as shown with log-probabilities."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, first: bool = False) -> bytes:
-        """The UTF-8 bytes that one token adds to a text, often part of a character. `first`: no text is before it.
+        """Returns the UTF-8 bytes that a token adds to a text, which may be a part of a character.
 
-        The bytes of all tokens of a text, joined, are the text's.
+        `first` is True for the first token of a text. The bytes of all tokens concatenate to those of the text.
         """
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
         if self._byte_level:
-            return _byte_level_bytes(piece)
-        alone = self.token_text(token_id)
+            return byte_level_bytes(piece)
+        single = self.token_text(token_id)
         if token_id in self._byte_ids:
-            return b"" if first and not alone else bytes([int(piece[3:5], 16)])
-        # a leading space is lost only at the start of a text: the text that a second such token adds is the whole token
-        return (alone if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]).encode()
+            return b"" if first and not single else bytes([int(piece[3:5], 16)])
+        # decoding drops a leading space only at the beginning of a text, so the second of two tokens has its full text
+        return (single if first else self.decode([token_id] * 2, skip_special_tokens=False)[len(single) :]).encode()
 
-    def stream(self, skip_special_tokens: bool = True) -> "IncrementalDecoder":
-        """A new incremental decoder for one answer."""
-        return IncrementalDecoder(self, skip_special_tokens)
+    def stream(self, skip_special_tokens: bool = True) -> ByteStream | WindowStream:
+        """Returns a new incremental decoder for one output."""
+        if self._is_byte_level_only and not self._byte_ids:
+            return ByteStream(self._stream_bytes, self.special_ids if skip_special_tokens else frozenset())
+        return WindowStream(self, skip_special_tokens)
+
+    def _stream_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token of a byte-level vocabulary. The bytes of tokens that occurred are stored."""
+        if (result := self._bytes_by_id.get(token_id)) is None:
+            result = self._bytes_by_id[token_id] = self.token_bytes(token_id) if 0 <= token_id < 1 << 32 else b""
+        return result
 
     def chat(
-        self, messages: list[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] = NOTHING
+        self, messages: list[Message], add_generation_prompt: bool = True, variables: Mapping[str, Any] = NO_VARIABLES
     ) -> str:
-        """The conversation as the model's template writes it, with further variables. ModelError: it has none."""
+        """Renders the conversation with the chat template. Raises ModelError if the model has none."""
         return self._require_template().render(messages, add_generation_prompt, variables=variables)
 
-    def begun_chat(self, messages: list[Message], variables: Mapping[str, Any] = NOTHING) -> str:
-        """The conversation up to the end of its last message. ModelError: the model has no template."""
-        return self._require_template().render_begun(messages, variables)
+    def chat_to_continue(self, messages: list[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+        """Renders the conversation up to the end of its last message, which the model continues. Raises ModelError
+        if the model has no chat template."""
+        return self._require_template().render_to_continue(messages, variables)
 
     def encode_chat(self, messages: list[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of the rendered conversation. The template writes BOS itself if the model needs one, so none is added."""
+        """Returns the ids of the rendered conversation; special tokens are those that the template writes."""
         return self.encode(self.chat(messages, add_generation_prompt), add_special_tokens=False)
 
-    def assistant_spans(self, conversations: Sequence[Conversation]) -> list[MarkedText | Fp8ServeError]:
-        """`turns.assistant_spans` of each, or its error. ModelError when the model has no chat template."""
+    def assistant_spans(self, conversations: Sequence[Conversation]) -> list[SpannedText | Fp8ServeError]:
+        """Returns the rendered text and the assistant's spans of each conversation, or its error. Raises ModelError
+        if the model has no chat template."""
         template = self._require_template()
         if isinstance(template, LimitedTemplate):
-            return template.assistant_spans(conversations, self._markers)
-        return [outcome(assistant_spans, template, conversation, self._markers) for conversation in conversations]
+            return template.assistant_spans(conversations, self._special_tokens)
+        return [
+            result_or_error(assistant_spans, template, conversation, self._special_tokens)
+            for conversation in conversations
+        ]
 
-    def holds_back(self, token_id: int) -> bool:
-        """Whether the text of this token depends on the token after it (a byte of a longer run)."""
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is a byte such as `<0xE4>`, which is decoded together with the bytes after it."""
         return token_id in self._byte_ids
 
     def _require_template(self) -> ChatTemplate | LimitedTemplate:
@@ -284,23 +290,32 @@ class Tokenizer:
         return self._template
 
 
-def lacks_tokenizer(model_dir: Path) -> str:
-    """The message for the owner of a directory without a tokenizer.json."""
-    others = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
+def truncate_ids(ids: list[int], limit: int, special_ids: Collection[int]) -> list[int]:
+    """Truncates the ids of a text to `limit`, and preserves a special token at its end."""
+    if len(ids) <= limit:
+        return ids
+    return ids[: limit - 1] + ids[-1:] if ids[-1] in special_ids else ids[:limit]
+
+
+def missing_tokenizer_message(model_dir: Path) -> str:
+    """Returns the message for a directory without a tokenizer.json."""
+    unsupported = [name for name in ("tekken.json", "tokenizer.model") if present(model_dir / name)]
     return (
-        f"{model_dir} holds no tokenizer.json{', and ' + others[0] + ' is not read' if others else ''}; "
+        f"{model_dir} holds no tokenizer.json{f', and {unsupported[0]} is not supported' if unsupported else ''}; "
         "save the model's fast tokenizer there, with save_pretrained of transformers' AutoTokenizer."
     )
 
 
-def shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of one text, or of each of two, fit into `room`: of two the longer one is shortened first, as in
-    tokenizers ("longest_first")."""
-    if len(lengths) == 1 or sum(lengths) <= room:
-        return [min(length, room) for length in lengths]
+def truncated_lengths(lengths: Sequence[int], limit: int) -> list[int]:
+    """Returns the lengths to which one or two texts are truncated so that both have at most `limit` tokens.
+
+    The longer text is truncated first, as with "longest_first" in tokenizers.
+    """
+    if len(lengths) == 1 or sum(lengths) <= limit:
+        return [min(length, limit) for length in lengths]
     short = min(lengths)
-    both = [short, room - short] if 2 * short <= room else [room // 2, room - room // 2]
-    return both if lengths[0] <= lengths[1] else both[::-1]
+    result = [short, limit - short] if 2 * short <= limit else [limit // 2, limit - limit // 2]
+    return result if lengths[0] <= lengths[1] else result[::-1]
 
 
 def _check_unicode(text: str) -> None:
@@ -310,92 +325,32 @@ def _check_unicode(text: str) -> None:
         raise RequestError("The text holds half of a surrogate pair, which is not valid Unicode.") from None
 
 
-class IncrementalDecoder:
-    """Takes ids one by one and gives settled text; the module's docstring says which text is held back."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._window: list[int] = []  # starts with the tokens of the last settled text, for their context
-        self._context = 0  # how many tokens of the window are context
-        self._sent = 0  # characters of the window's text that were given out
-
-    def push(self, token_id: int) -> str:
-        """The text that this token settles, often its own, sometimes empty. Costs one decode of a few tokens."""
-        if self._skip and token_id in self._tokenizer.special_ids:
-            return ""
-        self._window.append(token_id)
-        if self._tokenizer.holds_back(token_id):
-            return ""
-        text = self._text()
-        unsettled = text.endswith(_REPLACEMENT)
-        new = text[self._sent : len(text) - 1] if unsettled else text[self._sent :]
-        self._sent += len(new)
-        if new and not unsettled:
-            del self._window[: self._context]  # the tokens just settled are the next context
-            self._context = len(self._window)
-            self._sent = len(self._text())
-        elif len(self._window) > _MAX_WINDOW:
-            self._shorten(text)
-        return new
-
-    def flush(self) -> str:
-        """The text held back, at the end of the answer; resets the decoder."""
-        rest = self._text()[self._sent :] if self._window else ""
-        self._window, self._context, self._sent = [], 0, 0
-        return rest
-
-    def _shorten(self, text: str) -> None:
-        """Goes back to the last tokens if they decode to the end of `text`. A vocabulary without text, or with nothing
-        but halves of characters, would otherwise have all of an answer decoded for each of its tokens."""
-        last = self._window[-_SHORT_WINDOW:]
-        rest, held = self._tokenizer.decode(last, self._skip), len(text) - self._sent
-        if text.endswith(rest) and held <= len(rest):
-            self._window, self._context, self._sent = last, 0, len(rest) - held
-
-    def _text(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip)
-
-
-def _byte_symbols() -> dict[str, int]:
-    """The printable character by which byte-level BPE writes each byte in its vocabulary -> the byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_SYMBOLS = _byte_symbols()
-
-
-def _byte_level_bytes(piece: str) -> bytes:
-    """Reads a piece as the decoder does: a word with a character that stands for no byte is an added token, and plain
-    text."""
-    if all(symbol in _BYTE_SYMBOLS for symbol in piece):
-        return bytes(_BYTE_SYMBOLS[symbol] for symbol in piece)
-    return piece.encode()
-
-
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
     return None if token is None else backend.token_to_id(token)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Written as "<s>" or as {"content": "<s>", ...}."""
-    tokens = {name: config.get(name) for name in _NAMED}
+    """Returns the texts of the named special tokens, which files write as "<s>" or as {"content": "<s>", ...}."""
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKEN_NAMES}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's `chat_template`: a string, or a list of named ones."""
+    """Returns the source of the chat template, or None if the directory has none.
+
+    It is chat_template.jinja, or `chat_template` in tokenizer_config.json: a text, or the default of a list of named
+    templates.
+    """
     path = model_dir / "chat_template.jinja"
     if present(path):
         return read_text(path, MAX_TEMPLATE_BYTES)
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
-        if "default" not in named:
-            raise ModelError(f"{model_dir} has several chat templates ({shown(sorted(named))}) and no default.")
-        value = named["default"]
+        by_name = {str(t.get("name")): t.get("template") for t in value if isinstance(t, dict)}
+        if "default" not in by_name:
+            raise ModelError(f"{model_dir} has several chat templates ({shown(sorted(by_name))}) and no default.")
+        value = by_name["default"]
     if value is not None and not isinstance(value, str):
         raise ModelError(
             f"{model_dir}: chat_template in tokenizer_config.json is neither text nor a list of templates."
@@ -404,7 +359,7 @@ def template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
 
 
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:
-    """End-of-sequence ids that generation_config.json or else config.json names."""
+    """Returns the end-of-sequence ids in generation_config.json, or else in config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_optional_json(model_dir / name).get("eos_token_id")
         if value is not None:

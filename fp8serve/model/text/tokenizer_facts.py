@@ -1,11 +1,9 @@
-"""What a server's front knows of a model's tokenizer, which itself runs only in other processes.
+"""Describes a model's tokenizer as plain data for the server process, which never runs the tokenizer itself.
 
-A tokenizer is a stranger's program: a text of five characters can cost it seconds, and its library can fail in ways
-that end a process. So a process with limits reads it (`describe`) and describes it once, and only the engine and
-the parser processes run it. What a front needs beside texts and ids is plain data: which ids are special, which end a
-sequence, how many tokens a text has at least, and, for log-probabilities, the text of every token. No torch here.
-
-`python -m fp8serve.model.text.tokenizer_facts` is that process; limited_process.py says how to communicate with it.
+A tokenizer comes from an untrusted download: a text of five characters can take seconds, and its library can crash the
+process. So only the engine process and the parser processes run it. `describe` starts the child process
+`python -m fp8serve.model.text.tokenizer_facts` with limits (limited_process.py), which reads the tokenizer once and
+returns what the server needs: the special tokens, the end-of-sequence tokens and a bound for the number of tokens.
 """
 
 import json
@@ -18,34 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import TokenizerError
-from fp8serve.model.text.limited_process import Answer, LimitedProcess, serve
-from fp8serve.model.text.text_bound import TextBound
-from fp8serve.model.text.tokenizer import Tokenizer
+from fp8serve.model.text.limited_process import JobResult, LimitedProcess, serve
+from fp8serve.model.text.token_bounds import TokenLengthBound
+from fp8serve.model.text.tokenizer import Tokenizer, truncate_ids
 from fp8serve.processes import Head
 
-MAX_TABLE_BYTES = 1 << 28  # of one column
+MAX_COLUMN_BYTES = 1 << 28
 MODULE = "fp8serve.model.text.tokenizer_facts"
-READING_SECONDS, READING_MEMORY = 30.0, 2 << 30
-"""Processor time and memory to read a tokenizer: ten times what the largest published one takes."""
+CPU_SECONDS, MEMORY_BYTES = 30.0, 2 << 30
+"""CPU time and memory to read a tokenizer: ten times what the largest published one needs."""
 
 
 @dataclass
 class TokenizerFacts:
-    """special_texts: tokens that are left out of text unless they are requested. added_ids: by their text. around: how
-    many tokens the tokenizer puts around a text, and around and between a pair of texts. template: the source of the
-    chat template. takes_tools: whether that has a place for tools. table: the texts of all tokens, once they were
-    needed.
-    """
+    """Properties of a tokenizer and its chat template."""
 
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]
-    special_texts: frozenset[str]
-    added_ids: dict[str, int]
-    around: tuple[int, int]
-    template: str | None
-    takes_tools: bool
-    bound: TextBound | None
-    table: "TokenTable | None" = field(default=None, compare=False, repr=False)
+    special_texts: frozenset[str]  # tokens that are omitted from decoded text unless a request asks for them
+    added_ids: dict[str, int]  # ids of added tokens by their text
+    around: tuple[int, int]  # numbers of special tokens that are added to a text, and to a pair of texts
+    template: str | None  # source of the chat template
+    takes_tools: bool  # whether the chat template reads the variable `tools`
+    bound: TokenLengthBound | None
+    table: "TokenTable | None" = field(default=None, compare=False, repr=False)  # set when it is first needed
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerFacts":
@@ -69,58 +63,56 @@ class TokenizerFacts:
     @classmethod
     def from_json(cls, text: bytes) -> "TokenizerFacts":
         plain: dict[str, Any] = json.loads(text)
-        plain["bound"] = None if plain["bound"] is None else TextBound(*plain["bound"])
+        plain["bound"] = None if plain["bound"] is None else TokenLengthBound(*plain["bound"])
         kinds = {"eos_ids": tuple, "special_ids": frozenset, "special_texts": frozenset, "around": tuple}
         return cls(**plain | {name: kind(plain[name]) for name, kind in kinds.items()})
 
     @property
     def texts(self) -> "TokenTable":
-        """The table, for a caller that has seen to it that there is one."""
+        """The table of token texts, which the caller must have set before."""
         assert self.table is not None
         return self.table
 
-    def fewest_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens of `text`, from its length alone; 0 if there is none."""
-        return 0 if self.bound is None else self.bound.fewest_tokens(text)
+    def min_token_count(self, text: str) -> int:
+        """Returns a lower bound of the number of tokens, which follows from the text's length; 0 if none is known."""
+        return 0 if self.bound is None else self.bound.min_token_count(text)
 
-    def first_of(self, ids: list[int], most: int) -> list[int]:
-        """The first `most`; the end is cut off, except for the special token with which a text ends."""
-        if len(ids) <= most:
-            return ids
-        return ids[: most - 1] + ids[-1:] if ids[-1] in self.special_ids else ids[:most]
+    def truncate_ids(self, ids: list[int], limit: int) -> list[int]:
+        """Truncates the ids of a text to `limit`, and preserves a special token at its end."""
+        return truncate_ids(ids, limit, self.special_ids)
 
 
 class TokenTable:
-    """`Tokenizer.token_text` and `Tokenizer.token_bytes` of all ids below a number; ids outside have no text.
+    """The text and the bytes of every token of a vocabulary; ids outside the vocabulary have empty ones.
 
-    In memory, and between processes, it is three columns of bytes with the ends of their entries: a few megabytes, and
-    nothing is parsed.
+    The table consists of three columns of bytes and the offsets at which their entries end, in memory as well as
+    between processes. It needs a few megabytes and no parsing.
     """
 
-    def __init__(self, written: bytes) -> None:
+    def __init__(self, serialized: bytes) -> None:
         self._columns, start = [], 8
-        self.size = int.from_bytes(written[:8], "little")
+        self.size = int.from_bytes(serialized[:8], "little")
         for _ in range(3):
             ends = array("I")
-            ends.frombytes(written[start : start + 4 * self.size])
+            ends.frombytes(serialized[start : start + 4 * self.size])
             start += 4 * self.size
             length = ends[-1] if ends else 0
-            self._columns.append((ends, written[start : start + length]))
+            self._columns.append((ends, serialized[start : start + length]))
             start += length
 
     @staticmethod
-    def written(tokenizer: Tokenizer, size: int) -> bytes:
-        """The table of the first `size` ids. TokenizerError: it is too large, or a token cannot be decoded."""
+    def serialize(tokenizer: Tokenizer, size: int) -> bytes:
+        """Serializes the table of the ids below `size`. Raises TokenizerError if it is too large or decoding fails."""
         texts = _column(tokenizer.token_text(i).encode() for i in range(size))
         parts = (_column(tokenizer.token_bytes(i, first) for i in range(size)) for first in (False, True))
         return size.to_bytes(8, "little") + texts + b"".join(parts)
 
     def text(self, token_id: int) -> str:
-        """One token on its own, specials included, as shown beside log-probabilities."""
+        """Returns the text of a single token, also of a special one; see `Tokenizer.token_text`."""
         return self._entry(0, token_id).decode()
 
     def utf8(self, token_id: int, first: bool = False) -> bytes:
-        """The UTF-8 bytes that one token adds to a text; see `Tokenizer.token_bytes`."""
+        """Returns the UTF-8 bytes that a token adds to a text; see `Tokenizer.token_bytes`."""
         return self._entry(2 if first else 1, token_id)
 
     def _entry(self, column: int, token_id: int) -> bytes:
@@ -131,27 +123,27 @@ class TokenTable:
 
 
 def _column(entries: Iterable[bytes]) -> bytes:
-    held, total = [], 0
+    column, total = [], 0
     for entry in entries:
-        held.append(entry)
+        column.append(entry)
         total += len(entry)
-        if total > MAX_TABLE_BYTES:
+        if total > MAX_COLUMN_BYTES:
             raise TokenizerError("The texts of this model's tokens are too long for log-probabilities.")
-    return array("I", accumulate(map(len, held))).tobytes() + b"".join(held)
+    return array("I", accumulate(map(len, column))).tobytes() + b"".join(column)
 
 
-def describe(directory: Path, cpu: float = READING_SECONDS, memory: int = READING_MEMORY) -> TokenizerFacts:
-    """The facts about a directory's tokenizer, read under limits. ModelError: it has none, or one that is of no use."""
+def describe(directory: Path, cpu: float = CPU_SECONDS, memory: int = MEMORY_BYTES) -> TokenizerFacts:
+    """Reads a directory's tokenizer in a child process. Raises ModelError if it is missing, damaged or too slow."""
     process = LimitedProcess(MODULE, cpu, memory)
     try:
         head = {"op": "describe", "directory": str(directory)}
-        _, written = process.perform(f"Reading {directory / 'tokenizer.json'}", head)
-        return TokenizerFacts.from_json(written)
+        _, content = process.run_job(f"Reading {directory / 'tokenizer.json'}", head)
+        return TokenizerFacts.from_json(content)
     finally:
         process.close()
 
 
-def _describe(head: Head, body: bytes) -> Answer:
+def _describe(head: Head, body: bytes) -> JobResult:
     return {}, TokenizerFacts.of(Tokenizer.from_dir(Path(head["directory"]))).to_json()
 
 

@@ -1,10 +1,9 @@
-"""Models whose architecture has no family here, computed by transformers' own class.
+"""Runs models of architectures that fp8serve does not implement, with transformers' own model class.
 
-`network.py` makes the class without weights, or says why it cannot be served, and gives it the interface of our
-decoder: linear layers that FP8 may run, and attention by the caller, over a paged cache or the other tokens of a call.
-`trial.py` runs it once on "meta", where nothing is computed, and records what its attention layers ask for: these
-records and the file become a `ModelConfig`. When a model is loaded, `trial.py` compares its output with that of the
-class's own eager attention.
+`network.py` builds the class without weights and gives it the interface of our decoder: linear layers that FP8 may
+run, and attention that the caller computes, for example over a paged KV cache. `class_trace.py` runs the class once on
+the "meta" device and records the arguments of its attention calls, from which it makes a `ModelConfig`. When a model is
+loaded, `class_trace.py` compares its output with that of the class's own eager attention.
 
-transformers is imported here and nowhere else in the package, and only where a class is built: it takes seconds.
+No other package of fp8serve imports transformers. The import takes seconds, so it is delayed until a class is built.
 """

@@ -1,10 +1,10 @@
-"""The tensors of a file under the names, and in the layout, that transformers' class has for them.
+"""Maps the tensors of files to the parameter names and the weight layout of transformers' class.
 
-Files may have other names: those of the model before transformers renamed a module, or those of the class without its
-head. This module follows transformers' list of such names. Tensors that a class does not read from files are left out.
+Files may have older names, from before transformers renamed a module, or the names of the class without its head. This
+module applies transformers' own list of renames. Tensors that a class ignores are omitted.
 
-GPT-2's `Conv1D` is a linear layer whose weight is transposed in files, [in, out]. In memory it is a linear layer like
-any other, so FP8, calibration and training need nothing new. A weight and its matrix of scales are transposed when they
+GPT-2's `Conv1D` is a linear layer whose weight is transposed in files, [in, out]. In memory it is an ordinary linear
+layer, so FP8, calibration and training need no special case. A weight and its matrix of scales are transposed when they
 are read (`TransposedShards`) and written (export.py).
 """
 
@@ -21,14 +21,17 @@ from fp8serve.model.storage.shards import Shards, StoredTensor
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
 
-_IN_GPT2 = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
+_GPT2_CONV1D = (".c_attn", ".q_attn", ".c_proj", ".c_fc")
 Rename = Callable[[str], str]
 
 
-def by_module(shards: Shards, config: ModelConfig) -> Shards:
-    """ModelError: transformers computes a tensor from several of the file's."""
+def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
+    """Renames the tensors to the parameter names of transformers' class, and transposes weights of `Conv1D`.
+
+    Raises ModelError if the class reads a buffer from files, or computes a parameter from several tensors.
+    """
     model = TransformersModel(config)
-    built: Any = model.whole[0]
+    built: Any = model.class_model[0]
     known, base = set(built.state_dict()), built.base_model_prefix
     buffers = known - {name for name, _ in built.named_parameters(remove_duplicate=False)}
     renames = list(_renames(built, shards))
@@ -39,8 +42,8 @@ def by_module(shards: Shards, config: ModelConfig) -> Shards:
         for rename in renames:
             name = rename(name)
         owner = name.rpartition(".")[0]
-        in_base = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
-        name = f"{base}.{name}" if in_base else name
+        lacks_prefix = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
+        name = f"{base}.{name}" if lacks_prefix else name
         if name not in known and any(pattern.search(name) for pattern in ignored):
             continue
         if name in buffers:
@@ -60,14 +63,13 @@ def _renames(built: Any, keys: Iterable[str]) -> Iterator[Rename]:
     for conversion in get_model_conversion_mapping(built):
         if isinstance(conversion, WeightRenaming):
             sources, targets = conversion.source_patterns, conversion.target_patterns
-            several = targets if len(targets) == len(sources) else targets * len(sources)
-            yield from map(_rename, sources, several)
+            yield from map(_rename, sources, targets if len(targets) == len(sources) else targets * len(sources))
         elif all(target.endswith(STACKS) for target in conversion.target_patterns):
             continue  # experts are read one by one, as they are in the file
         elif key := next((k for k in keys for p in conversion.source_patterns if re.search(p, k)), None):
             name = type(built).__name__
-            raise ModelError(f"The file of {name} holds {key}, which transformers converts; a model is "
-                             "computed by transformers' class if its weights are read as they are.")  # fmt: skip
+            raise ModelError(f"The file of {name} holds {key}, which transformers converts when it loads the model; "
+                             "the transformers backend only loads weights that need no conversion.")  # fmt: skip
 
 
 def _rename(source: str, target: str) -> Rename:
@@ -76,17 +78,19 @@ def _rename(source: str, target: str) -> Rename:
 
 
 def transpose_weights(tensors: Mapping[str, Tensor], linears: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a model as files have them, or back: the weights of `linears` are transposed."""
+    """Transposes the weights of `linears`, from the layout in memory to that in files or back."""
     return {
         n: t.t().contiguous() if n.rpartition(".")[0] in linears and t.dim() == 2 else t for n, t in tensors.items()
     }
 
 
 def transpose_gpt2(shards: Shards, config: Mapping[str, Any]) -> Shards:
-    """Every weight [out, in], by the names of GPT-2's layers, for code that does not build the model."""
+    """Transposes the weights of GPT-2 to [out, in], for callers that do not build the model."""
     if config.get("model_type") != "gpt2":
         return shards
-    return TransposedShards(shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_IN_GPT2)})
+    return TransposedShards(
+        shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_GPT2_CONV1D)}
+    )
 
 
 class TransposedShards(Shards):
@@ -100,7 +104,7 @@ class TransposedShards(Shards):
         super().__init__({name: self._entry(name) for name in stored.entries}, stored.metadata)
 
     def __getitem__(self, name: str) -> Tensor:
-        """As Shards, but a transposed matrix is a copy."""
+        """Returns a view of the mapped file, or a copy of a transposed matrix."""
         tensor = self._stored[name]
         return tensor.t().contiguous() if name in self._transposed else tensor
 

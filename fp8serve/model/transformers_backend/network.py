@@ -1,12 +1,12 @@
-"""transformers' class for a config.json, with the interface of our decoder (network/decoder.py).
+"""Builds transformers' model class of a config.json and gives it the interface of our decoder (network/decoder.py).
 
-It is built without weights: parameters are on "meta", buffers are as the class computes them. Modules and parameters
-have their names in the class, and so in files. Its linear layers may be replaced by ours, in place.
+The class is built without weights: parameters are on the "meta" device, and buffers have the values that the class
+computes. Modules and parameters have the names of the class. Linear layers may be replaced by FP8 layers in place.
 
-A class calls the attention function that is registered under the name in its configuration. Ours passes each call, with
-its number, on to the function that `answering` has set for this thread of execution: in every pass the layers come in
-the same order. So attention returns to the caller of the pass, layer by layer, with queries and keys that are already
-rotated: the rotation that is passed along with them does nothing.
+The class calls the attention function that is registered under the name in its configuration. Our function forwards
+each call, with its index in the forward pass, to the handler that `handle_attention` sets. The layers of a class always
+run in the same order, so the index is the layer's. Queries and keys already have rotary embeddings; a handler that
+rotates them gets cosines of one and sines of zero.
 """
 
 import json
@@ -22,71 +22,71 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, one_line, shown
-from fp8serve.fp8.stacked import Stacked
+from fp8serve.fp8.stacked import StackedExperts
 from fp8serve.model.config.model_config import ModelConfig, TransformersClass
-from fp8serve.model.config.reader import MOST
+from fp8serve.model.config.reader import MAX_SIZES
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.network.rotary import Attend
-from fp8serve.model.transformers_backend.experts import check_mixture, in_mixtures, take_apart
+from fp8serve.model.transformers_backend.experts import check_mixture, router_modules, unstack_experts
 
 OWN_ATTENTION = (
     "{} cannot be served: transformers' class computes its attention or its positions in a way of its own, and "
     "fp8serve replaces the attention of classes that leave it to transformers' attention interface."
 )
-SERVED = "fp8serve"  # no mask is made for it
-TRIED = "fp8serve_trial"  # the mask is a `Mask`
-# answer(number of the call, module, query, key, value, mask, options), [1, heads, T, head_dim] -> [T, heads, head_dim]
-Answer = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
-Seen = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> bool
-_pass: ContextVar[tuple[Iterator[int], Answer]] = ContextVar("pass")
+SERVING_ATTENTION = "fp8serve"  # name of the attention function that gets no mask
+TRACING_ATTENTION = "fp8serve_trace"  # name of the attention function that gets a `Mask`
+# handler(layer, module, query, key, value, mask, options), [1, heads, T, head_dim] -> [T, heads, head_dim]
+AttentionHandler = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
+MaskFunction = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> whether the key is visible
+_handler: ContextVar[tuple[Iterator[int], AttentionHandler]] = ContextVar("handler")
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"})
-"""The keys by which config.json gives the number of layers, as transformers' classes spell it."""
+"""The keys of config.json that give the number of layers in transformers' classes."""
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[None]:
-    """Inside, `answer` is called for every attention layer of a pass through a class."""
-    token = _pass.set((count(), answer))
+def handle_attention(handler: AttentionHandler) -> Iterator[None]:
+    """Inside the block, which runs one forward pass, `handler` computes the attention of every layer."""
+    token = _handler.set((count(), handler))
     try:
         yield
     finally:
-        _pass.reset(token)
+        _handler.reset(token)
 
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, T, head_dim] -> [1, T, heads, head_dim], and no weights."""
-    numbers, answer = _pass.get()
-    return answer(next(numbers), module, query, key, value, attention_mask, options)[None], None
+    """transformers' attention function: [1, heads, T, head_dim] -> [1, T, heads, head_dim], without weights."""
+    layers, handler = _handler.get()
+    return handler(next(layers), module, query, key, value, attention_mask, options)[None], None
 
 
 class Mask(Tensor):
-    """What a class's mask code passes to attention: `sees`, the mask as a function of two positions."""
+    """A placeholder for an attention mask; `is_visible` is the mask as a function of two positions."""
 
-    sees: Seen
+    is_visible: MaskFunction
 
 
 def mask(*args: Any, mask_function: Callable[..., Tensor], **options: Any) -> Tensor:
-    """As transformers calls it to make the mask of some layers."""
+    """transformers' mask function: returns a `Mask` with the function from which transformers would compute a mask."""
     result = torch.zeros(1, 1, 1, 1).as_subclass(Mask)
-    result.sees = lambda q, k: mask_function(torch.zeros_like(q), torch.zeros_like(q), q, k)
+    result.is_visible = lambda q, k: mask_function(torch.zeros_like(q), torch.zeros_like(q), q, k)
     return result
 
 
 @cache
 def register() -> None:
-    """Tell transformers both names, before a class is built with one of them."""
+    """Registers our attention and mask functions with transformers, before a class is built with their names."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(SERVED, attention)
-    AttentionInterface.register(TRIED, attention)
-    AttentionMaskInterface.register(TRIED, mask)
+    AttentionInterface.register(SERVING_ATTENTION, attention)
+    AttentionInterface.register(TRACING_ATTENTION, attention)
+    AttentionMaskInterface.register(TRACING_ATTENTION, mask)
 
 
 def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The causal language model of this config.json, in evaluation mode. ModelError: it cannot be served."""
+    """Builds the causal language model of a config.json, in evaluation mode. Raises ModelError if it is unsupported."""
     with _quiet_imports():
         from transformers import (
             CONFIG_MAPPING,
@@ -115,21 +115,21 @@ def build(config_json: str, attention: str, dtype: torch.dtype = torch.bfloat16)
         config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "quantization_config"})
         with _parameters_on_meta():
             model = from_config(config, attn_implementation=attention, dtype=dtype)
-    except Exception as problem:  # transformers' classes may raise anything
-        if isinstance(problem, KeyError) and attention in problem.args:  # it looks up a class of its own
-            raise ModelError(OWN_ATTENTION.format(_name(raw))) from problem
+    except Exception as error:  # transformers' classes may raise anything
+        if isinstance(error, KeyError) and attention in error.args:  # the class has its own table of attention classes
+            raise ModelError(OWN_ATTENTION.format(_architecture(raw))) from error
         raise ModelError(
-            f"transformers {__version__} does not build {_name(raw)} from this config.json: {quote(problem)}."
-        ) from problem
-    check_mixture(model, raw["model_type"], _name(raw))
-    take_apart(model, dtype)
-    check(model, _name(raw))
+            f"transformers {__version__} does not build {_architecture(raw)} from this config.json: {quote(error)}."
+        ) from error
+    check_mixture(model, raw["model_type"], _architecture(raw))
+    unstack_experts(model, dtype)
+    check_modules(model, _architecture(raw))
     return cast(nn.Module, model.eval())
 
 
 @contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Without the warnings of torchao and torch about parts of torchao, which transformers imports and nobody uses."""
+    """Silences warnings about torchao inside the block; transformers imports it, and fp8serve does not use it."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -142,52 +142,52 @@ def _quiet_imports() -> Iterator[None]:
 
 
 def _check_layers(raw: Mapping[str, Any]) -> None:
-    """ModelError for more layers than any model has, before transformers makes a list or a module for each."""
-    most = MOST["num_hidden_layers"]
+    """Raises ModelError if the number of layers is absurd, before transformers allocates something for each layer."""
+    most = MAX_SIZES["num_hidden_layers"]
     for section in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in LAYER_COUNTS & section.keys():
             if isinstance(count := section[key], int | float) and count > most:
                 raise ModelError(f"config.json: {key} is {shown(count)} where at most {most} was expected.")
 
 
-def check(model: Any, name: str) -> None:
-    """ModelError for a class in which tokens interact outside attention, or which has other matrix products."""
+def check_modules(model: Any, name: str) -> None:
+    """Raises ModelError if a weight matrix belongs to another module than a linear layer, an embedding or a router."""
     from transformers.pytorch_utils import Conv1D
 
     matrices = (nn.Linear, nn.Embedding, Conv1D)
     if model.config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder model, which is not supported.")
-    routers = in_mixtures(model)
+    routers = router_modules(model)
     for path, module in model.named_modules():
         if any(path == router or path.startswith(f"{router}.") for router in routers):
-            continue  # which keep their weights in high precision
+            continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 2 or (parameter.dim() == 2 and not isinstance(module, matrices)):
                 raise ModelError(
-                    f"{name} has the weight {path}.{leaf} {list(parameter.shape)} in a {type(module).__name__}; by "
-                    "transformers' class a model is served if its weights are those of linear layers and embeddings."
+                    f"{name} has the weight {path}.{leaf} {list(parameter.shape)} in a {type(module).__name__}; the "
+                    "transformers backend only supports weights of linear layers and embeddings."
                 )
 
 
-def quote(problem: Exception) -> str:
-    """Another library's message, as a quotation at the end of a sentence."""
-    return f"{one_line(problem)!r}" if str(problem).strip() else type(problem).__name__
+def quote(error: Exception) -> str:
+    """Returns the message of an error, quoted for the end of a sentence, or the name of its class."""
+    return f"{one_line(error)!r}" if str(error).strip() else type(error).__name__
 
 
-def _name(raw: Mapping[str, Any]) -> str:
+def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else shown(raw.get("model_type"))
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a module's parameters lose their memory as they are registered; buffers keep their values."""
+    """Inside the block, parameters move to "meta" when a module registers them; buffers keep their values."""
     modules: Any = nn.Module
     register = modules.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # a parameter that is there already is tied
+        if parameter is not None and not parameter.is_meta:  # a parameter on "meta" is tied to another module's
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     modules.register_parameter = on_meta
@@ -198,45 +198,42 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class TransformersModel(nn.Module):
-    """`model(token_ids, positions, attend)`, then `model.logits(hidden)`; see `Decoder`.
-
-    Parameters are on "meta", to be replaced by a checkpoint's; buffers have the values that the class gives them.
-    """
+    """A model of transformers with the interface of `Decoder`; its parameters are on "meta" until they are loaded."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.config = config
         self._class = cast(TransformersClass, config.computed_by)
-        built: Any = build(self._class.config_json, SERVED, dtype)
-        self.transposed = replace_conv1d(built)  # whose weights are transposed in files
+        built: Any = build(self._class.config_json, SERVING_ATTENTION, dtype)
+        self.transposed = replace_conv1d(built)  # names of layers whose weights are transposed in files
         for name, child in built.named_children():
             self.add_module(name, child)
-        self.whole = (built,)  # in a tuple, because its modules are already registered
+        self.class_model = (built,)  # a tuple, because its modules are already registered here
         self._base = str(built.base_model_prefix)
-        self.head_name = _name_of(built, built.get_output_embeddings())
-        self._embedding_name = _name_of(built, built.get_input_embeddings())
-        high_precision = {self.head_name, *in_mixtures(built)}  # a router stays in high precision
+        self.head_name = _module_name(built, built.get_output_embeddings())
+        self._embedding_name = _module_name(built, built.get_input_embeddings())
+        high_precision = {self.head_name, *router_modules(built)}
         self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
         """See Decoder.forward. All rows are computed, and those of `last` are returned."""
 
-        def answer(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
+        def handler(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
             heads = cast(tuple[Tensor, Tensor, Tensor], tuple(t[0].transpose(0, 1).contiguous() for t in (q, k, v)))
-            still = q.new_ones(len(token_ids), 1, q.shape[3]), q.new_zeros(len(token_ids), 1, q.shape[3])
-            return attend(layer, heads, still, None)
+            no_rotation = q.new_ones(len(token_ids), 1, q.shape[3]), q.new_zeros(len(token_ids), 1, q.shape[3])
+            return attend(layer, heads, no_rotation, None)
 
         base: Any = self._modules[self._base]
-        with answering(answer):
+        with handle_attention(handler):
             hidden: Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)[0][0]
         return hidden if last is None else hidden[last]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, hidden] -> FP32 [T, vocab]."""
-        return self.narrow_logits(hidden).float()
+        """Returns the logits of hidden states [T, hidden] in FP32 [T, vocab]."""
+        return self.logits_in_weight_dtype(hidden).float()
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """The same in the weights' dtype."""
+    def logits_in_weight_dtype(self, hidden: Tensor) -> Tensor:
+        """Returns the logits in the dtype of the weights."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
@@ -249,20 +246,20 @@ class TransformersModel(nn.Module):
         """See Decoder.parts: the whole model is one part."""
         return [self]
 
-    def enter(self, token_ids: Tensor) -> Tensor:
-        """See Decoder.enter."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See Decoder.embed."""
         return token_ids
 
-    def places(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """See Decoder.places."""
+    def position_embeddings(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """See Decoder.position_embeddings."""
         return [positions]
 
-    def leave(self, x: Tensor) -> Tensor:
-        """See Decoder.leave."""
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """See Decoder.apply_final_norm."""
         return x
 
-    def named_in(self, part: int, names: Iterable[str]) -> list[str]:
-        """See Decoder.named_in."""
+    def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
+        """See Decoder.names_in_part."""
         return list(names)
 
     @property
@@ -280,7 +277,7 @@ class TransformersModel(nn.Module):
         return self._linears
 
     def pruned_names(self) -> list[str]:
-        """See Decoder.pruned_names: here every layer sees all rows."""
+        """See Decoder.pruned_names: here every layer computes all rows."""
         return []
 
     def tie(self) -> None:
@@ -288,25 +285,25 @@ class TransformersModel(nn.Module):
         if self.config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
-    def expect(self, longest: int) -> None:
-        """See Decoder.expect: no class is served whose angles depend on it."""
+    def set_max_length(self, length: int) -> None:
+        """See Decoder.set_max_length: `class_trace` refuses classes whose rotary embeddings depend on the length."""
 
     def join(self) -> None:
-        """See Decoder.join: the class calls its layers one by one, but experts are stacked."""
+        """See Decoder.join: only experts are stacked, because the class calls all other layers one by one."""
         for experts in mixtures(self).values():
             experts.join()
 
-    def matrices(self) -> Iterator[nn.Module | Stacked]:
+    def matrices(self) -> Iterator[nn.Module | StackedExperts]:
         """See Decoder.matrices."""
         stacked = {name: experts for name, experts in mixtures(self).items() if experts.is_stacked}
         for experts in stacked.values():
             yield from experts.matrices()
-        alone = [n for n in self._linears if not any(n.startswith(f"{block}.experts.") for block in stacked)]
-        yield from (self.get_submodule(name) for name in (*alone, self.head_name))
+        unstacked = [n for n in self._linears if not any(n.startswith(f"{block}.experts.") for block in stacked)]
+        yield from (self.get_submodule(name) for name in (*unstacked, self.head_name))
 
 
 def replace_conv1d(model: nn.Module) -> frozenset[str]:
-    """Replace every Conv1D of `model` by a linear layer without weights; returns their names."""
+    """Replaces every Conv1D of `model` by a linear layer without weights and returns the layers' names."""
     from transformers.pytorch_utils import Conv1D
 
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
@@ -317,5 +314,5 @@ def replace_conv1d(model: nn.Module) -> frozenset[str]:
     return frozenset(modules)
 
 
-def _name_of(model: nn.Module, target: nn.Module) -> str:
+def _module_name(model: nn.Module, target: nn.Module) -> str:
     return next(str(name) for name, module in model.named_modules() if module is target)

@@ -1,74 +1,74 @@
-"""Checks whether a checkpoint is what it says it is, from headers, scales and FP8 codes; no model is built.
+"""Checks whether a checkpoint is valid, from its headers, scales and FP8 codes, without building a model.
 
-`subject.py` reads a directory, a shard or a single file, however damaged, by names, types and shapes alone, so that an
-architecture need not be known. Each check is a function from that subject to its findings, and a row of `CHECKS`.
+`raw_checkpoint.py` reads a directory, a shard or a single file, which may be damaged. It uses only names, types and
+shapes, so it need not know the architecture. Each row of `CHECKS` is a function from that checkpoint to its findings.
 
-Codes say much about their scale. Quantizing by amax uses the largest code, 448, in every tensor, row or block; so codes
-that stay small, or pile up at 448, were made with another scale. The dequantized weights of every trained model have a
-mean size between about 1e-6 and 3, which distinguishes a scale from its reciprocal.
+FP8 codes reveal wrong scales. Quantization by amax uses the largest code, 448, in every tensor, row or block. If all
+codes are smaller, or many are 448, the weight was quantized with another scale. The root mean square of a trained
+model's weights is between about 1e-6 and 3, which distinguishes a scale from its reciprocal.
 """
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from fp8serve.model.verify import layout, numbers
-from fp8serve.model.verify.subject import Finding, Subject, read
+from fp8serve.model.verify import layout, values
+from fp8serve.model.verify.raw_checkpoint import Finding, RawCheckpoint, read
 
 __all__ = ["CHECKS", "Finding", "verify"]
 
-Check = Callable[[Subject], Iterable[Finding]]
-Advance = Callable[[int, int], None]
+Check = Callable[[RawCheckpoint], Iterable[Finding]]
+Progress = Callable[[int, int], None]
 
 CHECKS: tuple[Check, ...] = (
-    layout.index_and_files,
-    layout.unlisted_tensors,
-    layout.two_layouts,
-    layout.total_size,
-    layout.unknown_scales,
-    layout.repeated_scales,
-    layout.missing_weight_scales,
-    layout.unscaled_vectors,
-    layout.orphaned_scales,
-    layout.lone_cache_scales,
-    layout.tied_weights,
-    layout.side_car,
-    layout.fp8_without_config,
-    layout.config_without_fp8,
-    layout.ignored_layers,
-    layout.input_scales,
-    layout.weight_blocks,
-    layout.cache_scheme,
-    numbers.scale_types,
-    numbers.weight_types,
-    numbers.empty_scales,
-    numbers.weight_scale_shapes,
-    numbers.input_scales_are_numbers,
-    numbers.cache_scales_are_numbers,
-    numbers.bad_scales,
-    numbers.bad_codes,
-    numbers.bad_weights,
-    numbers.reciprocal_weight_scales,
-    numbers.implausible_weight_scales,
-    numbers.uneven_weight_scales,
-    numbers.reciprocal_input_scales,
-    numbers.implausible_input_scales,
-    numbers.underused_codes,
-    numbers.clipped_codes,
-    numbers.default_scales,
+    layout.check_index_and_files,
+    layout.check_unlisted_tensors,
+    layout.check_two_layouts,
+    layout.check_total_size,
+    layout.check_unknown_scales,
+    layout.check_repeated_scales,
+    layout.check_missing_weight_scales,
+    layout.check_unscaled_vectors,
+    layout.check_orphaned_scales,
+    layout.check_lone_cache_scales,
+    layout.check_tied_weights,
+    layout.check_scales_file,
+    layout.check_fp8_without_config,
+    layout.check_config_without_fp8,
+    layout.check_ignored_layers,
+    layout.check_input_scales,
+    layout.check_weight_blocks,
+    layout.check_cache_scheme,
+    values.check_scale_types,
+    values.check_weight_types,
+    values.check_empty_scales,
+    values.check_weight_scale_shapes,
+    values.check_input_scales_are_numbers,
+    values.check_cache_scales_are_numbers,
+    values.check_bad_scales,
+    values.check_bad_codes,
+    values.check_bad_weights,
+    values.check_reciprocal_weight_scales,
+    values.check_implausible_weight_scales,
+    values.check_uneven_weight_scales,
+    values.check_reciprocal_input_scales,
+    values.check_implausible_input_scales,
+    values.check_underused_codes,
+    values.check_clipped_codes,
+    values.check_default_scales,
 )
 
 
-def verify(path: Path, advance: Advance = lambda done, total: None) -> list[Finding]:
-    """What is wrong with the checkpoint at `path`, a model directory or a .safetensors file; errors come first.
+def verify(path: Path, on_progress: Progress = lambda done, total: None) -> list[Finding]:
+    """Returns the findings about the model directory or .safetensors file at `path`, errors first.
 
-    Of a format that is not read, one finding says so: its tensors are not judged. advance: called with the number of
-    FP8 weights that have been read. ModelError: there is nothing to look at.
+    If the format is not supported, the only finding says so. `on_progress` is called with the number of FP8 weights
+    that were read, and their total. Raises ModelError if there is no checkpoint.
     """
-    subject = read(path)
-    if (unread := subject.unread_format) is not None:
-        return [unread]
-    for done, owner in enumerate(subject.weights, 1):
-        subject.codes(owner)
-        advance(done, len(subject.weights))
-    findings = [*subject.trouble, *(finding for check in CHECKS for finding in check(subject))]
+    checkpoint = read(path)
+    if checkpoint.format_error is not None:
+        return [checkpoint.format_error]
+    for done, owner in enumerate(checkpoint.weights, 1):
+        checkpoint.codes(owner)
+        on_progress(done, len(checkpoint.weights))
+    findings = [*checkpoint.read_errors, *(finding for check in CHECKS for finding in check(checkpoint))]
     return sorted(findings, key=lambda finding: finding.severity != "error")

@@ -1,5 +1,4 @@
-"""Tensors that are missing, left over, present twice, not where the index places them, or not as quantization_config
-states."""
+"""Checks for tensors that are missing, unused or duplicate, or that contradict the index or quantization_config."""
 
 import math
 from collections.abc import Iterator
@@ -11,194 +10,194 @@ from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
 from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.storage.files import present, read_json
-from fp8serve.model.storage.shards import INDEX, SINGLE
-from fp8serve.model.verify.subject import AGAIN, FP8, Finding, Subject, error, is_embedding, warning
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX
+from fp8serve.model.verify.raw_checkpoint import AGAIN, FP8, Finding, RawCheckpoint, error, is_embedding, warning
 
-TOLERANCE = 0.01  # between a scale and its copy in scales.safetensors: another project may have rounded it to BF16
+TOLERANCE = 0.01  # relative, between a scale and its copy in scales.safetensors, which may be rounded to BF16
 _EMBEDDINGS = "embed_tokens.weight"
 BLOCK = 128  # rows and columns of a weight that share a scale
 _CONFIG = "quantization_config"
 _WRITE = "correct quantization_config, or write the model again"
 
 
-def index_and_files(subject: Subject) -> Iterator[Finding]:
-    """The index and the files that it names hold the same tensors."""
-    for name, file in (subject.weight_map or {}).items():
-        folder = subject.path
+def check_index_and_files(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Compares the index with the files and tensors that it names."""
+    for name, file in (checkpoint.weight_map or {}).items():
+        folder = checkpoint.path
         if file != (folder / file).name:
-            yield error("index", INDEX, f"names the file {file!r}, which is not a plain name", AGAIN)
+            yield error("index", SAFE_WEIGHTS_INDEX, f"names the file {file!r}, which is not a plain name", AGAIN)
         elif not present(folder / file):
             yield error("index", name, f"should lie in {file}, which is missing", AGAIN)
-        elif name not in subject.entries and not _is_unreadable(subject, file):
-            yield error("index", name, f"is not in {file}, where {INDEX} places it", AGAIN)
-        elif name in subject.entries and subject.entries[name].file.name != file:
-            yield error("index", name, f"lies in {subject.entries[name].file.name}, not in {file}", AGAIN)
+        elif name not in checkpoint.entries and not _is_unreadable(checkpoint, file):
+            yield error("index", name, f"is not in {file}, where {SAFE_WEIGHTS_INDEX} places it", AGAIN)
+        elif name in checkpoint.entries and checkpoint.entries[name].file.name != file:
+            yield error("index", name, f"lies in {checkpoint.entries[name].file.name}, not in {file}", AGAIN)
 
 
-def unlisted_tensors(subject: Subject) -> Iterator[Finding]:
-    if subject.weight_map is not None:
-        for key in subject.entries.keys() - subject.weight_map.keys():
-            yield error("index", key, f"is not listed in {INDEX}, so that readers leave it out", AGAIN)
+def check_unlisted_tensors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    if checkpoint.weight_map is not None:
+        for key in checkpoint.entries.keys() - checkpoint.weight_map.keys():
+            yield error("index", key, f"is not listed in {SAFE_WEIGHTS_INDEX}, so that readers leave it out", AGAIN)
 
 
-def two_layouts(subject: Subject) -> Iterator[Finding]:
-    """One file and an index of others: which of them is the model?"""
-    named = subject.weight_map and SINGLE in subject.weight_map.values()
-    if subject.weight_map is not None and (subject.path / SINGLE).is_file() and not named:
-        yield error("index", SINGLE, f"lies beside an {INDEX} that does not name it", "keep one of the two")
+def check_two_layouts(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds a directory with an index and another file that may also be the model."""
+    is_listed = checkpoint.weight_map and SAFE_WEIGHTS in checkpoint.weight_map.values()
+    if checkpoint.weight_map is not None and (checkpoint.path / SAFE_WEIGHTS).is_file() and not is_listed:
+        yield error(
+            "index", SAFE_WEIGHTS, f"lies beside an {SAFE_WEIGHTS_INDEX} that does not name it", "keep one of the two"
+        )
 
 
-def total_size(subject: Subject) -> Iterator[Finding]:
-    """The index states how many bytes the tensors have."""
-    if subject.weight_map is None:
+def check_total_size(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Compares the index's number of bytes with the tensors."""
+    if checkpoint.weight_map is None:
         return
-    metadata = read_json(subject.path / INDEX).get("metadata")
+    metadata = read_json(checkpoint.path / SAFE_WEIGHTS_INDEX).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
-    size = sum(math.prod(e.shape) * e.dtype.itemsize for e in subject.entries.values())
+    size = sum(math.prod(e.shape) * e.dtype.itemsize for e in checkpoint.entries.values())
     if isinstance(stated, int) and stated != size:
-        yield warning("index", INDEX, f"states {stated} bytes of tensors; there are {size}", AGAIN)
+        yield warning("index", SAFE_WEIGHTS_INDEX, f"states {stated} bytes of tensors; there are {size}", AGAIN)
 
 
-def unknown_scales(subject: Subject) -> Iterator[Finding]:
-    for key in subject.unknown:
+def check_unknown_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for key in checkpoint.unknown:
         what = "is named like a scale, and no reader knows what it scales"
-        yield error("unknown", key, what, "rename it as docs/formats.md says, or take it out")
+        yield error("unknown", key, what, "rename it as docs/formats.md says, or remove it")
 
 
-def repeated_scales(subject: Subject) -> Iterator[Finding]:
-    for keys in subject.scales.values():
+def check_repeated_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for keys in checkpoint.scales.values():
         if len(keys) > 1:
             yield error("duplicate", keys[1], f"means the same scale as {keys[0]}", "keep one of the two")
 
 
-def missing_weight_scales(subject: Subject) -> Iterator[Finding]:
-    for owner, key in subject.weights.items():
-        if subject.scale_of(owner, "weight") is None:
+def check_missing_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for owner, key in checkpoint.weights.items():
+        if checkpoint.scale_of(owner, "weight") is None:
             yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {AGAIN}")
-    for key, entry in subject.entries.items():
-        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in subject.mx:
+    for key, entry in checkpoint.entries.items():
+        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in checkpoint.mx:
             yield error("missing", key, "is packed and has no scales of 32 numbers each", AGAIN)
 
 
-def unscaled_vectors(subject: Subject) -> Iterator[Finding]:
-    """Norms and biases in FP8, for which no format has a scale."""
-    scales = {key for keys in subject.scales.values() for key in keys}
-    for key, entry in subject.entries.items():
+def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds norms and biases in FP8, for which no format has a scale."""
+    scales = {key for keys in checkpoint.scales.values() for key in keys}
+    for key, entry in checkpoint.entries.items():
         if entry.dtype in FP8 and len(entry.shape) < 2 and key not in scales and key.endswith((".weight", ".bias")):
             yield error("missing", key, "is FP8, and no format has a scale for it", "store it in BF16 or FP32")
 
 
-def orphaned_scales(subject: Subject) -> Iterator[Finding]:
-    """Scales of a weight that is missing, or is not FP8."""
-    quantized = subject.weights.keys() | {key.rpartition(".")[0] for key in subject.mx}
-    for owner, key in subject.of_role("weight", "input"):
+def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds scales of a weight that is missing or not FP8."""
+    quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx}
+    for owner, key in checkpoint.of_role("weight", "input"):
         if owner not in quantized:
-            known = f"{owner}.weight" in subject.entries
-            what = f"scales {owner}.weight, which is {'not FP8' if known else 'not there'}"
-            yield error("orphan", key, what, "take it out, or write the weight again")
+            exists = f"{owner}.weight" in checkpoint.entries
+            what = f"scales {owner}.weight, which is {'not FP8' if exists else 'missing'}"
+            yield error("orphan", key, what, "remove it, or write the weight again")
 
 
-def lone_cache_scales(subject: Subject) -> Iterator[Finding]:
-    """Keys without values, some layers without any, or scales of a layer that is not there."""
-    owners = {owner: {p.role for p in subject.scales if p.owner == owner} for owner, _ in subject.of_role(*KV)}
+def check_lone_cache_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds layers with a KV-cache scale for only one of k and v, without any, or that do not exist."""
+    scales = checkpoint.scales
+    owners = {owner: {s.role for s in scales if s.owner == owner} for owner, _ in checkpoint.of_role(*KV)}
     for owner, roles in owners.items():
         if "kv" in roles and len(roles) > 1:
-            yield error(
-                "duplicate", owner, "has a kv_scale beside a k_scale or v_scale", "keep one for each of k and v"
-            )
+            what = "has a kv_scale beside a k_scale or v_scale"
+            yield error("duplicate", owner, what, "keep one scale for each of k and v")
         elif not {"k", "v"} <= roles and "kv" not in roles:
             yield error("missing", owner, "has a KV-cache scale for only one of k and v", "calibrate the cache again")
-    attention = {key.removesuffix(".o_proj.weight") for key in subject.entries if key.endswith("attn.o_proj.weight")}
-    for owner, key in subject.of_role(*KV):
+    attention = {key.removesuffix(".o_proj.weight") for key in checkpoint.entries if key.endswith("attn.o_proj.weight")}
+    for owner, key in checkpoint.of_role(*KV):
         if attention and owner not in attention:
-            yield error("orphan", key, "is the KV-cache scale of a layer that is not there", "take it out")
+            yield error("orphan", key, "is the KV-cache scale of a layer that does not exist", "remove it")
     for owner in sorted(attention - owners.keys() if owners else ()):
-        yield error(
-            "missing", owner, "has no KV-cache scale, though other layers have one", "calibrate the cache again"
-        )
+        yield error("missing", owner, "has no KV-cache scale, unlike other layers", "calibrate the cache again")
 
 
-def tied_weights(subject: Subject) -> Iterator[Finding]:
-    """config.json says whether the output layer is the embedding."""
-    config = subject.config or {}
-    tied = config.get("tie_word_embeddings")
-    heads = [key for key in subject.entries if key.endswith("lm_head.weight")]
-    embeddings = [key for key in subject.entries if key.endswith(_EMBEDDINGS)]
-    if tied is True and heads and embeddings and not subject.shards.same(heads[0], embeddings[0]):
+def check_tied_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Compares `tie_word_embeddings` in config.json with the tensors."""
+    config = checkpoint.config or {}
+    is_tied = config.get("tie_word_embeddings")
+    heads = [key for key in checkpoint.entries if key.endswith("lm_head.weight")]
+    embeddings = [key for key in checkpoint.entries if key.endswith(_EMBEDDINGS)]
+    if is_tied is True and heads and embeddings and not checkpoint.shards.bits_equal(heads[0], embeddings[0]):
         what = f"differs from {embeddings[0]}, to which config.json ties it"
-        yield error("tied", heads[0], what, "set tie_word_embeddings to false, or take the tensor out")
-    elif tied is False and embeddings and not heads and not _is_unreadable(subject):
-        what = "is not there, and config.json does not tie it to the embedding"
+        yield error("tied", heads[0], what, "set tie_word_embeddings to false, or remove the tensor")
+    elif is_tied is False and embeddings and not heads and not _is_unreadable(checkpoint):
+        what = "is missing, and config.json does not tie it to the embedding"
         yield error("tied", "lm_head.weight", what, "set tie_word_embeddings to true, or add the tensor")
 
 
-def side_car(subject: Subject) -> Iterator[Finding]:
-    """`scales.safetensors` has scales that can be served, the same as those beside the weights."""
-    file = subject.path / FILE_NAME
+def check_scales_file(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Checks the scales in `scales.safetensors`, and compares them with those of the checkpoint."""
+    file = checkpoint.path / FILE_NAME
     if not file.is_file():
         return
     try:
-        state = read_scales(file)
-    except Fp8ServeError as damage:
-        yield error("unreadable", FILE_NAME, f"cannot be read ({str(damage).removesuffix('.')})", AGAIN)
+        scales = read_scales(file)
+    except Fp8ServeError as exception:
+        yield error("unreadable", FILE_NAME, f"cannot be read ({str(exception).removesuffix('.')})", AGAIN)
         return
-    for tensor, problem in problems(state):
+    for tensor, problem in problems(scales):
         yield error("stale", f"{FILE_NAME}: {tensor}", problem, "calibrate the model again")
-    for tensor, entry in state.tensors.items():
+    for tensor, entry in scales.tensors.items():
         owner, _, role = tensor.rpartition(".")
-        key = subject.scale_of(owner, role) if role in ("input", "weight", "k", "v") else None  # type: ignore[arg-type]
-        value = None if key is None else subject.value(key)
+        key = checkpoint.scale_of(owner, role) if role in ("input", "weight", "k", "v") else None  # type: ignore[arg-type]
+        value = None if key is None else checkpoint.value(key)
         if value is not None and value.numel() == 1 and not abs(float(entry.scale) * float(value) - 1) <= TOLERANCE:
             what = f"is not the scale that {FILE_NAME} has for it, {1 / float(entry.scale):.4g}"
             yield error("stale", str(key), what, "write the directory again")
 
 
-def _is_unreadable(subject: Subject, file: str | None = None) -> bool:
-    """Whether this file, or any, could not be read, so that its tensors are not reported as missing as well."""
-    return any(t.check == "unreadable" and file in (None, t.tensor) for t in subject.trouble)
+def _is_unreadable(checkpoint: RawCheckpoint, file: str | None = None) -> bool:
+    """Returns whether `file`, or any file, could not be read. Its tensors must not be reported as missing."""
+    return any(finding.check == "unreadable" and file in (None, finding.tensor) for finding in checkpoint.read_errors)
 
 
-def fp8_without_config(subject: Subject) -> Iterator[Finding]:
-    is_configured = subject.quantization is not None or any(t.check == "config" for t in subject.trouble)
-    if subject.config is not None and subject.weights and not is_configured:
-        key = next(iter(subject.weights.values()))
+def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    is_configured = checkpoint.quantization is not None or any(e.check == "config" for e in checkpoint.read_errors)
+    if checkpoint.config is not None and checkpoint.weights and not is_configured:
+        key = next(iter(checkpoint.weights.values()))
         what = "is FP8, but config.json has no quantization_config"
         yield error("config", key, what, "add the quantization_config of the tool that wrote the model")
 
 
-def config_without_fp8(subject: Subject) -> Iterator[Finding]:
-    quantization = subject.quantization
-    has_experts_in_blocks = any(key.endswith("_blocks") for key in subject.entries)  # of gpt-oss
-    has_fp8 = subject.weights or subject.mx or has_experts_in_blocks
-    if quantization is not None and quantization.groups and not has_fp8:
+def check_config_without_fp8(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    quantization = checkpoint.quantization
+    has_gpt_oss_experts = any(key.endswith("_blocks") for key in checkpoint.entries)
+    is_quantized = checkpoint.weights or checkpoint.mx or has_gpt_oss_experts
+    if quantization is not None and quantization.groups and not is_quantized:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
-        yield error("config", _CONFIG, what, "take it out, or write the model again")
+        yield error("config", _CONFIG, what, "remove it, or write the model again")
 
 
-def ignored_layers(subject: Subject) -> Iterator[Finding]:
-    """Layers that should not be FP8 but are, and the reverse."""
-    quantization = subject.quantization
+def check_ignored_layers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds layers that are FP8 although quantization_config ignores them, and the reverse."""
+    quantization = checkpoint.quantization
     if quantization is None:
         return
-    for owner, key in subject.weights.items():
-        if _is_left_out(owner, quantization.ignore):
+    for owner, key in checkpoint.weights.items():
+        if _is_ignored(owner, quantization.ignore):
             yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _WRITE)
-        elif _scheme(subject, owner) is None:
+        elif _scheme(checkpoint, owner) is None:
             yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _WRITE)
-    leaves = {owner.rpartition(".")[2] for owner in subject.weights}
-    for key, entry in subject.entries.items():
+    leaves = {owner.rpartition(".")[2] for owner in checkpoint.weights}
+    for key, entry in checkpoint.entries.items():
         owner = key.removesuffix(".weight")
-        plain = key.endswith(".weight") and len(entry.shape) == 2 and key not in subject.mx
-        if not plain or owner in subject.weights or owner.rpartition(".")[2] not in leaves:
+        is_matrix = key.endswith(".weight") and len(entry.shape) == 2 and key not in checkpoint.mx
+        if not is_matrix or owner in checkpoint.weights or owner.rpartition(".")[2] not in leaves:
             continue
-        if not _is_left_out(owner, quantization.ignore) and _scheme(subject, owner) is not None:
+        if not _is_ignored(owner, quantization.ignore) and _scheme(checkpoint, owner) is not None:
             yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _WRITE)
 
 
-def input_scales(subject: Subject) -> Iterator[Finding]:
-    """Static inputs have a scale in every layer, dynamic ones in none."""
-    for owner in subject.weights:
-        scheme, key = _scheme(subject, owner), subject.scale_of(owner, "input")
+def check_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds layers with static inputs and no input scale, and layers with dynamic inputs and an input scale."""
+    for owner in checkpoint.weights:
+        scheme, key = _scheme(checkpoint, owner), checkpoint.scale_of(owner, "input")
         if scheme is None:
             continue
         is_static = scheme.input_spec.source == "stored" and not is_embedding(owner)
@@ -206,36 +205,36 @@ def input_scales(subject: Subject) -> Iterator[Finding]:
             what = f"has no input_scale, though {_CONFIG} says that inputs are static"
             yield error("missing", owner, what, "calibrate the model, or choose dynamic inputs")
         elif key is not None and not is_static:
-            yield warning("config", key, f"is not used: {_CONFIG} says that inputs are dynamic", "take it out")
+            yield warning("config", key, f"is not used: {_CONFIG} says that inputs are dynamic", "remove it")
 
 
-def weight_blocks(subject: Subject) -> Iterator[Finding]:
-    """If inputs are quantized in blocks, weights must be, too."""
-    for owner in subject.weights:
-        scheme, kind = _scheme(subject, owner), subject.granularity(owner)
-        blocks = scheme is not None and scheme.input_spec.granularity == BLOCKED_INPUT.granularity
-        single = kind == "tensor" and max(subject.entries[subject.weights[owner]].shape[-2:]) <= BLOCK
-        if kind is not None and blocks and not (kind == "block128x128" or single):
+def check_weight_blocks(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds weights without block scales whose inputs are quantized in blocks."""
+    for owner in checkpoint.weights:
+        scheme, kind = _scheme(checkpoint, owner), checkpoint.granularity(owner)
+        has_blocked_input = scheme is not None and scheme.input_spec.granularity == BLOCKED_INPUT.granularity
+        is_one_block = kind == "tensor" and max(checkpoint.entries[checkpoint.weights[owner]].shape[-2:]) <= BLOCK
+        if kind is not None and has_blocked_input and not (kind == "block128x128" or is_one_block):
             what = f"is one for each {kind}, but {_CONFIG} says blocks of 128 x 128"
-            yield error("config", str(subject.scale_of(owner, "weight")), what, _WRITE)
+            yield error("config", str(checkpoint.scale_of(owner, "weight")), what, _WRITE)
 
 
-def cache_scheme(subject: Subject) -> Iterator[Finding]:
-    """A cache that is declared FP8 must have scales; readers use 1 where there are none."""
-    config = (subject.config or {}).get(_CONFIG)
-    says = isinstance(config, dict) and bool(config.get("kv_cache_scheme"))
-    if says and not any(True for _ in subject.of_role(*KV)):
+def check_cache_scheme(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds a `kv_cache_scheme` without KV-cache scales, for which readers use the scale 1."""
+    config = (checkpoint.config or {}).get(_CONFIG)
+    has_scheme = isinstance(config, dict) and bool(config.get("kv_cache_scheme"))
+    if has_scheme and not any(True for _ in checkpoint.of_role(*KV)):
         what = "has a kv_cache_scheme, but no k_scale or v_scale is there"
         yield error("missing", _CONFIG, what, "calibrate the cache, or take the scheme out")
 
 
-def _is_left_out(owner: str, targets: tuple[str, ...]) -> bool:
-    """By its own name, or by that of a module around it: "model.vision_tower" is all of it, however it is wrapped."""
-    parts = f".{owner}."
-    around = (f".{target.removeprefix('model.')}." in parts for target in targets)
-    return any(around) or any(matches(target, owner) for target in targets if target != CLASS)
+def _is_ignored(owner: str, targets: tuple[str, ...]) -> bool:
+    """Returns whether a target is the layer or a module that contains it, such as "model.vision_tower"."""
+    path = f".{owner}."
+    contains = (f".{target.removeprefix('model.')}." in path for target in targets)
+    return any(contains) or any(matches(target, owner) for target in targets if target != CLASS)
 
 
-def _scheme(subject: Subject, owner: str) -> Scheme | None:
-    """The configuration of the layer; None: there is none, which other checks report."""
-    return None if subject.quantization is None else subject.quantization.find_scheme(owner)
+def _scheme(checkpoint: RawCheckpoint, owner: str) -> Scheme | None:
+    """Returns the scheme of the layer, or None if it has none, which other checks report."""
+    return None if checkpoint.quantization is None else checkpoint.quantization.find_scheme(owner)

@@ -1,11 +1,11 @@
-"""API keys in a TOML file, which holds only their SHA-256:
+"""Reads API keys from a TOML file, which contains only their SHA-256:
 
     tenants.research = { requests_per_minute = 60, tokens_per_minute = 20000, concurrent_requests = 8 }
     keys.ci = { tenant = "research", scopes = ["generate"], sha256 = "9f86d0..." }
 
-A key is a long random text (`new_key`), so one round of SHA-256 cannot be undone by guessing. Keys of one tenant share
-its part of the engine, its cached prompts and its limits; a tenant without a line has no limits. A file that others
-may read or change would let them in or out; the group may read it, because that is how Kubernetes mounts a secret.
+A key is a long random text (`new_key`), so one round of SHA-256 cannot be inverted by guessing. Keys of one tenant
+share its part of the engine, its cached prompts and its limits. A tenant without a line has no limits. The file must
+not be accessible for other users. Its group may read it, because Kubernetes mounts secrets in this way.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ Scope = Literal["read", "generate", "finetune", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEFAULT, ANONYMOUS = "default", "anonymous"
-"""The tenant of the one key of `--api-key`, and of a server that asks for no key."""
-Bound = Annotated[int, Ge(1)] | None
+"""The tenant of the key of `--api-key`, and the tenant on a server without keys."""
+Limit = Annotated[int, Ge(1)] | None
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """The limits of all requests of a tenant together; None: no limit."""
+    """The limits of all requests of a tenant together. None means that there is no limit."""
 
-    requests_per_minute: Bound = None
-    tokens_per_minute: Bound = None
-    concurrent_requests: Bound = None
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    concurrent_requests: Limit = None
 
     def __post_init__(self) -> None:
         check(self, RequestError)
@@ -48,7 +48,7 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller: the name of the key, the name of its tenant, and its scopes."""
+    """The caller of a request: the names of its key and of its tenant, the key's scopes and the tenant's limits."""
 
     name: str
     tenant: str
@@ -58,7 +58,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Key:
-    """A key's line in the file."""
+    """A key in the file."""
 
     tenant: str
     scopes: tuple[Scope, ...]
@@ -68,19 +68,19 @@ class Key:
         check(self, RequestError)
         _check_name("tenant", self.tenant)
         if not self.scopes:
-            raise RequestError("scopes is empty: the key could do nothing.")
+            raise RequestError("scopes is empty, so the key would open no route.")
         if not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise RequestError("sha256 must be 64 hexadecimal digits in lower case, as fp8serve key new prints them.")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """All keys of a server. `digests`: the SHA-256 of a key, and its caller."""
+    """All keys of a server. `digests` maps the SHA-256 of a key to its caller."""
 
     digests: Mapping[bytes, Caller] = field(default_factory=lambda: MappingProxyType({}), repr=False)
 
     def caller(self, key: bytes) -> Caller | None:
-        """The caller with the key `key`. It takes the same time for every key, known or not."""
+        """Returns the caller with this key, or None. The time does not depend on the key."""
         digest, match = hashlib.sha256(key).digest(), None
         for known, caller in self.digests.items():
             if hmac.compare_digest(known, digest):
@@ -88,27 +88,27 @@ class Keys:
         return match
 
 
-def single(key: str) -> Keys:
-    """The one key of `--api-key`, which may do everything."""
+def admin_key(key: str) -> Keys:
+    """Returns keys that contain only the key of `--api-key`, which has the scope `admin`."""
     return Keys({hashlib.sha256(key.encode()).digest(): Caller(DEFAULT, DEFAULT, ("admin",))})
 
 
 def new_key() -> str:
-    """256 random bits, with a mark by which scanners for leaked secrets find it."""
+    """Returns a new key of 256 random bits. Its prefix lets scanners find leaked keys."""
     return f"fp8serve-{secrets.token_urlsafe(32)}"
 
 
-def line_of(name: str, tenant: str, scopes: Sequence[str], key: str) -> str:
-    """The line for the file. Raises RequestError."""
+def format_key_line(name: str, tenant: str, scopes: Sequence[str], key: str) -> str:
+    """Returns the line of a key in the file. Raises RequestError for invalid names or scopes."""
     _check_name("name", name)
-    chosen = tuple(dict.fromkeys(scopes))
-    entry = Key(tenant, chosen, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # which it checks
-    listed = ", ".join(f'"{scope}"' for scope in entry.scopes)
-    return f'keys.{name} = {{ tenant = "{tenant}", scopes = [{listed}], sha256 = "{entry.sha256}" }}'
+    unique_scopes = tuple(dict.fromkeys(scopes))
+    entry = Key(tenant, unique_scopes, hashlib.sha256(key.encode()).hexdigest())  # type: ignore[arg-type]  # Key checks the scopes
+    quoted = ", ".join(f'"{scope}"' for scope in entry.scopes)
+    return f'keys.{name} = {{ tenant = "{tenant}", scopes = [{quoted}], sha256 = "{entry.sha256}" }}'
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys of the file. Raises MachineError with one sentence."""
+    """Returns the keys of the file. Raises MachineError if the file cannot be used."""
     try:
         with path.open("rb") as file:
             mode, raw = os.fstat(file.fileno()).st_mode, file.read()
@@ -121,11 +121,11 @@ def read_keys(path: Path) -> Keys:
     try:
         return parse_keys(raw)
     except RequestError as error:
-        raise MachineError(f"The file of keys {path} is wrong: {error}") from None
+        raise MachineError(f"The file of keys {path} is invalid: {error}") from None
 
 
 def parse_keys(raw: bytes) -> Keys:
-    """The keys of the text of a file. Raises RequestError."""
+    """Returns the keys in the content of a file of keys. Raises RequestError if it is invalid."""
     try:
         data = tomllib.loads(raw.decode("utf-8"))
     except UnicodeDecodeError:
@@ -133,11 +133,11 @@ def parse_keys(raw: bytes) -> Keys:
     except tomllib.TOMLDecodeError as error:
         raise RequestError(f"it is not valid TOML; Python's reader says: {one_line(error)}.") from None
     if unknown := sorted(set(data) - {"keys", "tenants"}):
-        raise RequestError(f"it has {unknown[0]!r}, and there can be only keys and tenants.")
-    limits = {name: _built(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}
+        raise RequestError(f"it has {unknown[0]!r}, but only keys and tenants are allowed.")
+    limits = {name: _create(TenantLimits, "tenants", name, value) for name, value in _table(data, "tenants")}
     digests: dict[bytes, Caller] = {}
     for name, value in _table(data, "keys"):
-        key = _built(Key, "keys", name, value)
+        key = _create(Key, "keys", name, value)
         digest = bytes.fromhex(key.sha256)
         if digest in digests:
             raise RequestError(f"keys.{name} and keys.{digests[digest].name} are the same key.")
@@ -152,7 +152,7 @@ def _table(data: dict[str, Any], name: str) -> list[tuple[str, Any]]:
     return list(table.items())
 
 
-def _built(kind: Any, table: str, name: str, value: Any) -> Any:
+def _create(kind: Any, table: str, name: str, value: Any) -> Any:
     _check_name(table, name)
     try:
         values = known_fields(kind, value)
@@ -165,49 +165,53 @@ def _built(kind: Any, table: str, name: str, value: Any) -> Any:
 
 def _check_name(what: str, name: str) -> None:
     if not NAME.fullmatch(name):
-        raise RequestError(f"{what}: a name has 1 to 64 letters, digits, '-' and '_', and {name[:80]!r} is none.")
+        raise RequestError(f"{what}: a name has 1 to 64 letters, digits, '-' and '_', unlike {name[:80]!r}.")
 
 
 log = logging.getLogger("fp8serve.server")
-Mark = tuple[int, ...] | None
+FileStatus = tuple[int, ...] | None
 
 
 class KeyFile:
-    """The keys of `path`, and the single `key`. Raises MachineError when the file cannot be used at the start."""
+    """The keys of the file `path` and the key of `--api-key`. The file is read again when it changes.
+
+    Raises MachineError if the file cannot be used at the start. Later errors are logged, and the previous keys stay
+    valid.
+    """
 
     def __init__(self, path: Path | None, key: str | None) -> None:
         self.path = path
-        self._always = single(key).digests if key is not None else {}
-        self._mark = self._look()
+        self._admin_digests = admin_key(key).digests if key is not None else {}
+        self._status = self._read_status()
         self._keys = self._read()
 
     @property
-    def needed(self) -> bool:
+    def is_required(self) -> bool:
         """Whether a request must carry a key."""
-        return self.path is not None or bool(self._always)
+        return self.path is not None or bool(self._admin_digests)
 
-    def current(self) -> Keys:
-        """The keys that the file has now."""
-        if self.path is not None and (mark := self._look()) != self._mark:
-            self._mark = mark
+    def current_keys(self) -> Keys:
+        """Returns the keys, after reading the file again if it has changed."""
+        if self.path is not None and (status := self._read_status()) != self._status:
+            self._status = status
             self.reload()
         return self._keys
 
     def reload(self) -> None:
-        """Reads the file whether it has changed or not, as SIGHUP asks."""
+        """Reads the file, whether it has changed or not. SIGHUP calls this."""
         try:
             self._keys = self._read()
         except MachineError as error:
-            log.error("%s The keys that were read before stay in force.", error)
+            log.error("%s The previous keys stay valid.", error)
         else:
-            log.info("read %d keys from %s", len(self._keys.digests) - len(self._always), self.path)
+            log.info("read %d API keys from %s", len(self._keys.digests) - len(self._admin_digests), self.path)
 
     def _read(self) -> Keys:
         if self.path is None:
-            return Keys(self._always)
-        return Keys({**read_keys(self.path).digests, **self._always})
+            return Keys(self._admin_digests)
+        return Keys({**read_keys(self.path).digests, **self._admin_digests})
 
-    def _look(self) -> Mark:
+    def _read_status(self) -> FileStatus:
         if self.path is None:
             return None
         try:

@@ -1,12 +1,12 @@
-"""How much each tenant may ask for: requests and tokens a minute, and requests at once.
+"""Enforces the limits of each tenant: requests per minute, tokens per minute, and concurrent requests.
 
-A bound of N a minute is a bucket that holds N and is refilled at N a minute: a tenant that was quiet may use all of it
-at once. The tokens of the prompt and the most that may be generated are reserved before the answer begins, and unused
-ones are returned at its end; so a client that sets `max_tokens` gets more answers within the same bound. A request for
-more tokens than the bucket can hold needs a full bucket, and owes the rest afterwards. Nothing waits in the server: a
-request above a bound gets a 429, which says when to try again, and costs nothing.
+A limit of N per minute is a token bucket that holds N and is refilled at N per minute, so an idle tenant may use all of
+it at once. The prompt's tokens and the most tokens that may be generated are reserved before the response starts, and
+unused ones are returned at its end. So clients that set `max_tokens` can send more requests within the same limit. A
+request for more tokens than the bucket can hold needs a full bucket and leaves it below zero. Requests above a limit do
+not wait in the server: they get a 429 with the time to try again, and do not count.
 
-The counts live as long as the server, whatever happens to the file of keys; its new limits apply from the next request.
+The counts last as long as the server, even if the file of keys changes. New limits apply from the next request on.
 """
 
 import math
@@ -22,30 +22,30 @@ Clock = Callable[[], float]
 
 
 class Bucket:
-    """The rest of a bound a minute. `level` is below 0 if more was used than there was."""
+    """A token bucket for a limit per minute. `level` is below 0 if more was used than the bucket contained."""
 
     def __init__(self, capacity: int, now: float) -> None:
-        self.capacity, self.level, self._at = capacity, float(capacity), now
+        self.capacity, self.level, self._updated_at = capacity, float(capacity), now
 
     def fill(self, capacity: int, now: float) -> None:
-        """Brings the level up to date, with the bound that holds now."""
+        """Refills the bucket up to the time `now`, with the current limit `capacity`."""
         self.capacity = capacity
-        self.level = min(capacity, self.level + (now - self._at) * capacity / 60)
-        self._at = now
+        self.level = min(capacity, self.level + (now - self._updated_at) * capacity / 60)
+        self._updated_at = now
 
     def seconds_until(self, level: float) -> float:
         return max(0.0, level - self.level) * 60 / self.capacity
 
 
 class TenantCounters:
-    """The counts of one tenant. A bucket is made when a bound is first set."""
+    """The counts of one tenant. A bucket is created when its limit is first set."""
 
     def __init__(self) -> None:
         self.running = 0
         self._buckets: dict[str, Bucket] = {}
 
     def bucket(self, kind: str, limits: TenantLimits, now: float) -> Bucket | None:
-        """The bucket of "requests" or "tokens", up to date; None: no bound."""
+        """Returns the refilled bucket for "requests" or "tokens", or None if there is no limit."""
         capacity = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
         if capacity is None:
             return None
@@ -55,20 +55,21 @@ class TenantCounters:
 
 
 class TenantRequest:
-    """One request of a tenant, from its arrival to its last byte."""
+    """One request of a tenant, from its arrival to the last byte of its response."""
 
     def __init__(self, caller: Caller, counters: TenantCounters, usage: Usage, metrics: Metrics, clock: Clock) -> None:
         self.usage = usage
         usage.tenant = caller.tenant
         self._limits, self._tenant = caller.limits, caller.tenant
         self._counters, self._metrics, self._clock = counters, metrics, clock
-        self._reserve_tokens = 0
+        self._reserved_tokens = 0
 
-    def enter(self) -> None:
-        """Counts the request. Fault 429: the tenant has reached a limit."""
-        most, requests, tokens = self._limits.concurrent_requests, self._bucket("requests"), self._bucket("tokens")
-        if most is not None and self._counters.running >= most:
-            self._refuse("concurrent", f"may have {most} requests at once, and has them", 1)
+    def begin(self) -> None:
+        """Counts the request. Raises Fault 429 if the tenant has reached a limit."""
+        max_running = self._limits.concurrent_requests
+        requests, tokens = self._bucket("requests"), self._bucket("tokens")
+        if max_running is not None and self._counters.running >= max_running:
+            self._refuse("concurrent", f"already has {max_running} concurrent requests, which is its limit", 1)
         if requests is not None and requests.level < 1:
             self._refuse("requests", f"may make {requests.capacity} requests a minute", requests.seconds_until(1))
         if tokens is not None and tokens.level <= 0:
@@ -80,34 +81,34 @@ class TenantRequest:
         self._metrics.tenant_in_flight.labels(self._tenant).inc()
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Reserves the most tokens that the answer may use. Fault 429: the tenant does not have so many left."""
+        """Reserves the most tokens that the request may use. Raises Fault 429 if the bucket has too few."""
         bucket = self._bucket("tokens")
         if bucket is None:
             return
         needed = min(tokens, bucket.capacity)
         if bucket.level < needed:
-            self._give_back_request()
+            self._return_request()
             message = f"may use {bucket.capacity} tokens a minute, and this request may need {tokens}"
             self._refuse("tokens", message, bucket.seconds_until(needed))
         bucket.level -= needed
-        self._reserve_tokens += needed
+        self._reserved_tokens += needed
 
-    def _give_back_request(self) -> None:
-        """A request that is refused costs nothing."""
+    def _return_request(self) -> None:
+        """Returns the request to its bucket, because refused requests do not count."""
         if (requests := self._bucket("requests")) is not None:
             requests.level = min(requests.capacity, requests.level + 1)
 
-    def leave(self) -> None:
-        """Returns the tokens that were reserved and not used."""
+    def end(self) -> None:
+        """Returns the tokens that were reserved but not used."""
         if (bucket := self._bucket("tokens")) is not None:
-            bucket.level = min(bucket.capacity, bucket.level + self._reserve_tokens - self.usage.total)
+            bucket.level = min(bucket.capacity, bucket.level + self._reserved_tokens - self.usage.total_tokens)
         self._counters.running -= 1
         self._metrics.tenant_in_flight.labels(self._tenant).dec()
-        for kind, count in (("prompt", self.usage.prompt), ("generated", self.usage.generated)):
+        for kind, count in (("prompt", self.usage.prompt_tokens), ("generated", self.usage.generated_tokens)):
             self._metrics.tenant_tokens.labels(self._tenant, kind).inc(count)
 
     def headers(self) -> dict[str, str]:
-        """The bounds that are set, as headers that OpenAI's clients read."""
+        """Returns the tenant's limits as the headers that OpenAI's clients read."""
         headers: dict[str, str] = {}
         for kind in ("requests", "tokens"):
             if (bucket := self._bucket(kind)) is not None:
@@ -119,22 +120,22 @@ class TenantRequest:
     def _bucket(self, kind: str) -> Bucket | None:
         return self._counters.bucket(kind, self._limits, self._clock())
 
-    def _refuse(self, reason: str, what: str, seconds: float) -> None:
+    def _refuse(self, reason: str, clause: str, seconds: float) -> None:
         self._metrics.tenant_rejected.labels(self._tenant, reason).inc()
-        after = max(1, math.ceil(seconds))
-        hint = f"Try again in {after} seconds." if after > 1 else "Try again in a second."
-        raise Fault(Code.RATE_LIMITED, f"The tenant of this key {what}.", hint=hint, retry_after=after)
+        retry_after = max(1, math.ceil(seconds))
+        hint = f"Try again in {retry_after} seconds." if retry_after > 1 else "Try again in a second."
+        raise Fault(Code.RATE_LIMITED, f"The tenant of this key {clause}.", hint=hint, retry_after=retry_after)
 
 
 class TenantLimiter:
-    """The counts of all tenants, by name."""
+    """The counts of all tenants by name."""
 
     def __init__(self, metrics: Metrics, clock: Clock = time.monotonic) -> None:
         self.counters: dict[str, TenantCounters] = {}
         self._metrics, self._clock = metrics, clock
 
-    def request(self, caller: Caller, usage: Usage) -> TenantRequest:
-        """A request that has arrived and is not counted yet."""
+    def create_request(self, caller: Caller, usage: Usage) -> TenantRequest:
+        """Returns a request that has arrived and is not counted yet."""
         return TenantRequest(
             caller, self.counters.setdefault(caller.tenant, TenantCounters()), usage, self._metrics, self._clock
         )

@@ -1,7 +1,7 @@
-"""What a key may do: four scopes, and which routes each of them opens.
+"""The four scopes of API keys, and the routes that each of them opens.
 
-Only `admin` opens a route that is not in the table, so a forgotten route is closed. `admin` opens everything. The paths
-are those of the routes; they are matched as the router matches them, on the decoded path and nothing else.
+`admin` opens every route. A route that is missing in the table is open for `admin` alone. Paths are matched as the
+router matches them, on the decoded path.
 """
 
 import re
@@ -18,7 +18,7 @@ WITH_ANY_KEY = (
     "GET /", "GET /docs", "GET /openapi.json", "GET /version", "GET /v1/models", "GET /v1/models/{model:path}",
     "GET /console", "GET /console/{file}",
 )  # fmt: skip
-"""What every client asks for, and pages that say nothing of this server."""
+"""Routes for every key: those that all clients use, and pages without information about this server."""
 
 OPENED_BY: dict[Scope, tuple[str, ...]] = {
     "read": (
@@ -49,30 +49,30 @@ OPENED_BY: dict[Scope, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-Rows = tuple[tuple[str, re.Pattern[str]], ...]
+RoutePatterns = tuple[tuple[str, re.Pattern[str]], ...]
 
 
-def _compiled(routes: Iterable[str]) -> Rows:
-    split = (route.partition(" ") for route in routes)
-    return tuple((method, compile_path(path)[0]) for method, _, path in split)
+def _compile(routes: Iterable[str]) -> RoutePatterns:
+    pairs = (route.partition(" ") for route in routes)
+    return tuple((method, compile_path(path)[0]) for method, _, path in pairs)
 
 
-_OPEN: dict[Scope, Rows] = {
-    scope: _compiled(WITH_ANY_KEY + (() if scope == "admin" else OPENED_BY[scope])) for scope in SCOPES
+_OPEN_ROUTES: dict[Scope, RoutePatterns] = {
+    scope: _compile(WITH_ANY_KEY + (() if scope == "admin" else OPENED_BY[scope])) for scope in SCOPES
 }
-_GENERATING = _compiled(OPENED_BY["generate"])
+_LIMITED_ROUTES = _compile(OPENED_BY["generate"])
 
 
 def opens(scopes: Iterable[Scope], request: Request) -> bool:
-    """Whether one of `scopes` opens the route of an ASGI request."""
-    return any(scope == "admin" or _among(_OPEN[scope], request) for scope in scopes)
+    """Whether one of `scopes` opens the route of this ASGI request."""
+    return any(scope == "admin" or _matches(_OPEN_ROUTES[scope], request) for scope in scopes)
 
 
-def generates(request: Request) -> bool:
-    """Whether the request is for a route that the limits of a tenant count."""
-    return _among(_GENERATING, request)
+def has_tenant_limits(request: Request) -> bool:
+    """Whether the limits of tenants apply to the route of this ASGI request."""
+    return _matches(_LIMITED_ROUTES, request)
 
 
-def _among(rows: Rows, request: Request) -> bool:
+def _matches(patterns: RoutePatterns, request: Request) -> bool:
     method = "GET" if request["method"] == "HEAD" else request["method"]
-    return any(method == known and pattern.match(request["path"]) for known, pattern in rows)
+    return any(method == known and pattern.match(request["path"]) for known, pattern in patterns)

@@ -1,1 +1,1 @@
-"""The routes, in two families that share one pipeline."""
+"""The HTTP routes: this server's own, OpenAI's and Anthropic's, on one pipeline."""

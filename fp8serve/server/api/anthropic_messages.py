@@ -1,13 +1,12 @@
-"""Anthropic's wire: `/v1/messages`, on the same pipeline as all conversations.
+"""The route `/v1/messages`: Anthropic's messages, converted to and from chat completions.
 
-A body becomes the chat request that all families share. A user's turn with results of tools becomes messages of the
-role `tool`, and one of the user for its other text. `output_config.effort` and `thinking` are passed to chat templates
-that know them, as `reasoning_effort` and `enable_thinking`.
+The body is converted to a `ChatBody`. The tool results of a user turn become messages of the role `tool`; the other
+text of the turn becomes a user message after them. `output_config.effort` and `thinking` are passed to the chat
+template as `reasoning_effort` and `enable_thinking`.
 
-An answer is a message of blocks, or the events that build one. A block of thinking has an empty signature, because it
-is never checked. Arguments that are not a JSON object, because `max_tokens` cut them off, come as
-`{"INVALID_JSON": text}` in an answer that is not streamed, which is the form in which Anthropic advises to send them
-back.
+A response is a message with content blocks, or the events that build one. A thinking block has an empty signature,
+because this server checks no signatures. If `max_tokens` truncates the arguments of a tool call, `input` is
+`{"INVALID_JSON": text}` in a response that is not streamed. Anthropic recommends to send truncated arguments back so.
 """
 
 import json
@@ -20,68 +19,68 @@ from starlette.responses import Response
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import StopString
-from fp8serve.server.api.answer_pipeline import Renderer, respond
 from fp8serve.server.api.chat_generation import (
-    Change,
-    Passage,
-    Passages,
-    answer_reader,
-    call_id,
+    Segment,
+    SegmentedOutput,
+    SegmentEvent,
+    convert_body,
     generate_chat,
+    new_call_id,
+    output_parser,
     template_variables,
-    translated,
 )
-from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, JsonObject, StateDep
+from fp8serve.server.api.generation_pipeline import Renderer, respond
+from fp8serve.server.api.routing import STREAM, BoundedRoute, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event, until_disconnect
-from fp8serve.server.schemas import anthropic_bodies as a
-from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat
+from fp8serve.server.schemas import anthropic_bodies as bodies
 from fp8serve.server.schemas.messages import (
-    CalledFunction,
     Function,
     FunctionName,
     Message,
     NamedTool,
     Tool,
     ToolCall,
+    ToolCallFunction,
     ToolChoice,
 )
 from fp8serve.server.schemas.openai_bodies import ChatBody
+from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1/messages", tags=["Anthropic"], route_class=BoundedRoute)
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------------------------------
 
 
-class MessageText(Answer):
+class MessageText(ResponseModel):
     type: Literal["text"]
     text: str
     citations: None
 
 
-class MessageThinking(Answer):
+class MessageThinking(ResponseModel):
     type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class MessageToolUse(Answer):
+class MessageToolUse(ResponseModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: JsonObject
 
 
-class MessageUsage(Answer):
+class MessageUsage(ResponseModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
 
 
-class AnthropicMessage(Answer):
+class AnthropicMessage(ResponseModel):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -92,28 +91,29 @@ class AnthropicMessage(Answer):
     usage: MessageUsage
 
 
-class TokenCount(Answer):
+class TokenCount(ResponseModel):
     input_tokens: int
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
-class StoppedBody(ChatBody):
-    """Anthropic allows more stop strings than OpenAI does."""
+class AnthropicChatBody(ChatBody):
+    """A chat request with as many stop strings as Anthropic allows, which are more than OpenAI's."""
 
     stop: list[StopString] | None = None
 
 
-def conversation_of(body: a.CountBody) -> ChatBody:
-    """The conversation alone. Raises pydantic's ValidationError if parts do not fit together."""
-    return ChatBody(**_conversation(body))
+def to_conversation(body: bodies.CountBody) -> ChatBody:
+    """Converts the messages and tools. Raises pydantic's ValidationError if the chat request is invalid."""
+    return ChatBody(**_conversation_fields(body))
 
 
-def chat_of(body: a.MessagesBody) -> ChatBody:
-    """The conversation, and how it is to be answered."""
-    return StoppedBody(
-        **_conversation(body),
+def to_chat_body(body: bodies.MessagesBody) -> ChatBody:
+    """Converts the messages, the tools and the parameters. Raises pydantic's ValidationError if the chat request is
+    invalid."""
+    return AnthropicChatBody(
+        **_conversation_fields(body),
         max_tokens=body.max_tokens,
         stop=body.stop_sequences,
         temperature=body.temperature,
@@ -122,87 +122,89 @@ def chat_of(body: a.MessagesBody) -> ChatBody:
     )
 
 
-def _conversation(body: a.CountBody) -> dict[str, Any]:
+def _conversation_fields(body: bodies.CountBody) -> dict[str, Any]:
     choice = body.tool_choice
-    output = body.output_config and body.output_config.format
-    schema = output and JsonSchema(schema=output.schema_)
+    output_format = body.output_config and body.output_config.format
+    schema = output_format and JsonSchema(schema=output_format.schema_)
     return {
         "model": body.model,
-        "messages": [*_system(body), *(message for turn in body.messages for message in _messages(turn))],
+        "messages": [*_system_messages(body), *(message for turn in body.messages for message in _messages(turn))],
         "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
-        "tool_choice": None if choice is None else _choice(choice),
+        "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": schema and JsonSchemaFormat(type="json_schema", json_schema=schema),
-        "chat_template_kwargs": _variables(body),
-        "continue_final_message": isinstance(body.messages[-1], a.AssistantTurn),
+        "chat_template_kwargs": _template_kwargs(body),
+        "continue_final_message": isinstance(body.messages[-1], bodies.AssistantTurn),
     }
 
 
-def _variables(body: a.CountBody) -> dict[str, Any]:
+def _template_kwargs(body: bodies.CountBody) -> dict[str, Any]:
     effort = body.output_config and body.output_config.effort
-    variables: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+    kwargs: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
-    return variables
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
+    return kwargs
 
 
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 
-def _system(body: a.CountBody) -> list[Message]:
-    """Joins blocks of instructions, each on lines of its own."""
+def _system_messages(body: bodies.CountBody) -> list[Message]:
+    """Returns the system prompt as one message, its blocks joined by line breaks."""
     if not body.system:
         return []
     text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
     return [Message(role="system", content=text)]
 
 
-def _messages(turn: a.UserTurn | a.AssistantTurn | a.SystemTurn) -> Iterator[Message]:
+def _messages(turn: bodies.UserTurn | bodies.AssistantTurn | bodies.SystemTurn) -> Iterator[Message]:
     if isinstance(turn.content, str):
         yield Message(role=turn.role, content=turn.content)
-    elif isinstance(turn, a.AssistantTurn):
-        yield _assistant(turn.content)
+    elif isinstance(turn, bodies.AssistantTurn):
+        yield _assistant_message(turn.content)
     else:
-        yield from _blocks(turn.role, turn.content)
+        yield from _tool_and_text_messages(turn.role, turn.content)
 
 
-def _blocks(role: str, blocks: Sequence[a.TextBlock | a.ToolResultBlock]) -> Iterator[Message]:
-    """The results of tools, then the text."""
-    results = [block for block in blocks if isinstance(block, a.ToolResultBlock)]
-    texts = [block for block in blocks if isinstance(block, a.TextBlock)]
-    for result in results:
-        yield Message(role="tool", tool_call_id=result.tool_use_id, content=_result(result))
+def _tool_and_text_messages(
+    role: str, blocks: Sequence[bodies.TextBlock | bodies.ToolResultBlock]
+) -> Iterator[Message]:
+    """Yields a message for each tool result, then a message with the text."""
+    for block in blocks:
+        if isinstance(block, bodies.ToolResultBlock):
+            yield Message(role="tool", tool_call_id=block.tool_use_id, content=_tool_result(block))
+    texts = [block for block in blocks if isinstance(block, bodies.TextBlock)]
     if texts:
-        yield Message(role="system" if role == "system" else "user", content=a.text_of(texts))
+        yield Message(role="system" if role == "system" else "user", content=bodies.text_of(texts))
 
 
-def _result(block: a.ToolResultBlock) -> str:
-    """A result of a tool. No template knows of failures, so the text says that it failed."""
-    text = a.text_of(block.content)
+def _tool_result(block: bodies.ToolResultBlock) -> str:
+    """Returns the text of a tool result. Chat templates have no flag for errors, so the text says that it is one."""
+    text = bodies.text_of(block.content)
     return f"Error: {text}" if block.is_error else text
 
 
-def _assistant(blocks: Sequence[a.TextBlock | a.ThinkingBlock | a.ToolUseBlock]) -> Message:
-    thought = "".join(block.thinking for block in blocks if isinstance(block, a.ThinkingBlock))
-    calls = [_call(block) for block in blocks if isinstance(block, a.ToolUseBlock)]
-    text = a.text_of([block for block in blocks if isinstance(block, a.TextBlock)])
-    return Message(role="assistant", content=text, reasoning_content=thought or None, tool_calls=calls or None)
+def _assistant_message(blocks: Sequence[bodies.TextBlock | bodies.ThinkingBlock | bodies.ToolUseBlock]) -> Message:
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, bodies.ThinkingBlock))
+    calls = [_tool_call(block) for block in blocks if isinstance(block, bodies.ToolUseBlock)]
+    text = bodies.text_of([block for block in blocks if isinstance(block, bodies.TextBlock)])
+    return Message(role="assistant", content=text, reasoning_content=reasoning or None, tool_calls=calls or None)
 
 
-def _call(block: a.ToolUseBlock) -> ToolCall:
+def _tool_call(block: bodies.ToolUseBlock) -> ToolCall:
     arguments = json.dumps(block.input, ensure_ascii=False)
-    return ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))
+    return ToolCall(id=block.id, function=ToolCallFunction(name=block.name, arguments=arguments))
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def _tool(tool: a.ClientTool) -> Tool:
+def _tool(tool: bodies.ClientTool) -> Tool:
     function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
     return Tool(type="function", function=function)
 
 
-def _choice(choice: a.Choice) -> ToolChoice:
+def _tool_choice(choice: bodies.ToolChoice) -> ToolChoice:
     if choice.name is not None:
         return NamedTool(type="function", function=FunctionName(name=choice.name))
     return "required" if choice.type == "any" else "none" if choice.type == "none" else "auto"
@@ -210,63 +212,67 @@ def _choice(choice: a.Choice) -> ToolChoice:
 
 # -- the renderer ------------------------------------------------------------------------------------------------------
 
-DELTAS = {"reasoning": ("thinking_delta", "thinking"), "content": ("text_delta", "text")}
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The type of a delta and its field, by the type of the segment."""
 
 
-class MessageRenderer(Renderer[list[Change], AnthropicMessage]):
-    """`message` objects and the events of their streams."""
+class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
+    """Writes `message` objects and the events of their streams."""
 
     def __init__(self, body: ChatBody, generation: Generation, request_id: str) -> None:
         super().__init__(generation)
         self._model = body.model or generation.served.source.model_id
-        self._request_id, self._limit = request_id, body.max_tokens
-        self._passages = Passages(answer_reader(body, generation))
-        self._new_id = partial(call_id, body, generation.served, "toolu")
-        self._started = False
+        self._request_id, self._max_tokens = request_id, body.max_tokens
+        self._output = SegmentedOutput(output_parser(body, generation))
+        self._new_call_id = partial(new_call_id, body, generation.served, "toolu")
+        self._has_started = False
 
-    def add(self, index: int, output: RequestOutput) -> list[Change]:
-        return self._passages.take(output)
+    def add(self, index: int, output: RequestOutput) -> list[SegmentEvent]:
+        return self._output.add(output)
 
-    def whole(self) -> AnthropicMessage:
-        content = [self._begun(passage) | _filled(passage) for passage in self._passages.passages]
-        return AnthropicMessage.model_validate(self._message(content) | self._ending())
+    def response(self) -> AnthropicMessage:
+        content = [self._empty_block(segment) | _block_text(segment) for segment in self._output.segments]
+        message = self._message(content) | self._stop_fields() | {"usage": self._usage()}
+        return AnthropicMessage.model_validate(message)
 
-    def events(self, index: int, output: RequestOutput, new: list[Change]) -> Iterator[JsonObject]:
-        """`message_start` comes with the first output, which tells how much of the prompt was cached."""
-        if not self._started:
-            self._started = True
+    def events(self, index: int, output: RequestOutput, delta: list[SegmentEvent]) -> Iterator[JsonObject]:
+        """Yields the events of an output. `message_start` waits for the first output, because its usage contains the
+        number of cached tokens."""
+        if not self._has_started:
+            self._has_started = True
             yield {"type": "message_start", "message": self._message([])}
             yield {"type": "ping"}
-        for change in new:
-            yield self._event(change)
+        for segment_event in delta:
+            yield self._event(segment_event)
 
     def closing(self) -> Iterator[JsonObject]:
-        ending = self._ending()
-        usage = ending.pop("usage")
-        yield {"type": "message_delta", "delta": ending, "usage": usage}
+        yield {"type": "message_delta", "delta": self._stop_fields(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def failure(self, fault: Fault) -> JsonObject:
         return fault.anthropic(self._request_id)
 
-    def encoded(self, item: JsonObject) -> bytes:
+    def encode(self, item: JsonObject) -> bytes:
         return event(item, name=item["type"])
 
-    def _event(self, change: Change) -> JsonObject:
-        if change.kind == "begins":
-            block = self._begun(change.passage)
-            return {"type": "content_block_start", "index": change.position, "content_block": block}
-        if change.kind == "ends":
-            return {"type": "content_block_stop", "index": change.position}
-        kind, name = DELTAS.get(change.passage.kind, ("input_json_delta", "partial_json"))
-        delta = {"type": kind, name: change.text}
-        return {"type": "content_block_delta", "index": change.position, "delta": delta}
+    def _event(self, item: SegmentEvent) -> JsonObject:
+        if item.event == "start":
+            block = self._empty_block(item.segment)
+            return {"type": "content_block_start", "index": item.index, "content_block": block}
+        if item.event == "stop":
+            return {"type": "content_block_stop", "index": item.index}
+        delta_type, field = DELTAS[item.segment.type]
+        return {"type": "content_block_delta", "index": item.index, "delta": {"type": delta_type, field: item.delta}}
 
-    def _begun(self, passage: Passage) -> JsonObject:
-        """A block without its text."""
-        if passage.kind == "call":
-            return {"type": "tool_use", "id": self._new_id(), "name": passage.name, "input": {}}
-        if passage.kind == "reasoning":
+    def _empty_block(self, segment: Segment) -> JsonObject:
+        """Returns the content block of a segment, without its text."""
+        if segment.type == "call":
+            return {"type": "tool_use", "id": self._new_call_id(), "name": segment.name, "input": {}}
+        if segment.type == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         return {"type": "text", "text": "", "citations": None}
 
@@ -282,36 +288,36 @@ class MessageRenderer(Renderer[list[Change], AnthropicMessage]):
             "usage": self._usage(),
         }
 
-    def _ending(self) -> JsonObject:
-        """Why the answer ended, and its usage."""
-        passages, sequence = self._passages, None
-        if passages.finish == "length":
-            reason = "max_tokens" if passages.tokens == self._limit else "model_context_window_exceeded"
-        elif isinstance(passages.stop, str):
-            reason, sequence = "stop_sequence", passages.stop
+    def _stop_fields(self) -> JsonObject:
+        output, sequence = self._output, None
+        if output.finish_reason == "length":
+            reason = "max_tokens" if output.tokens == self._max_tokens else "model_context_window_exceeded"
+        elif isinstance(output.stop_reason, str):
+            reason, sequence = "stop_sequence", output.stop_reason
         else:
-            reason = "tool_use" if passages.has_calls else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence, "usage": self._usage()}
+            reason = "tool_use" if output.has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
-        """Anthropic's `input_tokens` leaves out what was cached. Nothing is charged for filling the cache."""
-        cached = self._passages.cached_tokens
+        """Returns the usage. As in Anthropic's API, `input_tokens` does not include cached tokens. This server does not
+        count tokens that are written to the cache."""
+        cached = self._output.cached_tokens
         return {
             "input_tokens": self.generation.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self._passages.tokens,
+            "output_tokens": self._output.tokens,
         }
 
 
-def _filled(passage: Passage) -> JsonObject:
-    """The text of a block, as fields of it."""
-    if passage.kind == "call":
-        return {"input": _arguments(passage.text)}
-    return {"thinking" if passage.kind == "reasoning" else "text": passage.text}
+def _block_text(segment: Segment) -> JsonObject:
+    """Returns the field of a content block that holds the segment's text."""
+    if segment.type == "call":
+        return {"input": _tool_input(segment.text)}
+    return {"thinking" if segment.type == "reasoning" else "text": segment.text}
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _tool_input(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -322,23 +328,23 @@ def _arguments(text: str) -> dict[str, Any]:
 # -- routes ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("", summary="Answer a conversation", response_model=AnthropicMessage, responses=STREAM)
+@router.post("", summary="Generate a message", response_model=AnthropicMessage, responses=STREAM)
 async def messages(
-    body: a.MessagesBody, request: Request, response: Response, state: StateDep
+    body: bodies.MessagesBody, request: Request, response: Response, state: StateDep
 ) -> Response | AnthropicMessage:
-    """One message of text, thinking and calls of tools."""
-    chat, request_id = translated(chat_of, body), request.scope["request_id"]
-    response.headers["request-id"] = request_id  # where Anthropic's client looks for it
-    generation = await generate_chat(chat, request, state, ends_with_context=True)
+    """The message contains text, thinking and tool calls."""
+    chat, request_id = convert_body(to_chat_body, body), request.scope["request_id"]
+    response.headers["request-id"] = request_id  # the header that Anthropic's client reads
+    generation = await generate_chat(chat, request, state, clamp_max_tokens=True)
     return await respond(MessageRenderer(chat, generation, request_id), request, state, body.stream)
 
 
 @router.post("/count_tokens", summary="Count the tokens of a conversation")
-async def count_tokens(body: a.CountBody, request: Request, state: StateDep) -> TokenCount:
-    """The tokens of an answer's prompt, cached or not; it may be more than the context holds."""
-    chat = translated(conversation_of, body)
+async def count_tokens(body: bodies.CountBody, request: Request, state: StateDep) -> TokenCount:
+    """Counts the tokens of the prompt, including cached ones. The prompt may be longer than the model's context."""
+    chat = convert_body(to_conversation, body)
     served = state.models.resolve(chat.model)
-    state.parser.sizes(served.engine.limits.max_model_len).check(chat)
+    state.parser.size_limits(served.engine.limits.max_model_len).check(chat)
     with served.lease():
-        count = state.parser.count(served, chat.messages, template_variables(chat), chat.ending)
+        count = state.parser.count_tokens(served, chat.messages, template_variables(chat), chat.ending)
         return TokenCount(input_tokens=await until_disconnect(request, count))

@@ -1,14 +1,14 @@
-"""A conversation, from the chat request that all families of routes translate their bodies into, to a Generation.
+"""Chat generation, from the `ChatBody` that every protocol converts its request into, to a `Generation`.
 
-Here is also what the tools of a request require from the engine and from the reader of its answer, and an answer as a
-series of passages, for protocols with blocks or items.
+This module also turns the tools of a request into a grammar and an output parser, and divides an output into segments
+for protocols with content blocks (Anthropic's messages) or output items (OpenAI's responses).
 """
 
 import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -16,53 +16,56 @@ from pydantic import ValidationError
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.answers.choice import AnswerFormat, AnswerReader
-from fp8serve.server.answers.feed import Arguments, Call, Content, Part, Reasoning
-from fp8serve.server.answers.formats import Tools
-from fp8serve.server.api.answer_pipeline import admit, model_for, reserve
+from fp8serve.server.api.generation_pipeline import admit, reserve, resolve_model
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
+from fp8serve.server.output_parsers.family_parsers import ToolSchemas
+from fp8serve.server.output_parsers.incremental import Arguments, Content, Part, Reasoning, ToolCallStart
+from fp8serve.server.output_parsers.output_format import OutputFormat, OutputParser
 from fp8serve.server.schemas.messages import NamedTool, Tool, plain_tools
 from fp8serve.server.schemas.openai_bodies import ChatBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
-from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_weights import ServedWeights
 
-Theirs = TypeVar("Theirs")
+BodyT = TypeVar("BodyT")
 
 
-def translated(translate: Callable[[Theirs], ChatBody], body: Theirs) -> ChatBody:
-    """Another protocol's body as a chat request. RequestValidationError if its parts do not fit together."""
+def convert_body(convert: Callable[[BodyT], ChatBody], body: BodyT) -> ChatBody:
+    """Converts a body of another protocol to a chat request. Raises RequestValidationError if the chat request is
+    invalid."""
     try:
-        return translate(body)
+        return convert(body)
     except ValidationError as error:
         details = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
         raise RequestValidationError(details) from None
 
 
 async def generate_chat(
-    body: ChatBody, request: Request, state: ServerState, *, ends_with_context: bool = False
+    body: ChatBody, request: Request, state: ServerState, *, clamp_max_tokens: bool = False
 ) -> Generation:
-    """The answers to a conversation, which may fill the context if the body has no limit. `ends_with_context`: a limit
-    above the end of the context is lowered to it instead of being refused.
+    """Starts the generation of a chat request. A request without a token limit may fill the context. A limit beyond
+    the context is an error, or is lowered to the context if `clamp_max_tokens` is set.
     """
-    served = model_for(body, state)
-    with reserve(served, state, body.returned) as reservation:
-        prompt = state.parser.conversation(served, body.messages, template_variables(body), body.ending)
-        ids, end = await until_disconnect(request, prompt)
-        room = max(1, served.engine.limits.max_model_len - len(ids))
-        limit = body.token_limit or room
-        params = adapt_params(served, body, end, body.params(min(limit, room) if ends_with_context else limit))
-        schemas = {tool.function.name: json.dumps(tool.function.schema_of_arguments) for tool in body.offered}
+    served = await resolve_model(body, state)
+    with reserve(served, state, body.num_choices) as reservation:
+        prompt = state.parser.encode_conversation(served, body.messages, template_variables(body), body.ending)
+        ids, prompt_end = await until_disconnect(request, prompt)
+        available = max(1, served.engine.limits.max_model_len - len(ids))
+        limit = body.token_limit or available
+        params = body.params(min(limit, available) if clamp_max_tokens else limit)
+        params = adapt_params(served, body, prompt_end, params)
+        schemas = {tool.function.name: json.dumps(tool.function.schema_of_arguments) for tool in body.visible_tools}
         generation = await admit(
-            served, [ids], params, body.returned, reservation, request, state, tool_schemas=schemas
+            served, [ids], params, body.num_choices, reservation, request, state, tool_schemas=schemas
         )
-        generation.prompt_end = end
+        generation.prompt_end = prompt_end
         return generation
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
-    """Variables for the chat template, beside the messages; those that the body names itself come first."""
+    """Returns the variables of the chat template other than the messages. `chat_template_kwargs` override the values
+    that follow from other fields."""
     effort, variables = body.reasoning_effort, dict[str, Any]()
     if effort is not None:
         variables["enable_thinking"] = effort != "none"
@@ -70,127 +73,130 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
         variables["reasoning_effort"] = effort
     if body.documents is not None:
         variables["documents"] = body.documents
-    return variables | (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.offered)}
+    return variables | (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.visible_tools)}
 
 
-def adapt_params(served: Served, body: ChatBody, end: str, params: SamplingParams) -> SamplingParams:
-    """The parameters with which these weights write an answer that can be read, after a prompt that ends with `end`.
-    Fault when that is not possible."""
-    if body.offered and not body.must_call and served.answers.tools == "none":
+def adapt_params(served: ServedWeights, body: ChatBody, prompt_end: str, params: SamplingParams) -> SamplingParams:
+    """Returns the parameters with the grammar and the special tokens that parsing this model's output needs. Raises
+    Fault if the model's tool calls cannot be parsed."""
+    if body.visible_tools and not body.requires_call and served.output_format.tools == "none":
         message = "How this model writes tool calls is not known."
         raise Fault(Code.INVALID_PARAMETER, message, param="tools", hint="Start the server with --tool-parser.")
-    if (grammar := _grammar(served, body, end, params)) is not None:
+    if (grammar := _call_grammar(served, body, prompt_end, params)) is not None:
         params = replace(params, json_schema=None, grammar=grammar)
-    marks = _format(served, body).marks(with_tools=bool(body.offered))
-    return replace(params, skip_special_tokens=False) if marks & served.tokenizer.special_texts else params
+    tags = _output_format(served, body).tags(with_tools=bool(body.visible_tools))
+    return replace(params, skip_special_tokens=False) if tags & served.tokenizer.special_texts else params
 
 
-def answer_reader(body: ChatBody, generation: Generation) -> AnswerReader:
-    """The reader of one choice."""
-    form, tools, one_call = _format(generation.served, body), _declared(body.offered), body.parallel_tool_calls is False
-    return form.reader(tools, generation.prompt_end, one_call, body.must_call)
+def output_parser(body: ChatBody, generation: Generation) -> OutputParser:
+    """Returns a parser for one choice of the response."""
+    output_format, single_call = _output_format(generation.served, body), body.parallel_tool_calls is False
+    return output_format.parser(
+        _tool_schemas(body.visible_tools), generation.prompt_end, single_call, body.requires_call
+    )
 
 
-def call_id(body: ChatBody, served: Served, prefix: str) -> str:
-    """A new id for a call: for Mistral's templates nine letters and digits, because they refuse others."""
-    short = _format(served, body).tools == "mistral"
-    return secrets.token_hex(5)[:9] if short else f"{prefix}_{secrets.token_hex(12)}"
+def new_call_id(body: ChatBody, served: ServedWeights, prefix: str) -> str:
+    """Returns a new tool call id. Mistral's templates accept only ids of nine letters and digits."""
+    is_mistral = _output_format(served, body).tools == "mistral"
+    return secrets.token_hex(5)[:9] if is_mistral else f"{prefix}_{secrets.token_hex(12)}"
 
 
-def _grammar(served: Served, body: ChatBody, end: str, params: SamplingParams) -> str | None:
-    """The grammar of calls if they are required, or must be valid; None if the model may write anything."""
-    form, tools = _format(served, body), body.offered
+def _call_grammar(served: ServedWeights, body: ChatBody, prompt_end: str, params: SamplingParams) -> str | None:
+    """Returns the grammar that enforces required or strict tool calls, or None if the output is not constrained."""
+    output_format, tools = _output_format(served, body), body.visible_tools
     if isinstance(body.tool_choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
-    strict = any(tool.function.strict for tool in tools)
-    if not body.must_call and (form.shape is None or not tools or params.regex or params.grammar):
+    syntax, parallel = output_format.call_syntax, body.parallel_tool_calls is not False
+    if not body.requires_call and (syntax is None or not tools or params.regex or params.grammar):
         return None
-    grammar = form.call_grammar(_declared(tools) or {}, served.tokenizer.added_ids, end)
-    if body.must_call:
-        several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-        return grammar.of_calls(several)
+    grammar = output_format.call_grammar(_tool_schemas(tools) or {}, served.tokenizer.added_ids, prompt_end)
+    if body.requires_call:
+        return grammar.calls_only(parallel and not isinstance(body.tool_choice, NamedTool))
     if params.json_schema is not None:
-        return grammar.of_calls(body.parallel_tool_calls is not False, params.json_schema)
-    return grammar.of_strict_calls() if strict and form.shape is not None and form.shape.mark else None
+        return grammar.calls_only(parallel, params.json_schema)
+    is_strict = any(tool.function.strict for tool in tools)
+    return grammar.text_with_calls() if is_strict and syntax is not None and syntax.trigger else None
 
 
-def _format(served: Served, body: ChatBody) -> AnswerFormat:
-    return served.answers.forced if body.must_call else served.answers
+def _output_format(served: ServedWeights, body: ChatBody) -> OutputFormat:
+    return served.output_format.for_required_calls if body.requires_call else served.output_format
 
 
-def _declared(tools: list[Tool]) -> Tools | None:
+def _tool_schemas(tools: list[Tool]) -> ToolSchemas | None:
     return {tool.function.name: tool.function.schema_of_arguments for tool in tools} or None
 
 
-# -- passages ----------------------------------------------------------------------------------------------------------
+# -- segments ----------------------------------------------------------------------------------------------------------
 
-Kind = Literal["reasoning", "content", "call"]
+SegmentType = Literal["reasoning", "content", "call"]
 
 
 @dataclass
-class Passage:
-    """`text`: for a call, the JSON text of its arguments. `name`: of the tool that is called."""
+class Segment:
+    """A part of an output: reasoning, content or one tool call. For a tool call, `name` is the tool and `text` the JSON
+    text of the arguments."""
 
-    kind: Kind
+    type: SegmentType
     name: str = ""
     text: str = ""
 
 
-class Change(NamedTuple):
-    """One step of a stream: a passage begins, grows by `text`, or is complete. `position`: its number in the answer."""
+@dataclass(frozen=True, slots=True)
+class SegmentEvent:
+    """An event of a stream: a segment starts, is extended by `delta`, or stops. `index` is its index in the output."""
 
-    kind: Literal["begins", "grows", "ends"]
-    position: int
-    passage: Passage
-    text: str = ""
+    event: Literal["start", "delta", "stop"]
+    index: int
+    segment: Segment
+    delta: str = ""
 
 
-class Passages:
-    """The passages of one choice so far, each of them reasoning, content or one call.
+class SegmentedOutput:
+    """The output of one choice, divided into segments. `reasoning_tokens` counts the tokens that arrived while the last
+    segment was reasoning."""
 
-    `reasoning_tokens`: those that came while the model was still thinking.
-    """
-
-    def __init__(self, reader: AnswerReader) -> None:
-        self._reader = reader
-        self.passages: list[Passage] = []
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self.segments: list[Segment] = []
         self.tokens = self.cached_tokens = self.reasoning_tokens = 0
-        self.finish: str | None = None
-        self.stop: str | int | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
     @property
     def has_calls(self) -> bool:
-        return any(passage.kind == "call" for passage in self.passages)
+        return any(segment.type == "call" for segment in self.segments)
 
-    def take(self, output: RequestOutput) -> list[Change]:
-        """The changes by an output, in the order of a stream."""
+    def add(self, output: RequestOutput) -> list[SegmentEvent]:
+        """Adds an output of the engine and returns its events in the order of the stream."""
         self.tokens, self.cached_tokens = output.num_generated, max(self.cached_tokens, output.num_cached_tokens)
-        self.finish, self.stop = output.finish_reason, output.stop_reason
-        ends = output.finish_reason is not None
-        parts = self._reader.take(output.text_delta, ends, output.is_cut_off)
-        changes = [change for part in parts for change in self._add(part)]
-        if self.passages and self.passages[-1].kind == "reasoning":
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        is_last = output.finish_reason is not None
+        parts = self._parser.parse(output.text_delta, is_last, output.is_cut_off)
+        events = [event for part in parts for event in self._add_part(part)]
+        if self.segments and self.segments[-1].type == "reasoning":
             self.reasoning_tokens = output.num_generated
-        return changes + (self._end() if ends else [])
+        return events + (self._stop_last() if is_last else [])
 
-    def _add(self, part: Part) -> list[Change]:
-        if isinstance(part, Call):
-            return self._begin(Passage("call", part.name))
-        begun = self._begin(Passage(_kind(part))) if not self.passages or self.passages[-1].kind != _kind(part) else []
-        passage = self.passages[-1]
-        passage.text += part.text
-        return [*begun, Change("grows", len(self.passages) - 1, passage, part.text)]
+    def _add_part(self, part: Part) -> list[SegmentEvent]:
+        if isinstance(part, ToolCallStart):
+            return self._start(Segment("call", part.name))
+        type_ = _segment_type(part)
+        started = self._start(Segment(type_)) if not self.segments or self.segments[-1].type != type_ else []
+        segment = self.segments[-1]
+        segment.text += part.text
+        return [*started, SegmentEvent("delta", len(self.segments) - 1, segment, part.text)]
 
-    def _begin(self, passage: Passage) -> list[Change]:
-        ended = self._end()
-        self.passages.append(passage)
-        return [*ended, Change("begins", len(self.passages) - 1, passage)]
+    def _start(self, segment: Segment) -> list[SegmentEvent]:
+        stopped = self._stop_last()
+        self.segments.append(segment)
+        return [*stopped, SegmentEvent("start", len(self.segments) - 1, segment)]
 
-    def _end(self) -> list[Change]:
-        return [Change("ends", len(self.passages) - 1, self.passages[-1])] if self.passages else []
+    def _stop_last(self) -> list[SegmentEvent]:
+        return [SegmentEvent("stop", len(self.segments) - 1, self.segments[-1])] if self.segments else []
 
 
-def _kind(part: Content | Reasoning | Arguments) -> Kind:
+def _segment_type(part: Content | Reasoning | Arguments) -> SegmentType:
     if isinstance(part, Arguments):
         return "call"
     return "reasoning" if isinstance(part, Reasoning) else "content"

@@ -1,8 +1,8 @@
-"""`/v1/models`: the names that requests may use, with the state of each, followed by those that could be loaded.
+"""The route `/v1/models`: the served models, aliases and adapters, followed by the models that can be loaded.
 
-An adapter names its model as `parent`. A name in the state "available" cannot be used yet: it is the result of a
-fine-tune, or a directory of --models-dir. The list and each model have the fields of OpenAI's API and of Anthropic's,
-because both APIs have these routes, and their clients ignore the fields that they do not know.
+The `parent` of an adapter is its model. A model in the state "available" is not loaded: it is the result of a fine-tune
+job or a directory of --models-dir. The responses have the fields of OpenAI's API and of Anthropic's, because both have
+these routes and their clients ignore unknown fields.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from fastapi import APIRouter
 
 from fp8serve.engine.request import Task
 from fp8serve.errors import suggestion
-from fp8serve.server.api.routing import Answer, StateDep
+from fp8serve.server.api.routing import ResponseModel, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.named_models import models_below
 from fp8serve.server.server_state import ServerState
@@ -22,7 +22,7 @@ from fp8serve.server.serving.served_model import ServedModel
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
-class Model(Answer):
+class Model(ResponseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -34,10 +34,10 @@ class Model(Answer):
     created_at: str  # `created` as RFC 3339
     state: str
     max_model_len: int | None = None
-    task: Task | None = None  # None while nothing is loaded
+    task: Task | None = None  # None if the model is not loaded
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     object: Literal["list"] = "list"
     data: list[Model]
     has_more: Literal[False] = False
@@ -45,7 +45,7 @@ class ModelList(Answer):
     last_id: str | None
 
 
-@router.get("/models", summary="Names that requests may use now, and names of models that could be loaded")
+@router.get("/models", summary="Served models, and models that can be loaded")
 async def list_models(state: StateDep) -> ModelList:
     models = await all_models(state)
     return ModelList(
@@ -63,23 +63,24 @@ async def get_model(model: str, state: StateDep) -> Model:
 
 
 async def all_models(state: ServerState) -> dict[str, Model]:
-    """All models by name; those that answer come first. `root` of an adapter is its name at its source."""
-    usable = [(name, state.models.named(name)) for name in state.models.names()]
-    shown = {name: _served(state, name, model, model.name) for name, model in usable if model is not None}
+    """Returns all models by name, served models first. The `root` of an adapter is its name at its source."""
+    served = [(name, state.models.get(name)) for name in state.models.names()]
+    listed = {name: _served_model(state, name, model, model.name) for name, model in served if model is not None}
     for model in state.models.models.values():
         for name, adapter in model.adapters.items():
-            shown[name] = _served(state, name, model, adapter.source.root, parent=model.name)
-    for jobs in (state.sources.results, state.sources.adapters):
+            listed[name] = _served_model(state, name, model, adapter.source.root, parent=model.name)
+    for jobs in (state.sources.result_jobs, state.sources.adapter_jobs):
         for job in await asyncio.to_thread(jobs):
-            shown.setdefault(job.model_id, _model(job.model_id, job.finished_at or job.created_at, parent=job.base))
+            created = job.finished_at or job.created_at
+            listed.setdefault(job.model_id, _model_entry(job.model_id, created, parent=job.base))
     for name in sorted(await asyncio.to_thread(models_below, state.settings.models_dir)):
-        shown.setdefault(name, _model(name, state.started_at))
-    return shown
+        listed.setdefault(name, _model_entry(name, state.started_at))
+    return listed
 
 
-def _served(state: ServerState, name: str, model: ServedModel, root: str, parent: str | None = None) -> Model:
+def _served_model(state: ServerState, name: str, model: ServedModel, root: str, parent: str | None = None) -> Model:
     limits = None if model.current is None else model.current.engine.limits
-    return _model(
+    return _model_entry(
         name,
         state.started_at,
         root=root,
@@ -90,7 +91,7 @@ def _served(state: ServerState, name: str, model: ServedModel, root: str, parent
     )
 
 
-def _model(name: str, created: int, state: str = "available", **facts: Any) -> Model:
-    """`created`: Unix time in seconds."""
-    day = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
-    return Model(id=name, created=created, display_name=name, created_at=day, state=state, **{"root": name} | facts)
+def _model_entry(name: str, created: int, state: str = "available", **fields: Any) -> Model:
+    """Returns the entry of a model. `created` is a Unix time in seconds."""
+    date = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return Model(id=name, created=created, display_name=name, created_at=date, state=state, **{"root": name} | fields)

@@ -1,9 +1,8 @@
-"""What FastAPI cannot derive for the OpenAPI document: how each route fails, examples of bodies, and links.
+"""Adds to the OpenAPI document what FastAPI cannot derive: error responses, example bodies and links.
 
-`FAILURES` names, for each operation, the ways to fail that are its own; those that every route shares (no key, a
-foreign page, a body that is late, too large or wrong) are added here. The statuses follow from `faults.KINDS`, so the
-document cannot differ from what a Fault becomes. An answer that names a job or a file links to the operations that take
-its id.
+`ERROR_CODES` lists the error codes of each operation. Codes of all routes, such as those for a missing API key or
+an invalid body, are added here. The HTTP statuses are those of `faults.KINDS`, from which error responses are made. The
+response of an operation that creates a job or a file links to the operations that take its id.
 """
 
 from typing import Literal
@@ -11,90 +10,91 @@ from typing import Literal
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from fp8serve.server.api.routing import Answer, JsonObject, absent
+from fp8serve.server.api.routing import JsonObject, ResponseModel, omit_if_none
 from fp8serve.server.faults import KINDS, Code, is_anthropic, is_openai
 from fp8serve.server.http.scope import OPEN_PATHS
 
 REFERENCE = "#/components/schemas/{model}"
 
 
-class NativeError(Answer):
+class NativeError(ResponseModel):
     error: str
     error_type: str
     code: str
-    param: str = absent()
-    hint: str = absent()
-    request_id: str = absent()
+    param: str = omit_if_none()
+    hint: str = omit_if_none()
+    request_id: str = omit_if_none()
 
 
-class OpenAIErrorBody(Answer):
+class OpenAIErrorBody(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class OpenAIError(Answer):
+class OpenAIError(ResponseModel):
     error: OpenAIErrorBody
 
 
-class AnthropicErrorBody(Answer):
+class AnthropicErrorBody(ResponseModel):
     type: str
     message: str
 
 
-class AnthropicError(Answer):
+class AnthropicError(ResponseModel):
     type: Literal["error"]
     error: AnthropicErrorBody
     request_id: str
 
 
-DOWN = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
-READING = (*DOWN, Code.TOKENIZER_ERROR)
-GENERATION = (*READING, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
-EMBEDDING = (*READING, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
+# The error codes of groups of operations.
+MODEL_UNAVAILABLE = (Code.STARTING, Code.ENGINE_DOWN, Code.MODEL_NOT_FOUND)
+TOKENIZATION = (*MODEL_UNAVAILABLE, Code.TOKENIZER_ERROR)
+GENERATION = (*TOKENIZATION, Code.QUEUE_FULL, Code.RATE_LIMITED, Code.REQUEST_CANCELLED, Code.GENERATION_FAILED)
+EMBEDDING = (*TOKENIZATION, Code.RATE_LIMITED, Code.CONTEXT_LENGTH_EXCEEDED)
 JOB = (Code.JOB_NOT_FOUND,)
 SUBMISSION = (
     Code.MODEL_NOT_FOUND, Code.FILE_NOT_FOUND, Code.TRAINING_REFUSED, Code.QUEUE_FULL, Code.DRAINING, Code.DISK_FULL,
 )  # fmt: skip
-SWAP = (
+ACTIVATION = (
     Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.ALIAS_BUSY, Code.ACTIVATION_FAILED, Code.LOAD_FAILED, Code.NAME_TAKEN,
     Code.STARTING, Code.ENGINE_DOWN, Code.DISK_FULL,
 )  # fmt: skip
-SAVING = (*DOWN, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
+SCALE_SAVE = (*MODEL_UNAVAILABLE, Code.NOT_ROLLING, Code.NAME_TAKEN, Code.ALIAS_BUSY, Code.DISK_FULL)
 LOAD = (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.LOAD_FAILED, Code.JOB_STATE)
 ADAPTER_LOAD = (*LOAD, Code.ALIAS_BUSY, Code.STARTING, Code.ENGINE_DOWN, Code.DRAINING)
 RESUMPTION = (Code.JOB_NOT_FOUND, Code.JOB_STATE, Code.TRAINING_REFUSED, Code.DRAINING, Code.DISK_FULL)
 JOBS = "/v1/fine_tuning/jobs"
 
-TAKES_BODY = (
+WITH_BODY = (
     Code.INVALID_JSON, Code.INVALID_PARAMETER, Code.UNKNOWN_PARAMETER, Code.UNSUPPORTED_PARAMETER, Code.QUEUE_FULL,
     Code.UNSUPPORTED_MEDIA_TYPE,
 )  # fmt: skip
 
-FAILURES: dict[tuple[str, str], tuple[Code, ...]] = {
+ERROR_CODES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("get", "/"): (),
     ("get", "/health"): (),
     ("get", "/health/live"): (),
     ("get", "/health/ready"): (),
-    ("get", "/info"): DOWN,
+    ("get", "/info"): MODEL_UNAVAILABLE,
     ("get", "/version"): (),
-    ("get", "/scales"): DOWN,
-    ("post", "/scales/save"): SAVING,
-    ("get", "/scales/history"): (*DOWN, Code.INVALID_PARAMETER),
+    ("get", "/scales"): MODEL_UNAVAILABLE,
+    ("post", "/scales/save"): SCALE_SAVE,
+    ("get", "/scales/history"): (*MODEL_UNAVAILABLE, Code.INVALID_PARAMETER),
     ("get", "/requests"): (),
     ("post", "/requests/{request_id}/cancel"): (Code.REQUEST_NOT_FOUND,),
     ("get", "/metrics"): (),
     ("post", "/generate"): GENERATION,
     ("post", "/generate_stream"): GENERATION,
     ("post", "/"): GENERATION,
-    ("post", "/tokenize"): (*READING, Code.RATE_LIMITED, Code.TEMPLATE_ERROR),
-    ("post", "/detokenize"): (*READING, Code.RATE_LIMITED),
+    ("post", "/tokenize"): (*TOKENIZATION, Code.RATE_LIMITED, Code.TEMPLATE_ERROR),
+    ("post", "/detokenize"): (*TOKENIZATION, Code.RATE_LIMITED),
     ("post", "/v1/completions"): GENERATION,
     ("post", "/v1/chat/completions"): (*GENERATION, Code.TEMPLATE_ERROR),
     ("post", "/v1/responses"): (*GENERATION, Code.TEMPLATE_ERROR),
     ("post", "/v1/messages"): (*GENERATION, Code.TEMPLATE_ERROR),
-    ("post", "/v1/messages/count_tokens"): (*READING, Code.TEMPLATE_ERROR),
+    ("post", "/v1/messages/count_tokens"): (*TOKENIZATION, Code.TEMPLATE_ERROR),
     ("post", "/v1/embeddings"): EMBEDDING,
     ("post", "/v1/rerank"): EMBEDDING,
     ("post", "/v1/score"): EMBEDDING,
@@ -112,9 +112,9 @@ FAILURES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", "/finetune/{job_id}/cancel"): (*JOB, Code.JOB_STATE),
     ("post", "/finetune/{job_id}/pause"): (*JOB, Code.JOB_STATE),
     ("post", "/finetune/{job_id}/resume"): RESUMPTION,
-    ("post", "/finetune/{job_id}/activate"): SWAP,
+    ("post", "/finetune/{job_id}/activate"): ACTIVATION,
     ("get", "/models"): (),
-    ("post", "/models/{name}/activate"): SWAP,
+    ("post", "/models/{name}/activate"): ACTIVATION,
     ("post", "/models/{name}/load"): LOAD,
     ("post", "/models/{name}/unload"): (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN, Code.ALIAS_BUSY),
     ("post", "/models/{name}/alias"): (Code.MODEL_NOT_FOUND, Code.NAME_TAKEN),
@@ -135,10 +135,10 @@ FAILURES: dict[tuple[str, str], tuple[Code, ...]] = {
     ("post", JOBS + "/{job_id}/pause"): (*JOB, Code.JOB_STATE),
     ("post", JOBS + "/{job_id}/resume"): RESUMPTION,
 }
-"""A route that is not here fails a test."""
+"""The error codes of each operation. A test fails for a route without an entry."""
 
 ROWS = [{"prompt": "The capital of France is", "completion": " Paris."}]
-CHAT = [{"role": "user", "content": "Name a colour."}]
+MESSAGES = [{"role": "user", "content": "Name a colour."}]
 EXAMPLES: dict[str, JsonObject] = {
     "/": {"inputs": "Once upon a time"},
     "/generate": {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 16}},
@@ -146,10 +146,10 @@ EXAMPLES: dict[str, JsonObject] = {
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16},
-    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 16},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 16},
     "/v1/responses": {"input": "Name a colour.", "max_output_tokens": 16},
-    "/v1/messages": {"messages": CHAT, "max_tokens": 16},
-    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 16},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/v1/embeddings": {"input": "Once upon a time"},
     "/v1/rerank": {"query": "Once", "documents": ["upon", "a time"]},
     "/v1/score": {"text_1": "Once", "text_2": ["upon", "a time"]},
@@ -164,18 +164,18 @@ EXAMPLES: dict[str, JsonObject] = {
     "/v1/load_lora_adapter": {"lora_name": "clerk", "lora_path": "clerk-2026-01"},
     "/v1/unload_lora_adapter": {"lora_name": "tutor"},
 }
-"""A body that each of these routes takes as it is."""
+"""A valid body of each of these routes."""
 LINKS = {("/finetune", "202"): "job_id", ("/v1/files", "200"): "file_id", (JOBS, "200"): "job_id"}
-"""Answers whose `id` fills this parameter of further paths."""
+"""The path parameter that takes the `id` of a response, by the path and the status of the response."""
 
 
 def describe(app: FastAPI) -> None:
-    """Completes `app.openapi()`, which is made once, for its first reader."""
-    derive = app.openapi
+    """Replaces `app.openapi` by a function that returns the completed document, which it builds at the first call."""
+    derive_document = app.openapi
 
     def openapi() -> JsonObject:
         if app.openapi_schema is None:
-            app.openapi_schema = _complete(derive())
+            app.openapi_schema = _complete(derive_document())
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def _complete(document: JsonObject) -> JsonObject:
         for method, operation in operations.items():
             responses = operation["responses"]
             responses.pop("422", None)
-            responses |= _failures(path, operation, FAILURES[method, path.replace(":path", "")])
+            responses |= _error_responses(path, operation, ERROR_CODES[method, path.replace(":path", "")])
             if method == "post" and path in EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["example"] = EXAMPLES[path]
             for (source, status), parameter in LINKS.items():
@@ -203,39 +203,39 @@ def _complete(document: JsonObject) -> JsonObject:
     return document
 
 
-def _failures(path: str, operation: JsonObject, own: tuple[Code, ...]) -> JsonObject:
+def _error_responses(path: str, operation: JsonObject, specific_codes: tuple[Code, ...]) -> JsonObject:
     if path in OPEN_PATHS:
         return {}
-    error = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
-    by_status: dict[str, list[str]] = {}
-    for code in (*_common(operation), *own):
+    model = "AnthropicError" if is_anthropic(path) else "OpenAIError" if is_openai(path) else "NativeError"
+    codes_by_status: dict[str, list[str]] = {}
+    for code in (*_common_codes(operation), *specific_codes):
         kind = KINDS[code]
-        by_status.setdefault(str(kind.v1 if is_openai(path) else kind.native), []).append(code.value)
-    content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=error)}}}
+        codes_by_status.setdefault(str(kind.v1 if is_openai(path) else kind.native), []).append(code.value)
+    content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=model)}}}
     return {
         status: {"description": ", ".join(dict.fromkeys(codes)), "content": content}
-        for status, codes in sorted(by_status.items())
+        for status, codes in sorted(codes_by_status.items())
     }
 
 
-def _common(operation: JsonObject) -> tuple[Code, ...]:
-    """Ways to fail that follow from what a route takes."""
-    always = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
+def _common_codes(operation: JsonObject) -> tuple[Code, ...]:
+    """Returns the error codes of all operations, and those of operations with a body or with parameters."""
+    codes = (Code.INVALID_API_KEY, Code.FORBIDDEN, Code.REQUEST_TIMEOUT, Code.BODY_TOO_LARGE, Code.INTERNAL)
     if "requestBody" in operation:
-        return always + TAKES_BODY
-    return (*always, Code.INVALID_PARAMETER) if "parameters" in operation else always
+        return codes + WITH_BODY
+    return (*codes, Code.INVALID_PARAMETER) if "parameters" in operation else codes
 
 
 def _links(document: JsonObject, path: str, parameter: str) -> JsonObject:
-    """From an answer that names something to every operation of the same surface that takes the name."""
-    identifier = "$response.body#/id"
+    """Returns links from the response of `path` to the operations below `path` that take its id."""
+    response_id = "$response.body#/id"
     links = {
-        operation["operationId"]: {"operationId": operation["operationId"], "parameters": {parameter: identifier}}
-        for other, operations in document["paths"].items()
-        if other.startswith(path + "/{" + parameter + "}")
+        operation["operationId"]: {"operationId": operation["operationId"], "parameters": {parameter: response_id}}
+        for other_path, operations in document["paths"].items()
+        if other_path.startswith(path + "/{" + parameter + "}")
         for operation in operations.values()
     }
     if parameter == "file_id":
-        create = document["paths"][JOBS]["post"]["operationId"]
-        links[create] = {"operationId": create, "requestBody": {"model": "base", "training_file": identifier}}
+        create_job = document["paths"][JOBS]["post"]["operationId"]
+        links[create_job] = {"operationId": create_job, "requestBody": {"model": "base", "training_file": response_id}}
     return links

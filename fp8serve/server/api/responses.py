@@ -1,9 +1,9 @@
-"""OpenAI's newer wire: `/v1/responses`, on the same pipeline as all conversations.
+"""The route `/v1/responses`: OpenAI's responses, converted to and from chat completions.
 
-A body becomes the chat request that all families share: reasoning, a message and calls of the assistant that follow
-each other are one message of a chat. An answer is a `response` object of items, or the events that build one, each with
-its number. Reasoning is an item of its own, whose text comes as content; an answer that `max_output_tokens` cut off is
-`incomplete`, and a stream that cannot go on ends with `response.failed`.
+The body is converted to a `ChatBody`. Consecutive items of the assistant (reasoning, a message, function calls) become
+one assistant message. A response is a `response` object with output items, or the numbered events that build one.
+Reasoning is an output item with its text in `content`. A response that `max_output_tokens` truncates has the status
+`incomplete`, and a stream that fails ends with `response.failed`.
 """
 
 import time
@@ -16,53 +16,53 @@ from starlette.responses import Response
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.answer_pipeline import Renderer, respond
 from fp8serve.server.api.chat_generation import (
-    Change,
-    Passage,
-    Passages,
-    answer_reader,
-    call_id,
+    Segment,
+    SegmentedOutput,
+    SegmentEvent,
+    convert_body,
     generate_chat,
-    translated,
+    new_call_id,
+    output_parser,
 )
-from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, CachedTokens, JsonObject, StateDep
+from fp8serve.server.api.generation_pipeline import Renderer, respond
+from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
 from fp8serve.server.http.streams import event
-from fp8serve.server.schemas import item_bodies as b
-from fp8serve.server.schemas.answer_form import JsonSchema, JsonSchemaFormat, ResponseFormat
+from fp8serve.server.schemas import responses_bodies as bodies
 from fp8serve.server.schemas.bodies import Strict
 from fp8serve.server.schemas.messages import (
-    Allowed,
+    AllowedToolList,
     AllowedTools,
-    CalledFunction,
     Function,
     FunctionName,
     Message,
     NamedTool,
     Tool,
     ToolCall,
+    ToolCallFunction,
     ToolChoice,
 )
 from fp8serve.server.schemas.openai_bodies import ChatBody
+from fp8serve.server.schemas.response_format import JsonSchema, JsonSchemaFormat, ResponseFormat
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- response models ---------------------------------------------------------------------------------------------------
 
 Status = Literal["completed", "incomplete"]
 
 
-class OutputText(Answer):
+class OutputText(ResponseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
     logprobs: list[None]
 
 
-class OutputMessage(Answer):
+class OutputMessage(ResponseModel):
     id: str
     status: Status
     type: Literal["message"]
@@ -70,12 +70,12 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
-class ReasoningText(Answer):
+class ReasoningText(ResponseModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputReasoning(Answer):
+class OutputReasoning(ResponseModel):
     id: str
     status: Status
     type: Literal["reasoning"]
@@ -83,7 +83,7 @@ class OutputReasoning(Answer):
     content: list[ReasoningText]
 
 
-class OutputCall(Answer):
+class OutputFunctionCall(ResponseModel):
     id: str
     status: Status
     type: Literal["function_call"]
@@ -92,11 +92,11 @@ class OutputCall(Answer):
     arguments: str
 
 
-class ReasoningTokens(Answer):
+class ReasoningTokens(ResponseModel):
     reasoning_tokens: int
 
 
-class ItemUsage(Answer):
+class ResponseUsage(ResponseModel):
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
@@ -104,20 +104,20 @@ class ItemUsage(Answer):
     total_tokens: int
 
 
-class Incomplete(Answer):
+class IncompleteDetails(ResponseModel):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseReasoning(Answer):
+class ResponseReasoning(ResponseModel):
     effort: str | None
     summary: None
 
 
-class ResponseText(Answer):
+class ResponseText(ResponseModel):
     format: JsonObject
 
 
-class ItemResponse(Answer):
+class ResponseObject(ResponseModel):
     id: str
     object: Literal["response"]
     created_at: int
@@ -139,253 +139,255 @@ class ItemResponse(Answer):
     truncation: Literal["disabled"]
     status: Status
     error: None
-    incomplete_details: Incomplete | None
-    output: list[OutputMessage | OutputReasoning | OutputCall]
-    usage: ItemUsage
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall]
+    usage: ResponseUsage
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
-def chat_of(body: b.ResponsesBody) -> ChatBody:
-    """The chat request. Raises pydantic's ValidationError if parts do not fit together."""
+def to_chat_body(body: bodies.ResponsesBody) -> ChatBody:
+    """Converts the body. Raises pydantic's ValidationError if the chat request is invalid."""
+    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
     return ChatBody(
         model=body.model,
-        messages=[*_instructions(body), *_messages(body.input)],
+        messages=[*instructions, *_messages(body.input)],
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=_choice(body.tool_choice),
+        tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text),
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
     )
 
 
-def _response_format(text: b.TextOptions | None) -> ResponseFormat | None:
+def _response_format(text: bodies.TextOptions | None) -> ResponseFormat | None:
     schema = None if text is None else text.format
-    if not isinstance(schema, b.SchemaFormat):
+    if not isinstance(schema, bodies.SchemaFormat):
         return schema
     return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(name=schema.name, schema=schema.schema_))
 
 
-def _instructions(body: b.ResponsesBody) -> list[Message]:
-    return [Message(role="system", content=body.instructions)] if body.instructions else []
-
-
-def _messages(items: Sequence[b.Item] | str) -> Iterator[Message]:
+def _messages(items: Sequence[bodies.Item] | str) -> Iterator[Message]:
     if isinstance(items, str):
         yield Message(role="user", content=items)
         return
-    turn = _Turn()
+    turn = _AssistantTurn()
     for item in items:
         if turn.ends_before(item):
-            yield from turn.message()
-            turn = _Turn()
-        if isinstance(item, b.OutputItem):
+            yield from turn.messages()
+            turn = _AssistantTurn()
+        if isinstance(item, bodies.FunctionCallOutputItem):
             yield Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
-        elif isinstance(item, b.MessageItem) and item.role != "assistant":
+        elif isinstance(item, bodies.MessageItem) and item.role != "assistant":
             yield Message(role=item.role, content=_text(item.content))
         else:
             turn.add(item)
-    yield from turn.message()
+    yield from turn.messages()
 
 
-class _Turn:
-    """The assistant's items up to the next turn of another role."""
+class _AssistantTurn:
+    """Collects consecutive items of the assistant for one message."""
 
     def __init__(self) -> None:
         self._reasoning = self._text = ""
         self._calls: list[ToolCall] = []
 
-    def ends_before(self, item: b.Item) -> bool:
-        """Whether the turn ends before an item. A call belongs to the reasoning and text before it, and a message to
-        the reasoning before it."""
-        if isinstance(item, b.CallItem):
+    def ends_before(self, item: bodies.Item) -> bool:
+        """Returns whether `item` belongs to another message. A message of the assistant is reasoning, text and calls in
+        this order."""
+        if isinstance(item, bodies.FunctionCallItem):
             return False
-        of_assistant = isinstance(item, b.ReasoningItem) or (
-            isinstance(item, b.MessageItem) and item.role == "assistant"
+        is_assistant_item = isinstance(item, bodies.ReasoningItem) or (
+            isinstance(item, bodies.MessageItem) and item.role == "assistant"
         )
-        return not of_assistant or bool(self._text or self._calls)
+        return not is_assistant_item or bool(self._text or self._calls)
 
-    def add(self, item: b.Item) -> None:
-        if isinstance(item, b.ReasoningItem):
+    def add(self, item: bodies.Item) -> None:
+        if isinstance(item, bodies.ReasoningItem):
             self._reasoning += "".join(part.text for part in item.content or item.summary or ())
-        elif isinstance(item, b.CallItem):
-            self._calls.append(_call(item))
-        elif isinstance(item, b.MessageItem):
+        elif isinstance(item, bodies.FunctionCallItem):
+            function = ToolCallFunction(name=item.name, arguments=item.arguments)
+            self._calls.append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, bodies.MessageItem):
             self._text = _text(item.content)
 
-    def message(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Message]:
+        """Yields the message of the turn, or nothing if the turn is empty."""
         if self._reasoning or self._text or self._calls:
             calls, reasoning = self._calls or None, self._reasoning or None
             yield Message(role="assistant", content=self._text, reasoning_content=reasoning, tool_calls=calls)
 
 
-def _call(item: b.CallItem) -> ToolCall:
-    return ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-
-
-def _text(content: Sequence[b.TextPart] | str) -> str:
+def _text(content: Sequence[bodies.TextPart] | str) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(tool: b.FunctionTool) -> Tool:
+def _tool(tool: bodies.FunctionTool) -> Tool:
     function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
     return Tool(type="function", function=function)
 
 
-def _choice(choice: b.FunctionChoice | None) -> ToolChoice | None:
-    if isinstance(choice, b.NamedFunction):
-        return _named(choice)
-    if isinstance(choice, b.AllowedFunctions):
-        allowed = Allowed(mode=choice.mode, tools=[_named(tool) for tool in choice.tools])
+def _tool_choice(choice: bodies.FunctionChoice | None) -> ToolChoice | None:
+    if isinstance(choice, bodies.NamedFunction):
+        return _named_tool(choice)
+    if isinstance(choice, bodies.AllowedFunctions):
+        allowed = AllowedToolList(mode=choice.mode, tools=[_named_tool(tool) for tool in choice.tools])
         return AllowedTools(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
-def _named(tool: b.NamedFunction) -> NamedTool:
+def _named_tool(tool: bodies.NamedFunction) -> NamedTool:
     return NamedTool(type="function", function=FunctionName(name=tool.name))
 
 
 # -- the renderer ------------------------------------------------------------------------------------------------------
 
-PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
+ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 TEXT_EVENTS = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
-class ResponseRenderer(Renderer[list[Change], ItemResponse]):
-    """`response` objects and the events of their streams."""
+class ResponseRenderer(Renderer[list[SegmentEvent], ResponseObject]):
+    """Writes `response` objects and the events of their streams."""
 
-    def __init__(self, body: b.ResponsesBody, chat: ChatBody, generation: Generation) -> None:
+    def __init__(self, body: bodies.ResponsesBody, chat: ChatBody, generation: Generation) -> None:
         super().__init__(generation)
         self._created = int(time.time())
         model = chat.model or generation.served.source.model_id
         self._request = _request_fields(body, generation.requests[0].params, model)
-        self._passages = Passages(answer_reader(chat, generation))
-        self._new_id = partial(call_id, chat, generation.served, "call")
-        self._call_ids: list[str] = []
-        self._sent = 0
+        self._output = SegmentedOutput(output_parser(chat, generation))
+        self._new_call_id = partial(new_call_id, chat, generation.served, "call")
+        self._call_ids: list[str] = []  # one for each segment, used for tool calls
+        self._events_sent = 0
 
-    def add(self, index: int, output: RequestOutput) -> list[Change]:
-        new = self._passages.take(output)
-        self._call_ids += [self._new_id() for change in new if change.kind == "begins"]
-        return new
+    def add(self, index: int, output: RequestOutput) -> list[SegmentEvent]:
+        delta = self._output.add(output)
+        self._call_ids += [self._new_call_id() for segment_event in delta if segment_event.event == "start"]
+        return delta
 
-    def whole(self) -> ItemResponse:
-        return ItemResponse.model_validate(self._ended_response())
+    def response(self) -> ResponseObject:
+        return ResponseObject.model_validate(self._complete_response())
 
     def opening(self) -> Iterator[JsonObject]:
         for name in ("created", "in_progress"):
             yield self._numbered(f"response.{name}", response=self._response("in_progress", []))
 
-    def events(self, index: int, output: RequestOutput, new: list[Change]) -> Iterator[JsonObject]:
-        writers = {"begins": self._begun, "grows": self._grown, "ends": self._ended}
-        for change in new:
-            yield from writers[change.kind](change)
+    def events(self, index: int, output: RequestOutput, delta: list[SegmentEvent]) -> Iterator[JsonObject]:
+        writers = {"start": self._start_events, "delta": self._delta_events, "stop": self._stop_events}
+        for segment_event in delta:
+            yield from writers[segment_event.event](segment_event)
 
     def closing(self) -> Iterator[JsonObject]:
-        yield self._numbered(f"response.{self._status}", response=self._ended_response())
+        yield self._numbered(f"response.{self._status}", response=self._complete_response())
 
     def failure(self, fault: Fault) -> JsonObject:
-        error = {"code": "server_error", "message": fault.told}
+        error = {"code": "server_error", "message": fault.full_message}
         response = self._response("failed", self._items()) | {"error": error}
         return self._numbered("response.failed", response=response)
 
-    def encoded(self, item: JsonObject) -> bytes:
+    def encode(self, item: JsonObject) -> bytes:
         return event(item, name=item["type"])
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _numbered(self, kind: str, **fields: Any) -> JsonObject:
-        self._sent += 1
-        return {"type": kind, "sequence_number": self._sent - 1, **fields}
+    def _numbered(self, event_type: str, **fields: Any) -> JsonObject:
+        self._events_sent += 1
+        return {"type": event_type, "sequence_number": self._events_sent - 1, **fields}
 
-    def _begun(self, change: Change) -> Iterator[JsonObject]:
-        item = self._item(change.position, Passage(change.passage.kind, change.passage.name), "in_progress")
-        empty = item | ({} if change.passage.kind == "call" else {"content": []})
-        yield self._numbered("response.output_item.added", output_index=change.position, item=empty)
-        if change.passage.kind != "call":
-            yield self._numbered("response.content_part.added", **self._at(change), part=item["content"][0])
+    def _start_events(self, start: SegmentEvent) -> Iterator[JsonObject]:
+        segment_type = start.segment.type
+        item = self._item(start.index, Segment(segment_type, start.segment.name), "in_progress")
+        empty_item = item | ({} if segment_type == "call" else {"content": []})
+        yield self._numbered("response.output_item.added", output_index=start.index, item=empty_item)
+        if segment_type != "call":
+            yield self._numbered("response.content_part.added", **self._part_position(start), part=item["content"][0])
 
-    def _grown(self, change: Change) -> Iterator[JsonObject]:
-        kind = change.passage.kind
-        if kind == "call":
-            position = {"item_id": self._id(change.position, kind), "output_index": change.position}
-            yield self._numbered("response.function_call_arguments.delta", **position, delta=change.text)
+    def _delta_events(self, delta: SegmentEvent) -> Iterator[JsonObject]:
+        segment_type = delta.segment.type
+        if segment_type == "call":
+            position = {"item_id": self._item_id(delta.index, segment_type), "output_index": delta.index}
+            yield self._numbered("response.function_call_arguments.delta", **position, delta=delta.delta)
         else:
-            more: JsonObject = {"logprobs": []} if kind == "content" else {}
-            yield self._numbered(f"{TEXT_EVENTS[kind]}.delta", **self._at(change), delta=change.text, **more)
+            logprobs: JsonObject = {"logprobs": []} if segment_type == "content" else {}
+            event_type, position = f"{TEXT_EVENTS[segment_type]}.delta", self._part_position(delta)
+            yield self._numbered(event_type, **position, delta=delta.delta, **logprobs)
 
-    def _ended(self, change: Change) -> Iterator[JsonObject]:
-        kind, text = change.passage.kind, change.passage.text
-        item = self._item(change.position, change.passage, self._item_status(change.position))
-        if kind == "call":
-            position = {"item_id": item["id"], "output_index": change.position}
-            name = change.passage.name
+    def _stop_events(self, stop: SegmentEvent) -> Iterator[JsonObject]:
+        segment_type, text = stop.segment.type, stop.segment.text
+        item = self._item(stop.index, stop.segment, self._item_status(stop.index))
+        if segment_type == "call":
+            position = {"item_id": item["id"], "output_index": stop.index}
+            name = stop.segment.name
             yield self._numbered("response.function_call_arguments.done", **position, name=name, arguments=text)
         else:
-            more: JsonObject = {"logprobs": []} if kind == "content" else {}
-            yield self._numbered(f"{TEXT_EVENTS[kind]}.done", **self._at(change), text=text, **more)
-            yield self._numbered("response.content_part.done", **self._at(change), part=item["content"][0])
-        yield self._numbered("response.output_item.done", output_index=change.position, item=item)
+            logprobs: JsonObject = {"logprobs": []} if segment_type == "content" else {}
+            position = self._part_position(stop)
+            yield self._numbered(f"{TEXT_EVENTS[segment_type]}.done", **position, text=text, **logprobs)
+            yield self._numbered("response.content_part.done", **position, part=item["content"][0])
+        yield self._numbered("response.output_item.done", output_index=stop.index, item=item)
 
-    def _at(self, change: Change) -> JsonObject:
-        item = self._id(change.position, change.passage.kind)
-        return {"item_id": item, "output_index": change.position, "content_index": 0}
+    def _part_position(self, segment_event: SegmentEvent) -> JsonObject:
+        index = segment_event.index
+        return {
+            "item_id": self._item_id(index, segment_event.segment.type),
+            "output_index": index,
+            "content_index": 0,
+        }
 
     # -- items ---------------------------------------------------------------------------------------------------------
 
     def _items(self) -> list[JsonObject]:
-        passages = enumerate(self._passages.passages)
-        return [self._item(index, passage, self._item_status(index)) for index, passage in passages]
+        segments = enumerate(self._output.segments)
+        return [self._item(index, segment, self._item_status(index)) for index, segment in segments]
 
-    def _item(self, index: int, passage: Passage, status: str) -> JsonObject:
-        item: JsonObject = {"id": self._id(index, passage.kind), "status": status}
-        if passage.kind == "content":
-            part = {"type": "output_text", "text": passage.text, "annotations": [], "logprobs": []}
+    def _item(self, index: int, segment: Segment, status: str) -> JsonObject:
+        item: JsonObject = {"id": self._item_id(index, segment.type), "status": status}
+        if segment.type == "content":
+            part = {"type": "output_text", "text": segment.text, "annotations": [], "logprobs": []}
             return item | {"type": "message", "role": "assistant", "content": [part]}
-        if passage.kind == "reasoning":
-            text = {"type": "reasoning_text", "text": passage.text}
+        if segment.type == "reasoning":
+            text = {"type": "reasoning_text", "text": segment.text}
             return item | {"type": "reasoning", "summary": [], "content": [text]}
-        call = {"call_id": self._call_ids[index], "name": passage.name, "arguments": passage.text}
+        call = {"call_id": self._call_ids[index], "name": segment.name, "arguments": segment.text}
         return item | {"type": "function_call"} | call
 
-    def _id(self, index: int, kind: str) -> str:
-        return f"{PREFIXES[kind]}_{self.generation.id}_{index}"
+    def _item_id(self, index: int, segment_type: str) -> str:
+        return f"{ITEM_ID_PREFIXES[segment_type]}_{self.generation.id}_{index}"
 
     def _item_status(self, index: int) -> str:
-        """The status of an item; only the last can be cut off."""
-        return self._status if index == len(self._passages.passages) - 1 else "completed"
+        """Returns the status of an item. Only the last item can be incomplete."""
+        return self._status if index == len(self._output.segments) - 1 else "completed"
 
     # -- the response --------------------------------------------------------------------------------------------------
 
     @property
     def _status(self) -> str:
-        return "completed" if self._passages.finish == "stop" else "incomplete"
+        return "completed" if self._output.finish_reason == "stop" else "incomplete"
 
     def _response(self, status: str, output: list[JsonObject]) -> JsonObject:
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        created = {"id": f"resp_{self.generation.id}", "object": "response", "created_at": self._created}
-        ended = {"status": status, "error": None, "incomplete_details": cut, "output": output, "usage": None}
-        return created | self._request | ended
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        identity = {"id": f"resp_{self.generation.id}", "object": "response", "created_at": self._created}
+        result = {"status": status, "error": None, "incomplete_details": details, "output": output, "usage": None}
+        return identity | self._request | result
 
-    def _ended_response(self) -> JsonObject:
-        prompt, passages = self.generation.prompt_tokens, self._passages
+    def _complete_response(self) -> JsonObject:
+        prompt_tokens, output = self.generation.prompt_tokens, self._output
         usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": passages.cached_tokens},
-            "output_tokens": passages.tokens,
-            "output_tokens_details": {"reasoning_tokens": passages.reasoning_tokens},
-            "total_tokens": prompt + passages.tokens,
+            "input_tokens": prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.cached_tokens},
+            "output_tokens": output.tokens,
+            "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
+            "total_tokens": prompt_tokens + output.tokens,
         }
         return self._response(self._status, self._items()) | {"usage": usage}
 
 
-def _request_fields(body: b.ResponsesBody, params: SamplingParams, model: str) -> JsonObject:
-    """The request as its answer repeats it, with the values chosen for what it left out. Nothing is stored, runs in the
-    background, or truncates a prompt."""
+def _request_fields(body: bodies.ResponsesBody, params: SamplingParams, model: str) -> JsonObject:
+    """Returns the fields of the request that the response repeats, with the defaults that were used. This server stores
+    no responses, runs none in the background and truncates no prompts."""
     choice, schema = body.tool_choice, body.text and body.text.format
     text_format = {"type": "text"} if schema is None else schema.model_dump(by_alias=True, exclude_none=True)
     return {
@@ -411,9 +413,10 @@ def _request_fields(body: b.ResponsesBody, params: SamplingParams, model: str) -
 # -- the route ---------------------------------------------------------------------------------------------------------
 
 
-@router.post("/responses", summary="Answer with items", response_model=ItemResponse, responses=STREAM)
-async def responses(body: b.ResponsesBody, request: Request, state: StateDep) -> Response | ItemResponse:
-    """Messages, calls of tools and reasoning. Nothing is stored: each request brings the whole conversation."""
-    chat = translated(chat_of, body)
+@router.post("/responses", summary="Generate a response", response_model=ResponseObject, responses=STREAM)
+async def responses(body: bodies.ResponsesBody, request: Request, state: StateDep) -> Response | ResponseObject:
+    """Generates a message, function calls and reasoning. Responses are not stored, so each request must contain the
+    whole conversation."""
+    chat = convert_body(to_chat_body, body)
     generation = await generate_chat(chat, request, state)
     return await respond(ResponseRenderer(body, chat, generation), request, state, body.stream)

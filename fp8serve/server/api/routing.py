@@ -1,8 +1,8 @@
-"""What all routes have in common: arguments of handlers other than bodies, the base of the models of their answers, and
-the check of long bodies.
+"""Shared parts of the routes: dependencies and parameters of handlers, the base class of response models, and the route
+class that validates long bodies.
 
-Long bodies are checked in a parser process before FastAPI sees them. FastAPI gets the same request, valid and without
-rows of training data, which the process has written to a file.
+A parser process validates a long body before FastAPI receives it. FastAPI then gets the valid body without rows of
+training data, which the process has written to a file.
 """
 
 import secrets
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
-from fp8serve.server.parsing.parser_pool import SHORT
+from fp8serve.server.parsing.parser_pool import SHORT_BYTES
 from fp8serve.server.parsing.sizes import ROWS, check_keys
 from fp8serve.server.server_state import ServerState
 
@@ -31,7 +31,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
             EVENTS: {
                 "schema": {
                     "type": "object",
-                    "description": "Of each event of the stream.",
+                    "description": "The fields of each event of the stream.",
                     "required": ["data"],
                     "properties": {name: {"type": "string"} for name in ("data", "event", "id")},
                 }
@@ -39,82 +39,89 @@ STREAM: dict[int | str, dict[str, Any]] = {
         }
     }
 }
-"""The description of a stream of events, for `responses` of a route that can answer with one."""
+"""The OpenAPI description of a stream of server-sent events, for the argument `responses` of a route."""
 
 
 def state_of(request: Request) -> ServerState:
-    """The state that `create_app` made."""
+    """Returns the state that `create_app` created."""
     state: ServerState = request.app.state.server
     return state
 
 
-StateDep = Annotated[ServerState, Depends(state_of)]
+async def _state(request: Request) -> ServerState:
+    """Does what `state_of` does. FastAPI would run a dependency that is not asynchronous in another thread."""
+    return state_of(request)
+
+
+StateDep = Annotated[ServerState, Depends(_state)]
 PageSize = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 
 
-class Answer(BaseModel):
-    """The base of every object in an answer. Objects are closed: a field that its class lacks is an error."""
+class ResponseModel(BaseModel):
+    """The base class of response models. A field that the class does not declare is an error."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), json_schema_serialization_defaults_required=True)
 
 
-closed = with_config(extra="forbid")
-"""Closes a TypedDict, the form of objects of which an answer has thousands: checking one makes no instance."""
+forbid_extra = with_config(extra="forbid")
+"""A decorator for a TypedDict whose undeclared fields are errors. TypedDicts are for objects of which a response has
+thousands, because validating one creates no instance."""
 
 
-class CachedTokens(Answer):
+class CachedTokens(ResponseModel):
     cached_tokens: int
 
 
-def absent() -> Any:
-    """The default of a field that is left out of the answer while it is None."""
+def omit_if_none() -> Any:
+    """Returns the default of a field that is omitted from the response if it is None."""
     return Field(None, exclude_if=lambda value: value is None)
 
 
 def finite(logprob: float) -> float:
-    """A finite number for one that may be minus infinity, which JSON does not have."""
+    """Returns a log-probability, with LOWEST_LOGPROB instead of minus infinity, which JSON cannot represent."""
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _context(state: ServerState) -> int:
-    """The longest context of all models; before one is loaded, more than a body can hold."""
+def _longest_context(state: ServerState) -> int:
+    """Returns the longest context of all models. If no model is loaded, returns a number that no body can exceed."""
     served = [model.current for model in state.models.models.values() if model.current is not None]
     return max((s.engine.limits.max_model_len for s in served), default=state.settings.limits.body_bytes)
 
 
-def _model(hint: Any) -> type[Any] | None:
-    """The class of a route's body, from `Body` or `Body | None`; None for a route without a body."""
-    classes = (kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and kind is not NoneType)
+def _body_class(hint: Any) -> type[Any] | None:
+    """Returns the class in the type hint `Body` or `Body | None`, or None for a route without a body."""
+    classes = (cls for cls in get_args(hint) or (hint,) if isinstance(cls, type) and cls is not NoneType)
     return next(classes, None)
 
 
 class BoundedRoute(APIRoute):
-    """Checks long bodies in a parser process; if they held rows, `scope["rows"]` names their folder. `body_model`: the
-    class of its bodies."""
+    """A route whose long bodies are validated in a parser process. `scope["rows"]` is the directory of the training
+    rows of such a body, or None. `body_model` is the class of the body."""
 
     body_model: type[Any] | None = None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        self.body_model = model = _model(get_type_hints(self.endpoint).get("body"))
+        self.body_model = model = _body_class(get_type_hints(self.endpoint).get("body"))
         if model is None:
             return handle
         has_rows = not model.model_fields.keys().isdisjoint(ROWS)
 
-        async def bounded(request: Request) -> Response:
+        async def handle_bounded(request: Request) -> Response:
             raw = await request.body()
-            if len(raw) <= SHORT:
+            if len(raw) <= SHORT_BYTES:
                 if has_rows:
                     check_keys(raw)
                 return await handle(request)
             state = state_of(request)
             folder = state.runner.root / f"rows-{secrets.token_hex(8)}"
             try:
-                checked = await until_disconnect(request, state.parser.body(model, raw, folder, _context(state)))
+                parsing = state.parser.check_body(model, raw, folder, _longest_context(state))
+                valid_body = await until_disconnect(request, parsing)
                 scope = {**request.scope, "rows": folder if folder.is_dir() else None}
-                return await handle(Request(scope, replay(checked, request.receive)))
+                return await handle(Request(scope, replay(valid_body, request.receive)))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
-        return bounded
+        return handle_bounded

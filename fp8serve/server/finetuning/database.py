@@ -1,7 +1,8 @@
-"""The SQLite file of the job table: its layout, its transactions, and the errors of a full disk.
+"""The SQLite database of jobs, events and files: its schema, migrations and transactions.
 
-One connection behind a lock, WAL with `synchronous=FULL`: a commit that returned is on the disk. WAL needs shared
-memory: a network file system is refused with a sentence (MachineError) instead of corrupting later.
+There is one connection behind a lock, with a write-ahead log and `synchronous=FULL`, so a commit that returned is on
+the disk. A write-ahead log needs shared memory. Network file systems have none and would corrupt the file, so they are
+refused with MachineError.
 """
 
 import contextlib
@@ -64,12 +65,14 @@ ALTER TABLE events_4 RENAME TO events;
 CREATE INDEX events_of_job ON events (job, seq);
 """,
 }
-"""What turns each earlier layout into the next. The second kept adapters as a list in one column of `activated`; the
-third kept the worker's number of each event, `origin`, instead of the offset behind the last one."""
+"""Statements that migrate each earlier schema version to the next one. Version 2 stored adapters as a list in one
+column of `activated`. Version 3 stored the number that the training process gave to each event, `origin`, instead of
+the byte offset behind the last stored event."""
 
 
 class Database:
-    """See the module. Safe to use from several threads; every call blocks. A full disk becomes a Fault."""
+    """The connection to the database file. It may be used from several threads, and every call blocks. If the disk is
+    full or fails, calls raise Fault 507."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
@@ -80,12 +83,12 @@ class Database:
             self._prepare(path)
         except sqlite3.Error as error:
             raise MachineError(
-                f"The job table {path} cannot be used (SQLite says: {one_line(error)}); put the data directory on a "
-                "local disk with --data-dir."
+                f"The job database {path} cannot be used (SQLite reports: {one_line(error)}); put the data directory "
+                "on a local disk with --data-dir."
             ) from None
         except OSError as error:
             raise MachineError(
-                f"The job table {path} cannot be written: {error.strerror}; choose another --data-dir."
+                f"The job database {path} cannot be written: {error.strerror}; choose another --data-dir."
             ) from None
 
     def _prepare(self, path: Path) -> None:
@@ -97,13 +100,13 @@ class Database:
         self._db.create_function("bytes_through", 2, lambda job, last: _bytes_through(jobs / job / EVENTS, last))
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version < SCHEMA_VERSION:
-            steps = [SCHEMA] if version == 0 else [MIGRATIONS[number] for number in range(version, SCHEMA_VERSION)]
-            self._db.executescript(f"BEGIN IMMEDIATE; {''.join(steps)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+            scripts = [SCHEMA] if version == 0 else [MIGRATIONS[number] for number in range(version, SCHEMA_VERSION)]
+            self._db.executescript(f"BEGIN IMMEDIATE; {''.join(scripts)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             self._db.close()
             raise MachineError(
-                f"The job table {path} has layout {version}, and this fp8serve reads layout {SCHEMA_VERSION}: start "
-                "the version that wrote it, or name another --data-dir."
+                f"The job database {path} has schema version {version}, but this fp8serve reads version "
+                f"{SCHEMA_VERSION}; start the fp8serve version that wrote it, or choose another --data-dir."
             )
 
     def close(self) -> None:
@@ -111,38 +114,40 @@ class Database:
             self._db.close()
 
     def transaction(self) -> "Transaction":
-        """For writing: commits at the end of a `with` block."""
+        """Returns a context manager for writing, which commits at the end of its block."""
         return Transaction(self._db, self._lock)
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """What a query finds."""
+        """Returns the rows of a query."""
         with self._lock, _disk_faults():
             return self._db.execute(query, values).fetchall()
 
 
 def _make_private(path: Path) -> None:
-    """Makes the file before SQLite does, which gives the files beside it (log, shared memory) the same mode. Those of
-    a server that was killed may be there, and be readable for others."""
+    """Creates the database file with mode 0600, which SQLite then gives to the log and shared memory beside it, too.
+
+    Files that a killed server left behind may have another mode, and get this one.
+    """
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    for file in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+    for file in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
         with contextlib.suppress(FileNotFoundError):
             file.chmod(0o600)
 
 
-def _bytes_through(path: Path, last: int | None) -> int:
-    """How many bytes of a job's events end with the event whose number is `last`."""
+def _bytes_through(path: Path, last_id: int | None) -> int:
+    """Returns the offset behind the event `last_id` in a job's events.jsonl. The migration of version 3 needs it."""
     offset = position = 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() and last is not None else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() and last_id is not None else []
     for line in lines:
         position += len(line)
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # a damaged line
-            if json.loads(line)["id"] <= last:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # skip damaged lines
+            if json.loads(line)["id"] <= last_id:
                 offset = position
     return offset
 
 
 class Transaction:
-    """BEGIN IMMEDIATE ... COMMIT, or ROLLBACK when the block raises. A full disk becomes a Fault."""
+    """A write transaction. It commits at the end of its `with` block, and rolls back if the block raises."""
 
     def __init__(self, db: sqlite3.Connection, lock: threading.Lock) -> None:
         self._db, self._lock = db, lock
@@ -170,15 +175,15 @@ class Transaction:
             self._lock.release()
 
 
-UNWRITABLE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+DISK_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 
 
 @contextlib.contextmanager
 def _disk_faults() -> Iterator[None]:
-    """Turns SQLite's errors about the disk into a Fault. A commit that could not be written has not happened."""
+    """Raises Fault 507 for SQLite's errors about the disk. The transaction is then not committed."""
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF in UNWRITABLE:  # the other bits say where in SQLite
+        if error.sqlite_errorcode & 0xFF in DISK_ERRORS:  # the higher bits are extended result codes
             raise disk_fault(str(error)) from None
         raise

@@ -1,4 +1,4 @@
-"""The rows of the job table as frozen records, which the store returns and all other code passes around."""
+"""Frozen records for the rows of the job database: jobs, their events and uploaded files."""
 
 import json
 import re
@@ -14,8 +14,12 @@ Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelle
 
 @dataclass(frozen=True)
 class Job:
-    """One row of the job table. Times are seconds since 1970. `progress` holds the newest metrics, and `events_offset`
-    says how many bytes of the job's events.jsonl the table holds."""
+    """A row of the table of jobs.
+
+    Times are seconds since 1970. `base` is the name of the model that the job trains, and `source` the key of its
+    weights. `progress` holds the newest metrics. `events_offset` is the number of bytes of the job's events.jsonl whose
+    events are stored.
+    """
 
     id: str
     number: int
@@ -39,19 +43,19 @@ class Job:
 
     @property
     def root(self) -> str:
-        """The name of the first model of its line: of the model that `base` was fine-tuned from, or `base` itself."""
+        """The name of the original model: the one that `base` was fine-tuned from, or `base` itself."""
         match = _RESULT.fullmatch(self.base)
         return match[1] if match else self.base
 
     @property
     def model_id(self) -> str:
-        """The name of the result, in OpenAI's shape."""
+        """The name of the resulting model, in the form of OpenAI's names."""
         return f"ft:{self.root}:org-local:{self.suffix}:{self.id[-8:]}"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened to a job. `type` is message, metrics or checkpoint; `data` depends on it."""
+    """An event of a job. `type` is "message", "metrics" or "checkpoint", and decides what `data` contains."""
 
     seq: int
     created_at: int
@@ -63,7 +67,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """An uploaded file; its bytes lie under its id, never under the name the client gave."""
+    """An uploaded file. It is stored under its id; `filename`, which the client chose, never becomes a path."""
 
     id: str
     number: int
@@ -76,7 +80,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class NewJob:
-    """What a caller decides about a job."""
+    """The columns of a new job that its creator sets."""
 
     base: str
     source: str

@@ -1,14 +1,14 @@
 """Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
-What a job computes lies in its directory, which only its process writes: `events.jsonl`, checkpoints, `result.json`,
-and `worker.lock`, held while the process lives. What clients see of a job, and request of it, lies in the job table,
-which only the server writes. Between them is one number, in the job's row: how many bytes of `events.jsonl` the table
-holds. So nothing is lost or stored twice whichever process dies.
+Only the training process writes the job's directory: `events.jsonl`, checkpoints, `result.json`, and `worker.lock`,
+which it holds while it runs. Only the server writes the job database, which clients read and change. The job's row
+stores how many bytes of `events.jsonl` are in the database. So no event is lost or stored twice, whichever process
+dies.
 
-A worker outlives a front that was killed: the next front finds the lock held and follows it instead of starting a
-second one. A worker that dies without a word is started again and resumes from its last checkpoint; after MAX_CRASHES
-deaths without a finished step the job fails. When the server stops, the job is asked to stop at a checkpoint and is
-queued again.
+If the server is killed, the training process continues. The next server finds the lock held and follows that process
+instead of starting another one. A training process that dies without an error event is started again and resumes from
+its last checkpoint; after MAX_CRASHES deaths without progress the job fails. When the server stops, the training
+process is asked to stop at a checkpoint, and the job is queued again.
 """
 
 import asyncio
@@ -35,25 +35,28 @@ from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, E
 log = logging.getLogger("fp8serve.server")
 
 POLL_SECONDS = 0.1
-NICE = 10
-EVENT = {"id", "created_at", "level", "type", "message"}
+NICENESS = 10
+EVENT_FIELDS = {"id", "created_at", "level", "type", "message"}
 """Fields that every event has."""
 
 
 class TrainingProcess:
-    """A job's process: one we started, or one that outlived an earlier front and is only followed."""
+    """A job's training process. `process` is None if an earlier server started it; then only its lock is watched."""
 
     def __init__(self, job_id: str, directory: Path, process: asyncio.subprocess.Process | None) -> None:
         self.job_id = job_id
         self.directory = directory
-        self.code: int | None = None
+        self.exit_code: int | None = None
         self._process = process
 
     @classmethod
     async def start(cls, job_id: str, directory: Path, command: Sequence[str]) -> "TrainingProcess":
-        """Starts the process in its own session, so that a Ctrl-C meant for the server does not reach it."""
-        if lock_is_held(directory / "worker.lock"):
-            log.info("job %s is still running from before; following it", job_id)
+        """Starts the process, unless one that an earlier server started still runs.
+
+        The process has its own session, so that a Ctrl-C meant for the server does not reach it.
+        """
+        if is_lock_held(directory / "worker.lock"):
+            log.info("the training process of job %s still runs since an earlier server; following it", job_id)
             return cls(job_id, directory, None)
         with (directory / "worker.log").open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -64,69 +67,70 @@ class TrainingProcess:
                 stderr=output,
                 start_new_session=True,
             )
-        with contextlib.suppress(OSError):  # serving comes first where they share a CPU
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        with contextlib.suppress(OSError):  # serving has priority on a shared CPU
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         return cls(job_id, directory, process)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         if self._process is None:
-            return not lock_is_held(self.directory / "worker.lock")
-        self.code = self._process.returncode
-        return self.code is not None
+            return not is_lock_held(self.directory / "worker.lock")
+        self.exit_code = self._process.returncode
+        return self.exit_code is not None
 
     async def stop(self, seconds: float) -> None:
-        """Sends SIGTERM, on which the process writes a checkpoint; after `seconds`, SIGKILL, which loses the steps
-        since the last checkpoint."""
-        for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
-            self._signal(number)
-            if await self._gone(patience):
+        """Sends SIGTERM, so that the process writes a checkpoint and ends. Kills it after `seconds`, which loses the
+        steps since the last checkpoint."""
+        for number, timeout in ((signal.SIGTERM, seconds), (signal.SIGKILL, 10.0)):
+            self._send_signal(number)
+            if await self._wait_for_end(timeout):
                 return
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self._process is not None:
                 self._process.send_signal(number)
             elif (pid := lock_holder(self.directory / "worker.lock")) is not None:
                 os.kill(pid, number)
 
-    async def _gone(self, seconds: float) -> bool:
+    async def _wait_for_end(self, seconds: float) -> bool:
         for _ in range(max(1, int(seconds / POLL_SECONDS))):
-            if self.ended():
+            if self.has_ended():
                 return True
             await asyncio.sleep(POLL_SECONDS)
-        return self.ended()
+        return self.has_ended()
 
 
 def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The events in the whole lines behind `offset`, and the offset behind them. They are on the disk when this
-    returns: the table must not outlive what it names.
+    """Returns the events in the complete lines behind `offset`, and the offset behind these lines.
+
+    The file is flushed to the disk first, because the database must not refer to lines that a power failure loses.
     """
     try:
         with path.open("rb") as file:
             file.seek(offset)
             added = file.read()
-            whole = added[: added.rfind(b"\n") + 1]
-            if whole:
+            lines = added[: added.rfind(b"\n") + 1]
+            if lines:
                 os.fsync(file.fileno())
     except FileNotFoundError:
         return [], offset
-    events = [event for line in whole.splitlines() if (event := _event(path, line)) is not None]
-    return events, offset + len(whole)
+    events = [event for line in lines.splitlines() if (event := _parse_event(path, line)) is not None]
+    return events, offset + len(lines)
 
 
-def _event(path: Path, line: bytes) -> dict[str, Any] | None:
-    """None for a damaged line, without which the job can still be followed to its end."""
+def _parse_event(path: Path, line: bytes) -> dict[str, Any] | None:
+    """Returns the event of a line, or None if the line is damaged; the job continues without that event."""
     try:
         event = json.loads(line)
-        if isinstance(event, dict) and event.keys() >= EVENT:
+        if isinstance(event, dict) and event.keys() >= EVENT_FIELDS:
             return event
     except (ValueError, RecursionError):
         pass
-    log.warning("job %s wrote an event that cannot be read; it is left out", path.parent.name)
+    log.warning("job %s wrote an event that cannot be read; the event is skipped", path.parent.name)
     return None
 
 
-def lock_is_held(path: Path) -> bool:
+def is_lock_held(path: Path) -> bool:
     """Whether a live process holds the file lock."""
     try:
         with path.open("rb") as file:
@@ -139,8 +143,8 @@ def lock_is_held(path: Path) -> bool:
 
 
 def lock_holder(path: Path) -> int | None:
-    """The process id that the holder wrote into its lock file, while it holds it."""
-    if not lock_is_held(path):
+    """Returns the process id in the lock file, or None if no process holds the lock."""
+    if not is_lock_held(path):
         return None
     text = path.read_text().strip()
     return int(text) if text.isdigit() else None
@@ -151,190 +155,191 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-WORKER = module_command("fp8serve.train.job_process")
-CANCEL_SECONDS = 60.0
-ERROR_SECONDS = 5.0
+TRAINING_COMMAND = module_command("fp8serve.train.job_process")
+CANCEL_SECONDS = 60.0  # time limit for the checkpoint of a job that is cancelled or paused
+RETRY_SECONDS = 5.0  # pause after an unexpected error
 MAX_CRASHES = 3
 
 
-def worker_command(processes: int) -> tuple[str, ...]:
-    """The command of a job's training process, which divides each step among at most `processes` processes: one for
-    each microbatch is the limit."""
-    return WORKER if processes == 1 else (*WORKER, "--procs", str(processes))
+def training_command(processes: int) -> tuple[str, ...]:
+    """Returns the command of a training process that divides each step among at most `processes` processes."""
+    return TRAINING_COMMAND if processes == 1 else (*TRAINING_COMMAND, "--procs", str(processes))
 
 
 class JobRunner:
-    """Takes jobs from the table and runs each to its end. `wait_idle` is awaited before a job starts.
+    """Runs the queued jobs of the database, one after the other.
 
-    `command` starts a worker; the job's directory is appended to it.
+    `wait_idle` is awaited before a job starts. `command` starts a training process; the job's directory is appended.
     """
 
     def __init__(
-        self, store: JobStore, data_dir: Path, wait_idle: Callable[[], Awaitable[None]], command: Sequence[str] = WORKER
+        self,
+        store: JobStore,
+        data_dir: Path,
+        wait_idle: Callable[[], Awaitable[None]],
+        command: Sequence[str] = TRAINING_COMMAND,
     ) -> None:
         self.store = store
         self.command = tuple(command)
         self.root = data_dir / "jobs"
         make_private(self.root)
-        self.busy = False
-        self.closing = False
-        self.closed = True
+        self.is_busy = False
+        self.is_closing = False
+        self.is_closed = True
         self.changed = asyncio.Condition()
-        self.after_each: Callable[[], None] = lambda: None  # called in a thread after each job
+        self.on_job_end: Callable[[], None] = lambda: None  # called in a thread after each job
         self._wait_idle = wait_idle
-        self._wake = asyncio.Event()
-        self._worker: TrainingProcess | None = None
+        self._wake_event = asyncio.Event()
+        self._process: TrainingProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def dir_of(self, job_id: str) -> Path:
-        """The directory of a job; `job_id` is in the table."""
+    def job_dir(self, job_id: str) -> Path:
+        """Returns the directory of a job. `job_id` must be in the database, because it becomes a path."""
         return self.root / job_id
 
-    def config_of(self, job_id: str) -> TrainConfig:
-        """The configuration that its process was given. JobError if it cannot be read."""
-        return job_config(self.dir_of(job_id))
+    def load_config(self, job_id: str) -> TrainConfig:
+        """Returns the configuration of a job's training process. Raises JobError if it cannot be read."""
+        return job_config(self.job_dir(job_id))
 
     def result_dir(self, job: Job) -> Path:
-        return self.dir_of(job.id) / "out" / "model"
+        return self.job_dir(job.id) / "out" / "model"
 
     def discard(self, job_id: str) -> None:
-        """Removes a directory made for a job that was not accepted."""
-        shutil.rmtree(self.dir_of(job_id), ignore_errors=True)
+        """Removes the directory of a job that was not accepted or is deleted."""
+        shutil.rmtree(self.job_dir(job_id), ignore_errors=True)
 
-    def look_again(self) -> None:
-        """Look at the table now: a job was added, or was asked to end, pause or continue."""
-        self._wake.set()
+    def wake(self) -> None:
+        """Makes the runner read the database now, because a job was added, cancelled, paused or resumed."""
+        self._wake_event.set()
 
     def start(self) -> None:
-        """Begins to take jobs."""
-        self.closed = False
+        """Starts to run jobs in the background."""
+        self.is_closed = False
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while not self.closing:
+        while not self.is_closing:
             try:
-                if waiting := await asyncio.to_thread(self.store.unfinished):
-                    await self._run_one(waiting[0])
+                if jobs := await asyncio.to_thread(self.store.unfinished_jobs):
+                    await self._run_one(jobs[0])
                     continue
-                await self._wake.wait()
-                self._wake.clear()
+                await self._wake_event.wait()
+                self._wake_event.clear()
             except Exception:
-                log.exception("jobs cannot be run now")
-                await asyncio.sleep(ERROR_SECONDS)
+                log.exception("a fine-tune job could not be run; trying again in %g seconds", RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _run_one(self, job: Job) -> None:
-        self.busy = True
+        self.is_busy = True
         try:
             await self._wait_idle()
-            await self._see_through(job)
-            await asyncio.to_thread(self.after_each)
+            await self._run_process(job)
+            await asyncio.to_thread(self.on_job_end)
         finally:
-            self.busy = False
+            self.is_busy = False
             await self._notify()
 
     async def close(self, seconds: float) -> None:
-        """Asks the running worker to stop at a checkpoint, and queues its job for the next server. Kills it after
-        `seconds`.
-        """
-        self.closing = True
-        self._wake.set()
-        if self._worker is not None:
-            await self._worker.stop(seconds)
+        """Stops the running job at a checkpoint and queues it for the next server. Kills its process after
+        `seconds`."""
+        self.is_closing = True
+        self._wake_event.set()
+        if self._process is not None:
+            await self._process.stop(seconds)
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=1.0)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.closed = True
+        self.is_closed = True
 
     # -- one job -------------------------------------------------------------------------------------------------------
 
-    async def _see_through(self, job: Job) -> None:
-        if job.status == "queued" and not await asyncio.to_thread(self._enter, job):
+    async def _run_process(self, job: Job) -> None:
+        """Runs or follows the job's training process until it ends, and sets the job's status."""
+        if job.status == "queued" and not await asyncio.to_thread(self._set_running, job):
             return
-        if self.closing or await asyncio.to_thread(self._paused_already, job):
+        if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
-        self._worker = worker = await TrainingProcess.start(job.id, self.dir_of(job.id), self.command)
-        await self._follow(worker)
-        self._worker = None
-        await asyncio.to_thread(self._settle, worker)
+        self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
+        await self._follow(process)
+        self._process = None
+        await asyncio.to_thread(self._set_final_status, process)
         await self._notify()
 
-    def _enter(self, job: Job) -> bool:
-        again = job.started_at is not None
-        return self.store.move(
-            job.id, "running", "The job goes on from its last checkpoint." if again else "The job is running."
-        )
+    def _set_running(self, job: Job) -> bool:
+        message = "The job is running." if job.started_at is None else "The job continues from its last checkpoint."
+        return self.store.set_status(job.id, "running", message)
 
-    def _paused_already(self, job: Job) -> bool:
-        """Whether the job was asked to pause and has no process that would have to stop: then it is paused now."""
-        is_pausing = self.store.get(job.id).pause_requested and not lock_is_held(self.dir_of(job.id) / "worker.lock")
-        return is_pausing and self.store.move(job.id, "paused", "The job is paused.")
+    def _pause_without_process(self, job: Job) -> bool:
+        """Pauses a job that was asked to pause and has no running process. Returns whether the job is paused now."""
+        is_pausing = self.store.get(job.id).pause_requested and not is_lock_held(self.job_dir(job.id) / "worker.lock")
+        return is_pausing and self.store.set_status(job.id, "paused", "The job is paused.")
 
-    async def _follow(self, worker: "TrainingProcess") -> None:
-        """Until the worker has ended: write its events into the table, and pass requests to cancel or pause on to the
-        worker."""
+    async def _follow(self, process: TrainingProcess) -> None:
+        """Stores the process's events until it ends, and stops it if the job is cancelled or paused."""
         while True:
-            ended = worker.ended()
-            job, is_new = await asyncio.to_thread(self._store_events, worker)
-            if is_new:
+            has_ended = process.has_ended()
+            job, has_new_events = await asyncio.to_thread(self._store_events, process)
+            if has_new_events:
                 await self._notify()
-            if ended:
+            if has_ended:
                 return
             if job.cancel_requested or job.pause_requested:
-                await worker.stop(CANCEL_SECONDS)
+                await process.stop(CANCEL_SECONDS)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
-                    await self._wake.wait()
-            self._wake.clear()
+                    await self._wake_event.wait()
+            self._wake_event.clear()
 
-    def _store_events(self, worker: "TrainingProcess") -> tuple[Job, bool]:
-        """Stores what the worker has written since the last time; the job as it was before, and whether it has."""
-        job = self.store.get(worker.job_id)
-        events, offset = read_events(worker.directory / EVENTS, job.events_offset)
+    def _store_events(self, process: TrainingProcess) -> tuple[Job, bool]:
+        """Stores the process's new events. Returns the job as it was before, and whether there were new events."""
+        job = self.store.get(process.job_id)
+        events, offset = read_events(process.directory / EVENTS, job.events_offset)
         if offset > job.events_offset:
             self.store.add_events(job, events, offset)
         return job, bool(events)
 
-    def _settle(self, worker: "TrainingProcess") -> None:
-        """Decides what the end of a worker means for its job."""
-        if worker.code == EXIT_LOCKED:
-            return  # a worker that an earlier front started holds the lock: the next turn looks for that one
-        job = self.store.get(worker.job_id)
-        if (worker.directory / "result.json").exists():
-            self.store.move(job.id, "succeeded", "The job succeeded; its result can be activated.")
+    def _set_final_status(self, process: TrainingProcess) -> None:
+        """Sets the status of the job whose training process has ended."""
+        if process.exit_code == EXIT_LOCKED:
+            return  # a process that an earlier server started holds the lock; the next pass follows that one
+        job = self.store.get(process.job_id)
+        if (process.directory / "result.json").exists():
+            self.store.set_status(job.id, "succeeded", "The job succeeded; its result can be activated.")
         elif job.cancel_requested:
-            self.store.move(job.id, "cancelled", "The job was cancelled.")
-        elif (reason := self._failure(worker)) is not None:
-            self.store.move(
+            self.store.set_status(job.id, "cancelled", "The job was cancelled.")
+        elif (reason := self._failure_reason(process)) is not None:
+            self.store.set_status(
                 job.id, "failed", "The job failed.", level="error", code="training_failed", error=safe_text(reason)
             )
         elif job.pause_requested:
-            self.store.move(job.id, "paused", "The job is paused; it can go on from its last checkpoint.")
-        elif self.closing or worker.code == EXIT_STOPPED:
-            self.store.move(
-                job.id, "queued", "The job stopped at a checkpoint and will go on from there.", code="stopped"
+            self.store.set_status(job.id, "paused", "The job is paused; it can be resumed from its last checkpoint.")
+        elif self.is_closing or process.exit_code == EXIT_STOPPED:
+            self.store.set_status(
+                job.id, "queued", "The job stopped at a checkpoint and will continue from there.", code="stopped"
             )
         else:
-            self._crashed(job, worker)
+            self._record_crash(job, process)
 
-    def _failure(self, worker: "TrainingProcess") -> str | None:
-        """The worker's own sentence if it gave up; None for one that was killed, also if an earlier one gave up."""
-        last = self.store.newest_events(worker.job_id, 1)[0]
-        if last.data.get("code") == "error" and worker.code in (None, EXIT_FAILED):
+    def _failure_reason(self, process: TrainingProcess) -> str | None:
+        """Returns the error that the training process reported, or None if the process was killed."""
+        last = self.store.newest_events(process.job_id, 1)[0]
+        if last.data.get("code") == "error" and process.exit_code in (None, EXIT_FAILED):
             return last.message
-        if worker.code in (EXIT_FAILED, EXIT_USAGE):
-            return last_line(worker.directory / "worker.log") or "The training process failed without saying why."
+        if process.exit_code in (EXIT_FAILED, EXIT_USAGE):
+            return last_line(process.directory / "worker.log") or "The training process failed without a message."
         return None
 
-    def _crashed(self, job: Job, worker: "TrainingProcess") -> None:
-        deaths = job.crashes + 1
-        how = f"The training process died ({describe_exit(worker.code)})"
-        if deaths < MAX_CRASHES:
-            self.store.add_crash(job.id, f"{how}; it starts again from the last checkpoint.")
+    def _record_crash(self, job: Job, process: TrainingProcess) -> None:
+        """Lets the job start again after a crash of its process, or fails it after MAX_CRASHES crashes."""
+        crashes = job.crashes + 1
+        crash = f"The training process died ({describe_exit(process.exit_code)})"
+        if crashes < MAX_CRASHES:
+            self.store.add_crash(job.id, f"{crash}; it starts again from the last checkpoint.")
         else:
-            reason = f"{how} {deaths} times without progress."
-            self.store.move(job.id, "failed", "The job failed.", level="error", code="worker_died", error=reason)
+            reason = f"{crash} {crashes} times without progress."
+            self.store.set_status(job.id, "failed", "The job failed.", level="error", code="worker_died", error=reason)
 
     async def _notify(self) -> None:
         async with self.changed:

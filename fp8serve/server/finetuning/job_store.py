@@ -1,12 +1,12 @@
-"""The tables that survive a restart: fine-tune jobs, their events, uploaded files, and which weights were activated.
+"""Stores what survives a restart of the server: fine-tune jobs, their events, uploaded files, and activations.
 
 Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread. A
-job moves only along `MOVES`. The UPDATE that would make a move also refuses one that is not listed there, so two
-callers cannot both succeed.
+job changes its status only along `TRANSITIONS`. The UPDATE statement itself checks the previous status, so of two
+concurrent callers only one succeeds.
 
-Events are numbered by `seq`, rising over all jobs: the id of a server-sent event and the place where a reader
-resumes. Those of a job's process come from its events.jsonl. A job's row says up to which byte they are stored, and the
-transaction that stores further ones moves it.
+Events have a number `seq` that rises over all jobs. It is the id of a server-sent event, from which a client resumes.
+The events of a training process are read from its events.jsonl. The transaction that stores them also updates the byte
+offset in the job's row.
 """
 
 import json
@@ -24,8 +24,8 @@ from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, S
 
 log = logging.getLogger("fp8serve.server")
 
-FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
-MOVES: dict[str, tuple[Status, ...]] = {
+FINAL_STATUSES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+TRANSITIONS: dict[str, tuple[Status, ...]] = {
     "running": ("queued",),
     "queued": ("running", "paused", "failed"),
     "paused": ("running", "queued"),
@@ -33,15 +33,16 @@ MOVES: dict[str, tuple[Status, ...]] = {
     "failed": ("running", "queued"),
     "cancelled": ("running", "queued", "paused"),
 }
-"""State -> the states it may be entered from."""
+"""The statuses from which each status may be entered."""
 
-IDEMPOTENCY_SECONDS = 24 * 3600
-NOT_DATA = frozenset({"id", "created_at", "level", "type", "message", "path"})
-"""Fields of a worker's event that have a column, or that hold paths on the server's disk, which no client is told."""
+IDEMPOTENCY_SECONDS = 24 * 3600  # how long an Idempotency-Key is remembered
+NON_DATA_FIELDS = frozenset({"id", "created_at", "level", "type", "message", "path"})
+"""Fields of a training process's event that have a column, or that contain a path on the server's disk, which clients
+must not see."""
 
 
 class JobStore:
-    """See the module. Safe to use from several threads."""
+    """The methods on the database of jobs, events, files and activations. They may be called from several threads."""
 
     def __init__(self, path: Path) -> None:
         self._database = Database(path)
@@ -56,7 +57,7 @@ class JobStore:
         return self._database.rows(query, *values)
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
-        """The ids of all rows."""
+        """Returns the ids of all rows of a table."""
         return {row[0] for row in self._rows(f"SELECT id FROM {table}")}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -64,17 +65,18 @@ class JobStore:
     def create(
         self, new: NewJob, job_id: str, max_queued: int, key: str | None = None, request: str = ""
     ) -> tuple[Job, bool]:
-        """Adds a queued job. With an idempotency `key` seen in the last day for the same `request`: the job it made,
-        and False.
+        """Adds a queued job and returns it with True.
 
-        Fault 409 for a key that came with another request, 429 when `max_queued` jobs wait already.
+        If the idempotency `key` was used for the same `request` within IDEMPOTENCY_SECONDS, that job and False are
+        returned. Raises Fault 409 if the key was used for another request, and 429 if `max_queued` jobs are queued.
         """
         now = int(time.time())
         with self._write() as db:
-            if key is not None and (earlier := _idempotent(db, key, request, now)) is not None:
-                return _job(db, earlier), False
+            if key is not None and (existing := _find_idempotent_job(db, key, request, now)) is not None:
+                return _job(db, existing), False
             if db.execute("SELECT count(*) FROM jobs WHERE status = 'queued'").fetchone()[0] >= max_queued:
-                raise Fault(Code.QUEUE_FULL, f"{max_queued} fine-tune jobs are waiting already.", retry_after=60)
+                message = f"{max_queued} fine-tune jobs are queued, which is this server's limit."
+                raise Fault(Code.QUEUE_FULL, message, retry_after=60)
             _insert_job(db, new, job_id, now)
             _insert_event(db, job_id, "info", "message", "The job is queued.", {"code": "queued"})
             if key is not None:
@@ -82,55 +84,55 @@ class JobStore:
             return _job(db, job_id), True
 
     def get(self, job_id: str) -> Job:
-        """Fault 404 when there is no such job."""
+        """Returns a job. Raises Fault 404 if there is none with this id."""
         rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
         if not rows:
-            raise Fault(Code.JOB_NOT_FOUND, "There is no fine-tune job of that id.", param="id")
+            raise Fault(Code.JOB_NOT_FOUND, "There is no fine-tune job with that id.", param="id")
         return as_job(rows[0])
 
     def jobs(self, limit: int = 20, after: str | None = None, status: str | None = None) -> list[Job]:
-        """Newest first; `after` is the id of the last job already seen."""
+        """Returns jobs, newest first. `after` is the id of the last job on the previous page."""
         bound = 2**62 if after is None else self.get(after).number
-        state = "%" if status is None else status
+        pattern = "%" if status is None else status
         rows = self._rows(
-            "SELECT * FROM jobs WHERE number < ? AND status LIKE ? ORDER BY number DESC LIMIT ?", bound, state, limit
+            "SELECT * FROM jobs WHERE number < ? AND status LIKE ? ORDER BY number DESC LIMIT ?", bound, pattern, limit
         )
         return [as_job(row) for row in rows]
 
-    def unfinished(self) -> list[Job]:
-        """Jobs to run or to continue: first those that have already run, then the others in the order they came."""
+    def unfinished_jobs(self) -> list[Job]:
+        """Returns the queued and running jobs: first those that have run before, then the others in order of
+        arrival."""
         rows = self._rows(
             "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY started_at IS NULL, number"
         )
         return [as_job(row) for row in rows]
 
-    def ended(self) -> list[Job]:
-        """Jobs that have ended, the last first."""
-        marks = ",".join("?" * len(FINAL))
-        rows = self._rows(
-            f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY finished_at DESC, number DESC", *sorted(FINAL)
-        )
+    def ended_jobs(self) -> list[Job]:
+        """Returns the jobs that have ended, the most recently ended one first."""
+        placeholders = ",".join("?" * len(FINAL_STATUSES))
+        query = f"SELECT * FROM jobs WHERE status IN ({placeholders}) ORDER BY finished_at DESC, number DESC"
+        rows = self._rows(query, *sorted(FINAL_STATUSES))
         return [as_job(row) for row in rows]
 
     def delete_job(self, job_id: str) -> None:
-        """Forgets a job and its events. Fault 404, and 409 unless it has ended and nothing needs it any more."""
+        """Deletes a job and its events. Raises Fault 404 for an unknown job, and 409 if it runs or is needed."""
         job = self.get(job_id)
         with self._write() as db:
-            if (needed := _needed(db, job)) is not None:
-                raise Fault(Code.JOB_STATE, needed)
+            if (reason := _reason_to_keep(db, job)) is not None:
+                raise Fault(Code.JOB_STATE, reason)
             for table, column in (("events", "job"), ("idempotency", "job"), ("jobs", "id")):
                 db.execute(f"DELETE FROM {table} WHERE {column} = ?", (job_id,))
         log.info("job %s was deleted", job_id, extra=logs.fields(job_id=job_id, state="deleted"))
 
     def counts(self) -> dict[str, int]:
-        """Jobs in each state, all states named."""
+        """Returns the number of jobs with each status, including statuses without jobs."""
         rows = self._rows("SELECT status, count(*) FROM jobs GROUP BY status")
-        return dict.fromkeys(MOVES, 0) | {row[0]: row[1] for row in rows}
+        return dict.fromkeys(TRANSITIONS, 0) | {row[0]: row[1] for row in rows}
 
-    def move(
+    def set_status(
         self,
         job_id: str,
-        to: Status,
+        status: Status,
         message: str,
         *,
         level: str = "info",
@@ -138,76 +140,79 @@ class JobStore:
         error: str | None = None,
         only_from: Status | None = None,
     ) -> bool:
-        """Puts the job into state `to` and says so in an event. If its state does not lead there, or is not
-        `only_from`, nothing happens and the answer is False.
+        """Sets the status of a job and adds an event with `message`; returns True.
+
+        Returns False and changes nothing if the job's status does not allow the transition or is not `only_from`.
         """
-        sources = MOVES[to] if only_from is None else (only_from,)
-        if not self._moved(job_id, to, sources, message, level, code or to, error):
+        allowed = TRANSITIONS[status] if only_from is None else (only_from,)
+        if not self._update_status(job_id, status, allowed, message, level, code or status, error):
             return False
         text = message if error is None else f"{message} {error}"
-        number = logging.ERROR if level == "error" else logging.INFO
-        log.log(number, "job %s: %s", job_id, text, extra=logs.fields(job_id=job_id, state=to, code=code or to))
+        log_level = logging.ERROR if level == "error" else logging.INFO
+        extra = logs.fields(job_id=job_id, state=status, code=code or status)
+        log.log(log_level, "job %s: %s", job_id, text, extra=extra)
         return True
 
-    def _moved(
+    def _update_status(
         self,
         job_id: str,
-        to: Status,
-        sources: tuple[Status, ...],
+        status: Status,
+        allowed: tuple[Status, ...],
         message: str,
         level: str,
         code: str,
         error: str | None,
     ) -> bool:
-        """One transaction: the row, and an event."""
+        """Updates the job's row and adds an event, in one transaction."""
         now = int(time.time())
         with self._write() as db:
-            marks = ",".join("?" * len(sources))
-            done = db.execute(
-                f"UPDATE jobs SET status = ? WHERE id = ? AND status IN ({marks})", (to, job_id, *sources)
-            )
-            if done.rowcount == 0:
+            placeholders = ",".join("?" * len(allowed))
+            query = f"UPDATE jobs SET status = ? WHERE id = ? AND status IN ({placeholders})"
+            if db.execute(query, (status, job_id, *allowed)).rowcount == 0:
                 return False
-            if to == "running":
+            if status == "running":
                 db.execute("UPDATE jobs SET started_at = coalesce(started_at, ?) WHERE id = ?", (now, job_id))
-            if to == "queued":
+            if status == "queued":
                 db.execute("UPDATE jobs SET finished_at = NULL, error = NULL, crashes = 0 WHERE id = ?", (job_id,))
-            if to in FINAL:
+            if status in FINAL_STATUSES:
                 failure = json.dumps({"code": code, "message": error, "param": None}) if error else None
                 db.execute("UPDATE jobs SET finished_at = ?, error = ? WHERE id = ?", (now, failure, job_id))
-            if to != "running":
+            if status != "running":
                 db.execute("UPDATE jobs SET pause_requested = 0 WHERE id = ?", (job_id,))
-            if to == "failed":  # a job that is resumed must not be cancelled by an earlier request
+            if status == "failed":  # an earlier request to cancel must not apply when the job is resumed
                 db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
         return True
 
     def request_cancel(self, job_id: str) -> Job:
-        """Asks a job to end; one that does not run is cancelled at once. Fault 409 when it has ended already."""
-        job = self._not_ended(job_id)
+        """Requests that a running job is cancelled; cancels any other job at once. Raises Fault 409 if it has ended."""
+        job = self._get_unended(job_id)
         with self._write() as db:
-            still = "status IN ('queued', 'running', 'paused')"
-            db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {still}", (job_id,))
+            is_unended = "status IN ('queued', 'running', 'paused')"
+            db.execute(f"UPDATE jobs SET cancel_requested = 1 WHERE id = ? AND {is_unended}", (job_id,))
         if job.status != "running":
-            where = "before it ran" if job.started_at is None else "while it did not run"
-            self.move(job_id, "cancelled", f"The job was cancelled {where}.")
+            clause = "before it started" if job.started_at is None else "while it was not running"
+            self.set_status(job_id, "cancelled", f"The job was cancelled {clause}.")
         return self.get(job_id)
 
     def request_pause(self, job_id: str) -> Job:
-        """Asks a job to stop at a checkpoint and wait; one that is queued waits at once. Fault 409 when it has ended
-        already, or is to end.
+        """Requests that a running job pauses at a checkpoint; pauses a queued job at once.
+
+        Raises Fault 409 if the job has ended or is being cancelled.
         """
-        if self._not_ended(job_id).cancel_requested:
+        if self._get_unended(job_id).cancel_requested:
             raise Fault(Code.JOB_STATE, "The job is being cancelled.")
-        with self._write() as db:  # a queued job may start meanwhile; then it must stop
-            still = "status IN ('queued', 'running')"
-            db.execute(f"UPDATE jobs SET pause_requested = 1 WHERE id = ? AND {still}", (job_id,))
-        self.move(job_id, "paused", "The job is paused.", only_from="queued")
+        with self._write() as db:  # also for a queued job, which may start meanwhile
+            is_active = "status IN ('queued', 'running')"
+            db.execute(f"UPDATE jobs SET pause_requested = 1 WHERE id = ? AND {is_active}", (job_id,))
+        self.set_status(job_id, "paused", "The job is paused.", only_from="queued")
         return self.get(job_id)
 
     def resume(self, job_id: str) -> Job:
-        """Queues a job that failed or is paused; it continues from its last checkpoint. A job that was asked to pause
-        but still runs just continues. Fault 409 for any other.
+        """Queues a failed or paused job, which continues from its last checkpoint.
+
+        If the job was asked to pause but still runs, the request to pause is withdrawn. Raises Fault 409 for jobs in
+        other states.
         """
         job = self.get(job_id)
         if job.status == "running" and job.pause_requested:
@@ -216,36 +221,37 @@ class JobStore:
             job = self.get(job_id)
             if job.status != "paused":
                 return job
-        message = "The job is queued again and goes on from its last checkpoint."
-        if not (job.status in ("failed", "paused") and self.move(job_id, "queued", message, code="resumed")):
-            what = f"Only a job that failed or is paused can be resumed; this one is {job.status}."
-            raise Fault(Code.JOB_STATE, what)
+        message = "The job is queued again and will continue from its last checkpoint."
+        if not (job.status in ("failed", "paused") and self.set_status(job_id, "queued", message, code="resumed")):
+            message = f"Only failed or paused jobs can be resumed, but this job is {job.status}."
+            raise Fault(Code.JOB_STATE, message)
         return self.get(job_id)
 
-    def _not_ended(self, job_id: str) -> Job:
+    def _get_unended(self, job_id: str) -> Job:
+        """Returns a job. Raises Fault 409 if it has ended."""
         job = self.get(job_id)
-        if job.status in FINAL:
-            raise Fault(Code.JOB_STATE, f"The job has ended already: it {_ENDED[job.status]}.")
+        if job.status in FINAL_STATUSES:
+            raise Fault(Code.JOB_STATE, f"The job has already ended: it {_PAST_TENSES[job.status]}.")
         return job
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def add_crash(self, job_id: str, message: str) -> None:
-        """Counts one more worker that died, since the job last made progress, and says so in an event."""
+        """Counts a crash of the job's training process and adds an event. Metrics of the job reset the count."""
         with self._write() as db:
             db.execute("UPDATE jobs SET crashes = crashes + 1 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, "warn", "message", message, {"code": "restarted"})
 
     def add_events(self, job: Job, events: Iterable[Mapping[str, Any]], offset: int) -> None:
-        """Stores the events that lie between `job.events_offset` and `offset` of events.jsonl, and the newest metrics
-        as the job's progress; nothing if that part has been stored meanwhile.
+        """Stores the events between `job.events_offset` and `offset` of events.jsonl, and the newest metrics as the
+        job's progress. Does nothing if another caller has stored them meanwhile.
         """
         with self._write() as db:
-            moved = "UPDATE jobs SET events_offset = ? WHERE id = ? AND events_offset = ?"
-            if db.execute(moved, (offset, job.id, job.events_offset)).rowcount == 0:
+            update = "UPDATE jobs SET events_offset = ? WHERE id = ? AND events_offset = ?"
+            if db.execute(update, (offset, job.id, job.events_offset)).rowcount == 0:
                 return
             for event in events:
-                data = {k: v for k, v in event.items() if k not in NOT_DATA}
+                data = {k: v for k, v in event.items() if k not in NON_DATA_FIELDS}
                 _insert_event(
                     db, job.id, event["level"], event["type"], safe_text(event["message"]), data, event["created_at"]
                 )
@@ -253,7 +259,7 @@ class JobStore:
                     db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job.id))
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Oldest first, beginning after the event `after`."""
+        """Returns a job's events after the event number `after`, oldest first."""
         return [
             as_event(r)
             for r in self._rows(
@@ -262,7 +268,7 @@ class JobStore:
         ]
 
     def newest_events(self, job_id: str, limit: int, before: int | None = None, kind: str = "%") -> list[Event]:
-        """Newest first."""
+        """Returns a job's events before the event number `before`, newest first. `kind` is a type or "%" for all."""
         bound = 2**62 if before is None else before
         query = "SELECT * FROM events WHERE job = ? AND seq < ? AND type LIKE ? ORDER BY seq DESC LIMIT ?"
         return [as_event(r) for r in self._rows(query, job_id, bound, kind, limit)]
@@ -279,34 +285,35 @@ class JobStore:
         return self.file(file_id)
 
     def file(self, file_id: str) -> StoredFile:
-        """Fault 404 when there is no such file."""
+        """Returns an uploaded file. Raises Fault 404 if there is none with this id."""
         rows = self._rows("SELECT * FROM files WHERE id = ?", file_id)
         if not rows:
-            raise Fault(Code.FILE_NOT_FOUND, "There is no file of that id.", param="file_id")
+            raise Fault(Code.FILE_NOT_FOUND, "There is no file with that id.", param="file_id")
         return StoredFile(**dict(rows[0]))
 
     def files(
         self, limit: int = 10000, after: str | None = None, purpose: str | None = None, oldest_first: bool = False
     ) -> list[StoredFile]:
-        """Newest first unless told otherwise; `after` is the id of the last file already seen."""
+        """Returns uploaded files, newest first by default. `after` is the id of the last file on the previous page."""
         sign, order, start = (">", "ASC", 0) if oldest_first else ("<", "DESC", 2**62)
         bound = start if after is None else self.file(after).number
         query = f"SELECT * FROM files WHERE number {sign} ? AND purpose LIKE ? ORDER BY number {order} LIMIT ?"
         return [StoredFile(**dict(r)) for r in self._rows(query, bound, purpose or "%", limit)]
 
     def delete_file(self, file_id: str) -> None:
-        """Forgets a file. Fault 404, and 409 while a job that has not ended needs it."""
+        """Deletes a file. Raises Fault 404 for an unknown file, and 409 while a job that has not ended needs it."""
         self.file(file_id)
         with self._write() as db:
-            users = "status IN ('queued', 'running', 'paused') AND ? IN (training_file, validation_file)"
-            if db.execute(f"SELECT count(*) FROM jobs WHERE {users}", (file_id,)).fetchone()[0]:
+            condition = "status IN ('queued', 'running', 'paused') AND ? IN (training_file, validation_file)"
+            if db.execute(f"SELECT count(*) FROM jobs WHERE {condition}", (file_id,)).fetchone()[0]:
                 raise Fault(Code.JOB_STATE, "A job that has not ended needs this file; cancel the job first.")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     # -- activation ----------------------------------------------------------------------------------------------------
 
     def activated(self, base: str) -> str | None:
-        """What was last activated in place of the model directory `base`: a job id, "base", or None."""
+        """Returns the key of the weights last activated for the model `base`: a job's or checkpoint's key, "base", or
+        None."""
         rows = self._rows("SELECT source FROM activated WHERE base = ?", base)
         return str(rows[0][0]) if rows else None
 
@@ -315,7 +322,7 @@ class JobStore:
             db.execute("INSERT OR REPLACE INTO activated VALUES (?, ?, ?)", (base, source, int(time.time())))
 
     def activated_adapters(self, model: str) -> list[str]:
-        """The jobs, or checkpoints of jobs, whose adapters are loaded beside a model when it starts."""
+        """Returns the keys of the jobs and checkpoints whose adapters are loaded when the model starts."""
         return [
             row[0] for row in self._rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
         ]
@@ -329,26 +336,30 @@ class JobStore:
             db.execute("DELETE FROM activated_adapters WHERE model = ? AND job = ?", (model, job))
 
 
-_ENDED = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
+_PAST_TENSES = {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}
 
 
-def _needed(db: sqlite3.Connection, job: Job) -> str | None:
-    """Why a job must not be deleted, as a sentence. A source is a job's id, perhaps followed by a checkpoint's step."""
+def _reason_to_keep(db: sqlite3.Connection, job: Job) -> str | None:
+    """Returns why a job must not be deleted, as a sentence, or None if it may be.
+
+    The key of a source is a job's id, or a job's id with a checkpoint's step.
+    """
     status = db.execute("SELECT status FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
-    if status not in FINAL:
-        return f"The job has not ended, it is {status}; cancel it first."
-    below = f"{job.id}:%"
-    served = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
-    if db.execute(f"SELECT 1 FROM ({served}) WHERE source = ? OR source LIKE ?", (job.id, below)).fetchone():
-        return "The job's result was activated and is served when the server starts again; activate another first."
-    users = "id != ? AND (source = ? OR source LIKE ?)"
-    rows = db.execute(f"SELECT * FROM jobs WHERE {users}", (job.id, job.id, below)).fetchall()
-    if open_ones := [user.id for user in map(as_job, rows) if user.status not in (FINAL - {"failed"})]:
-        return f"The job {open_ones[0]} began with this one's result and may go on; cancel or delete it first."
+    if status not in FINAL_STATUSES:
+        return f"The job is {status}; cancel it first."
+    checkpoint_keys = f"{job.id}:%"
+    activated = "SELECT source FROM activated UNION SELECT job FROM activated_adapters"
+    query = f"SELECT 1 FROM ({activated}) WHERE source = ? OR source LIKE ?"
+    if db.execute(query, (job.id, checkpoint_keys)).fetchone():
+        return "The job's result is activated and will be served at the server's next start; activate another first."
+    condition = "id != ? AND (source = ? OR source LIKE ?)"
+    rows = db.execute(f"SELECT * FROM jobs WHERE {condition}", (job.id, job.id, checkpoint_keys)).fetchall()
+    if unended := [user.id for user in map(as_job, rows) if user.status not in (FINAL_STATUSES - {"failed"})]:
+        return f"The job {unended[0]} started from this job's result and may continue; cancel or delete it first."
     return None
 
 
-def _idempotent(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:
+def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: int) -> str | None:
     db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
     row = db.execute("SELECT request, job FROM idempotency WHERE key = ?", (key,)).fetchone()
     if row is None:

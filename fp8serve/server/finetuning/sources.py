@@ -1,8 +1,8 @@
-"""The weights that a name can serve: those of its own directory, of a fine-tune job's result, or of a checkpoint.
+"""Finds the weights that a model can serve: its base weights, the result of a fine-tune job, or a job's checkpoint.
 
-As at OpenAI, a checkpoint's name is that of the job, or of its result, followed by `:ckpt-step-N`. Before it can be
-served or trained on, it is exported to a model directory like the job's result, JOB_DIR/served/step-N, which stays
-until the job is deleted. The export needs torch, which the server's process does not load, so another process does it.
+As at OpenAI, a checkpoint is named by the job's id or result, followed by `:ckpt-step-N`. Before it can be served or
+trained on, a checkpoint is exported to a model directory JOB_DIR/served/step-N, which exists until the job is deleted.
+The export needs torch, which the server does not import, so it runs in another process.
 """
 
 import logging
@@ -21,207 +21,231 @@ from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.serving.adapters import AdapterSource
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE, ServedModel
+from fp8serve.server.serving.served_weights import WeightSource
 
 log = logging.getLogger("fp8serve.server")
-MANY = 100_000
+MAX_JOBS = 100_000
 CHECKPOINT_NAME = re.compile(r"(.+):ckpt-step-([0-9]{1,9})")
-EXPORT = module_command("fp8serve.train.export")
+EXPORT_COMMAND = module_command("fp8serve.train.export")
 
 
-def checkpoint_name(of: str, step: int) -> str:
-    """The name of a checkpoint; `of` is the id of its job, or the name of the job's result."""
-    return f"{of}:ckpt-step-{step}"
+def checkpoint_name(job_name: str, step: int) -> str:
+    """Returns the name of a checkpoint. `job_name` is the id of its job, or the name of the job's result."""
+    return f"{job_name}:ckpt-step-{step}"
 
 
-def job_of(key: str) -> str:
-    """The job's id in the key of a source, which names a job or a checkpoint."""
+def job_id_of(key: str) -> str:
+    """Returns the job's id in the key of a job or a checkpoint."""
     match = CHECKPOINT_NAME.fullmatch(key)
     return key if match is None else match[1]
 
 
-def checkpoint_metrics(item: Event) -> dict[str, Any]:
-    """What the trainer measured at a checkpoint."""
-    return {k: v for k, v in item.data.items() if k != "step"}
+def checkpoint_metrics(event: Event) -> dict[str, Any]:
+    """Returns the metrics in the event of a checkpoint."""
+    return {k: v for k, v in event.data.items() if k != "step"}
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Reads the job table: every call blocks."""
+class WeightSources:
+    """Finds weights and adapters in the job database and on the disk. Every call blocks."""
 
     jobs: JobStore
     runner: JobRunner
     models: Registry
 
-    def find(self, key: str, home: Source) -> Source:
-        """The weights of a key: `home` for "base", otherwise those of a job or of a checkpoint. Fault 404 or 409 when
-        there are none.
+    def find(self, key: str, base_source: WeightSource) -> WeightSource:
+        """Returns the source with this key: `base_source` for "base", otherwise that of a job or checkpoint.
+
+        Raises Fault 404 or 409 if there is none.
         """
         if key == BASE:
-            return home
-        checkpoint = self.checkpoint(key)
-        return self.of_job(self.jobs.get(key), home) if checkpoint is None else self.of_checkpoint(*checkpoint, home)
+            return base_source
+        checkpoint = self.find_checkpoint(key)
+        return (
+            self.from_job(self.jobs.get(key), base_source)
+            if checkpoint is None
+            else self.from_checkpoint(*checkpoint, base_source)
+        )
 
-    def knows(self, name: str) -> bool:
-        """Whether jobs have made something under that name."""
-        return self.result(name) is not None or self.checkpoint(name) is not None
+    def has_name(self, name: str) -> bool:
+        """Whether a job's result or checkpoint has this name."""
+        return self.find_result(name) is not None or self.find_checkpoint(name) is not None
 
-    def trained(self, name: str, home: Source) -> Source | None:
-        """What jobs have made under that name: a result, or a checkpoint. Fault 409: it cannot be served."""
-        if (job := self.result(name)) is not None:
-            return self.of_job(job, home)
-        return None if (checkpoint := self.checkpoint(name)) is None else self.of_checkpoint(*checkpoint, home)
+    def find_by_name(self, name: str, base_source: WeightSource) -> WeightSource | None:
+        """Returns the job's result or checkpoint with this name, or None. Raises Fault 409 if it cannot be served."""
+        if (job := self.find_result(name)) is not None:
+            return self.from_job(job, base_source)
+        return (
+            None
+            if (checkpoint := self.find_checkpoint(name)) is None
+            else self.from_checkpoint(*checkpoint, base_source)
+        )
 
-    def of_job(self, job: Job, home: Source) -> Source:
-        """The job's result, to be served as `home` is. Fault 409 when there is none."""
+    def from_job(self, job: Job, base_source: WeightSource) -> WeightSource:
+        """Returns the job's result, with the engine options of `base_source`. Raises Fault 409 if there is none."""
         directory = self._result_directory(job)
         _refuse_adapter(job)
-        return self._source(home, job.id, job.model_id, directory)
+        return self._source(base_source, job.id, job.model_id, directory)
 
-    def of_checkpoint(self, job: Job, step: int, home: Source) -> Source:
-        """A checkpoint as a model like the job's result; it is made now if it does not exist yet. Fault 409 when there
-        is no such checkpoint.
+    def from_checkpoint(self, job: Job, step: int, base_source: WeightSource) -> WeightSource:
+        """Returns a checkpoint as a model, which is exported now if it was not before.
+
+        Raises Fault 409 if there is no such checkpoint.
         """
         _refuse_adapter(job)
-        key, name = (checkpoint_name(of, step) for of in (job.id, job.model_id))
-        return self._source(home, key, name, self._checkpoint_directory(job, step))
+        key, name = checkpoint_name(job.id, step), checkpoint_name(job.model_id, step)
+        return self._source(base_source, key, name, self._export_checkpoint(job, step))
 
-    def _source(self, home: Source, key: str, name: str, directory: Path) -> Source:
-        options = replace(home.options, recipe="stored", scales=None)
-        return replace(home, key=key, model_id=name, directory=directory, options=options)
+    def _source(self, base_source: WeightSource, key: str, name: str, directory: Path) -> WeightSource:
+        options = replace(base_source.options, recipe="stored", scales=None)
+        return replace(base_source, key=key, model_id=name, directory=directory, options=options)
 
-    def checkpoint(self, name: str) -> tuple[Job, int] | None:
-        """The job and the step in the name of a checkpoint; None for another name, or if there is no such job."""
+    def find_checkpoint(self, name: str) -> tuple[Job, int] | None:
+        """Returns the job and the step that a checkpoint's name contains, or None for other names and unknown jobs."""
         if (match := CHECKPOINT_NAME.fullmatch(name)) is None:
             return None
-        job = _named(match[1], self.jobs.jobs(limit=MANY))
+        job = _find_job(match[1], self.jobs.jobs(limit=MAX_JOBS))
         return None if job is None else (job, int(match[2]))
 
     def checkpoints(self, job: Job) -> list[Event]:
-        """The events of checkpoints whose directory is still there, newest first. A directory gets its name only when
-        it is whole."""
-        newest: dict[int, Event] = {}
-        for item in self.jobs.newest_events(job.id, 10_000, kind="checkpoint"):
-            newest.setdefault(int(item.data["step"]), item)
-        return [item for step, item in newest.items() if self._checkpoint(job, step).is_dir()]
+        """Returns the events of the checkpoints that exist on the disk, newest first.
 
-    def key(self, job: Job, step: int | None) -> str:
-        """The key of the job's result if `step` is None or the step of the result, otherwise of the checkpoint."""
-        last = next((int(item.data["step"]) for item in self.checkpoints(job)), None)
+        A checkpoint's directory is complete as soon as it has its name.
+        """
+        by_step: dict[int, Event] = {}
+        for event in self.jobs.newest_events(job.id, 10_000, kind="checkpoint"):
+            by_step.setdefault(int(event.data["step"]), event)
+        return [event for step, event in by_step.items() if self._checkpoint_dir(job, step).is_dir()]
+
+    def result_key(self, job: Job, step: int | None) -> str:
+        """Returns the key of the checkpoint at `step`, or of the job's result if `step` is None or the result's
+        step."""
+        last = next((int(event.data["step"]) for event in self.checkpoints(job)), None)
         is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
         return job.id if step is None or is_result else checkpoint_name(job.id, step)
 
-    def _checkpoint(self, job: Job, step: int) -> Path:
-        return self.runner.dir_of(job.id) / "out" / "checkpoints" / f"step-{step}"
+    def _checkpoint_dir(self, job: Job, step: int) -> Path:
+        return self.runner.job_dir(job.id) / "out" / "checkpoints" / f"step-{step}"
 
-    def _checkpoint_directory(self, job: Job, step: int) -> Path:
-        """The model directory of a checkpoint, which is made now if it does not exist yet. Fault 409: there is no such
-        checkpoint, or no model can be made of it.
+    def _export_checkpoint(self, job: Job, step: int) -> Path:
+        """Returns the model directory of a checkpoint, which is exported now if it was not before.
+
+        Raises Fault 409 if there is no such checkpoint or it cannot be exported.
         """
-        out, checkpoint = self.runner.dir_of(job.id) / "served" / f"step-{step}", self._checkpoint(job, step)
+        out, checkpoint = self.runner.job_dir(job.id) / "served" / f"step-{step}", self._checkpoint_dir(job, step)
         if out.is_dir():
             return out
         if not checkpoint.is_dir():
-            steps = ", ".join(str(item.data["step"]) for item in self.checkpoints(job)) or "none"
-            raise Fault(Code.JOB_STATE, f"The job has no checkpoint of step {step}; it has {steps}.", param="step")
-        export = subprocess.run([*EXPORT, str(checkpoint), str(out)], capture_output=True, text=True, check=False)
-        if export.returncode and not out.is_dir():  # another request may have made it meanwhile
+            steps = ", ".join(str(event.data["step"]) for event in self.checkpoints(job)) or "none"
+            message = f"The job has no checkpoint at step {step}; its checkpoints are: {steps}."
+            raise Fault(Code.JOB_STATE, message, param="step")
+        export = subprocess.run(
+            [*EXPORT_COMMAND, str(checkpoint), str(out)], capture_output=True, text=True, check=False
+        )
+        if export.returncode and not out.is_dir():  # another request may have exported it meanwhile
             last_line = (export.stderr.strip().splitlines() or [describe_exit(export.returncode)])[-1]
-            raise Fault(Code.JOB_STATE, f"No model can be made of the checkpoint: {safe_text(last_line)}")
+            raise Fault(Code.JOB_STATE, f"The checkpoint cannot be exported as a model: {safe_text(last_line)}")
         return out
 
-    def first(self, home: Source, mark: str) -> list[Source]:
-        """What a model tries to serve when it starts, in this order: what was activated under `mark`, then its own
-        weights."""
-        key = self.jobs.activated(mark)
+    def startup_sources(self, base_source: WeightSource, model_key: str) -> list[WeightSource]:
+        """Returns what a model tries to serve when it starts, in this order: the weights activated under `model_key`,
+        then its base weights."""
+        key = self.jobs.activated(model_key)
         try:
-            return [home] if key in (None, BASE) else [self.find(str(key), home), home]
+            return [base_source] if key in (None, BASE) else [self.find(str(key), base_source), base_source]
         except Fault as fault:
-            log.error("%s, activated earlier, cannot be served (%s); serving %s", key, fault, home.model_id)
-            return [home]
+            log.error("the activated weights %s cannot be served (%s); serving %s", key, fault, base_source.model_id)
+            return [base_source]
 
-    def results(self, most: int = 1000) -> list[Job]:
-        """Jobs that succeeded with a model as their result, newest first."""
-        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if not is_adapter(job)]
+    def result_jobs(self, limit: int = 1000) -> list[Job]:
+        """Returns the jobs that succeeded with a model as their result, newest first."""
+        return [job for job in self.jobs.jobs(limit=limit, status="succeeded") if not is_adapter(job)]
 
-    def result(self, name: str) -> Job | None:
-        """The succeeded job whose id, or whose result's id, is `name`."""
-        return _named(name, self.results(MANY))
+    def find_result(self, name: str) -> Job | None:
+        """Returns the succeeded job whose id, or whose result's name, is `name`."""
+        return _find_job(name, self.result_jobs(MAX_JOBS))
 
-    def adapters(self, most: int = 1000) -> list[Job]:
-        """Jobs that succeeded with an adapter as their result, newest first."""
-        return [job for job in self.jobs.jobs(limit=most, status="succeeded") if is_adapter(job)]
+    def adapter_jobs(self, limit: int = 1000) -> list[Job]:
+        """Returns the jobs that succeeded with an adapter as their result, newest first."""
+        return [job for job in self.jobs.jobs(limit=limit, status="succeeded") if is_adapter(job)]
 
-    def adapter(self, name: str) -> tuple[Job, int | None] | None:
-        """The job that succeeded with an adapter and is called `name`, by its id or by its result's, and None; for the
-        name of one of its checkpoints, the job and the step.
+    def find_adapter(self, name: str) -> tuple[Job, int | None] | None:
+        """Returns the job that trained an adapter and the step of a checkpoint, or None if there is no such job.
+
+        `name` is the job's id, its result's name or a checkpoint's name. The step is None unless it is a checkpoint's.
         """
-        if (checkpoint := self.checkpoint(name)) is not None:
+        if (checkpoint := self.find_checkpoint(name)) is not None:
             return checkpoint if is_adapter(checkpoint[0]) else None
-        job = _named(name, self.adapters(MANY))
+        job = _find_job(name, self.adapter_jobs(MAX_JOBS))
         return None if job is None else (job, None)
 
-    def of_adapter(self, job: Job, step: int | None = None, name: str | None = None) -> AdapterSource:
-        """The adapter that a job trained, or its state at a step, under its own name or `name`. Fault 409 when there is
-        none.
+    def adapter_source(self, job: Job, step: int | None = None, name: str | None = None) -> AdapterSource:
+        """Returns the adapter of a job, or of its checkpoint at `step`, under `name` or its own name.
+
+        Raises Fault 409 if there is none.
         """
         if step is not None:
-            key, root = (checkpoint_name(of, step) for of in (job.id, job.model_id))
-            return AdapterSource(name or root, root, self._checkpoint_directory(job, step), key)
+            key, root = checkpoint_name(job.id, step), checkpoint_name(job.model_id, step)
+            return AdapterSource(name or root, root, self._export_checkpoint(job, step), key)
         return AdapterSource(name or job.model_id, job.model_id, self._result_directory(job), job.id)
 
     def _result_directory(self, job: Job) -> Path:
         directory = self.runner.result_dir(job)
         if job.status != "succeeded" or not directory.is_dir():
-            raise Fault(Code.JOB_STATE, f"Only a job that succeeded can be served; this one is {job.status}.")
+            raise Fault(
+                Code.JOB_STATE, f"Only the result of a succeeded job can be served, but this job is {job.status}."
+            )
         return directory
 
     def check_base(self, job: Job, model: ServedModel) -> None:
-        """Fault 409 unless `model` serves the weights beside which the job trained its adapter."""
+        """Raises Fault 409 unless `model` serves the weights for which the job trained its adapter."""
         served = model.current
         if served is not None and served.source.key != job.source:
-            message = (
-                f"The adapter was trained beside {job.base}, and {model.name} serves {served.source.model_id} now."
-            )
-            raise Fault(Code.JOB_STATE, message, hint="First activate the model that it was trained beside.")
+            message = f"The adapter was trained for {job.base}, but {model.name} now serves {served.source.model_id}."
+            raise Fault(Code.JOB_STATE, message, hint="First activate the weights for which the adapter was trained.")
 
-    def owner(self, job: Job) -> ServedModel:
-        """The loaded model from whose weights the job's line began. Fault 409 when that model is not loaded."""
-        trained = self._first_directory(job)
-        models = [m for m in self.models.models.values() if str(m.home.directory.resolve()) == trained]
-        if models:  # several names may stand for one directory
+    def owning_model(self, job: Job) -> ServedModel:
+        """Returns the loaded model from whose base weights the job, or the first of the jobs before it, started.
+
+        Raises Fault 409 if that model is not loaded.
+        """
+        directory = self._original_directory(job)
+        models = [m for m in self.models.models.values() if str(m.base_source.directory.resolve()) == directory]
+        if models:  # several models may have the same directory
             return next((model for model in models if model.name == job.root), models[0])
         hint = "Load it first, or name the model that the result replaces: POST /models/{name}/activate."
-        raise Fault(Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded here.", hint=hint)
+        raise Fault(
+            Code.JOB_STATE, f"The job was trained from {job.root}, which is not loaded on this server.", hint=hint
+        )
 
-    def _first_directory(self, job: Job) -> str | None:
-        """The model directory from which the first job of the line started."""
-        while (before := self._job_or_none(job.source)) is not None:
-            job = before
+    def _original_directory(self, job: Job) -> str | None:
+        """Returns the model directory from which the job, or the first of the jobs before it, started."""
+        while (previous := self._get_job(job.source)) is not None:
+            job = previous
         try:
-            return str(read_json(self.runner.dir_of(job.id) / "job.json")["model"])
+            return str(read_json(self.runner.job_dir(job.id) / "job.json")["model"])
         except (ModelError, KeyError):
             return None
 
-    def _job_or_none(self, key: str) -> Job | None:
+    def _get_job(self, key: str) -> Job | None:
         try:
-            return None if key == BASE else self.jobs.get(job_of(key))
+            return None if key == BASE else self.jobs.get(job_id_of(key))
         except Fault:
             return None
 
 
-def _named(name: str, jobs: list[Job]) -> Job | None:
-    """The job whose id, or whose result's name, is `name`."""
+def _find_job(name: str, jobs: list[Job]) -> Job | None:
+    """Returns the job whose id, or whose result's name, is `name`, or None."""
     return next((job for job in jobs if name in (job.id, job.model_id)), None)
 
 
 def _refuse_adapter(job: Job) -> None:
     if is_adapter(job):
-        hint = "Activate it beside its model, or train without lora_rank."
-        raise Fault(Code.JOB_STATE, "The job's result is an adapter, which is not a model by itself.", hint=hint)
+        hint = "Activate the adapter beside its model, or train without lora_rank."
+        raise Fault(Code.JOB_STATE, "The job's result is an adapter and cannot be served without its model.", hint=hint)
 
 
 def is_adapter(job: Job) -> bool:
-    """Whether the job's result is an adapter, which is not a model by itself."""
+    """Whether the job's result is an adapter."""
     return job.config.get("lora_rank") is not None

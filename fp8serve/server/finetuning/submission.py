@@ -1,14 +1,13 @@
-"""From a fine-tune request to a queued job, or to a report of what the job would do.
+"""Turns fine-tune requests into queued jobs or dry-run reports, and deletes jobs that have ended.
 
-Both `POST /finetune` and `/v1/fine_tuning/jobs` come here. `TrainConfig` checks the numbers, and the trainer's own code
-the rows, so a request that is accepted is one that the training process accepts. A parser process tokenizes rows, and
-parses long files; short ones are parsed in a thread of the front. The directory is complete before the job is in the
-table: a crash in between leaves a directory that nothing names, which the next start removes.
+`POST /finetune` and `POST /v1/fine_tuning/jobs` both use this module. `TrainConfig` checks the hyper-parameters and the
+trainer's own code checks the rows, so the training process accepts what the server accepted. A parser process tokenizes
+rows and parses long files; short files are parsed in a thread of the server. The job's directory is complete before the
+job is added to the database. If the server crashes in between, its next start removes the directory.
 
-Jobs that have ended are deleted here, too, with everything that they wrote: one by its id, or the oldest beyond a
-number. A job stays if its result is served, will be served when the server starts again, or is needed by another job.
-The job leaves the table before its files are removed, so files that a crash leaves behind are removed at the next
-start.
+A job that has ended is deleted by its id, or if there are more ended jobs than the server keeps. A job is kept if its
+result is served, is activated for the next start, or is needed by another job. The job is removed from the database
+before its files. If the server crashes in between, its next start removes the files.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ from fp8serve.server.finetuning.job_directory import JobDirectories, public_conf
 from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.server.finetuning.sources import Sources, job_of
-from fp8serve.server.parsing.parser_pool import SHORT
+from fp8serve.server.finetuning.sources import WeightSources, job_id_of
+from fp8serve.server.parsing.parser_pool import SHORT_BYTES
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.served import Source
 from fp8serve.server.serving.served_model import BASE
+from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.memory import memory_estimate
@@ -45,7 +44,7 @@ log = logging.getLogger("fp8serve.server")
 
 @dataclass(frozen=True)
 class Submissions:
-    """Accepts jobs. `draining` is set when the server accepts nothing new."""
+    """Accepts fine-tune jobs, and pauses, resumes and cancels them. `draining` is set when the server shuts down."""
 
     settings: Settings
     data_dir: Path
@@ -53,58 +52,59 @@ class Submissions:
     runner: JobRunner
     models: Registry
     parser: RequestParser
-    sources: Sources
+    sources: WeightSources
     draining: asyncio.Event
 
     async def submit(
         self, body: FinetuneBody, key: str | None, rows: Path | None = None, check_files: bool = True
     ) -> tuple[Job, bool]:
-        """Makes a queued job and returns it with True; with False if an earlier request with this `key` made it.
+        """Creates a queued job and returns it with True.
 
-        Raises Fault. `rows` is the folder where the rows of a long request lie. `check_files=False` leaves bad rows of
-        an uploaded file to the job, which then fails with them.
+        If an earlier request with the same idempotency `key` created the job, it is returned with False. `rows` is a
+        folder with the rows of a long request. With `check_files=False`, rows of uploaded files are not checked, and
+        bad rows make the job fail. Raises Fault if the request is refused.
         """
         self._refuse_if_not_allowed()
         source = await asyncio.to_thread(self._training_source, body.model)
         job_id = new_job_id()
         try:
-            mark = await asyncio.to_thread(request_hash, body, rows)
-            config = await asyncio.to_thread(self._directories.fill, self.runner.dir_of(job_id), body, source, rows)
+            digest = await asyncio.to_thread(request_hash, body, rows)
+            config = await asyncio.to_thread(self._directories.fill, self.runner.job_dir(job_id), body, source, rows)
             await self._check_data(body, config, check_files)
-            job, is_new = await asyncio.to_thread(self._enter, job_id, body, source, config, key, mark)
+            job, is_new = await asyncio.to_thread(self._create_job, job_id, body, source, config, key, digest)
         except BaseException:
             self.runner.discard(job_id)
             raise
         if is_new:
-            self.runner.look_again()
+            self.runner.wake()
         else:
             self.runner.discard(job_id)
         return job, is_new
 
     async def resume(self, job_id: str) -> Job:
-        """Queues a job that failed or is paused. Fault for a job in any other state, or when no job may run here."""
+        """Queues a failed or paused job. Raises Fault for a job in another state, or if no job may run here."""
         self._refuse_if_not_allowed()
         job = await asyncio.to_thread(self.store.resume, job_id)
-        self.runner.look_again()
+        self.runner.wake()
         return job
 
     async def pause(self, job_id: str) -> Job:
-        """Asks a job to stop at a checkpoint and wait. Fault 409 when it has ended already."""
+        """Requests that a job pauses at a checkpoint. Raises Fault 409 if it has ended."""
         job = await asyncio.to_thread(self.store.request_pause, job_id)
-        self.runner.look_again()
+        self.runner.wake()
         return job
 
     async def cancel(self, job_id: str) -> Job:
-        """Asks a job to end. Fault 409 when it has ended already."""
+        """Requests that a job is cancelled. Raises Fault 409 if it has ended."""
         job = await asyncio.to_thread(self.store.request_cancel, job_id)
-        self.runner.look_again()
+        self.runner.wake()
         return job
 
     async def dry_run(self, body: FinetuneBody, rows: Path | None = None) -> dict[str, Any]:
-        """What the job would do: bad rows, tokens, the share of them that is learnt, steps, memory, and an example
-        row."""
+        """Returns a report of what the job would do: bad rows, tokens, the share of trained tokens, steps, memory, and
+        an example row."""
         source = await asyncio.to_thread(self._training_source, body.model)
-        directory = self.runner.dir_of(f"validate-{new_job_id()}")
+        directory = self.runner.job_dir(f"validate-{new_job_id()}")
         try:
             config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
             report = await self._report(config)
@@ -119,28 +119,30 @@ class Submissions:
         return JobDirectories(self.settings, self.data_dir, self.store)
 
     def _refuse_if_not_allowed(self) -> None:
-        """Fault 409 when a job would run on the serving device without permission; 503 while draining."""
+        """Raises Fault 409 if a job would run on the serving device without permission, and 503 while draining."""
         if self.draining.is_set():
             raise Fault(Code.DRAINING, "The server is shutting down.", retry_after=5)
         if (reason := self.settings.training_refused) is not None:
             hint = "Start it with --train-on share, with --train-on pause, or with --train-device for another device."
             raise Fault(Code.TRAINING_REFUSED, reason, hint=hint)
 
-    def _training_source(self, model: str | None) -> Source:
-        """The weights to start from: those that `model` serves now (None: the default model), "base", or the result or
-        a checkpoint of an earlier job, by its name or by the job's id.
+    def _training_source(self, model: str | None) -> WeightSource:
+        """Returns the weights from which training starts.
+
+        `model` is the name of a served model, "base", or the name of an earlier job's result or checkpoint. If `model`
+        is None, the weights that the default model serves are returned.
         """
-        served = self.models.default if model is None else self.models.named(model)
-        if served is not None:
-            return served.home if served.current is None else served.current.source
+        served_model = self.models.default if model is None else self.models.get(model)
+        if served_model is not None:
+            return served_model.base_source if served_model.current is None else served_model.current.source
         if model == BASE:
-            return self.models.default.home
-        if (source := self.sources.trained(str(model), self.models.default.home)) is None:
-            raise Fault(Code.MODEL_NOT_FOUND, "There is no model of that name to fine-tune.", param="model")
+            return self.models.default.base_source
+        if (source := self.sources.find_by_name(str(model), self.models.default.base_source)) is None:
+            raise Fault(Code.MODEL_NOT_FOUND, "There is no model with that name to fine-tune.", param="model")
         return source
 
     async def _check_data(self, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:
-        """Fault 4xx naming the first row that cannot be trained on: rows of `data` are tokenized, files are parsed."""
+        """Raises Fault for the first row that cannot be used. Rows of `data` are tokenized, files only parsed."""
         if body.data is not None:
             for bad in (await self._report(config))["bad_lines"]:
                 param = "validation_data" if bad["file"] in config.eval_data else "data"
@@ -151,63 +153,65 @@ class Submissions:
             await self._check_rows(config, config.eval_data, "validation_data")
 
     async def _check_rows(self, config: TrainConfig, files: Sequence[str], param: str) -> None:
-        """In a thread if the files are short. A compressed file is not: its few bytes may become many."""
+        """Parses the rows of `files`. Short files are parsed in a thread, compressed ones, which may expand, never."""
         try:
-            if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT:
+            if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT_BYTES:
                 await asyncio.to_thread(read_files, config, files)
             else:
                 request = {"config": config.to_json(), "files": list(files)}
-                await self.parser.look_at_rows("rows", json.dumps(request).encode())
+                await self.parser.inspect_rows("check_rows", json.dumps(request).encode())
         except DataError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
 
     async def _report(self, config: TrainConfig) -> dict[str, Any]:
-        """The trainer's ValidationReport as plain data, with paths on the server's disk."""
-        report: dict[str, Any] = json.loads(await self.parser.look_at_rows("dry_run", config.to_json().encode()))
+        """Returns the trainer's ValidationReport as plain data. It contains paths on the server's disk."""
+        report: dict[str, Any] = json.loads(await self.parser.inspect_rows("dry_run", config.to_json().encode()))
         return report
 
     def _memory(self, config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
-        """That of one of the job's processes. The front reads the model's configuration itself: where transformers
-        computes the model, that takes a further process, which a parser's limits forbid.
+        """Returns an estimate of the memory of each process of the job.
+
+        It runs in the server, not in a parser process: to read the configuration of a model that transformers computes,
+        another process must be started, which the limits of a parser process forbid.
         """
-        model, processes = read_config(config.model), config.processes(self.settings.train_procs)
+        model, processes = read_config(config.model), config.usable_processes(self.settings.train_procs)
         return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)
 
-    def _enter(
-        self, job_id: str, body: FinetuneBody, source: Source, config: TrainConfig, key: str | None, mark: str
+    def _create_job(
+        self, job_id: str, body: FinetuneBody, source: WeightSource, config: TrainConfig, key: str | None, digest: str
     ) -> tuple[Job, bool]:
-        """The directory is whole before the table knows of it."""
-        write_config(self.runner.dir_of(job_id), config)
+        """Completes the job's directory, then adds the job to the database."""
+        write_config(self.runner.job_dir(job_id), config)
         new = NewJob(
             base=source.model_id, source=source.key, config=public_config(config), suffix=body.suffix,
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
         )  # fmt: skip
-        return self.store.create(new, job_id, self.settings.limits.jobs_queued, key, mark)
+        return self.store.create(new, job_id, self.settings.limits.jobs_queued, key, digest)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Every call blocks. keep: the number of ended jobs that stay; None: all of them."""
+    """Deletes jobs that have ended. Every call blocks. If `max_jobs` is None, `sweep` keeps all jobs."""
 
     store: JobStore
     runner: JobRunner
     models: Registry
-    keep: int | None
+    max_jobs: int | None
 
     def delete(self, job_id: str) -> None:
-        """Fault 404: there is no such job. Fault 409: it has not ended, or is in use."""
-        if any(job_of(key) == job_id for key in self.models.sources()):
-            hint = "Activate or load something else in its place first."
-            raise Fault(Code.JOB_STATE, "The job's result, or a checkpoint of it, is being served.", hint=hint)
+        """Deletes a job with its files. Raises Fault 404 for an unknown job, and 409 if it runs or is in use."""
+        if any(job_id_of(key) == job_id for key in self.models.source_keys()):
+            hint = "Activate or load other weights in its place first."
+            raise Fault(Code.JOB_STATE, "The job's result, or one of its checkpoints, is being served.", hint=hint)
         self.store.delete_job(job_id)
         self.runner.discard(job_id)
 
     def sweep(self) -> None:
-        """Deletes the oldest jobs beyond `keep`, except those that must stay."""
-        for job in () if self.keep is None else self.store.ended()[self.keep :]:
+        """Deletes all ended jobs but the newest `max_jobs`, except jobs that are in use."""
+        for job in () if self.max_jobs is None else self.store.ended_jobs()[self.max_jobs :]:
             try:
                 self.delete(job.id)
             except Fault as fault:
-                log.info("job %s is older than those that are kept, and stays: %s", job.id, fault.told)
+                log.info("job %s exceeds --keep-jobs but cannot be deleted: %s", job.id, fault.full_message)
             else:
-                log.info("job %s was deleted: it was older than the %d that are kept", job.id, self.keep)
+                log.info("job %s was deleted: --keep-jobs keeps the newest %d jobs", job.id, self.max_jobs)

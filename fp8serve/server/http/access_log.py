@@ -1,8 +1,8 @@
-"""The outermost middleware: each response gets a request id and security headers, and is counted and logged.
+"""The outermost middleware: it adds a request id and security headers to each response, counts it and logs it.
 
-The log line holds the route's template, status and milliseconds; never a query string, a body or a header. In JSON
-(`fp8serve/logs.py`) it has these as fields, and also the tenant, tokens and the failure's code; every record made for a
-request has its ids. An unexpected exception becomes a small 500 that does not say where it happened.
+The log line has the route's template, the status and the duration, but no query string, body or header. A JSON record
+(`fp8serve/logs.py`) also has the tenant, the tokens and the error code. All records that are logged for a request have
+its ids. An unexpected exception becomes a 500 without details.
 """
 
 import logging
@@ -33,35 +33,36 @@ UNTRACED = OPEN_PATHS | {"/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
-_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 
 
 class TraceContext(NamedTuple):
-    """The caller's span, as the `traceparent` header says (W3C Trace Context, level 1). A header that is not valid, or
-    comes twice, is ignored, as the specification demands; one of a newer version may have more fields.
+    """The caller's span, from the `traceparent` header (W3C Trace Context, level 1).
 
         00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01    version, trace id, parent's span id, flags
 
-    `trace_id` has 32 hexadecimal digits and `span_id` 16."""
+    As the specification demands, an invalid or repeated header is ignored, and newer versions may have more fields.
+    `trace_id` has 32 hexadecimal digits and `span_id` 16.
+    """
 
     trace_id: str
     span_id: str
 
 
 def trace_context(scope: Scope) -> TraceContext | None:
-    """The trace context of the request; None if it has none."""
+    """Returns the trace context of the request, or None if it has none."""
     values = [value for name, value in scope["headers"] if name == b"traceparent"]
-    match = _HEADER.fullmatch(values[0].decode("latin-1").strip()) if len(values) == 1 else None
+    match = _TRACEPARENT.fullmatch(values[0].decode("latin-1").strip()) if len(values) == 1 else None
     if match is None:
         return None
-    version, trace_id, span_id, _, more = match.groups()
-    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+    version, trace_id, span_id, _, extra_fields = match.groups()
+    if version == "ff" or (version == "00" and extra_fields) or not int(trace_id, 16) or not int(span_id, 16):
         return None
     return TraceContext(trace_id, span_id)
 
 
 class AccessLog:
-    """See the module. Handlers find the request id in `scope["request_id"]`, and count tokens in `scope["usage"]`."""
+    """The middleware. It stores the request id in `scope["request_id"]`; handlers count tokens in `scope["usage"]`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self.app = app
@@ -75,62 +76,63 @@ class AccessLog:
         scope["request_id"] = client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
         scope["usage"] = Usage(scope["request_id"])
         with logs.request_fields(request_id=scope["request_id"]):
-            if (span := self._begin(scope)) is not None:
+            if (span := self._begin_span(scope)) is not None:
                 logs.bind(trace_id=span.trace_id, span_id=span.span_id)
-            return await self._answer(scope, receive, _Answer(scope, send))
+            return await self._run_app(scope, receive, _ResponseSender(scope, send))
 
-    def _begin(self, scope: Scope) -> TraceContext | RequestSpan | None:
-        """The request's span: its own with tracing, otherwise its caller's."""
+    def _begin_span(self, scope: Scope) -> TraceContext | RequestSpan | None:
+        """Returns the request's new span if tracing is on, otherwise its caller's span, if any."""
         if self.tracing is not None and scope["path"] not in UNTRACED:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             scope["span"] = self.tracing.begin(_method(scope), headers)
         return scope.get("span") or trace_context(scope)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: "_Answer") -> None:
+    async def _run_app(self, scope: Scope, receive: Receive, sender: "_ResponseSender") -> None:
         started = time.perf_counter()
         try:
-            await self.app(scope, receive, answer)
+            await self.app(scope, receive, sender)
         except Exception as error:
             log.error("unexpected %s in %s", type(error).__name__, _route(scope), exc_info=error)
-            if answer.status == 0:
+            if sender.status == 0:
                 await refuse(
-                    Fault(Code.INTERNAL, "The server made a mistake; its log has the details under this request id."),
+                    Fault(Code.INTERNAL, "An internal error occurred; see the server's log for this request id."),
                     scope,
                     receive,
-                    answer,
+                    sender,
                 )
         finally:
-            self._account(scope, answer.status or 499, time.perf_counter() - started)
+            self._log_response(scope, sender.status or 499, time.perf_counter() - started)
 
-    def _account(self, scope: Scope, status: int, seconds: float) -> None:
+    def _log_response(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)
         method = _method(scope)
         self.metrics.responses.labels(route, method, str(status)).inc()
         self.metrics.http_seconds.labels(route).observe(seconds)
         if (code := logs.bound().get("error")) is not None:
             self.metrics.errors.labels(code).inc()
-        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes come every few seconds
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO  # probes poll these every few seconds
         usage: Usage = scope["usage"]
-        self._end(scope, method, route, status)
-        seen = logs.fields(
+        self._end_span(scope, method, route, status)
+        fields = logs.fields(
             method=method,
             route=route,
             status=status,
             duration_ms=round(seconds * 1e3, 1),
-            prompt_tokens=usage.prompt or None,
-            answer_tokens=usage.generated or None,
+            prompt_tokens=usage.prompt_tokens or None,
+            answer_tokens=usage.generated_tokens or None,
         )
         line = "%s %s %s %.1f ms %s"
-        log.log(level, line, method, route, status, seconds * 1e3, scope["request_id"], extra=seen)
+        log.log(level, line, method, route, status, seconds * 1e3, scope["request_id"], extra=fields)
 
-    def _end(self, scope: Scope, method: str, route: str, status: int) -> None:
+    def _end_span(self, scope: Scope, method: str, route: str, status: int) -> None:
         span: RequestSpan | None = scope.get("span")
         if span is None:
             return
-        seen = {"http.request.method": method, "http.route": route, "http.response.status_code": status}
-        known = logs.bound()
-        named = {"fp8serve.request_id": "request_id", "fp8serve.tenant": "tenant", "error.type": "error"}
-        span.end(seen | {name: known[field] for name, field in named.items() if field in known}, scope["usage"])
+        attributes = {"http.request.method": method, "http.route": route, "http.response.status_code": status}
+        bound = logs.bound()
+        names = {"fp8serve.request_id": "request_id", "fp8serve.tenant": "tenant", "error.type": "error"}
+        attributes |= {name: bound[field] for name, field in names.items() if field in bound}
+        span.end(attributes, scope["usage"])
 
 
 def _method(scope: Scope) -> str:
@@ -138,7 +140,7 @@ def _method(scope: Scope) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The route's template, so that a client cannot create labels or log text by asking for odd paths."""
+    """Returns the route's template, so that clients cannot create labels or log text with arbitrary paths."""
     route = scope.get("route")
     if scope["path"] == "/openapi.json":
         return "/openapi.json"
@@ -149,8 +151,8 @@ def _route(scope: Scope) -> str:
     )
 
 
-class _Answer:
-    """`send` that adds headers and remembers the status (0: nothing sent yet)."""
+class _ResponseSender:
+    """A `send` that adds headers and stores the status, which is 0 until the response starts."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0

@@ -1,11 +1,10 @@
-"""The middleware that reads a request's body before its handler runs, within a size (413) and a time (408).
+"""The middleware that reads a request's body before its handler runs, with a size limit (413) and a time limit (408).
 
-So no handler ever holds a half-sent request. Uploads are streamed by their own handler and only timed there. All long
-bodies together are bounded as well (429); a short one is always accepted. A compressed one is refused (415).
+So handlers never wait for a slow client. Uploads are streamed and timed by their own handler. The bytes of all long
+bodies together are bounded, too (429); short bodies are always accepted. Compressed bodies are refused (415).
 
-The rest of a refused body is read and forgotten, up to a bound: the kernel resets a connection that is closed with
-bytes unread, and the client would lose the refusal (RFC 9112, 9.6). A client that waits for "100 Continue" has not
-sent it.
+The rest of a refused body is read and discarded, up to a bound. Otherwise the kernel would reset the connection, and
+the client would lose the response (RFC 9112, 9.6). A client that waits for "100 Continue" has not sent the body.
 """
 
 import asyncio
@@ -17,67 +16,61 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
-SHORT_BODY = 64 << 10
-DRAINED = 8  # bodies of the largest size that are read and forgotten, at most
-TAKE_BODY = frozenset({"POST", "PUT", "PATCH"})
+SHORT_BODY_BYTES = 64 << 10
+MAX_DISCARDED_BODIES = 8  # at most so many times `max_bytes` of a refused body are read and discarded
+BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
 class BodyLimits:
-    """See the module."""
+    """The middleware. `held_bytes` bounds the bytes of all long bodies together."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, held_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.held_bytes = held_bytes
-        self._held = 0
+        self.total_held = 0
         self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _encoded(scope):
-            await self._drain(scope, _Remaining(receive))
-            await refuse(_compressed(), scope, receive, send, close=True)
+        if scope["type"] == "http" and _is_compressed(scope):
+            await self._discard_rest(scope, _BodyReceiver(receive))
+            await refuse(_compressed_fault(), scope, receive, send, close=True)
             return
         if scope["type"] != "http" or (scope["path"] in STREAMED_UPLOADS and scope["method"] == "POST"):
             await self.app(scope, receive, send)
             return
-        holding = _Holding(self)
+        held_body = _HeldBody(self)
         try:
-            await self._take(scope, receive, send, holding)
+            await self._read_and_run(scope, receive, send, held_body)
         finally:
-            holding.give_back()
+            held_body.release()
 
-    def holds(self, more: int) -> int:
-        """Bytes of all requests together, and `more`."""
-        return self._held + more
-
-    def take(self, more: int) -> None:
-        self._held += more
-
-    async def _take(self, scope: Scope, receive: Receive, send: Send, holding: "_Holding") -> None:
-        remaining = _Remaining(receive)
+    async def _read_and_run(self, scope: Scope, receive: Receive, send: Send, held_body: "_HeldBody") -> None:
+        body_receiver = _BodyReceiver(receive)
         try:
             async with asyncio.timeout(self.seconds):
-                body = await self._read(scope, remaining, holding)
+                body = await self._read(scope, body_receiver, held_body)
         except TimeoutError:
             fault = Fault(Code.REQUEST_TIMEOUT, f"The request body did not arrive within {self.seconds:g} seconds.")
             await refuse(fault, scope, receive, send, close=True)
             return
         except Fault as fault:
-            await self._drain(scope, remaining)
+            await self._discard_rest(scope, body_receiver)
             await refuse(fault, scope, receive, send, close=True)
             return
-        if body is not None:  # else the client has gone
+        if body is not None:  # None if the client has disconnected
             await self.app(scope, replay(body, receive), send)
 
-    async def _drain(self, scope: Scope, remaining: "_Remaining") -> None:
-        """Reads what is left of a refused body, as long as a body may take."""
-        left = 0 if header(scope, b"expect") else DRAINED * self.max_bytes
+    async def _discard_rest(self, scope: Scope, body_receiver: "_BodyReceiver") -> None:
+        """Reads and discards the rest of a refused body, within the time limit for bodies."""
+        remaining = 0 if header(scope, b"expect") else MAX_DISCARDED_BODIES * self.max_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds):
-                while left > 0 and remaining.more:
-                    left -= len((await remaining()).get("body", b""))
+                while remaining > 0 and body_receiver.has_more:
+                    remaining -= len((await body_receiver()).get("body", b""))
 
-    async def _read(self, scope: Scope, receive: "_Remaining", holding: "_Holding") -> bytes | None:
+    async def _read(self, scope: Scope, receive: "_BodyReceiver", held_body: "_HeldBody") -> bytes | None:
+        """Returns the body, or None if the client has disconnected. Raises Fault if it is too large."""
         limit = self.max_bytes
         declared = header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared[:20]) > limit:
@@ -90,60 +83,65 @@ class BodyLimits:
             body += message.get("body", b"")
             if len(body) > limit:
                 raise _too_large(scope, limit)
-            holding.hold(len(body))
+            held_body.grow(len(body))
             if not message.get("more_body", False):
                 return bytes(body)
 
 
-class _Remaining:
-    """A `receive` that knows whether there is more of the body."""
+class _BodyReceiver:
+    """A `receive` with an attribute that says whether the body continues."""
 
     def __init__(self, receive: Receive) -> None:
-        self._receive, self.more = receive, True
+        self._receive, self.has_more = receive, True
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self.more = bool(message.get("more_body", False))
+        self.has_more = bool(message.get("more_body", False))
         return message
 
 
-class _Holding:
-    """The bytes that one request holds of those that all may hold; its first SHORT_BODY do not count."""
+class _HeldBody:
+    """Counts the bytes of one request's body in `BodyLimits.total_held`. Its first SHORT_BODY_BYTES do not count."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits, self._bytes = limits, 0
 
-    def hold(self, size: int) -> None:
-        """Records `size` bytes so far. Fault 429 when they are too many together with those of others."""
-        more = max(0, size - SHORT_BODY) - self._bytes
-        if more and self._limits.holds(more) > self._limits.held_bytes:
+    def grow(self, size: int) -> None:
+        """Counts a body of `size` bytes so far. Raises Fault 429 if all bodies together have too many bytes."""
+        added = max(0, size - SHORT_BODY_BYTES) - self._bytes
+        if added and self._limits.total_held + added > self._limits.held_bytes:
             hint = "Try again in a moment."
-            raise Fault(Code.QUEUE_FULL, "The server holds as many long requests as it can.", hint=hint, retry_after=1)
-        self._limits.take(more)
-        self._bytes += more
+            raise Fault(
+                Code.QUEUE_FULL,
+                "The bodies of all requests together exceed this server's limit.",
+                hint=hint,
+                retry_after=1,
+            )
+        self._limits.total_held += added
+        self._bytes += added
 
-    def give_back(self) -> None:
-        self._limits.take(-self._bytes)
+    def release(self) -> None:
+        self._limits.total_held -= self._bytes
         self._bytes = 0
 
 
-def _encoded(scope: Scope) -> bool:
-    """Whether a body is compressed, or says so."""
+def _is_compressed(scope: Scope) -> bool:
+    """Whether the request declares a compressed body."""
     encoding = header(scope, b"content-encoding") or b"identity"
-    return scope["method"] in TAKE_BODY and encoding.strip().lower() != b"identity"
+    return scope["method"] in BODY_METHODS and encoding.strip().lower() != b"identity"
 
 
-def _compressed() -> Fault:
+def _compressed_fault() -> Fault:
     return Fault(
         Code.UNSUPPORTED_MEDIA_TYPE,
         "Content-Encoding is not supported: a request body must not be compressed.",
-        hint="Send it as it is, without that header.",
+        hint="Send the body uncompressed, without that header.",
     )
 
 
 def _too_large(scope: Scope, limit: int) -> Fault:
-    training = scope["path"].startswith("/finetune")
-    hint = "Upload data through POST /v1/files." if training else "Send less in one request."
+    is_finetune = scope["path"].startswith("/finetune")
+    hint = "Upload data through POST /v1/files." if is_finetune else "Send less in one request."
     return Fault(
         Code.BODY_TOO_LARGE, f"The request body is larger than this server's limit of {limit} bytes.", hint=hint
     )

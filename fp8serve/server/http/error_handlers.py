@@ -1,4 +1,4 @@
-"""Turns an exception in a handler into an answer: faults as they are, others translated first."""
+"""Turns exceptions of handlers into error responses."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -18,23 +18,23 @@ from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault, is_a
 from fp8serve.server.http.scope import METHODS
 from fp8serve.server.http.streams import ClientGoneError
 
-CLIENT_CLOSED = 499
-MAX_DEPTH = 8  # components of a path that is compared with the routes
+CLIENT_CLOSED_STATUS = 499
+MAX_PATH_PARTS = 8  # how many of an unknown path's last components are compared with the routes
 
 
 def add_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
-    """Every failure of a handler becomes an answer in the shape of its path. paths: those of the routes."""
+    """Registers the handlers, which render each error in the format of its path. `paths` are those of all routes."""
     app.state.paths = frozenset(path for path in paths if "{" not in path and path != "/")
     app.add_exception_handler(Fault, _on_fault)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Fp8ServeError, _on_ours)
+    app.add_exception_handler(Fp8ServeError, _on_fp8serve_error)
     app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
 
 
 def _render(request: Request, fault: Fault, path: str | None = None) -> Response:
-    """path: whose shape the answer has, if not that of the request's own path."""
+    """Renders the fault in the format of `path`, or of the request's own path."""
     logs.bind(error=fault.code.value)
     return fault.response(path or request.scope["path"], request.scope.get("request_id", ""))
 
@@ -43,10 +43,8 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return _render(request, error) if isinstance(error, Fault) else Response(status_code=500)
 
 
-async def _on_ours(request: Request, error: Exception) -> Response:
-    """An fp8serve error that no handler expected: the user's fault by definition, except if the machine lacks
-    something.
-    """
+async def _on_fp8serve_error(request: Request, error: Exception) -> Response:
+    """Handles errors of fp8serve that no handler caught. Except for MachineError, the client has caused them."""
     if isinstance(error, MachineError):
         return _render(request, Fault(Code.ENGINE_DOWN, str(error)))
     param = "data" if isinstance(error, DataError) else None
@@ -54,15 +52,15 @@ async def _on_ours(request: Request, error: Exception) -> Response:
 
 
 async def _on_os_error(request: Request, error: Exception) -> Response:
-    """A full or failing disk, wherever it occurs; any other OSError is a bug."""
+    """Handles errors of a full or failing disk. Any other OSError is a bug and is raised again."""
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
-        return _render(request, disk_fault(error.strerror or "no reason is given"))
+        return _render(request, disk_fault(error.strerror or "the system gives no reason"))
     raise error
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """No client receives this; the status is for the metrics."""
-    return Response(status_code=CLIENT_CLOSED)
+    """Returns a response that no client receives, whose status is for the metrics."""
+    return Response(status_code=CLIENT_CLOSED_STATUS)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -70,35 +68,37 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if status_code == 404:
         route = _nearest_route(request)
         fault = Fault(Code.ROUTE_NOT_FOUND, "There is no such route here.", hint=_route_hint(request, route))
-        return _render(request, fault, route)  # in another shape the client of that route shows no message
+        return _render(request, fault, route)  # clients of that route show only errors in its format
     if status_code == 405:
-        fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not take that method.", hint="GET /docs lists them.")
-        answer = _render(request, fault)
-        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
-        return answer
-    return _render(request, Fault(Code.INVALID_JSON, "The request body is not JSON that can be read."))
+        fault = Fault(Code.METHOD_NOT_ALLOWED, "This route does not accept that method.", hint="GET /docs lists them.")
+        response = _render(request, fault)
+        response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return response
+    return _render(request, Fault(Code.INVALID_JSON, "The request body cannot be parsed as JSON."))
 
 
 def _nearest_route(request: Request) -> str | None:
-    """The route that a path which is none was for: most often a client has another base URL than it needs, /v1 is
-    missing or stands there twice, or it has the path of a proxy."""
-    parts = request.scope["path"].strip("/").split("/")[-MAX_DEPTH:]
+    """Returns the route that the client probably meant, or None.
+
+    Most often the client's base URL is wrong: /v1 is missing or repeated, or the path of a proxy precedes it.
+    """
+    parts = request.scope["path"].strip("/").split("/")[-MAX_PATH_PARTS:]
     endings = ["/" + "/".join(parts[start:]) for start in range(len(parts))]
-    if request.scope["path"] in _OLLAMA:
+    if request.scope["path"] in _OLLAMA_PATHS:
         return None
     paths = (f"{prefix}{ending}" for ending in endings for prefix in ("/v1", ""))
     return next((path for path in paths if path in request.app.state.paths), None)
 
 
-_OLLAMA = frozenset(
+_OLLAMA_PATHS = frozenset(
     f"/api/{name}" for name in ("chat", "generate", "tags", "show", "embed", "embeddings", "ps", "pull", "version")
 )
-"""Routes of Ollama, whose clients show nothing but `error`."""
+"""Routes of Ollama, whose clients show only the field `error`."""
 
 
 def _route_hint(request: Request, route: str | None) -> str:
-    if request.scope["path"] in _OLLAMA:
-        return "Ollama's protocol is not spoken; use a client of OpenAI, with a base URL that ends in /v1."
+    if request.scope["path"] in _OLLAMA_PATHS:
+        return "Ollama's protocol is not supported; use an OpenAI client with a base URL that ends in /v1."
     if route is None:
         return "GET /docs lists them."
     if is_anthropic(route) and "/v1/v1/" in request.scope["path"]:
@@ -109,14 +109,14 @@ def _route_hint(request: Request, route: str | None) -> str:
 
 
 def _methods(request: Request) -> set[str]:
-    """The methods of the path of `request`, over all routes that it matches."""
+    """Returns the methods that are allowed for the path of `request`."""
     scope = {"type": "http", "path": request.scope["path"], "headers": []}
 
-    def allowed(method: str) -> bool:
+    def is_allowed(method: str) -> bool:
         matches = (route.matches(scope | {"method": method})[0] for route in request.app.routes)
         return Match.FULL in matches
 
-    return {method for method in METHODS if allowed(method)}
+    return {method for method in METHODS if is_allowed(method)}
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -129,80 +129,82 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _fields(request: Request) -> list[str]:
-    """The fields that the body of the route may have."""
+    """Returns the fields that the body of the request's route may have."""
     model = getattr(request.scope.get("route"), "body_model", None)
-    return [] if model is None else [name for name in model.model_fields if name not in model.FOREIGN]
+    return [] if model is None else [name for name in model.model_fields if name not in model.COMPATIBILITY_FIELDS]
 
 
 def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
-    """The first of pydantic's errors, in our words, without the values that were sent. An error about one branch of a
-    union names the field. An unknown field is compared with `fields`.
+    """Returns the first of pydantic's errors as a fault, without values that the client sent.
+
+    For an unknown field, the most similar one of `fields` is suggested.
     """
-    first = _error_of_matching_branch(errors)
-    kind, place = str(first["type"]), _place(first["loc"])
+    error = _error_of_matching_branch(errors)
+    kind, field = str(error["type"]), _field_path(error["loc"])
     if kind == "json_invalid":
         return Fault(Code.INVALID_JSON, "The request body is not valid JSON.")
-    if not place and kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
+    if not field and kind in ("missing", "model_attributes_type", "dict_type", "model_type"):
         return Fault(
             Code.INVALID_JSON,
             "The request body must be a JSON object.",
             hint="Send it with Content-Type: application/json.",
         )
     if kind == "extra_forbidden":
-        near = get_close_matches(place, fields, 1)
-        hint = f"Did you mean {near[0]}?" if near else None
-        return Fault(Code.UNKNOWN_PARAMETER, f"{place} is not a field of this request.", param=place, hint=hint)
+        matches = get_close_matches(field, fields, 1)
+        hint = f"Did you mean {matches[0]}?" if matches else None
+        return Fault(Code.UNKNOWN_PARAMETER, f"{field} is not a field of this request.", param=field, hint=hint)
     if kind == "missing":
-        return Fault(Code.INVALID_PARAMETER, f"{place} is missing.", param=place)
+        return Fault(Code.INVALID_PARAMETER, f"{field} is missing.", param=field)
     if kind == "unsupported_parameter":
-        name = ".".join(filter(None, (place, first["ctx"]["name"])))
-        instead = first["ctx"].get("instead") or None
-        message = f"This server does not implement {name}; leave it out."
-        return Fault(Code.UNSUPPORTED_PARAMETER, message, param=name, hint=instead)
-    clause = _with_alternatives(rule(place or "The request", first), first, errors)
-    return Fault(Code.INVALID_PARAMETER, f"{clause}.", param=place or None)
+        name = ".".join(filter(None, (field, error["ctx"]["name"])))
+        hint = error["ctx"].get("instead") or None
+        message = f"This server does not support {name}; omit it."
+        return Fault(Code.UNSUPPORTED_PARAMETER, message, param=name, hint=hint)
+    clause = _with_alternatives(rule(field or "The request", error), error, errors)
+    return Fault(Code.INVALID_PARAMETER, f"{clause}.", param=field or None)
 
 
-def _with_alternatives(clause: str, first: Any, errors: Sequence[Any]) -> str:
-    """The clause about a value of a wrong type, with the types that the other branches of a union want."""
-    if not str(first["type"]).endswith("_type"):
+def _with_alternatives(clause: str, error: Any, errors: Sequence[Any]) -> str:
+    """Adds the types that other branches of a union accept to the clause about a value of a wrong type."""
+    if not str(error["type"]).endswith("_type"):
         return clause
-    place = _place(first["loc"])
-    same = [e for e in errors if str(e["type"]).endswith("_type") and _place(e["loc"]) == place]
-    others = dict.fromkeys(rule("", e).removeprefix(" must be ") for e in same)
-    return " or ".join([clause, *(other for other in others if not clause.endswith(f"must be {other}"))])
+    field = _field_path(error["loc"])
+    type_errors = [e for e in errors if str(e["type"]).endswith("_type") and _field_path(e["loc"]) == field]
+    types = dict.fromkeys(rule("", e).removeprefix(" must be ") for e in type_errors)
+    return " or ".join([clause, *(name for name in types if not clause.endswith(f"must be {name}"))])
 
 
 def _error_of_matching_branch(errors: Sequence[Any]) -> Any:
-    """The first error; if it only says that a value has the type of another branch of a union, that branch's error: one
-    of another kind, or one about a part of the value."""
-    place = _place(errors[0]["loc"])
-    within = [error for error in errors if f"{_place(error['loc'])}.".startswith(f"{place}.")]
-    matching = (e for e in within if not str(e["type"]).endswith("_type") or _place(e["loc"]) != place)
+    """Returns the first error, or the error of the union branch whose type the value has.
+
+    pydantic reports errors of all branches of a union. A type error about the whole value says only that it was meant
+    for another branch, so an error of another kind, or about a part of the value, is preferred.
+    """
+    field = _field_path(errors[0]["loc"])
+    within = [error for error in errors if f"{_field_path(error['loc'])}.".startswith(f"{field}.")]
+    matching = (e for e in within if not str(e["type"]).endswith("_type") or _field_path(e["loc"]) != field)
     return next(matching, errors[0]) if str(errors[0]["type"]).endswith("_type") else errors[0]
 
 
-def _place(location: Sequence[Any]) -> str:
-    """`parameters.top_p`, `messages.0.role`: field names and indexes, without pydantic's names for the branches of a
-    union.
-    """
+def _field_path(location: Sequence[Any]) -> str:
+    """Returns a path such as `messages.0.role`, without pydantic's names for the branches of a union."""
     parts = [str(part) for part in location[1:]]
-    own = [part for before, part in pairwise(["", *parts]) if before not in _TAGGED]
-    named = [part for part in own if (part.isidentifier() or part.isdigit()) and part not in _BRANCHES]
-    fields = [part for i, part in enumerate(named) if not _is_tag_of_item(named[:i], part)]
+    parts = [part for previous, part in pairwise(["", *parts]) if previous not in _TAGGED_FIELDS]
+    names = [part for part in parts if (part.isidentifier() or part.isdigit()) and part not in _TYPE_BRANCHES]
+    fields = [part for i, part in enumerate(names) if not _is_item_tag(names[:i], part)]
     return ".".join(part[:40] for part in fields)[:120]
 
 
-def _is_tag_of_item(before: Sequence[str], part: str) -> bool:
-    return len(before) > 1 and before[-1].isdigit() and part in _TAGS_OF_ITEMS.get(before[-2], ())
+def _is_item_tag(path: Sequence[str], part: str) -> bool:
+    return len(path) > 1 and path[-1].isdigit() and part in _ITEM_TAGS.get(path[-2], ())
 
 
-_BRANCHES = frozenset({"str", "int", "float", "bool"})
-_TAGGED = frozenset({"response_format", "grammar", "tool_choice"})
-"""Fields whose `type` chooses a branch of a union: the branch's name stands behind the field's."""
-_TAGS_OF_ITEMS = {
+_TYPE_BRANCHES = frozenset({"str", "int", "float", "bool"})
+_TAGGED_FIELDS = frozenset({"response_format", "grammar", "tool_choice"})
+"""Fields whose `type` chooses a branch of a union. pydantic adds the branch's name after the field's name."""
+_ITEM_TAGS = {
     "messages": frozenset({"user", "assistant", "system"}),
     "input": frozenset({"message", "function_call", "function_call_output", "reasoning"}),
     "content": frozenset({"thinking", "tool_use", "tool_result"}),
 }
-"""Lists whose items are branches of a union: the branch's name stands behind the index."""
+"""Lists whose items are branches of a union. pydantic adds the branch's name after the index."""

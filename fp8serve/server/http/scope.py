@@ -1,4 +1,4 @@
-"""What every middleware needs from an ASGI request: its headers, its body again, and a way to refuse it."""
+"""Helpers for ASGI middleware: reading a header, refusing a request, and replaying a body that was read."""
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -6,17 +6,17 @@ from fp8serve import logs
 from fp8serve.server.faults import Fault
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-"""Paths that are answered without a key, whatever name the request asks for."""
+"""Paths that are open without a key and with any `Host` header."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that lower-case name."""
+    """Returns the first header with this lower-case name, or None."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def refuse(fault: Fault, scope: Scope, receive: Receive, send: Send, close: bool = False) -> None:
-    """Answers with `fault`. `close`: the body was not read, so the connection cannot be used again."""
+    """Sends `fault` as the response. With `close`, the connection is closed, because the body was not read."""
     logs.bind(error=fault.code.value)
     response = fault.response(scope["path"], scope.get("request_id", ""))
     if close:
@@ -25,10 +25,10 @@ async def refuse(fault: Fault, scope: Scope, receive: Receive, send: Send, close
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once and then whatever the connection says, which is a disconnect."""
+    """Returns a `receive` that yields the body once, and then what the connection yields: a disconnect."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def received() -> Message:
+    async def receive_again() -> Message:
         return pending.pop() if pending else await receive()
 
-    return received
+    return receive_again

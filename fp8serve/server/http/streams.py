@@ -1,10 +1,13 @@
-"""Server-sent events, and noticing that the client has gone.
+"""Server-sent events, and the detection of clients that disconnect.
 
-`EventStream` sends what an async generator yields, adds a comment after a silence so that proxies keep the
-connection, and closes the generator the moment the client disconnects, which aborts the generation. The
-generator must not raise: its author turns failures into an error event, because after a 200 nothing else can be
-said. `until_disconnect` gives plain JSON handlers the same. No `request.is_disconnected()` here: behind middleware
-it does not see a disconnect in time.
+`EventStream` sends what an async generator yields. During a silence it sends comments, so that proxies keep the
+connection open. It closes the generator when the client disconnects, which aborts the generation. The generator must
+not raise: errors after the status 200 can only be sent as events. `until_disconnect` does the same for JSON responses.
+`request.is_disconnected()` is not used, because behind middleware it detects a disconnect too late.
+
+A chunk costs no task and no timer: the generator runs in the task of the request, a second task waits for the
+disconnect, and one timer looks twice per `keep_alive` whether the stream was silent. A server of our own protocol
+(connections.py) puts `write_chunk` into the scope, which writes a chunk to the socket without h11.
 """
 
 import asyncio
@@ -20,25 +23,36 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+WRITE_CHUNK = "fp8serve.write_chunk"
+"""The extension of the ASGI scope with the server's function of the type WriteChunk."""
+WriteChunk = Callable[[bytes], bool]
+"""Writes a part of a response's body and returns True, or returns False if the part must be passed to `send`."""
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before it had its answer."""
+    """The client closed the connection before the response was complete."""
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON; a NaN or infinity is a bug and raises."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Returns compact JSON. Raises ValueError for NaN and infinity."""
+    return _ENCODER.encode(value)
 
 
 def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes:  # noqa: A002 - the field's name
-    """One server-sent event holding `data` as JSON."""
+    """Returns a server-sent event with `data` as JSON."""
     head = (f"id: {id}\n" if id is not None else "") + (f"event: {name}\n" if name else "")
     return f"{head}data: {to_json(data)}\n\n".encode()
 
 
 class EventStream(Response):
-    """A `text/event-stream` answer fed by `events`; `on_close` runs when it ends, however it ends."""
+    """A `text/event-stream` response of the chunks that `events` yields. `on_close` is called when the response ends.
+
+    `on_start` gets a function that writes a chunk at once and returns True. It may be called while `events` waits. It
+    returns False if `events` must yield the chunk, because it cannot be written at once.
+    """
 
     media_type = "text/event-stream"
 
@@ -48,12 +62,14 @@ class EventStream(Response):
         keep_alive: float,
         on_close: Callable[[], None],
         headers: dict[str, str] | None = None,
+        on_start: Callable[[WriteChunk], None] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.events = events
         self.keep_alive = keep_alive
         self.on_close = on_close
+        self.on_start = on_start
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | (headers or {}))
 
     def init_headers(self, headers: Any = None) -> None:
@@ -61,59 +77,112 @@ class EventStream(Response):
         self.raw_headers = [(k, v) for k, v in self.raw_headers if k != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(wait_for_disconnect(receive))
+        write_chunk: WriteChunk | None = scope.get("extensions", {}).get(WRITE_CHUNK)
+        keep_alive = _KeepAlive(send, self.keep_alive)
+
+        def write(chunk: bytes) -> bool:
+            if write_chunk is None or not write_chunk(chunk):
+                return False
+            keep_alive.is_silent = False
+            return True
+
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks(gone):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with _until_disconnect(receive) as limit:
+                keep_alive.start()
+                if self.on_start is not None and write_chunk is not None:
+                    self.on_start(write)
+                async for chunk in self.events:
+                    if not write(chunk):
+                        await keep_alive.send_chunk(chunk)
+            await keep_alive.stop()
+            if not limit.expired():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await cancel(gone)
-            with contextlib.suppress(RuntimeError):  # it is running only if this task was cancelled inside it
+            await keep_alive.stop()
+            with contextlib.suppress(RuntimeError):  # raised if this task was cancelled inside the generator
                 await self.events.aclose()
             self.on_close()
 
-    async def _chunks(self, gone: "asyncio.Task[None]") -> AsyncGenerator[bytes, None]:
-        while True:
-            step = asyncio.ensure_future(anext(self.events, None))
+
+class _KeepAlive:
+    """Sends a comment whenever a stream was silent for between half of `seconds` and `seconds`."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self.is_silent = True
+        self._send, self._seconds = send, seconds
+        self._is_sending = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds / 2, self._tick)
+
+    async def send_chunk(self, chunk: bytes) -> None:
+        """Sends a chunk, which may wait for a slow client."""
+        self.is_silent, self._is_sending = False, True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_sending = False
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._comment is not None:
+            await cancel(self._comment)
+            self._comment = None
+
+    def _tick(self) -> None:
+        is_idle = self._comment is None or self._comment.done()
+        if self.is_silent and not self._is_sending and is_idle:
+            self._comment = asyncio.create_task(self.send_chunk(KEEP_ALIVE))
+        self.is_silent = True
+        self.start()
+
+
+@contextlib.asynccontextmanager
+async def _until_disconnect(receive: Receive) -> AsyncGenerator[asyncio.Timeout, None]:
+    """Runs a block until the client disconnects. The block is then cancelled, and the result has `expired`."""
+
+    async def watch() -> None:
+        await wait_for_disconnect(receive)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watcher = asyncio.create_task(watch())
             try:
-                while not step.done():
-                    await asyncio.wait({step, gone}, timeout=self.keep_alive, return_when=asyncio.FIRST_COMPLETED)
-                    if gone.done():
-                        return
-                    if not step.done():
-                        yield KEEP_ALIVE
+                yield limit
             finally:
-                if not step.done():
-                    await cancel(step)
-            if (chunk := step.result()) is None:
-                return
-            yield chunk
+                await cancel(watcher)
+    except TimeoutError:
+        if not limit.expired():
+            raise
 
 
 async def cancel(task: "asyncio.Future[Any]") -> None:
-    """Cancels and waits until the task has really ended."""
+    """Cancels the task and waits until it has ended."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await task
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client closes the connection. The body must have been read."""
+    """Returns when the client closes the connection. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and ClientGoneError raised, when the client goes away first."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientGoneError."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(wait_for_disconnect(request.receive))
+    disconnect = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGoneError
         return task.result()
     finally:
-        await cancel(gone)
+        await cancel(disconnect)
         if not task.done():
             await cancel(task)

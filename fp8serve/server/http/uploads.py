@@ -1,9 +1,9 @@
-"""A `multipart/form-data` body with one file, streamed to the disk as it arrives.
+"""Receives a `multipart/form-data` body with one file and streams the file to the disk.
 
-Memory stays at one network chunk however large the file is; the temporary file lies in the data directory, so
-nothing else need be writable. Size, number and size of rows, time between chunks and for the whole, and number and
-size of the other fields are bounded. The result is `Upload`: the path of the whole, fsynced temporary file, its size
-and SHA-256, and the fields.
+Only one network chunk is held in memory. The temporary file is in the data directory, so no other directory needs to be
+writable. Limits apply to the file's size, the number and size of its rows, the time between two chunks, the time of the
+whole upload, and the number and size of the other form fields. The result is an `Upload`, whose file is complete and
+flushed to the disk.
 """
 
 import asyncio
@@ -25,13 +25,14 @@ from fp8serve.server.settings import ServerLimits
 
 MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
-LEAST_RATE = 16 << 10
-"""Bytes a second that an upload must keep up on average, once its first seconds are over."""
+MIN_BYTES_PER_SECOND = 16 << 10
+"""The lowest average rate of an upload, after its first `body_seconds`."""
 
 
 @dataclass
 class Upload:
-    """What arrived. `filename` is what the client called it: a label, never a path."""
+    """A received file and the other form fields. `filename` is the client's name for the file and never becomes a
+    path."""
 
     path: Path
     fields: dict[str, str] = field(default_factory=dict)
@@ -41,34 +42,37 @@ class Upload:
 
 
 class RowBounds:
-    """Counts the rows of a file as its bytes pass: lines, or paragraphs of plain text. Fault for one too many or too
-    large. What a packed file holds is bounded where it is read, by a process with limits.
+    """Counts the rows of a file while it is received: lines, or paragraphs if `is_text`.
+
+    Raises Fault if there are too many rows or a row is too large. If not `is_enabled`, nothing is counted: compressed
+    files are checked by the parser process that reads them.
     """
 
-    def __init__(self, limits: ServerLimits, text: bool, counts: bool = True) -> None:
-        self.limits, self.text, self.counts = limits, text, counts
+    def __init__(self, limits: ServerLimits, is_text: bool, is_enabled: bool = True) -> None:
+        self.limits, self.is_text, self.is_enabled = limits, is_text, is_enabled
         self.rows = 0
-        self._size = 0  # of the row so far
-        self._blank = True  # the line so far
+        self._row_bytes = 0  # of the current row
+        self._is_line_blank = True
 
-    def take(self, piece: bytes) -> None:
-        if not self.counts:
+    def update(self, piece: bytes) -> None:
+        """Counts the rows in the next bytes of the file."""
+        if not self.is_enabled:
             return
-        *whole, rest = piece.split(b"\n")
-        for line in whole:
-            self._grow(line)
-            if self._blank or not self.text:
-                self._size = 0
-            self._blank = True
-        self._grow(rest)
+        *lines, unfinished_line = piece.split(b"\n")
+        for line in lines:
+            self._extend_row(line)
+            if self._is_line_blank or not self.is_text:
+                self._row_bytes = 0
+            self._is_line_blank = True
+        self._extend_row(unfinished_line)
 
-    def _grow(self, part: bytes) -> None:
+    def _extend_row(self, part: bytes) -> None:
         if not part.strip():
             return
-        self._blank = False
-        self.rows += self._size == 0
-        self._size += len(part)
-        if self._size > self.limits.row_bytes:
+        self._is_line_blank = False
+        self.rows += self._row_bytes == 0
+        self._row_bytes += len(part)
+        if self._row_bytes > self.limits.row_bytes:
             raise self._fault(f"Row {self.rows} is larger than this server's limit of {self.limits.row_bytes} bytes.")
         if self.rows > self.limits.rows:
             raise self._fault(f"The file has more rows than this server's limit of {self.limits.rows}.")
@@ -77,14 +81,15 @@ class RowBounds:
         return Fault(Code.INVALID_PARAMETER, message, param="file")
 
 
-class _Parts:
-    """The parser's callbacks: the part named `file` goes to `sink`, the others into `fields`."""
+class _PartHandler:
+    """The callbacks of the multipart parser. They write the part named `file` to `sink` and store the other parts in
+    `fields`."""
 
     def __init__(self, upload: Upload, sink: IO[bytes], limits: ServerLimits) -> None:
         self.upload, self.sink, self.limits = upload, sink, limits
-        self.bounds = RowBounds(limits, text=False)
+        self.bounds = RowBounds(limits, is_text=False)
         self.digest = hashlib.sha256()
-        self.done = False
+        self.is_complete = False
         self._headers: dict[bytes, bytes] = {}
         self._name = self._value = b""
         self._part: str | None = None
@@ -123,13 +128,13 @@ class _Parts:
             if self.upload.filename is not None:
                 raise Fault(Code.INVALID_PARAMETER, "Send one file in one request.", param="file")
             self.upload.filename = options.get(b"filename", b"upload.jsonl").decode("utf-8", "replace")[:255]
-            ending = ending_of(self.upload.filename)
-            self.bounds = RowBounds(self.limits, ending in TEXT_SUFFIXES, is_lines(ending))
+            suffix = ending_of(self.upload.filename)
+            self.bounds = RowBounds(self.limits, suffix in TEXT_SUFFIXES, is_lines(suffix))
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]
         if self._part == "file":
-            self.bounds.take(piece)
+            self.bounds.update(piece)
             self.sink.write(piece)
             self.digest.update(piece)
             self.upload.size += len(piece)
@@ -147,20 +152,20 @@ class _Parts:
             self.upload.fields[(self._part or "")[:64]] = self._text.decode("utf-8", "replace")
 
     def end(self) -> None:
-        self.done = True
+        self.is_complete = True
 
 
 async def receive_upload(request: Request, path: Path, limits: ServerLimits) -> Upload:
-    """Streams the request's body to `path`. Raises Fault or ClientGoneError, and then leaves nothing behind."""
+    """Streams the uploaded file to `path`. If it raises Fault or ClientGoneError, the file is removed."""
     boundary = _boundary(request)
-    _check_room(path.parent, request.headers.get("content-length"), limits.upload_bytes)
+    _check_disk_space(path.parent, request.headers.get("content-length"), limits.upload_bytes)
     upload = Upload(path)
     try:
         with path.open("xb") as sink:
-            parts = _Parts(upload, sink, limits)
+            parts = _PartHandler(upload, sink, limits)
             parser = MultipartParser(boundary, parts.callbacks(), max_header_count=8, max_header_size=2048)  # type: ignore[arg-type]
             await _feed(request, parser, limits.upload_bytes, limits.body_seconds)
-            _check_whole(parts, upload)
+            _check_complete(parts, upload)
             upload.sha256 = parts.digest.hexdigest()
             sink.flush()
             await asyncio.to_thread(os.fsync, sink.fileno())
@@ -180,14 +185,12 @@ async def _feed(request: Request, parser: MultipartParser, max_bytes: int, secon
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:
-        late = started + seconds + total / LEAST_RATE
+        deadline = started + seconds + total / MIN_BYTES_PER_SECOND
         try:
-            async with asyncio.timeout_at(min(late, clock() + seconds)):
+            async with asyncio.timeout_at(min(deadline, clock() + seconds)):
                 chunk = await anext(stream, None)
         except TimeoutError:
-            message = (
-                f"The upload stood still for {seconds:g} seconds, or came at less than {LEAST_RATE} bytes a second."
-            )
+            message = f"The upload stalled for {seconds:g} seconds, or sent less than {MIN_BYTES_PER_SECOND} bytes/s."
             raise Fault(Code.REQUEST_TIMEOUT, message) from None
         except ClientDisconnect:
             raise ClientGoneError from None
@@ -209,16 +212,16 @@ def _boundary(request: Request) -> bytes:
     return options[b"boundary"]
 
 
-def _check_room(folder: Path, declared: str | None, max_bytes: int) -> None:
+def _check_disk_space(folder: Path, declared: str | None, max_bytes: int) -> None:
     size = int(declared[:20]) if declared is not None and declared.isascii() and declared.isdigit() else 0
     if size > max_bytes:
         raise Fault(Code.BODY_TOO_LARGE, f"The file is larger than this server's limit of {max_bytes} bytes.")
     if shutil.disk_usage(folder).free < size + (64 << 20):
-        raise Fault(Code.DISK_FULL, "The disk that holds the data directory has no room for this file.")
+        raise Fault(Code.DISK_FULL, "The disk of the data directory does not have enough space for this file.")
 
 
-def _check_whole(parts: _Parts, upload: Upload) -> None:
-    if not parts.done:
-        raise Fault(Code.INVALID_PARAMETER, "The body ends before its last boundary.")
+def _check_complete(parts: _PartHandler, upload: Upload) -> None:
+    if not parts.is_complete:
+        raise Fault(Code.INVALID_PARAMETER, "The multipart body ends before its last boundary.")
     if upload.filename is None:
         raise Fault(Code.INVALID_PARAMETER, "The form has no field named file.", param="file")

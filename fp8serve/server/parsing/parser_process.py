@@ -1,10 +1,9 @@
-"""The process that reads what clients send: `python -m fp8serve.server.parsing.parser_process`, one job at a time.
-Its one argument is the form of its log.
+"""The process that parses and tokenizes what clients send: `python -m fp8serve.server.parsing.parser_process FORMAT`.
 
-Parsing, validating, rendering a template and tokenizing cost as much as a client cares to send, and hold Python's lock;
-here they hold nobody else's, and have limits (model/text/limited_process.py). Templates and tokenizers are programs
-that came with a model: of a server's processes only these run them, and the engine, which decodes. This module imports
-no torch.
+It runs one job at a time; FORMAT is the format of its log. Parsing, validation, templates and tokenizers take as long
+as a client's text makes them and hold Python's global lock, so they run outside the server, with limits
+(model/text/limited_process.py). Templates and tokenizers are code that came with a model. Besides these processes, only
+the engine process runs a tokenizer, to decode. This module does not import torch.
 """
 
 import importlib
@@ -15,26 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve import logs
-from fp8serve.model.text.limited_process import Answer, Jobs, allow, serve
+from fp8serve.model.text.limited_process import JobResult, Jobs, serve, set_cpu_limit
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.processes import Head
 from fp8serve.server.parsing.texts import TextRequest, read_text
 
-MAX_LISTED_TOKENS = 16
-"""Tokens at the end of a conversation that may hold the mark with which reasoning begins."""
+MAX_END_TOKENS = 16
+"""How many tokens at the end of a conversation are searched for the special token that starts reasoning."""
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(8)  # of the models that are served beside each other, and of what is about to be
+@lru_cache(8)  # several models may be served or loading
 def _tokenizer(directory: str) -> Tokenizer:
     return Tokenizer.from_dir(Path(directory))
 
 
 def split(head: Head, body: bytes) -> list[str]:
-    """The texts that `lengths` (bytes each) cut the body into."""
+    """Splits the body into texts, whose lengths in bytes are in the head."""
     texts, start = [], 0
     for length in head["lengths"]:
         texts.append(body[start : start + length].decode())
@@ -42,55 +41,56 @@ def split(head: Head, body: bytes) -> list[str]:
     return texts
 
 
-def _encode(head: Head, body: bytes) -> Answer:
+def _encode(head: Head, body: bytes) -> JobResult:
     tokenizer = _tokenizer(head["directory"])
     return {"prompts": [_ids(tokenizer, text, head) for text in split(head, body)]}, b""
 
 
-def _pairs(head: Head, body: bytes) -> Answer:
+def _pairs(head: Head, body: bytes) -> JobResult:
     tokenizer, texts = _tokenizer(head["directory"]), iter(split(head, body))
-    pairs = zip(texts, texts, head["forms"], strict=True)
-    around, before = head["around"], head["before"]
+    rows = zip(texts, texts, head["limits"], strict=True)
+    prompt_parts, prefix = head["prompt_parts"], head["prefix"]
     requests = (
-        TextRequest(one, None if single else two, most, cut, around, before) for one, two, (single, most, cut) in pairs
+        TextRequest(first, None if is_single else second, max_tokens, max_document_tokens, prompt_parts, prefix)
+        for first, second, (is_single, max_tokens, max_document_tokens) in rows
     )
-    return {"pairs": [read_text(tokenizer, each) for each in requests]}, b""
+    return {"pairs": [read_text(tokenizer, request) for request in requests]}, b""
 
 
-def _chat(head: Head, body: bytes) -> Answer:
+def _chat(head: Head, body: bytes) -> JobResult:
     tokenizer = _tokenizer(head["directory"])
     prompt = _ids(tokenizer, _render(tokenizer, head, body), head | {"special": False})
-    return {"prompts": [prompt], "end": tokenizer.decode(prompt["ids"][-MAX_LISTED_TOKENS:], False)}, b""
+    return {"prompts": [prompt], "end": tokenizer.decode(prompt["ids"][-MAX_END_TOKENS:], False)}, b""
 
 
-def _count(head: Head, body: bytes) -> Answer:
+def _count(head: Head, body: bytes) -> JobResult:
     tokenizer = _tokenizer(head["directory"])
     text = _render(tokenizer, head, body)
     return {"count": len(tokenizer.encode(text, False))}, b""
 
 
 def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
-    """The template writes BOS itself where the model wants one: its text is encoded without."""
-    allow(head["template_cpu"])
+    """Renders the conversation. The caller encodes it without BOS, because templates write BOS themselves."""
+    set_cpu_limit(head["template_cpu"])
     if head["ending"] == "continued":
-        text = tokenizer.begun_chat(json.loads(body), head["variables"])
+        text = tokenizer.chat_to_continue(json.loads(body), head["variables"])
     else:
         text = tokenizer.chat(json.loads(body), head["ending"] == "prompted", head["variables"])
-    allow(head["cpu"])
+    set_cpu_limit(head["cpu"])
     return text
 
 
 def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
-    """How many there are, and the last `keep` of them; without them when they are more than `most`."""
-    if head["keep"] is None and (least := tokenizer.fewest_tokens(text)) > head["most"]:
-        return {"count": least, "exact": False, "ids": []}
+    """Returns the last `keep` token ids of a text and their number, but no ids if there are more than `most`."""
+    if head["keep"] is None and (lower_bound := tokenizer.min_token_count(text)) > head["most"]:
+        return {"count": lower_bound, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])
-    shortened = ids[-head["keep"] :] if head["keep"] else ids
-    return {"count": len(shortened), "exact": True, "ids": shortened if len(shortened) <= head["most"] else []}
+    ids = ids[-head["keep"] :] if head["keep"] else ids
+    return {"count": len(ids), "exact": True, "ids": ids if len(ids) <= head["most"] else []}
 
 
-def _tokenize(head: Head, body: bytes) -> Answer:
-    """The whole answer of /tokenize: it may hold more numbers than the front should write."""
+def _tokenize(head: Head, body: bytes) -> JobResult:
+    """Returns the response body of /tokenize, which may be too large to be serialized in the server."""
     tokenizer, messages = _tokenizer(head["directory"]), head["messages"]
     text = _render(tokenizer, head, body) if messages else body.decode()
     ids = tokenizer.encode(text, head["special"] and not messages)
@@ -99,13 +99,13 @@ def _tokenize(head: Head, body: bytes) -> Answer:
     return {}, json.dumps(answer, separators=(",", ":")).encode()
 
 
-def _detokenize(head: Head, body: bytes) -> Answer:
+def _detokenize(head: Head, body: bytes) -> JobResult:
     text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip"])
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
 
 
-def _echo(head: Head, body: bytes) -> Answer:
-    """For each prompt how many characters of its text each of its tokens makes certain; and the texts."""
+def _echo(head: Head, body: bytes) -> JobResult:
+    """Returns the texts of prompts, and for each token the number of characters that are final after it."""
     tokenizer, texts, lengths = _tokenizer(head["directory"]), list[str](), []
     for ids in json.loads(body):
         decoder = tokenizer.stream(head["skip"])
@@ -115,12 +115,12 @@ def _echo(head: Head, body: bytes) -> Answer:
     return {}, json.dumps([texts, lengths]).encode()
 
 
-def _table(head: Head, body: bytes) -> Answer:
-    return {}, TokenTable.written(_tokenizer(head["directory"]), head["size"])
+def _table(head: Head, body: bytes) -> JobResult:
+    return {}, TokenTable.serialize(_tokenizer(head["directory"]), head["size"])
 
 
-def _form(head: Head, body: bytes) -> Answer:
-    """Nothing, or RequestError where an answer cannot have the form."""
+def _check_grammar(head: Head, body: bytes) -> JobResult:
+    """Raises RequestError if the grammar in SamplingParams' fields cannot be compiled."""
     from fp8serve.engine.grammar import validate
     from fp8serve.engine.sampling_params import SamplingParams
 
@@ -128,10 +128,11 @@ def _form(head: Head, body: bytes) -> Answer:
     return {}, b""
 
 
-def _check(head: Head, body: bytes) -> Answer:
-    """A request body as JSON of `model`, written again without what says nothing; or pydantic's first complaint.
+def _check(head: Head, body: bytes) -> JobResult:
+    """Validates a request body and returns its fields that were set as JSON, or pydantic's first error.
 
-    Rows of training data go into files of `folder`, and an empty row stands for them; of ids, the last `truncate` stay.
+    Rows of training data are written to files in `folder` and replaced by one empty row. Token ids are truncated to the
+    last `truncate` ones.
     """
     from pydantic import ValidationError
 
@@ -141,11 +142,11 @@ def _check(head: Head, body: bytes) -> Answer:
     module, name = head["model"].split(":")
     model = getattr(importlib.import_module(module), name)
     try:
-        checked = model.model_validate(json.loads(body))
+        request = model.model_validate(json.loads(body))
     except (ValueError, RecursionError) as error:
-        return {"complaint": _complaint(error) if isinstance(error, ValidationError) else NOT_JSON}, b""
+        return {"complaint": _first_error(error) if isinstance(error, ValidationError) else NOT_JSON}, b""
     try:
-        Sizes(**head["sizes"]).check(checked)
+        Sizes(**head["sizes"]).check(request)
         if not model.model_fields.keys().isdisjoint(ROWS):
             check_keys(body)
     except Fault as fault:
@@ -153,7 +154,7 @@ def _check(head: Head, body: bytes) -> Answer:
             "fault": {"message": fault.message, "param": fault.param, "hint": fault.hint},
             "code": fault.code.value,
         }, b""
-    plain = checked.model_dump(exclude_unset=True, by_alias=True)
+    plain = request.model_dump(exclude_unset=True, by_alias=True)
     if (cut := plain.get("parameters", {}).get("truncate")) and "input_ids" in plain:
         plain["input_ids"] = plain["input_ids"][-cut:]
     for name in ROWS:
@@ -174,20 +175,20 @@ def _write_rows(head: Head, name: str, rows: list[Any]) -> None:
 NOT_JSON = {"type": "json_invalid", "loc": ["body"], "msg": "JSON decode error"}
 
 
-def _complaint(error: Any) -> Head:
+def _first_error(error: Any) -> Head:
     first = error.errors(include_url=False, include_input=False)[0]
     context = {k: v if isinstance(v, int | float | str) else str(v) for k, v in first.get("ctx", {}).items()}
     return {"type": first["type"], "loc": ["body", *first["loc"]], "msg": first["msg"], "ctx": context}
 
 
-def _dry_run(head: Head, body: bytes) -> Answer:
+def _dry_run(head: Head, body: bytes) -> JobResult:
     from fp8serve.train.config import TrainConfig
-    from fp8serve.train.validate import look_at_data
+    from fp8serve.train.validate import data_report
 
-    return {}, look_at_data(TrainConfig.from_json(body.decode())).to_json().encode()
+    return {}, data_report(TrainConfig.from_json(body.decode())).to_json().encode()
 
 
-def _rows(head: Head, body: bytes) -> Answer:
+def _check_rows(head: Head, body: bytes) -> JobResult:
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.validate import read_files
 
@@ -196,12 +197,12 @@ def _rows(head: Head, body: bytes) -> Answer:
     return {}, b""
 
 
-def _some_rows(head: Head, body: bytes) -> Answer:
+def _some_rows(head: Head, body: bytes) -> JobResult:
     from fp8serve.train.config import TrainConfig
-    from fp8serve.train.validate import some_rows
+    from fp8serve.train.validate import first_rows
 
     request = json.loads(body)
-    rows = some_rows(TrainConfig.from_json(request["config"]), request["files"], request["most"])
+    rows = first_rows(TrainConfig.from_json(request["config"]), request["files"], request["most"])
     return {}, json.dumps([[row.ids.tolist(), row.loss.tolist()] for row in rows]).encode()
 
 
@@ -214,21 +215,21 @@ JOBS: Jobs = {
     "detokenize": _detokenize,
     "echo": _echo,
     "table": _table,
-    "form": _form,
+    "check_grammar": _check_grammar,
     "check": _check,
     "dry_run": _dry_run,
-    "rows": _rows,
+    "check_rows": _check_rows,
     "some_rows": _some_rows,
 }
 
 
 def _prepare(head: Head) -> None:
     if "directory" in head:
-        _tokenizer(head["directory"])  # reading it is no part of the job
+        _tokenizer(head["directory"])  # loading the tokenizer does not count towards the job's limits
 
 
-def main(form: logs.LogFormat = "plain") -> int:
-    logs.configure(form, "parser")
+def main(log_format: logs.LogFormat = "plain") -> int:
+    logs.configure(log_format, "parser")
     serve(JOBS, _prepare)
     return 0
 

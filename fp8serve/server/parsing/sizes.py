@@ -1,6 +1,6 @@
-"""What a valid request may hold, by limits of this server and not of the protocol, and its rows of training data.
+"""Checks the sizes of valid requests against this server's limits, and writes their rows of training data to files.
 
-It is checked where a body is read (in a parser process if it is long), so that a large body does not delay the front.
+Long bodies are checked in a parser process, so that they do not delay the server.
 """
 
 import json
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.errors import RequestError, shown
-from fp8serve.model.storage.files import fsync, no_duplicates
+from fp8serve.model.storage.files import fsync, reject_duplicate_keys
 from fp8serve.server.faults import Code, Fault
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`prompts`, `messages` and `texts` (to encode) of one request, and tokens (`context`) of one prompt that is given
-    as ids."""
+    """The largest numbers of prompts, messages and texts of one request, and of token ids of one prompt (`context`)."""
 
     prompts: int
     messages: int
@@ -26,7 +25,7 @@ class Sizes:
     texts: int
 
     def check(self, body: Any) -> None:
-        """Fault when a field of `body` holds more."""
+        """Raises Fault if a field of `body` exceeds a limit."""
         messages, prompt = getattr(body, "messages", None) or [], getattr(body, "prompt", None)
         if len(messages) > self.messages:
             raise _too_many(len(messages), "messages", self.messages, "messages")
@@ -35,11 +34,12 @@ class Sizes:
             raise _too_many(len(prompts), "prompts", self.prompts, "prompt")
         texts = getattr(body, "texts", None) or []
         if len(texts) > self.texts:
-            raise _too_many(len(texts), "texts", self.texts, body.LISTED)
-        cut = getattr(getattr(body, "parameters", None), "truncate", None)
-        cut = body.most(self.context) if hasattr(body, "most") else getattr(body, "truncate_prompt_tokens", None) or cut
+            raise _too_many(len(texts), "texts", self.texts, body.TEXTS_FIELD)
+        truncate = getattr(getattr(body, "parameters", None), "truncate", None)
+        truncate = getattr(body, "truncate_prompt_tokens", None) or truncate
+        truncate = body.truncation_limit(self.context) if hasattr(body, "truncation_limit") else truncate
         for ids in (*prompts, *texts, getattr(body, "input_ids", None), getattr(body, "tokens", None)):
-            if isinstance(ids, list) and min(len(ids), abs(cut or len(ids))) > self.context:
+            if isinstance(ids, list) and min(len(ids), abs(truncate or len(ids))) > self.context:
                 raise too_long(len(ids), self.context)
 
 
@@ -47,11 +47,11 @@ def _too_many(count: int, what: str, limit: int, param: str) -> Fault:
     return Fault(Code.INVALID_PARAMETER, f"{count} {what} are more than this server's limit of {limit}.", param=param)
 
 
-def too_long(tokens: int, context: int, least: str = "") -> Fault:
-    """The fault for a prompt that leaves no room for an answer."""
+def too_long(tokens: int, context: int, qualifier: str = "") -> Fault:
+    """Returns the fault for a prompt that exceeds the context. See `check_fit` for `qualifier`."""
     return Fault(
         Code.CONTEXT_LENGTH_EXCEEDED,
-        f"The prompt has {least}{tokens} tokens, but this model's context holds {context}.",
+        f"The prompt has {qualifier}{tokens} tokens, but this model's context holds {context}.",
         hint="Shorten the prompt.",
     )
 
@@ -61,48 +61,48 @@ ROWS = ("data", "validation_data")
 
 
 def check_keys(raw: bytes) -> None:
-    """Fault for a body with rows in which an object has a key twice: one of the values would not be trained on."""
+    """Raises Fault if an object in the rows has a key twice, because one of its values would be lost."""
     try:
-        json.loads(raw, object_pairs_hook=no_duplicates)
+        json.loads(raw, object_pairs_hook=reject_duplicate_keys)
         return
     except (ValueError, RecursionError):
         pass
     try:
-        body = json.loads(raw, object_pairs_hook=_Counted)
-    except (ValueError, RecursionError):  # the reader of the body says what is not JSON
+        body = json.loads(raw, object_pairs_hook=_JsonObject)
+    except (ValueError, RecursionError):  # validation reports invalid JSON
         return
     for name in ROWS:
         rows = body.get(name) if isinstance(body, dict) else None
         for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
-            for key in (item.repeated for item in _objects(row) if item.repeated is not None):
+            for key in (item.repeated_key for item in _objects(row) if item.repeated_key is not None):
                 message = f"Row {number} of {name} has the key {shown(key)} twice in one object; give it once."
                 raise Fault(Code.INVALID_PARAMETER, message, param=name)
 
 
-class _Counted(dict[str, Any]):
-    """A JSON object. repeated: a key that its text has more than once."""
+class _JsonObject(dict[str, Any]):
+    """A JSON object. `repeated_key` is a key that occurs more than once in its text, or None."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
         counts = Counter(key for key, _ in pairs)
-        self.repeated = next((key for key, count in counts.items() if count > 1), None)
+        self.repeated_key = next((key for key, count in counts.items() if count > 1), None)
 
 
-def _objects(value: Any) -> Iterator[_Counted]:
-    """All objects in a JSON value."""
-    if isinstance(value, _Counted):
+def _objects(value: Any) -> Iterator[_JsonObject]:
+    """Yields all objects in a JSON value."""
+    if isinstance(value, _JsonObject):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _objects(item)
 
 
-def write_rows(path: Path, rows: Sequence[Any], most: int, row_bytes: int) -> None:
-    """One JSON line for each row, on the disk when this returns.
+def write_rows(path: Path, rows: Sequence[Any], max_rows: int, row_bytes: int) -> None:
+    """Writes a JSON line for each row and flushes the file to the disk.
 
-    RequestError for a row, or a number of rows, that is too large; OSError when the disk refuses.
+    Raises RequestError if there are too many rows or a row is too large, and OSError if the disk fails.
     """
-    if len(rows) > most:
-        raise RequestError(f"{len(rows)} rows are more than this server's limit of {most}.")
+    if len(rows) > max_rows:
+        raise RequestError(f"{len(rows)} rows are more than this server's limit of {max_rows}.")
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows, 1):
             line = json.dumps(row)

@@ -1,7 +1,7 @@
-"""How a model that embeds or scores reads a text, or a pair of texts, and how much of it is read at most.
+"""Tokenizes a text, or a pair of texts, for a model that embeds or scores, and truncates it.
 
-The longer text of a pair is cut first, as in sentence-transformers. Within a prompt that judges a pair, the document is
-cut, because the prompt must stay whole.
+The longer text of a pair is truncated first, as in sentence-transformers. If a prompt surrounds the pair, only the
+document is truncated, because the prompt must stay complete.
 """
 
 from collections.abc import Sequence
@@ -9,50 +9,59 @@ from dataclasses import dataclass
 
 from fp8serve.model.text.tokenizer import Tokenizer
 
-EncodedText = tuple[list[int], list[int]]  # ids, and 0 or 1 for each: its text in a pair
+EncodedText = tuple[list[int], list[int]]  # token ids, and for each token 0 or 1: its text in the pair
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """most: tokens to read in all; None: no limit. document: tokens of the second text, or of the only one, before
-    that. before: the beginning of the only text that does not count as document. around: the texts before a pair,
-    between its texts and after them."""
+    """A text or a pair of texts, and how it is truncated.
+
+    Args:
+        first: The only text, or the first text of a pair.
+        second: The second text of a pair, which is the document.
+        max_tokens: The largest number of tokens in all, or None for no limit.
+        max_document_tokens: The largest number of tokens of the document, which is the second or the only text.
+        prompt_parts: The texts before a pair, between its texts and after it, if a prompt surrounds the pair.
+        prefix: The beginning of the only text that is not a part of the document.
+    """
 
     first: str
     second: str | None = None
-    most: int | None = None
-    document: int | None = None
-    around: Sequence[str] | None = None
-    before: str = ""
+    max_tokens: int | None = None
+    max_document_tokens: int | None = None
+    prompt_parts: Sequence[str] | None = None
+    prefix: str = ""
 
     @property
-    def is_cut(self) -> bool:
-        return self.most is not None or self.document is not None
+    def is_truncated(self) -> bool:
+        return self.max_tokens is not None or self.max_document_tokens is not None
 
 
 def read_text(tokenizer: Tokenizer, request: TextRequest) -> EncodedText:
-    """The ids. They may be more than the model reads, if nothing is to be cut or a prompt leaves no room."""
+    """Returns the token ids. They may exceed the context if nothing is truncated or the prompt alone is too long."""
     first, second = request.first, request.second
-    if request.document is not None and second is None:
-        prompt = tokenizer.encode(request.before, add_special_tokens=False) if request.before else []
-        first = tokenizer.beginning(first, request.document + len(prompt))
-    elif request.document is not None and second is not None:
-        second = tokenizer.beginning(second, request.document)
-    if second is None or request.around is None:
-        return tokenizer.encode_pair(first, second, request.most)
-    before, between, behind = request.around
-    ids = _judged(tokenizer, f"{before}{first}{between}", second, behind, request.most)
+    if request.max_document_tokens is not None and second is None:
+        prompt = tokenizer.encode(request.prefix, add_special_tokens=False) if request.prefix else []
+        first = tokenizer.beginning(first, request.max_document_tokens + len(prompt))
+    elif request.max_document_tokens is not None and second is not None:
+        second = tokenizer.beginning(second, request.max_document_tokens)
+    if second is None or request.prompt_parts is None:
+        return tokenizer.encode_pair(first, second, request.max_tokens)
+    before, between, after = request.prompt_parts
+    ids = _encode_with_prompt(tokenizer, f"{before}{first}{between}", second, after, request.max_tokens)
     return ids, [0] * len(ids)
 
 
-def _judged(tokenizer: Tokenizer, before: str, document: str, behind: str, most: int | None) -> list[int]:
-    """`before`, as much of the document as fits, and `behind`."""
-    if most is None:
-        return tokenizer.encode(f"{before}{document}{behind}")
-    room = most - len(tokenizer.encode(before + behind))
-    while room > 0:  # tokens may differ where texts meet; rarely more than one round
-        ids = tokenizer.encode(f"{before}{tokenizer.beginning(document, room)}{behind}")
-        if len(ids) <= most:
+def _encode_with_prompt(
+    tokenizer: Tokenizer, before: str, document: str, after: str, max_tokens: int | None
+) -> list[int]:
+    """Encodes `before`, as much of the document as fits, and `after`."""
+    if max_tokens is None:
+        return tokenizer.encode(f"{before}{document}{after}")
+    room = max_tokens - len(tokenizer.encode(before + after))
+    while room > 0:  # joined texts may have other tokens than their parts; one round is usually enough
+        ids = tokenizer.encode(f"{before}{tokenizer.beginning(document, room)}{after}")
+        if len(ids) <= max_tokens:
             return ids
-        room -= len(ids) - most
-    return tokenizer.encode(before + behind)
+        room -= len(ids) - max_tokens
+    return tokenizer.encode(before + after)

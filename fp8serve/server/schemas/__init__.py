@@ -1,1 +1,1 @@
-"""Requests and answers as pydantic models."""
+"""Pydantic models of request bodies."""

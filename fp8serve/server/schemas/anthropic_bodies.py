@@ -1,7 +1,7 @@
-"""The bodies of `/v1/messages`, strictly, as Anthropic documents them.
+"""The bodies of Anthropic's `/v1/messages`.
 
-Fields that change nothing about an answer are accepted (`metadata`, `service_tier`, `cache_control`: equal beginnings
-of prompts are always computed once). The models read only text: images and documents are refused by name.
+Fields that do not change the response are accepted and ignored: `metadata`, `service_tier` and `cache_control` (prefix
+caching is always enabled). The models read only text, so images and documents are refused.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_STOP_STRINGS, StopString, Tokens
 from fp8serve.server.schemas.bodies import Body, Strict
-from fp8serve.server.schemas.foreign_fields import MESSAGES, with_foreign_fields
-from fp8serve.server.schemas.messages import MAX_CALLS, MAX_TOOLS, ArgumentSchema, NoServerTool, ToolName, only_text
+from fp8serve.server.schemas.compatibility_fields import MESSAGES, with_compatibility_fields
+from fp8serve.server.schemas.messages import MAX_CALLS, MAX_TOOLS, ArgumentSchema, ClientToolOnly, ToolName, only_text
 
 MAX_BLOCKS = 256
 Id = Annotated[str, Field(min_length=1, max_length=256)]
@@ -93,18 +93,18 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 
 
 class ClientTool(Block):
-    """A tool that the client runs; those that Anthropic's servers run have another `type`."""
+    """A tool that the client runs. Tools that Anthropic runs have another `type`."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: ArgumentSchema
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as the model writes them
+    eager_input_streaming: bool | None = None  # ignored, because arguments are always streamed token by token
 
 
-class Choice(Strict):
-    """`name`: of the tool that must be called."""
+class ToolChoice(Strict):
+    """The tool choice. `name` is the tool that must be called, for the type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -113,56 +113,57 @@ class Choice(Strict):
     @model_validator(mode="after")
     def _a_tool_has_a_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise PydanticCustomError("name", "name is given with the type tool, and with no other")
+            raise PydanticCustomError("name", "name is required for the type tool and not allowed for other types")
         return self
 
 
 class Thinking(Strict):
-    """`budget_tokens` is accepted but has no effect: `max_tokens` bounds thinking and answer together."""
+    """The reasoning options. `budget_tokens` is accepted but ignored: `max_tokens` limits reasoning and content
+    together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class AnswerSchema(Strict):
+class JsonSchemaOutput(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: AnswerSchema | None = None
+    format: JsonSchemaOutput | None = None
 
 
 class Metadata(Strict):
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-@with_foreign_fields(MESSAGES)
+@with_compatibility_fields(MESSAGES)
 class CountBody(Body):
-    """`POST /v1/messages/count_tokens`: a conversation."""
+    """The body of `POST /v1/messages/count_tokens`."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
-    tools: Annotated[list[Annotated[ClientTool, NoServerTool]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tools: Annotated[list[Annotated[ClientTool, ClientToolOnly]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
-        """The assistant's text may come last, and is continued then."""
+        """Refuses tool calls in the last message. A last message with the assistant's text is continued."""
         last = self.messages[-1].content
         if isinstance(last, list) and any(isinstance(block, ToolUseBlock) for block in last):
-            raise PydanticCustomError("messages", "the last of messages calls tools; send their results after it")
+            raise PydanticCustomError("messages", "messages ends with tool calls; send their results after them")
         return self
 
 
 class MessagesBody(CountBody):
-    """`POST /v1/messages`. `temperature` has the bounds that Anthropic documents."""
+    """The body of `POST /v1/messages`. `temperature` has Anthropic's bounds."""
 
     max_tokens: Tokens
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
@@ -175,5 +176,5 @@ class MessagesBody(CountBody):
 
 
 def text_of(content: Sequence[TextBlock] | str) -> str:
-    """The text of blocks, which are parts of one text."""
+    """Returns the joined text of blocks."""
     return content if isinstance(content, str) else "".join(block.text for block in content)

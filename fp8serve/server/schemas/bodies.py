@@ -1,13 +1,12 @@
-"""The common rules of all request bodies: no unknown fields, no coercion, no NaN, no infinity, no lone surrogate,
-no deep nesting.
+"""The base classes of request bodies. They refuse unknown fields, coercion, NaN, infinity, invalid Unicode and deep
+nesting.
 
-`Strict` is the base of every object that a client sends, `Body` of the outermost one. Fields of other projects that are
-not taken as they are stand in `FOREIGN` (foreign_fields.py): those that would change an answer may only hold a value
-that asks for nothing. Bounds that depend on the server (context length, number of prompts) are checked in
-`parsing/sizes.py`.
+`Strict` is the base of all objects in requests and `Body` of the outermost object. `COMPATIBILITY_FIELDS`
+(compatibility_fields.py) are fields of other APIs; a refused one may only have a value that changes nothing. Limits of
+this server, such as the number of prompts, are checked in `parsing/sizes.py`.
 
-Fields that are options of another package take names, types, bounds and texts from its dataclass, unless the body
-declares them itself:
+`fields_of` adds the options of a dataclass as fields, with their names, types, bounds and descriptions, unless the body
+declares them:
 
     @fields_of(SamplingParams, optional=True)
     class GenerateParameters(Strict): ...
@@ -22,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args, g
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from fp8serve.engine.sampling_params import MAX_BIASED
+from fp8serve.engine.sampling_params import MAX_BIASED_TOKENS
 from fp8serve.options import Option, options_of
 
 Metadata = Annotated[
@@ -33,28 +32,32 @@ Metadata = Annotated[
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias],
-    Field(max_length=MAX_BIASED, description="Added to the logits of these tokens, by token id."),
+    Field(max_length=MAX_BIASED_TOKENS, description="Added to the logits of these tokens, by token id."),
 ]
 
 
-def _free(variables: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(OUR_VARIABLES & variables.keys()):
-        raise PydanticCustomError("template_variable", "{name} is not for clients to set", {"name": taken[0]})
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+        raise PydanticCustomError("template_variable", "{name} is set by the server", {"name": reserved[0]})
     return variables
 
 
-OUR_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 TemplateVariables = Annotated[
     dict[str, Any],
-    Field(max_length=64, description="Further variables of the model's chat template."),
-    AfterValidator(_free),
+    Field(max_length=64, description="Additional variables for the model's chat template."),
+    AfterValidator(_check_variables),
 ]
 
 
 @dataclass(frozen=True)
-class ForeignField:
-    """A field of another project's requests that is not taken as it is. `to`: our field, if it is mapped. `note`: why
-    it is ignored, or what to send instead. `harmless`: values of a refused field, beside null, that ask for nothing.
+class CompatibilityField:
+    """A request field of another API that the body does not declare.
+
+    Args:
+        to: the field to which a mapped field is renamed.
+        note: why a field is ignored, or what to send instead of a refused field.
+        neutral_values: the values of a refused field, other than null, that change nothing.
     """
 
     name: str
@@ -62,86 +65,93 @@ class ForeignField:
     treatment: Literal["mapped", "ignored", "refused"]
     to: str = ""
     note: str = ""
-    harmless: tuple[Any, ...] = ()
+    neutral_values: tuple[Any, ...] = ()
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         if self.treatment == "mapped":
             return f"Mapped to `{self.to}`."
-        values = f", except {', '.join(f'`{json.dumps(value)}`' for value in self.harmless)}" if self.harmless else ""
+        neutral = ", ".join(f"`{json.dumps(value)}`" for value in self.neutral_values)
+        values = f", except {neutral}" if self.neutral_values else ""
         return f"{self.treatment.capitalize()}{values}. {self.note}".strip()
 
-    def asks_for_nothing(self, value: Any) -> bool:
-        """Whether the value is harmless; true is no number here, and 1.0 is 1."""
-        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.harmless)
+    def is_neutral(self, value: Any) -> bool:
+        """Returns whether the value changes nothing. 1.0 equals 1, but true does not."""
+        return any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in self.neutral_values
+        )
 
 
 class Strict(BaseModel):
-    """No unknown fields, no coercion, no NaN or infinity; null as if the field were not there."""
+    """The base class of objects in requests. It refuses unknown fields, coercion, NaN and infinity, and treats null as
+    an omitted field."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, validate_default=False, protected_namespaces=()
     )
 
-    FOREIGN: ClassVar[dict[str, ForeignField]] = {}
+    COMPATIBILITY_FIELDS: ClassVar[dict[str, CompatibilityField]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _omit_nulls(cls, data: Any) -> Any:
-        """Null means that a field is not given: it gets its default, or is missing. Unknown names are retained."""
+        """Removes null from declared fields, so that they get their defaults. Unknown fields stay and are refused."""
         if not isinstance(data, dict) or None not in data.values():
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {key: value for key, value in data.items() if value is not None or key not in known}
+        declared = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in data.items() if value is not None or key not in declared}
 
     @model_validator(mode="after")
     def _refuse_unimplemented(self) -> Self:
-        for name in self.model_fields_set & self.FOREIGN.keys():
-            row, value = self.FOREIGN[name], getattr(self, name)
-            if row.treatment == "refused" and value is not None and not row.asks_for_nothing(value):
+        for name in self.model_fields_set & self.COMPATIBILITY_FIELDS.keys():
+            field, value = self.COMPATIBILITY_FIELDS[name], getattr(self, name)
+            if field.treatment == "refused" and value is not None and not field.is_neutral(value):
                 raise PydanticCustomError(
                     "unsupported_parameter",
                     "this server does not implement {name}; leave it out",
-                    {"name": name, "instead": row.note},
+                    {"name": name, "instead": field.note},
                 )
         return self
 
 
 MAX_LEVELS = 200
-"""Objects and lists inside one another in a body. Code that handles JSON by recursion fails at about 480, and schemas
-are refused beyond 128."""
+"""The largest nesting depth of a body. Recursive JSON code fails at a depth of about 480. Schemas have a lower limit of
+128."""
 
 
 class Body(Strict):
-    """The outermost object; it also renames mapped fields, bounds the nesting, and checks that every string is
-    well-formed Unicode."""
+    """The base class of request bodies. It also renames mapped fields, limits the nesting depth, and refuses strings
+    that are invalid Unicode."""
 
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, data: Any) -> Any:
-        rows = [cls.FOREIGN[name] for name in cls.FOREIGN.keys() & data.keys()] if isinstance(data, dict) else []
-        names = {row.name: row.to for row in rows if row.treatment == "mapped"}
-        if twice := next((old for old, new in names.items() if data[old] is not None and new in data), None):
-            raise PydanticCustomError("twice", "give either {old} or {new}", {"old": twice, "new": names[twice]})
+        if not isinstance(data, dict):
+            return data
+        fields = [cls.COMPATIBILITY_FIELDS[name] for name in cls.COMPATIBILITY_FIELDS.keys() & data.keys()]
+        names = {field.name: field.to for field in fields if field.treatment == "mapped"}
+        if duplicate := next((old for old, new in names.items() if data[old] is not None and new in data), None):
+            context = {"old": duplicate, "new": names[duplicate]}
+            raise PydanticCustomError("twice", "give either {old} or {new}", context)
         renamed = {new: data[old] for old, new in names.items() if data[old] is not None}
         return {k: v for k, v in data.items() if k not in names} | renamed if names else data
 
     @model_validator(mode="before")
     @classmethod
-    def _well_formed(cls, data: Any) -> Any:
+    def _check_text_and_depth(cls, data: Any) -> Any:
         level = [data]
         for _ in range(MAX_LEVELS + 1):
-            if not all(_encodable(item) for item in level if isinstance(item, str)):
-                raise PydanticCustomError("surrogate", "a string holds half of a surrogate pair, which no text does")
+            if not all(_is_valid_unicode(item) for item in level if isinstance(item, str)):
+                raise PydanticCustomError("surrogate", "a string is invalid Unicode: it holds half of a surrogate pair")
             if not (level := list(_members(level))):
                 return data
         raise PydanticCustomError(
-            "nesting", "more than {levels} objects and lists stand inside one another", {"levels": MAX_LEVELS}
+            "nesting", "objects and lists are nested deeper than {levels}", {"levels": MAX_LEVELS}
         )
 
 
 def _members(level: Iterable[Any]) -> Iterator[Any]:
-    """What the lists and objects of a level hold, keys included."""
+    """Yields the keys and values of the objects and the elements of the lists in `level`."""
     for item in level:
         if isinstance(item, dict):
             yield from item
@@ -150,7 +160,7 @@ def _members(level: Iterable[Any]) -> Iterator[Any]:
             yield from item
 
 
-def _encodable(text: str) -> bool:
+def _is_valid_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -158,44 +168,44 @@ def _encodable(text: str) -> bool:
     return True
 
 
-AnyBody = TypeVar("AnyBody", bound=Strict)
-NOTHING: Mapping[str, str] = MappingProxyType({})
+BodyT = TypeVar("BodyT", bound=Strict)
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def fields_of(
-    source: type, *, leave_out: Collection[str] = (), renamed: Mapping[str, str] = NOTHING, optional: bool = False
-) -> Callable[[type[AnyBody]], type[AnyBody]]:
-    """Adds the options of `source`, under the wire's names if they are `renamed`. `optional`: null or a missing field
-    leaves the choice to `source`.
+    source: type, *, exclude: Collection[str] = (), renamed: Mapping[str, str] = NO_NAMES, optional: bool = False
+) -> Callable[[type[BodyT]], type[BodyT]]:
+    """Returns a class decorator that adds the options of the dataclass `source` as fields. `renamed` maps names of
+    options to names of fields. With `optional`, the fields default to None, which stands for the default of `source`.
     """
 
-    def derive(body: type[AnyBody]) -> type[AnyBody]:
-        options = {renamed.get(o.name, o.name): o for o in options_of(source) if o.name not in leave_out}
-        added: dict[str, Any] = {
+    def add_fields(body: type[BodyT]) -> type[BodyT]:
+        options = {renamed.get(o.name, o.name): o for o in options_of(source) if o.name not in exclude}
+        fields: dict[str, Any] = {
             name: _field(option, optional) for name, option in options.items() if name not in body.model_fields
         }
-        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added)
+        return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
-    return derive
+    return add_fields
 
 
-def given(body: Strict, source: type, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The options of `source` that `body` gives, as keyword arguments for it."""
-    names = (o.name for o in options_of(source) if o.name not in leave_out)
+def explicit_options(body: Strict, source: type, exclude: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the options of `source` that the request sets, as keyword arguments of `source`."""
+    names = (o.name for o in options_of(source) if o.name not in exclude)
     return {name: value for name in names if (value := getattr(body, name, None)) is not None}
 
 
 def _field(option: Option, optional: bool) -> tuple[Any, Any]:
-    kind = _as_json(option)
+    json_type = _json_type(option)
     if optional:
-        return kind | None, Field(None, description=option.about.text)
+        return json_type | None, Field(None, description=option.about.text)
     default = list(option.default) if isinstance(option.default, tuple) else option.default
-    return kind, Field(default, description=option.about.text)
+    return json_type, Field(default, description=option.about.text)
 
 
-def _as_json(option: Option) -> Any:
-    """The type in JSON: a list if the option is a tuple."""
-    plain = option.about.narrowed or option.plain
-    if get_origin(plain) is tuple:
-        plain = list[get_args(plain)[0]]  # type: ignore[misc]  # a type that is known when it runs
-    return Annotated[(plain, *get_args(option.kind)[1:])]
+def _json_type(option: Option) -> Any:
+    """Returns the type of an option's field. Tuples are lists in JSON."""
+    type_ = option.about.narrowed or option.value_type
+    if get_origin(type_) is tuple:
+        type_ = list[get_args(type_)[0]]  # type: ignore[misc]  # mypy expects a static type
+    return Annotated[(type_, *get_args(option.annotation)[1:])]

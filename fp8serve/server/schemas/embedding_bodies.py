@@ -1,6 +1,6 @@
-"""Bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM).
+"""The bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM).
 
-Sizes are checked on `texts`; `LISTED` is the field that an error names.
+Limits apply to the property `texts`. `TEXTS_FIELD` is the name of the field that errors about it name.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from fp8serve.server.schemas.openai_bodies import Ids, Texts
 
 
 def _expects(kinds: str) -> WrapValidator:
-    """One sentence for a value of no allowed kind, instead of an error about the first kind."""
+    """Returns a validator with one error for all types of a union, instead of an error about its first type."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -27,25 +27,26 @@ def _expects(kinds: str) -> WrapValidator:
 TextOrTexts = Annotated[str | Texts, _expects("a text, or a list of one or more texts")]
 
 
-class Truncating(Body):
-    """At most `truncate_prompt_tokens` tokens of a text, or a pair of texts, are read (vLLM); with -1, `truncate` (Text
-    Embeddings Inference) or `truncation` (Jina, Voyage), as many as the model reads. Otherwise a longer text is
-    refused."""
+class TruncationFields(Body):
+    """The fields that truncate a text, or a pair of texts. `truncate_prompt_tokens` (vLLM) is the number of tokens that
+    are read. With -1, `truncate` (Text Embeddings Inference) or `truncation` (Jina, Voyage), this is the model's
+    context. Without these fields, texts beyond the context are refused."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     truncate: bool | None = None
     truncation: bool | None = None
 
-    def most(self, longest: int) -> int | None:
-        """How many tokens are read at most by a model that reads `longest`; None: all, or the text is refused."""
+    def truncation_limit(self, context: int) -> int | None:
+        """Returns the number of tokens that are read of a text, or None if texts are not truncated. `context` is the
+        context length of the model."""
         if self.truncate_prompt_tokens is None:
-            return longest if self.truncate or self.truncation else None
-        return longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+            return context if self.truncate or self.truncation else None
+        return context if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
 
-class EmbeddingBody(Truncating):
-    """`input`: a text, some texts, token ids, or some lists of ids. prompt_name: which of the model's prompts is put
-    before texts."""
+class EmbeddingBody(TruncationFields):
+    """The body of `POST /v1/embeddings`. `input` is a text, a list of texts, a list of token ids, or a list of such
+    lists. `prompt_name` names the prompt of the model that is prepended to texts."""
 
     model: str | None = None
     input: Annotated[
@@ -57,39 +58,38 @@ class EmbeddingBody(Truncating):
     prompt_name: str | None = None
     user: str | None = None
 
-    LISTED: ClassVar[str] = "input"
+    TEXTS_FIELD: ClassVar[str] = "input"
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """One item for each vector."""
+        """The inputs, one for each embedding."""
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]
         return list(self.input)
 
 
-class ClassifyBody(Truncating):
-    """`input`: a text, or some."""
+class ClassifyBody(TruncationFields):
+    """The body of `POST /classify`."""
 
     model: str | None = None
     input: TextOrTexts
     user: str | None = None
 
-    LISTED: ClassVar[str] = "input"
+    TEXTS_FIELD: ClassVar[str] = "input"
 
     @property
     def texts(self) -> list[str]:
-        """One item for each text."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 
 class Document(Strict):
-    """As Cohere's and Jina's clients may send it."""
+    """A document as an object, which Cohere's and Jina's clients may send."""
 
     text: str
 
 
-class RerankBody(Truncating):
-    """`documents`, texts or objects that hold one, most relevant first. max_tokens_per_doc: how many of each are read
+class RerankBody(TruncationFields):
+    """The body of `POST /v1/rerank`. `max_tokens_per_doc` is the number of tokens that are read of each document
     (Cohere)."""
 
     model: str | None = None
@@ -101,24 +101,25 @@ class RerankBody(Truncating):
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
 
-    LISTED: ClassVar[str] = "documents"
+    TEXTS_FIELD: ClassVar[str] = "documents"
 
     @property
     def texts(self) -> list[str]:
-        """One item for each score."""
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        """The documents, one for each score."""
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
-class ScoreBody(Truncating):
-    """`text_1` with each of `text_2`; a list in both: one by one."""
+class ScoreBody(TruncationFields):
+    """The body of `POST /v1/score`. One `text_1` is paired with every `text_2`. Lists of equal length are paired
+    element by element."""
 
     model: str | None = None
     text_1: TextOrTexts
     text_2: TextOrTexts
 
-    LISTED: ClassVar[str] = "text_2"
+    TEXTS_FIELD: ClassVar[str] = "text_2"
 
     @property
     def texts(self) -> list[str]:
-        """One item for each score."""
+        """The second texts, one for each score."""
         return [self.text_2] if isinstance(self.text_2, str) else self.text_2

@@ -1,8 +1,8 @@
-"""The bodies that start a fine-tune job, natively and as OpenAI spells it, and that say which weights to serve.
+"""The bodies that start fine-tune jobs, natively and in OpenAI's format, and the bodies that load and activate weights.
 
-OpenAI's `method` is supervised or dpo; anything else is refused, never replaced by one of them. `"auto"` means the
-default of the native route. OpenAI's `learning_rate_multiplier` multiplies that default. Fields beyond OpenAI's make an
-adapter, or choose among the losses of dpo.
+OpenAI's `method` may be supervised or dpo; other methods are refused. `"auto"` is the default of the native route, and
+`learning_rate_multiplier` multiplies the default learning rate. The fields that OpenAI's API lacks configure an adapter
+or the loss of dpo.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.options import options_of
-from fp8serve.server.schemas.bodies import Body, Metadata, Strict, fields_of, given
-from fp8serve.server.schemas.foreign_fields import refused, with_foreign_fields
-from fp8serve.train.config import NOT_ON_THE_WIRE, WIRE_NAMES, TrainConfig
-from fp8serve.train.methods.options import ADAPTER, OPTIONS
+from fp8serve.server.schemas.bodies import Body, Metadata, Strict, explicit_options, fields_of
+from fp8serve.server.schemas.compatibility_fields import refused, with_compatibility_fields
+from fp8serve.train.config import API_NAMES, NOT_IN_API, TrainConfig
+from fp8serve.train.methods.options import ADAPTER_OPTIONS, METHOD_OPTIONS
 from fp8serve.train.run_options import RowLength
 
 Rows = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
@@ -23,12 +23,10 @@ RecipeValue = bool | int | Annotated[str, Field(max_length=64)] | Annotated[list
 Suffix = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9._-]*$")]
 
 
-@fields_of(TrainConfig, leave_out=NOT_ON_THE_WIRE, renamed=WIRE_NAMES)
+@fields_of(TrainConfig, exclude=NOT_IN_API, renamed=API_NAMES)
 class FinetuneBody(Body):
-    """`POST /finetune`: rows in `data`, or an uploaded `file_id`; every other field has the trainer's own default.
-
-    `seq_len` left out is the trainer's default, or the model's whole context where that is shorter.
-    """
+    """The body of `POST /finetune` with rows in `data` or with an uploaded `file_id`. The other fields have the
+    trainer's defaults. The default of `seq_len` is limited by the model's context."""
 
     data: Rows | None = None
     file_id: FileId | None = None
@@ -41,7 +39,7 @@ class FinetuneBody(Body):
     seq_len: RowLength | None = None
     grader_url: Annotated[
         str | None,
-        Field(min_length=1, max_length=2048, description="Gives the rewards (grpo): one that the server may ask."),
+        Field(min_length=1, max_length=2048, description="URL of the grader for grpo; the server must allow it."),
     ] = None
 
     @model_validator(mode="after")
@@ -53,26 +51,25 @@ class FinetuneBody(Body):
         return self
 
     def hyper_parameters(self) -> dict[str, Any]:
-        """The fields of TrainConfig that a client decides."""
-        names = (o.name for o in options_of(TrainConfig) if o.name not in NOT_ON_THE_WIRE)
-        return {name: getattr(self, WIRE_NAMES.get(name, name)) for name in names}
+        """Returns the fields of TrainConfig that clients may set."""
+        names = (o.name for o in options_of(TrainConfig) if o.name not in NOT_IN_API)
+        return {name: getattr(self, API_NAMES.get(name, name)) for name in names}
 
 
-USUAL_MAX_RATIO = 2.0
-MaxRatio = Annotated[
+DEFAULT_MAX_PERPLEXITY_RATIO = 2.0
+MaxPerplexityRatio = Annotated[
     float,
     Field(
         ge=1,
         le=1e9,
-        description="How many times the perplexity of what serves that of the new weights may be, on rows of the job.",
+        description="Largest ratio of the new weights' perplexity to the served weights', on rows of the job.",
     ),
 ]
 
 
 class ActivateBody(Body):
-    """`POST /models/{name}/activate`: a finished job's id, a checkpoint's name, or "base" for the model the server was
-    started with.
-    """
+    """The body of `POST /models/{name}/activate`. `source` is the id of a finished job, the name of a checkpoint, or
+    "base" for the weights with which the server was started."""
 
     source: Annotated[
         str,
@@ -80,30 +77,32 @@ class ActivateBody(Body):
             min_length=1,
             max_length=128,
             description=(
-                'What to serve: the id of a fine-tune job that succeeded, a checkpoint of a job, or "base". '
+                'The weights to serve: the id of a fine-tune job that succeeded, a checkpoint, or "base". '
                 "GET /models and GET /finetune/{id}/checkpoints list them."
             ),
         ),
     ]
-    max_perplexity_ratio: MaxRatio = USUAL_MAX_RATIO
+    max_perplexity_ratio: MaxPerplexityRatio = DEFAULT_MAX_PERPLEXITY_RATIO
 
 
 class ActivateJobBody(Body):
-    """`POST /finetune/{id}/activate`: nothing, or the step of the checkpoint to serve instead of the result."""
+    """The body of `POST /finetune/{id}/activate`. If `step` is set, the checkpoint of this step is served instead of
+    the result."""
 
     step: Annotated[int, Field(ge=1, lt=10**9)] | None = None
-    max_perplexity_ratio: MaxRatio = USUAL_MAX_RATIO
+    max_perplexity_ratio: MaxPerplexityRatio = DEFAULT_MAX_PERPLEXITY_RATIO
 
 
 class SaveScalesBody(Body):
-    """`POST /scales/save`: the directory's name, beside the model; without one, the model's with the date and time."""
+    """The body of `POST /scales/save`. `name` is the name of the new directory beside the model. The default is the
+    model's name with the date and time."""
 
     name: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
 
 
 LEARNING_RATE = TrainConfig.lr
-BEYOND_OPENAI = {*ADAPTER, *OPTIONS["dpo"]} - {"beta"}
-ELSEWHERE = [option.name for option in options_of(TrainConfig) if option.name not in BEYOND_OPENAI]
+ADDITIONAL_OPTIONS = {*ADAPTER_OPTIONS, *METHOD_OPTIONS["dpo"]} - {"beta"}
+EXCLUDED_OPTIONS = [option.name for option in options_of(TrainConfig) if option.name not in ADDITIONAL_OPTIONS]
 
 
 class HyperParameters(Strict):
@@ -130,24 +129,24 @@ class Method(Strict):
     dpo: Dpo | None = None
 
     @model_validator(mode="after")
-    def _own_settings(self) -> Self:
+    def _settings_match_type(self) -> Self:
         other = "dpo" if self.type == "supervised" else "supervised"
         if getattr(self, other) is not None:
             raise PydanticCustomError("method", f"has settings of {other} beside the type {self.type}; leave them out")
         return self
 
     @property
-    def chosen(self) -> HyperParameters:
-        """The settings given for the method of this type."""
+    def hyperparameters(self) -> HyperParameters:
+        """The hyperparameters of this method."""
         if self.type == "dpo":
             return (self.dpo or Dpo()).hyperparameters
         return (self.supervised or Supervised()).hyperparameters
 
 
-@with_foreign_fields([refused("OpenAI", "integrations", "Start the server with --report-to.", [])])
-@fields_of(TrainConfig, leave_out=ELSEWHERE, optional=True)
+@with_compatibility_fields([refused("OpenAI", "integrations", "Start the server with --report-to.", [])])
+@fields_of(TrainConfig, exclude=EXCLUDED_OPTIONS, optional=True)
 class JobBody(Body):
-    """`POST /v1/fine_tuning/jobs`."""
+    """The body of `POST /v1/fine_tuning/jobs`."""
 
     model: str
     training_file: FileId
@@ -158,37 +157,37 @@ class JobBody(Body):
     hyperparameters: HyperParameters | None = None
     metadata: Metadata | None = None
 
-    def native(self) -> FinetuneBody:
-        """The same job as the native route spells it."""
+    def to_native(self) -> FinetuneBody:
+        """Returns the body of the native route for the same job."""
         method = self.method or Method(type="supervised")
-        chosen = method.chosen if self.method is not None else self.hyperparameters or HyperParameters()
-        named: dict[str, Any] = {
+        hyper = method.hyperparameters if self.method is not None else self.hyperparameters or HyperParameters()
+        fields: dict[str, Any] = {
             "method": {"supervised": "sft", "dpo": "dpo"}[method.type],
-            "beta": getattr(chosen, "beta", None),
-            "epochs": chosen.n_epochs,
-            "batch_size": chosen.batch_size,
+            "beta": getattr(hyper, "beta", None),
+            "epochs": hyper.n_epochs,
+            "batch_size": hyper.batch_size,
             "seed": self.seed,
             "suffix": self.suffix,
             "metadata": self.metadata,
         }
-        if chosen.learning_rate_multiplier != "auto":
-            named["learning_rate"] = LEARNING_RATE * chosen.learning_rate_multiplier
-        chosen_here = {k: v for k, v in named.items() if v is not None and v != "auto"}
-        files: dict[str, Any] = {"file_id": self.training_file, "validation_file_id": self.validation_file}
-        return FinetuneBody(model=self.model, **files, **chosen_here, **given(self, TrainConfig, ELSEWHERE))
+        if hyper.learning_rate_multiplier != "auto":
+            fields["learning_rate"] = LEARNING_RATE * hyper.learning_rate_multiplier
+        fields = {k: v for k, v in fields.items() if v is not None and v != "auto"}
+        fields |= {"file_id": self.training_file, "validation_file_id": self.validation_file}
+        return FinetuneBody(model=self.model, **fields, **explicit_options(self, TrainConfig, EXCLUDED_OPTIONS))
 
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class LoadBody(Body):
-    """`POST /models/{name}/load`: nothing, for a name that was served before, or what the name is to stand for."""
+    """The body of `POST /models/{name}/load`. `source` may be omitted for a model that was loaded before."""
 
     source: Annotated[
         Name | None,
         Field(
-            description="The id of a fine-tune job that succeeded, or of its result, or a directory of --models-dir. "
-            "GET /models lists them."
+            description="The id of a fine-tune job that succeeded, the name of its result, or a directory of "
+            "--models-dir. GET /models lists them."
         ),
     ] = None
     options: Annotated[
@@ -198,60 +197,63 @@ class LoadBody(Body):
 
 
 class UnloadBody(Body):
-    """`POST /models/{name}/unload`: how long answers under way may take; the server's `drain_seconds` if left out."""
+    """The body of `POST /models/{name}/unload`. `seconds` is the time for active requests to complete. The default is
+    the server's `drain_seconds`."""
 
     seconds: Annotated[float, Field(ge=0, le=86_400)] | None = None
 
 
 class WeightsBody(Body):
-    """`POST /weights`: a directory with another version of a model that is served."""
+    """The body of `POST /weights`. The weights are another version of a served model."""
 
-    path: Annotated[Name, Field(description="A directory of --models-dir that holds a model, by its name there.")]
-    model: Annotated[Name | None, Field(description="Whose weights they are; the default's if left out.")] = None
+    path: Annotated[Name, Field(description="The name of a directory of --models-dir that holds a model.")]
+    model: Annotated[
+        Name | None, Field(description="The model whose weights are replaced; the default model if omitted.")
+    ] = None
     seconds: Annotated[
         float | None,
-        Field(ge=0, le=86_400, description="For requests under way; the server's `drain_seconds` if left out."),
+        Field(ge=0, le=86_400, description="Time for active requests to complete; default: `drain_seconds`."),
     ] = None
     texts: Annotated[
         list[Annotated[str, Field(min_length=1)]] | None,
-        Field(min_length=1, max_length=64, description="On which the perplexity is measured, before and after."),
+        Field(min_length=1, max_length=64, description="Texts on which both perplexities are measured."),
     ] = None
     max_perplexity_ratio: Annotated[
         float | None,
-        Field(ge=1, le=1e9, description="How many times that of before it may be; 2 if left out. Needs `texts`."),
+        Field(ge=1, le=1e9, description="Largest ratio of the new perplexity to the old; default 2. Needs `texts`."),
     ] = None
 
     @model_validator(mode="after")
-    def _ratio_of_texts(self) -> Self:
+    def _ratio_needs_texts(self) -> Self:
         if self.max_perplexity_ratio is not None and self.texts is None:
-            raise PydanticCustomError("no_texts", "max_perplexity_ratio is measured on texts; give texts, too")
+            raise PydanticCustomError("no_texts", "max_perplexity_ratio needs texts")
         return self
 
 
 class LoadAdapterBody(Body):
-    """`POST /v1/load_lora_adapter`, as vLLM has it."""
+    """The body of `POST /v1/load_lora_adapter`, vLLM's route."""
 
-    lora_name: Annotated[Name, Field(description="By which requests ask for it.")]
+    lora_name: Annotated[Name, Field(description="The adapter's name in requests.")]
     lora_path: Annotated[
         Annotated[str, Field(min_length=1, max_length=4096)],
         Field(
-            description="The id of a fine-tune job that trained an adapter, or of its result, or a directory of "
-            "--models-dir that holds one, by its name there or as a whole."
+            description="The id of a fine-tune job that trained an adapter, the name of its result, or a directory of "
+            "--models-dir that holds an adapter: its name or its path."
         ),
     ]
     base_model_name: Annotated[
-        Name | None, Field(description="The model beside which it is served; the default if left out.")
+        Name | None, Field(description="The model of the adapter; the default model if omitted.")
     ] = None
 
 
 class UnloadAdapterBody(Body):
-    """`POST /v1/unload_lora_adapter`, as vLLM has it."""
+    """The body of `POST /v1/unload_lora_adapter`, vLLM's route."""
 
     lora_name: Name
 
 
 class AliasBody(Body):
-    """`POST /models/{name}/alias`: the other name, and whether it is to be taken away."""
+    """The body of `POST /models/{name}/alias`. `remove` deletes the alias instead of adding it."""
 
     alias: Name
     remove: bool = False

@@ -1,6 +1,7 @@
-"""The bodies of the native routes.
+"""The bodies of the native generation and tokenizer routes.
 
-The shape of `/generate` is text-generation-inference's plus `input_ids`, `model`, and the sampling parameters it lacks.
+The body of `/generate` is text-generation-inference's with the additional fields `input_ids` and `model` and additional
+sampling parameters.
 """
 
 from typing import Annotated, Self
@@ -9,38 +10,39 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import SamplingParams, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import Formed, Grammar, Text
 from fp8serve.server.schemas.bodies import Body, LogitBias, TemplateVariables, fields_of
-from fp8serve.server.schemas.foreign_fields import GENERATE, with_foreign_fields
-from fp8serve.server.schemas.messages import Message, Tools, ending_of
+from fp8serve.server.schemas.compatibility_fields import GENERATE, with_compatibility_fields
+from fp8serve.server.schemas.messages import Message, Tools, prompt_ending
+from fp8serve.server.schemas.response_format import Grammar, StructuredOutputFields, Text
 
-SPELT_OTHERWISE = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
-"""Fields of SamplingParams that are spelt otherwise here: `top_n_tokens` or `details`, and the fields of `Formed`."""
+RENAMED_FIELDS = ("logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Fields of SamplingParams that clients set by other names: `top_n_tokens`, `details` and `StructuredOutputFields`."""
 
 
-@with_foreign_fields(GENERATE)
-@fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class GenerateParameters(Formed):
-    """Sampling, as text-generation-inference spells it. Greedy unless `do_sample` or a sampling parameter is given."""
+@with_compatibility_fields(GENERATE)
+@fields_of(SamplingParams, exclude=RENAMED_FIELDS, optional=True)
+class GenerateParameters(StructuredOutputFields):
+    """text-generation-inference's parameters. Decoding is greedy unless `do_sample` or a parameter that only affects
+    sampling is set."""
 
     do_sample: bool = False
     truncate: Tokens | None = None
     return_full_text: bool | None = None
     details: bool = False
-    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None  # text-generation-inference takes 5
+    top_n_tokens: Annotated[int, Field(ge=0, le=5)] | None = None  # text-generation-inference's limit
     decoder_input_details: bool | None = None
     grammar: Grammar | Text | None = None
     logit_bias: LogitBias | None = None
 
     @model_validator(mode="after")
-    def _prompts_are_details(self) -> Self:
+    def _decoder_input_details_need_details(self) -> Self:
         if self.decoder_input_details and not self.details:
             raise PydanticCustomError("decoder_input_details", "decoder_input_details needs details: true")
         return self
 
 
 class GenerateBody(Body):
-    """`POST /generate`: `inputs` (text) or `input_ids` (tokens), not both."""
+    """The body of `POST /generate` with either `inputs` (text) or `input_ids` (token ids)."""
 
     inputs: Annotated[str, Field(min_length=1)] | None = None
     input_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
@@ -58,7 +60,7 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
-    """`POST /tokenize`: a `prompt`, or `messages` rendered through the model's chat template."""
+    """The body of `POST /tokenize` with either `prompt` or `messages`, which the model's chat template renders."""
 
     model: str | None = None
     prompt: str | None = None
@@ -78,12 +80,12 @@ class TokenizeBody(Body):
             raise PydanticCustomError("tools", "tools needs messages")
         if self.messages is None and self.chat_template_kwargs is not None:
             raise PydanticCustomError("chat_template_kwargs", "chat_template_kwargs needs messages")
-        ending_of(self.messages or [], self.add_generation_prompt, self.continue_final_message)
+        prompt_ending(self.messages or [], self.add_generation_prompt, self.continue_final_message)
         return self
 
 
 class DetokenizeBody(Body):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

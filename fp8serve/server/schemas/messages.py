@@ -1,4 +1,4 @@
-"""The turns of a conversation as OpenAI's clients write them, with the tools that a model may call."""
+"""The messages and tools of OpenAI's chat completions."""
 
 import re
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from fp8serve.server.schemas.bodies import Strict
 
 MAX_CALLS = 128
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model is to think, as OpenAI's clients say it."""
+"""OpenAI's values of the reasoning effort."""
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-NOT_TEXT = frozenset(
+NON_TEXT_TYPES = frozenset(
     {
         "image", "image_url", "input_image", "image_file", "input_audio", "audio", "audio_url", "video", "video_url",
         "file", "input_file", "document", "search_result", "container_upload",
     }
 )  # fmt: skip
-"""The types of parts that no model here reads, by any project's names."""
+"""The types of content parts other than text, in all supported APIs. The models of this server read only text."""
 
 
 def only_text(content: Any) -> Any:
-    """`content`; an error that names the first part which is no text."""
+    """Returns `content`. Raises PydanticCustomError that names the type of the first part that is not text."""
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NOT_TEXT:
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in NON_TEXT_TYPES:
             raise PydanticCustomError(
-                "not_text", "parts of the type {type} are not read here; send text", {"type": part["type"]}
+                "not_text", "content parts of the type {type} are not supported; send text", {"type": part["type"]}
             )
     return content
 
@@ -40,8 +40,9 @@ class TextPart(Strict):
     text: str
 
 
-class CalledFunction(Strict):
-    """`arguments` is JSON text as a model wrote it, so it is not always valid. Various clients add the other fields."""
+class ToolCallFunction(Strict):
+    """A function call. `arguments` is the text of the model, which may be invalid JSON. Clients add the other
+    fields."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
@@ -53,15 +54,15 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None  # from a stream
+    function: ToolCallFunction
+    index: int | None = None  # clients copy it from a stream
     provider_specific_fields: Any = None
 
 
 class Message(Strict):
-    """One turn. `content` is a text or a list of text parts; an assistant that called tools may have none.
+    """A message. `content` is a text or a list of text parts; it may be null for an assistant message with tool calls.
 
-    An answer can be sent back as a client holds it, hence the fields that mean nothing to a model.
+    Clients send back messages of responses as they received them, so fields that the model does not see are accepted.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -92,12 +93,12 @@ class Message(Strict):
 
 
 Ending = Literal["prompted", "continued", "plain"]
-"""What the model is to write: a new message, the rest of the last one, or whatever follows the conversation."""
+"""How the rendered prompt ends: with a generation prompt, inside the last message, or after the last message."""
 
 
-def ending_of(messages: Sequence[Message], add_prompt: bool | None, continue_last: bool | None) -> Ending:
-    """The ending of a prompt by the two fields that vLLM has for it. PydanticCustomError: they contradict each other,
-    or the last message cannot be continued.
+def prompt_ending(messages: Sequence[Message], add_prompt: bool | None, continue_last: bool | None) -> Ending:
+    """Returns the ending that vLLM's `add_generation_prompt` and `continue_final_message` select. Raises
+    PydanticCustomError if they contradict each other or the last message cannot be continued.
     """
     if not continue_last:
         return "plain" if add_prompt is False else "prompted"
@@ -113,52 +114,50 @@ def ending_of(messages: Sequence[Message], add_prompt: bool | None, continue_las
 
 
 _TEMPLATE_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning", "reasoning_content"}
-_CALLED = {"__all__": {"id": True, "function": {"name", "arguments"}}}
+_TOOL_CALL_FIELDS = {"__all__": {"id": True, "function": {"name", "arguments"}}}
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in the form that chat templates understand."""
-    fields: Any = dict.fromkeys(_TEMPLATE_FIELDS, True) | {"tool_calls": _CALLED}
+    """Returns the messages as dictionaries for a chat template."""
+    fields: Any = dict.fromkeys(_TEMPLATE_FIELDS, True) | {"tool_calls": _TOOL_CALL_FIELDS}
     return for_template([message.model_dump(include=fields, exclude_none=True) for message in messages])
 
 
 MAX_TOOLS = 128
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-def _an_object(schema: dict[str, Any]) -> dict[str, Any]:
+def _check_is_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise PydanticCustomError("arguments", 'arguments must be an object: "type": "object"')
     return schema
 
 
-ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_an_object)]
+ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_check_is_object)]
 """The JSON schema of a tool's arguments."""
+_CLIENT_TOOL_TYPES = frozenset({"function", "custom"})
+_TOOL_TYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-_OF_CLIENTS = frozenset({"function", "custom"})
-_TYPE = re.compile(r"[a-z][a-z0-9_]{0,63}")
-
-
-def _no_server_tool(tool: Any) -> Any:
-    """`tool`; an error that names its type, if a vendor defines what it does, and usually runs it."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind not in _OF_CLIENTS and _TYPE.fullmatch(kind):
+def _check_is_client_tool(tool: Any) -> Any:
+    """Returns `tool`. Raises PydanticCustomError that names its type if OpenAI or Anthropic define this tool."""
+    type_ = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(type_, str) and type_ not in _CLIENT_TOOL_TYPES and _TOOL_TYPE.fullmatch(type_):
         raise PydanticCustomError(
             "server_tool",
-            "tools of the type {type} are not offered here; send a function with a schema of its arguments",
-            {"type": kind},
+            "tools of the type {type} are not supported; send a function with a schema of its arguments",
+            {"type": type_},
         )
     return tool
 
 
-NoServerTool = BeforeValidator(_no_server_tool)
-"""For the tools of all protocols. A server that runs no tools cannot take those that OpenAI or Anthropic run."""
+ClientToolOnly = BeforeValidator(_check_is_client_tool)
+"""A validator for tools of all APIs. This server runs no tools, so it refuses those that OpenAI or Anthropic run."""
 
 
 class Function(Strict):
-    """`parameters` is the JSON schema of the arguments. `strict`: a call always has valid arguments, if
-    the model's form of calls has an opening mark.
+    """A function that the client runs. `parameters` is the JSON schema of the arguments. `strict` enforces this schema
+    if the model's calls begin with a tag.
     """
 
     name: ToolName
@@ -168,8 +167,8 @@ class Function(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The schema of the arguments; a function that declares no parameters has none."""
-        return self.parameters or NO_ARGUMENTS | {"additionalProperties": False}
+        """The schema of the arguments. A function without parameters allows no arguments."""
+        return self.parameters or EMPTY_SCHEMA | {"additionalProperties": False}
 
 
 class Tool(Strict):
@@ -177,13 +176,14 @@ class Tool(Strict):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool in the form that chat templates understand."""
-        said = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": said | {"parameters": self.function.parameters or NO_ARGUMENTS}}
+        """Returns the tool as a dictionary for a chat template."""
+        function, parameters = self.function, self.function.parameters or EMPTY_SCHEMA
+        fields = {"name": function.name, "description": function.description or "", "parameters": parameters}
+        return {"type": "function", "function": fields}
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """For the variable `tools` of a template, which asks whether there are any."""
+    """Returns the variable `tools` of a chat template. It is None without tools, because templates test for it."""
     return [tool.plain() for tool in tools] if tools else None
 
 
@@ -196,58 +196,58 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class Allowed(Strict):
+class AllowedToolList(Strict):
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Strict):
-    """Only these tools of a request: the model is not shown the others."""
+    """A choice of some tools of the request. The prompt contains only these tools."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: Allowed
+    allowed_tools: AllowedToolList
 
 
-Tools = Annotated[list[Annotated[Tool, NoServerTool]], Field(max_length=MAX_TOOLS)]
-Word = Literal["none", "auto", "required"]
+Tools = Annotated[list[Annotated[Tool, ClientToolOnly]], Field(max_length=MAX_TOOLS)]
+ToolChoiceMode = Literal["none", "auto", "required"]
 
 
-def form_of_choice(choice: Any) -> str | None:
-    """The tag of the form of a `tool_choice`; None: it has no allowed form."""
+def tool_choice_tag(choice: Any) -> str | None:
+    """Returns the tag of the union member that `tool_choice` is, or None if its type is unknown."""
     if isinstance(choice, str):
-        return "word" if choice in get_args(Word) else None
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return kind if kind in ("function", "allowed_tools") else None
+        return "mode" if choice in get_args(ToolChoiceMode) else None
+    type_ = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return type_ if type_ in ("function", "allowed_tools") else None
 
 
-def choice_of(named: str, allowed: str) -> Discriminator:
-    """The forms by their tags; the two objects are spelt as in the arguments."""
+def tool_choice_discriminator(function: str, allowed_tools: str) -> Discriminator:
+    """Returns the discriminator of `tool_choice`. The arguments show the two objects in the error message."""
     return Discriminator(
-        form_of_choice,
+        tool_choice_tag,
         custom_error_type="tool_choice",
-        custom_error_message=f'must be "none", "auto" or "required", {named} or {allowed}',
+        custom_error_message=f'must be "none", "auto" or "required", {function} or {allowed_tools}',
     )
 
 
 ToolChoice = Annotated[
-    Annotated[Word, Tag("word")]
+    Annotated[ToolChoiceMode, Tag("mode")]
     | Annotated[NamedTool, Tag("function")]
     | Annotated[AllowedTools, Tag("allowed_tools")],
-    choice_of(
+    tool_choice_discriminator(
         '{"type": "function", "function": {"name": ...}}',
         '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     ),
 ]
 
 
-def named_by(choice: ToolChoice | None) -> set[str] | None:
-    """The tools that a choice names; None if it names none."""
+def named_tools(choice: ToolChoice | None) -> set[str] | None:
+    """Returns the names of the tools in a choice, or None for a mode."""
     if isinstance(choice, NamedTool):
         return {choice.function.name}
     return {tool.function.name for tool in choice.allowed_tools.tools} if isinstance(choice, AllowedTools) else None
 
 
-def must_call(choice: ToolChoice | None) -> bool:
+def requires_call(choice: ToolChoice | None) -> bool:
     if isinstance(choice, AllowedTools):
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, NamedTool)

@@ -1,8 +1,8 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`, strictly.
+"""The bodies of `/v1/completions` and `/v1/chat/completions`.
 
-OpenAI's fields, and those of vLLM that are in wide use (`top_k, min_p, repetition_penalty, ignore_eos, min_tokens,
-stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`). foreign_fields.py
-lists those of other projects that are mapped, ignored or refused. Any other name is refused.
+The bodies have OpenAI's fields and the widely used ones of vLLM: `top_k, min_p, repetition_penalty, ignore_eos,
+min_tokens, stop_token_ids, bad_words, skip_special_tokens, include_stop_str_in_output, chat_template_kwargs`.
+compatibility_fields.py lists further fields, which are mapped, ignored or refused. All other fields are refused.
 """
 
 from typing import Annotated, Any, Self
@@ -12,9 +12,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from fp8serve.engine.sampling_params import INT32, MAX_LOGPROBS, SamplingParams, StopString, TokenId, Tokens
-from fp8serve.server.schemas.answer_form import Formed, Text
-from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables, fields_of, given
-from fp8serve.server.schemas.foreign_fields import CHAT, COMPLETION, SAMPLED, STORED, with_foreign_fields
+from fp8serve.server.schemas.bodies import Body, LogitBias, Strict, TemplateVariables, explicit_options, fields_of
+from fp8serve.server.schemas.compatibility_fields import CHAT, COMPLETION, SAMPLING, STORAGE, with_compatibility_fields
 from fp8serve.server.schemas.messages import (
     AllowedTools,
     Effort,
@@ -23,30 +22,30 @@ from fp8serve.server.schemas.messages import (
     Tool,
     ToolChoice,
     Tools,
-    ending_of,
-    must_call,
-    named_by,
+    named_tools,
+    prompt_ending,
+    requires_call,
 )
+from fp8serve.server.schemas.response_format import StructuredOutputFields, Text
 
-MAX_STOPS = 4  # as OpenAI documents it; /generate accepts as many as the engine
-Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+OPENAI_MAX_STOP_STRINGS = 4  # OpenAI's limit; /generate has the engine's limit
+Stop = StopString | Annotated[list[StopString], Field(max_length=OPENAI_MAX_STOP_STRINGS)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
-
-
-SPELT_OTHERWISE = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
-"""Fields of SamplingParams that are spelt otherwise here: `max_tokens`, `logprobs`, `echo` and those of `Formed`."""
+RENAMED_FIELDS = ("max_new_tokens", "logprobs", "prompt_logprobs", "json_schema", "regex", "grammar")
+"""Fields of SamplingParams that clients set by other names: `max_tokens`, `logprobs` (of another type in chats), `echo`
+and `StructuredOutputFields`."""
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage so far
+    continuous_usage_stats: bool | None = None  # vLLM's; with include_usage, every chunk has the usage so far
 
 
-@fields_of(SamplingParams, leave_out=SPELT_OTHERWISE, optional=True)
-class SampledBody(Body, Formed):
-    """The common fields of both routes. `temperature`, `top_p` and `stop` have the bounds that OpenAI documents."""
+@fields_of(SamplingParams, exclude=RENAMED_FIELDS, optional=True)
+class SamplingBody(Body, StructuredOutputFields):
+    """The fields of both bodies. `temperature`, `top_p` and `stop` have OpenAI's bounds."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -55,9 +54,9 @@ class SampledBody(Body, Formed):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # vLLM's -1 means all
+    top_k: Annotated[int, Ge(-1), Le(INT32)] | None = None  # -1 means all tokens, as in vLLM
     logit_bias: LogitBias | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # as vLLM answers it
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
     grammar: Text | None = None
 
     @model_validator(mode="after")
@@ -82,75 +81,73 @@ class SampledBody(Body, Formed):
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
     @property
-    def returned(self) -> int:
-        """Choices of each prompt."""
+    def num_choices(self) -> int:
+        """The number of returned choices for each prompt."""
         return self.n or 1
 
     def sampling_values(self) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, except the number of tokens and the log-probabilities."""
-        values = given(self, SamplingParams, SPELT_OTHERWISE)
+        """Returns keyword arguments of SamplingParams, without the number of tokens and the log-probabilities."""
+        values = explicit_options(self, SamplingParams, RENAMED_FIELDS)
         if self.top_k is not None:
             values["top_k"] = max(self.top_k, 0)
-        if self.top_p == 0:  # keeps only the likeliest token, as greedy decoding does
+        if self.top_p == 0:  # only the most likely token remains, as in greedy decoding
             values |= {"temperature": 0.0, "top_p": 1.0}
-        return values | self.form()
+        return values | self.constraint()
 
 
-@with_foreign_fields(COMPLETION, SAMPLED)
-class CompletionBody(SampledBody):
-    """`POST /v1/completions`. `prompt`: a text, some texts, token ids, or some lists of ids."""
+@with_compatibility_fields(COMPLETION, SAMPLING)
+class CompletionBody(SamplingBody):
+    """The body of `POST /v1/completions`. `prompt` is a text, a list of texts, a list of token ids, or a list of such
+    lists."""
 
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None  # 0: the prompt alone, which `echo` returns
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # as OpenAI documents it
-    best_of: Annotated[int, Field(ge=1)] | None = None  # answers of which the `n` most probable are returned
-    echo: bool | None = None  # the prompt before the answer, in its log-probabilities as well
+    max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None  # with 0, only the prompt is returned (`echo`)
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None  # OpenAI's limit
+    best_of: Annotated[int, Field(ge=1)] | None = None  # the number of candidates for the `n` most probable choices
+    echo: bool | None = None  # text and logprobs begin with the prompt
 
     @model_validator(mode="after")
-    def _the_best_are_chosen_at_the_end(self) -> Self:
-        if self.best_of is not None and self.best_of < self.returned:
+    def _best_of_is_at_least_n(self) -> Self:
+        if self.best_of is not None and self.best_of < self.num_choices:
             raise PydanticCustomError("best_of", "best_of must be at least n")
-        if self.stream and self.chooses:
+        if self.stream and self.selects_best:
             raise PydanticCustomError("best_of", "best_of cannot be streamed; leave out stream or best_of")
         return self
 
     @model_validator(mode="after")
-    def _something_is_returned(self) -> Self:
+    def _returns_prompt_or_completion(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise PydanticCustomError("max_tokens", "max_tokens: 0 needs echo: true or prompt_logprobs")
         return self
 
     @property
-    def generated(self) -> int:
-        """Answers to each prompt, of which some are returned."""
-        return self.best_of or self.returned
+    def num_candidates(self) -> int:
+        """The number of generated choices for each prompt, of which `num_choices` are returned."""
+        return self.best_of or self.num_choices
 
     @property
-    def chooses(self) -> bool:
-        return self.generated > self.returned
+    def selects_best(self) -> bool:
+        return self.num_candidates > self.num_choices
 
     def prompts(self) -> list[str | list[int]]:
-        """One item for each prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        """Returns the prompts as a list."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """The parameters. If no token is wanted, one is generated to end the request, and not shown."""
-        counts = [
-            number for number in (self.prompt_logprobs, self.logprobs if self.echo else None) if number is not None
-        ]
-        of_prompt = max(counts, default=None)
-        logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs  # the best are chosen by them
-        options = {"logprobs": logprobs, "prompt_logprobs": of_prompt, **self.sampling_values()}
+        """Returns the sampling parameters. With `max_tokens` 0, one token is generated but not returned."""
+        counts = [n for n in (self.prompt_logprobs, self.logprobs if self.echo else None) if n is not None]
+        prompt_logprobs = max(counts, default=None)
+        logprobs = 0 if self.selects_best and self.logprobs is None else self.logprobs  # best_of compares logprobs
+        options = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, **self.sampling_values()}
         return SamplingParams(max_new_tokens=max(1, max_tokens), **options)
 
 
-@with_foreign_fields(CHAT, SAMPLED, STORED)
-class ChatBody(SampledBody):
-    """`POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens` the answer may fill the context."""
+@with_compatibility_fields(CHAT, SAMPLING, STORAGE)
+class ChatBody(SamplingBody):
+    """The body of `POST /v1/chat/completions`. Without `max_tokens` or `max_completion_tokens`, the output may fill the
+    context."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Tokens | None = None
@@ -162,14 +159,14 @@ class ChatBody(SampledBody):
     tool_choice: ToolChoice | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None  # the model goes on with the last of messages, as in vLLM
+    continue_final_message: bool | None = None  # vLLM's; the model continues the last message
     parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None  # vLLM's; for the chat template
+    documents: list[dict[str, Any]] | None = None  # vLLM's; a variable of the chat template
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
+    def _limits_and_logprobs_are_consistent(self) -> Self:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
@@ -177,35 +174,35 @@ class ChatBody(SampledBody):
 
     @model_validator(mode="after")
     def _the_last_message_can_be_continued(self) -> Self:
-        ending_of(self.messages, self.add_generation_prompt, self.continue_final_message)
+        prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
         return self
 
     @model_validator(mode="after")
-    def _tools_are_there(self) -> Self:
+    def _tool_choice_is_declared(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise PydanticCustomError("tools", "tools holds {name} more than once", {"name": twice})
-        if (named := named_by(self.tool_choice)) and not named.issubset(names):
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise PydanticCustomError("tools", "tools holds {name} more than once", {"name": duplicate})
+        if (named := named_tools(self.tool_choice)) and not named.issubset(names):
             raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not in tools")
-        if self.must_call and not names:
+        if self.requires_call and not names:
             raise PydanticCustomError("tool_choice", "tool_choice: required needs tools")
         return self
 
     @property
-    def must_call(self) -> bool:
-        return must_call(self.tool_choice)
+    def requires_call(self) -> bool:
+        return requires_call(self.tool_choice)
 
     @property
-    def offered(self) -> list[Tool]:
-        """The tools that the model is shown."""
+    def visible_tools(self) -> list[Tool]:
+        """The tools in the prompt."""
         tools = [] if self.tool_choice == "none" else self.tools or []
-        named = named_by(self.tool_choice) if isinstance(self.tool_choice, AllowedTools) else None
+        named = named_tools(self.tool_choice) if isinstance(self.tool_choice, AllowedTools) else None
         return tools if named is None else [tool for tool in tools if tool.function.name in named]
 
     @property
     def ending(self) -> Ending:
-        """What the model is to write."""
-        return ending_of(self.messages, self.add_generation_prompt, self.continue_final_message)
+        """How the rendered prompt ends."""
+        return prompt_ending(self.messages, self.add_generation_prompt, self.continue_final_message)
 
     @property
     def token_limit(self) -> int | None:

@@ -1,8 +1,8 @@
-"""Adapters by name beside a served model: its engine computes them together with everything else.
+"""Adapters beside a served model. The model's engine computes requests with and without adapters in one batch.
 
-A request for one is a request to its model that names the adapter. It waits in the model's queue, and is counted under
-the adapter's name. A request that uses an adapter holds a lease on it, so that the adapter leaves the engine only after
-the last of its answers.
+A request for an adapter is a request to its model that names the adapter. It waits in the model's queue and is counted
+under the adapter's name. It holds a lease on the adapter, so the engine unloads an adapter only after the last response
+that uses it.
 """
 
 import asyncio
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.server.serving.admission import Admission
-from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_weights import ServedWeights
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """A directory as peft writes it. `key`: the id of the job that made it, or "" for any other. `root`: its name at
-    its source. `required`: whether its model must not serve without it.
+    """A directory with an adapter, as peft writes it.
+
+    `key` is the id of the job that trained the adapter, or "". `root` is the adapter's original name, which may differ
+    from `name`. If `required`, the model must not be served without the adapter.
     """
 
     name: str
@@ -31,8 +33,10 @@ class AdapterSource:
 
 @dataclass(eq=False)
 class ServedAdapter:
-    """An adapter that is loaded, or will be with its model. `engine_name`: its name in the engine; a new one each
-    time, because its own name may be used again while answers are under way. `facts`: the engine's facts about it.
+    """An adapter that the engine has loaded, or will load when the model starts.
+
+    `engine_name` is the adapter's name in the engine. It is new at every load, because `name` may be used again while
+    responses with the previous adapter are still being generated. `facts` is the engine's report about the adapter.
     """
 
     source: AdapterSource
@@ -40,46 +44,45 @@ class ServedAdapter:
     admission: Admission
     facts: dict[str, Any] = field(default_factory=dict)
     leases: int = 0
-    free: asyncio.Event = field(default_factory=asyncio.Event)
+    unleased: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
         return self.source.name
 
-    def served_with(self, base: Served) -> "AdaptedServed":
-        """The weights of the model with this adapter, for one request."""
+    def served_with(self, base: ServedWeights) -> "AdaptedWeights":
+        """Returns the weights of the model with this adapter, for one request."""
         source = replace(base.source, key=self.source.key or base.source.key, model_id=self.name)
         version = f"{base.weight_version}+{self.facts.get('digest', '')[:12]}"
-        parts = source, base.engine, base.tokenizer, self.admission, version, base.answers
-        return AdaptedServed(*parts, adapter=self.engine_name, base=base, held=self)
+        parts = source, base.engine, base.tokenizer, self.admission, version, base.output_format
+        return AdaptedWeights(*parts, adapter=self.engine_name, base=base, leased_adapter=self)
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
-        """While it is held the adapter stays in the engine."""
+        """Keeps the adapter in the engine, even if it is unloaded by name meanwhile."""
         self.leases += 1
-        self.free.clear()
+        self.unleased.clear()
         try:
             yield
         finally:
             self.leases -= 1
             if self.leases == 0:
-                self.free.set()
+                self.unleased.set()
 
     def view(self) -> dict[str, Any]:
-        """The adapter as routes show it, without places on the server's disk."""
+        """Returns the adapter as routes show it, without paths on the server's disk."""
         facts = {name: self.facts.get(name) for name in ("method", "rank", "layers", "bytes")}
         return {"name": self.name, "root": self.source.root, "in_flight": self.admission.in_flight, **facts}
 
 
 @dataclass(eq=False, kw_only=True)
-class AdaptedServed(Served):
-    """See `ServedAdapter.served_with`."""
+class AdaptedWeights(ServedWeights):
+    """Served weights with an adapter, for one request. A lease keeps the engine open and the adapter loaded."""
 
-    base: Served
-    held: ServedAdapter
+    base: ServedWeights
+    leased_adapter: ServedAdapter
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[Served]:
-        """Holds the engine and the adapter."""
-        with self.base.lease(), self.held.lease():
+    def lease(self) -> Iterator[ServedWeights]:
+        with self.base.lease(), self.leased_adapter.lease():
             yield self

@@ -1,16 +1,21 @@
-"""From prompts as token ids to a stream of engine outputs.
+"""Runs the engine requests of one HTTP request and yields their outputs.
 
-`build_requests` checks each request against the engine's limits; a `Generation` takes their admission slots and a
-lease on the weights. Only then does a handler send a header. `Generation.outputs()` yields `(index, RequestOutput)` of
-all its requests as they come; leaving it early (a disconnect, a cancelled task) aborts what still runs and frees its
-blocks. An engine that fails, a drain deadline and an abort all arrive as one `Fault`.
+`build_requests` checks each request against the engine's limits. A `Generation` then takes their admission slots and a
+lease on the weights; only after that does a handler send a header. `Generation.outputs()` yields lists of `(index,
+RequestOutput)` of all its requests. If the caller closes it early, for example because the client disconnected, the
+requests that still run are aborted. If the engine fails or the request is aborted, it raises `Fault`.
+
+The engine's client delivers each output by a call, and `outputs` waits in the task of its caller, so an output costs no
+task and no queue. A caller that comes late gets all outputs that have arrived in one list. A stream can also set
+`write_directly`, which is called once in a turn of the event loop; then the task of the request is not even resumed.
 """
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,59 +26,65 @@ from fp8serve.errors import Fp8ServeError, RequestError, TokenizerError
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import ModelMetrics
 from fp8serve.server.serving.admission import Outcome, Reservation, Slot
-from fp8serve.server.serving.served import Served
-from fp8serve.server.usage import Answer, Usage
+from fp8serve.server.serving.served_weights import ServedWeights
+from fp8serve.server.usage import SequenceUsage, Usage
 
-Item = tuple[int, RequestOutput] | Fault
+log = logging.getLogger("fp8serve.server")
+Item = tuple[int, RequestOutput]
 State = Literal["queued", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as a client sees it: its text, and how many characters of it each of its tokens makes certain."""
+    """The text of a prompt, and for each of its tokens the number of characters that are final after it."""
 
     text: str
     lengths: list[int]
 
 
 class Generation:
-    """Admitted requests of one HTTP request. Use `outputs` once; it closes everything behind itself.
+    """The admitted engine requests of one HTTP request. `outputs` may be used once and releases slots and lease.
 
-    prompt_end: the text of the last tokens of a conversation. echoes: of all prompts, if they are a part of the answer.
+    `prompt_end` is the text of the last tokens of a conversation. `echoes` has an entry for each prompt, if the
+    response shall contain the prompts. `write_directly` may write outputs that have arrived and return True; if it
+    returns False, it must have changed nothing, and `outputs` yields them.
     """
 
     def __init__(
         self,
-        served: Served,
+        served: ServedWeights,
         requests: Sequence[Request],
         n: int,
         reservation: Reservation,
         usage: Usage,
-        seconds: float | None = None,
+        time_limit: float | None = None,
     ) -> None:
         self.served = served
         self.requests = requests
         self.n = n
         self.started = time.perf_counter()
-        self.seconds = seconds
+        self.time_limit = time_limit
         self.usage = usage
         self.prompt_end = ""
         self.echoes: list[Echo] = []
-        self._pumps: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        self._answers = [Answer(request) for request in requests]
+        self._arrived: list[Item] = []  # outputs that the caller of `outputs` has not received yet
+        self._fault: Fault | None = None  # raised after these outputs
+        self._waiter: asyncio.Future[None] | None = None  # of `outputs`, while nothing has arrived
+        self._flush: asyncio.Handle | None = None  # the call of `write_directly` in the next turn of the event loop
+        self.write_directly: Callable[[list[Item]], bool] | None = None
         self._lease = contextlib.ExitStack()
-        self._slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
+        slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
-        usage.prompt += self.prompt_tokens
-        usage.answers += self._answers
-        usage.model = served.source.model_id
         self.metrics = served.admission.metrics
+        self._sequences = [_Sequence(self, i, *each) for i, each in enumerate(zip(requests, slots, strict=True))]
+        usage.prompt_tokens += self.prompt_tokens
+        usage.sequences += [sequence.usage for sequence in self._sequences]
+        usage.model = served.source.model_id
         self.metrics.request_n.observe(n)
 
     @property
     def id(self) -> str:
-        """Unique on this server, whatever the client calls the request."""
+        """An id that is unique on this server. Clients may give several requests the same x-request-id."""
         return self.requests[0].request_id.rpartition("-")[0]
 
     @property
@@ -83,118 +94,178 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """How many of `prompt_tokens` every choice of a prompt found in the prefix cache."""
-        groups = range(0, len(self._answers), self.n)
-        return sum(min(answer.cached for answer in self._answers[at : at + self.n]) for at in groups)
+        """The number of `prompt_tokens` that every choice of their prompt found in the prefix cache."""
+        groups = range(0, len(self._sequences), self.n)
+        return sum(min(each.usage.cached_tokens for each in self._sequences[at : at + self.n]) for at in groups)
 
     @property
-    def under_way(self) -> bool:
-        """Whether one of its requests has not ended."""
-        return any(slot.open for slot in self._slots)
+    def is_running(self) -> bool:
+        """Whether one of the requests has not finished."""
+        return any(sequence.slot.open for sequence in self._sequences)
 
     @property
-    def generated(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(answer.generated for answer in self._answers)
+    def generated_tokens(self) -> int:
+        """The number of tokens generated so far, over all choices."""
+        return sum(sequence.usage.generated_tokens for sequence in self._sequences)
 
     @property
     def state(self) -> State:
-        """The state of the most advanced answer, as last reported by the engine."""
-        if self.generated:
+        """The state of the most advanced sequence in the engine's last report."""
+        if self.generated_tokens:
             return "decode"
-        return "queued" if self.served.prefilling.isdisjoint(r.request_id for r in self.requests) else "prefill"
+        return "queued" if self.served.prefilling_ids.isdisjoint(r.request_id for r in self.requests) else "prefill"
 
     def fail(self, fault: Fault) -> None:
-        """Ends the generation from outside, at once even if its reader is slow; the reader gets `fault`."""
-        for pump in self._pumps:
-            pump.cancel()
-        self._queue.put_nowait(fault)
+        """Aborts the requests at once. The caller of `outputs` gets `fault`, even if it reads slowly."""
+        for sequence in self._sequences:
+            sequence.cancel()
+        self.end_with(fault)
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of all requests until each has finished. Raises Fault."""
-        self._pumps = [
-            asyncio.create_task(self._pump(i, request, self._slots[i])) for i, request in enumerate(self.requests)
-        ]
-        running = len(self._pumps)
-        alarm = None if self.seconds is None else asyncio.get_running_loop().call_later(self.seconds, self._late)
+    async def outputs(self) -> AsyncGenerator[list[Item], None]:
+        """Yields the index and output of each request, as many as have arrived, until all requests have finished.
+        Raises Fault."""
+        loop = asyncio.get_running_loop()
+        alarm = None if self.time_limit is None else loop.call_later(self.time_limit, self._fail_late)
         try:
+            for sequence in self._sequences:
+                sequence.start()
+            running = len(self._sequences)
             while running:
-                item = await self._queue.get()
-                if isinstance(item, Fault):
-                    raise item
-                yield item
-                running -= item[1].finish_reason is not None
+                if not self._arrived and self._fault is None:
+                    self._waiter = loop.create_future()
+                    await self._waiter
+                if not self._arrived and self._fault is not None:
+                    raise self._fault
+                items, self._arrived = self._arrived, []
+                running -= sum(output.finish_reason is not None for _, output in items)
+                yield items
         finally:
             if alarm is not None:
                 alarm.cancel()
-            await self._close()
+            self._close()
 
-    def _late(self) -> None:
-        message = f"The answer was not done within {self.seconds:g} seconds, this server's limit."
+    def receive(self, index: int, output: RequestOutput) -> None:
+        """Passes an output to the caller of `outputs`. Outputs after a fault are dropped."""
+        if self._fault is not None:
+            return
+        self._arrived.append((index, output))
+        if self.write_directly is None:
+            self._wake()
+        elif self._flush is None:
+            self._flush = asyncio.get_running_loop().call_soon(self._flush_arrived)
+
+    def end_with(self, fault: Fault) -> None:
+        """Ends `outputs` with a fault, after the outputs that have arrived. Only the first fault counts."""
+        self._fault = self._fault or fault
+        self._wake()
+
+    def _flush_arrived(self) -> None:
+        """Writes the outputs that have arrived, or lets `outputs` yield them."""
+        self._flush = None
+        if not self._arrived or self._waiter is None or self._waiter.done():
+            return  # `outputs` is about to yield them, or its caller is busy with earlier ones
+        if self.write_directly is not None and self._fault is None and self.write_directly(self._arrived):
+            self._arrived = []
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail_late(self) -> None:
+        message = f"The response did not finish within {self.time_limit:g} seconds, this server's limit."
         self.fail(Fault(Code.REQUEST_TIMEOUT, message, hint="Ask for fewer tokens."))
 
-    async def _close(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        if lengths := [answer.generated for answer in self._answers if answer.finish_reason is not None]:
-            self.metrics.longest.observe(max(lengths))
+    def _close(self) -> None:
+        usages = [sequence.usage for sequence in self._sequences]
+        if lengths := [usage.generated_tokens for usage in usages if usage.finish_reason is not None]:
+            self.metrics.longest_choice.observe(max(lengths))
         self.discard()
 
     def discard(self) -> None:
-        """Gives slots and lease back, for a generation whose outputs were never read."""
-        for slot in self._slots:
-            slot.close("cancelled")
+        """Aborts what still runs, and releases slots and lease. Call it directly only if `outputs` is never used."""
+        for sequence in self._sequences:
+            sequence.cancel()
         self._lease.close()
 
-    async def _pump(self, index: int, request: Request, slot: Slot) -> None:
-        """Puts one request's outputs into the queue, a failure as a Fault; cancelling it aborts the request."""
-        answer = self._answers[index]
-        clock = _Clock(self.metrics, self.usage, self.started)
-        outcome: Outcome = "cancelled"
+
+class _Sequence:
+    """One engine request of a generation. Its slot is open until it has ended."""
+
+    def __init__(self, generation: Generation, index: int, request: Request, slot: Slot) -> None:
+        self.slot = slot
+        self.usage = SequenceUsage(request)
+        self._generation, self._index, self._request = generation, index, request
+        self._recorder = _LatencyRecorder(generation.metrics, generation.usage, generation.started)
+        self._has_started = False
+
+    def start(self) -> None:
+        if not self.slot.open:  # another request of the generation has failed
+            return
+        self._has_started = True
         try:
-            async with contextlib.aclosing(self.served.engine.generate(request)) as outputs:
-                async for output in outputs:
-                    clock.saw(output)
-                    answer.saw(output)
-                    if fault := _fault_of(output, self.served.engine.alive):
-                        outcome = "failed"
-                        return self._queue.put_nowait(fault)
-                    if output.finish_reason is not None:
-                        outcome = "ok"
-                        clock.done(request, output)
-                    self._queue.put_nowait((index, output))
-        except RequestError as error:  # the form turned out to be too complex
-            outcome = "failed"
-            self._queue.put_nowait(Fault(Code.INVALID_PARAMETER, str(error)))
-        except TokenizerError as error:
-            outcome = "failed"
-            self._queue.put_nowait(Fault(Code.TOKENIZER_ERROR, str(error)))
-        except (Fp8ServeError, OSError, EOFError) as error:
-            outcome = "failed"
-            self._queue.put_nowait(
-                Fault(Code.ENGINE_DOWN, f"The engine stopped while it was answering: {error}", retry_after=2)
-            )
-        except Exception:
-            outcome = "failed"
-            self._queue.put_nowait(Fault(Code.INTERNAL, "The server failed while it was answering."))
-            raise
-        finally:
-            self.metrics.ended(answer.finish_reason or ("abort" if outcome == "cancelled" else "error")).inc()
-            slot.close(outcome)
+            self._generation.served.engine.submit(self._request, self._deliver)
+        except Exception as error:
+            self._deliver(error)
+
+    def cancel(self) -> None:
+        """Aborts the request unless it has ended."""
+        if self.slot.open:
+            if self._has_started:
+                self._generation.served.engine.cancel(self._request.request_id)
+            self._end("cancelled")
+
+    def _deliver(self, item: RequestOutput | Exception) -> None:
+        fault = self._record(item) if isinstance(item, RequestOutput) else _fault_of_error(item)
+        if fault is not None:
+            self._end("failed")
+            self._generation.end_with(fault)
+        elif isinstance(item, RequestOutput):
+            self._generation.receive(self._index, item)
+
+    def _record(self, output: RequestOutput) -> Fault | None:
+        """Counts an output, and ends the sequence if it is the last one. Returns the fault if the engine has failed."""
+        self._recorder.record_output(output)
+        self.usage.update(output)
+        if output.finish_reason is None:
+            return None
+        if fault := _fault_of(output, self._generation.served.engine.alive):
+            return fault
+        self._recorder.record_end(self._request, output)
+        self._end("ok")
+        return None
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._has_started:
+            reason = self.usage.finish_reason or ("abort" if outcome == "cancelled" else "error")
+            self._generation.metrics.sequences_ended(reason).inc()
+        self.slot.close(outcome)
+
+
+def _fault_of_error(error: Exception) -> Fault:
+    """Returns the fault for an exception that ended a request."""
+    if isinstance(error, RequestError):  # the engine found the grammar too complex
+        return Fault(Code.INVALID_PARAMETER, str(error))
+    if isinstance(error, TokenizerError):
+        return Fault(Code.TOKENIZER_ERROR, str(error))
+    if isinstance(error, Fp8ServeError | OSError | EOFError):
+        return Fault(Code.ENGINE_DOWN, f"The engine ended while it was generating: {error}", retry_after=2)
+    log.error("unexpected %s in a generation", type(error).__name__, exc_info=error)
+    return Fault(Code.INTERNAL, "The server failed while it was generating.")
 
 
 def _fault_of(output: RequestOutput, alive: bool) -> Fault | None:
     if output.finish_reason == "error":
         code = Code.GENERATION_FAILED if alive else Code.ENGINE_DOWN
-        return Fault(code, output.error or "The engine failed while it was answering.")
+        return Fault(code, output.error or "The engine failed while it was generating.")
     if output.finish_reason == "abort":
-        return Fault(Code.DRAINING, "The request was aborted before it was done.")
+        return Fault(Code.DRAINING, "The request was aborted before it finished.")
     return None
 
 
-class _Clock:
-    """Latencies of one request, from admission on, and its tokens."""
+class _LatencyRecorder:
+    """Records the latencies of one request, counted from its admission, and its tokens in the metrics."""
 
     def __init__(self, metrics: ModelMetrics, usage: Usage, started: float) -> None:
         self._metrics = metrics
@@ -203,7 +274,7 @@ class _Clock:
         self._first: float | None = None
         self._last = started
 
-    def saw(self, output: RequestOutput) -> None:
+    def record_output(self, output: RequestOutput) -> None:
         if not output.token_ids:
             return
         now = time.perf_counter()
@@ -214,9 +285,9 @@ class _Clock:
             self._metrics.inter_token.observe((now - self._last) / len(output.token_ids))
         self._last = now
         self._metrics.generated_tokens.inc(len(output.token_ids))
-        self._usage.generated += len(output.token_ids)
+        self._usage.generated_tokens += len(output.token_ids)
 
-    def done(self, request: Request, output: RequestOutput) -> None:
+    def record_end(self, request: Request, output: RequestOutput) -> None:
         now = time.perf_counter()
         prompt = len(request.prompt_token_ids)
         self._metrics.prompt_tokens.inc(prompt)
@@ -236,12 +307,11 @@ class _Clock:
 
 
 def build_requests(
-    served: Served, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, tenant: str = ""
+    served: ServedWeights, prompts: Sequence[tuple[int, ...]], params: SamplingParams, n: int, tenant: str = ""
 ) -> list[Request]:
-    """`n` requests for each prompt, in order; each choice has its own seed. Raises Fault when one could never run.
+    """Returns `n` requests for each prompt, in order, each with its own seed. Raises Fault if one could never run.
 
-    Their ids in the engine are made here. A client's own request id is only for its log and the server's: two requests
-    may have the same one.
+    The engine gets new ids for them, because clients may give two requests the same x-request-id.
     """
     requests: list[Request] = []
     group = secrets.token_hex(12)
@@ -254,20 +324,20 @@ def build_requests(
     return requests
 
 
-def _check_all(served: Served, requests: Sequence[Request]) -> None:
+def _check_all(served: ServedWeights, requests: Sequence[Request]) -> None:
     limit = served.engine.limits.max_model_len
     for request in requests:
         prompt, new = len(request.prompt_token_ids), request.params.max_new_tokens
         if prompt == limit and new:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {prompt} tokens, as many as this model's context holds with the answer.",
+                f"The prompt has {prompt} tokens and fills this model's context, which has no room for a completion.",
                 hint="Shorten the prompt.",
             )
         if prompt + new > limit:
             raise Fault(
                 Code.CONTEXT_LENGTH_EXCEEDED,
-                f"The prompt has {prompt} tokens and {new} more are asked for, but this model's context holds {limit}.",
+                f"The prompt has {prompt} tokens and up to {new} are requested, but the context holds {limit}.",
                 hint="Shorten the prompt or ask for fewer tokens.",
             )
         try:

@@ -1,6 +1,6 @@
-"""Which models there are: names, other names for them, and the one that answers where a request names none.
+"""The models of one server: their names and aliases, and the default model for requests that name none.
 
-Names come from tables here; nothing a client sends is ever joined to a path.
+Names are looked up in tables; no text of a client is ever joined to a path.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,113 +10,123 @@ from fp8serve.engine.request import Task
 from fp8serve.errors import suggestion
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.serving.adapters import ServedAdapter
-from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
+from fp8serve.server.serving.served_weights import ServedWeights
 
-COUNTED = ("running", "waiting")
+SEQUENCE_COUNTS = ("running", "waiting")
 PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Names by which official clients say "the model you serve": huggingface_hub's InferenceClient, given an address, and
-what text-generation-inference tells users of OpenAI's client to send."""
+"""Model names that stand for the default model: huggingface_hub's InferenceClient sends the first one if it has only an
+address, and text-generation-inference tells users of OpenAI's client to send the second one."""
 
 
 class Registry:
-    """Models by their names. The default is there as long as the server is; it stands first."""
+    """Models by name. The default model comes first and is served as long as the server runs."""
 
     def __init__(self, default: ServedModel) -> None:
         self.default = default
         self.models = {default.name: default}
-        self.aliases: dict[str, str] = {}  # to the name of a model
+        self.aliases: dict[str, str] = {}  # alias -> name of a model
 
     def names(self) -> list[str]:
-        """By which requests may ask now, those of the default first, then adapters, aliases last."""
-        own = (name for model in self.models.values() for name in model.names())
+        """Returns all names that requests may use: models, the default first, then adapters, then aliases."""
+        models = (name for model in self.models.values() for name in model.names())
         adapters = (name for model in self.models.values() for name in model.adapters)
-        return list(
-            dict.fromkeys([*own, *adapters, *(alias for alias, name in self.aliases.items() if name in self.models)])
-        )
+        aliases = (alias for alias, name in self.aliases.items() if name in self.models)
+        return list(dict.fromkeys([*models, *adapters, *aliases]))
 
-    def named(self, name: str) -> ServedModel | None:
-        """The model that a name, an alias, or the id of the weights behind a name stands for."""
+    def get(self, name: str) -> ServedModel | None:
+        """Returns the model with this name or alias, or whose weights have this id; None if there is none."""
         model = self.models.get(name) or self.models.get(self.aliases.get(name, ""))
         return model or next((model for model in self.models.values() if name in model.names()), None)
 
-    def adapter(self, name: str) -> tuple[ServedModel, ServedAdapter] | None:
-        """The adapter of that name, behind the model that has it."""
+    def get_adapter(self, name: str) -> tuple[ServedModel, ServedAdapter] | None:
+        """Returns the adapter of this name with its model, or None if there is none."""
         candidates = ((model, model.adapters.get(name)) for model in self.models.values())
         return next(((model, adapter) for model, adapter in candidates if adapter is not None), None)
 
-    def find_adapter(self, name: str) -> tuple[ServedModel, ServedAdapter]:
-        """As `adapter`. Fault 404 where there is none."""
-        if (pair := self.adapter(name)) is not None:
+    def require_adapter(self, name: str) -> tuple[ServedModel, ServedAdapter]:
+        """Returns the adapter of this name with its model. Raises Fault 404 if there is none."""
+        if (pair := self.get_adapter(name)) is not None:
             return pair
         known = [adapter for model in self.models.values() for adapter in model.adapters]
-        message = f"There is no adapter of that name here.{suggestion(name, known)}"
-        hint = f"Loaded are: {', '.join(known) or 'none'}."
+        message = f"This server has no adapter of that name.{suggestion(name, known)}"
+        hint = f"Loaded adapters: {', '.join(known) or 'none'}."
         raise Fault(Code.MODEL_NOT_FOUND, message, param="lora_name", hint=hint)
 
     def is_taken(self, name: str) -> bool:
-        """Whether something has that name."""
-        return self.named(name) is not None or self.adapter(name) is not None
+        """Whether a model, an alias or an adapter has this name."""
+        return self.get(name) is not None or self.get_adapter(name) is not None
 
-    def own_name(self, name: str) -> str:
-        """Of the model or adapter that `name` stands for. Fault 404 where there is none."""
-        return name if self.adapter(name) is not None else self.find(name, "model").name
+    def canonical_name(self, name: str) -> str:
+        """Returns the name of the adapter or model that `name` stands for. Raises Fault 404 if there is none."""
+        return name if self.get_adapter(name) is not None else self.require(name, "model").name
 
-    def adapters_of(self, served: Served) -> list[ServedAdapter]:
-        """The adapters of the model that serves these weights."""
-        models = (model for model in self.models.values() if model.current is not None)
-        owners = (m for m in models if m.current is not None and m.current.engine is served.engine)
-        return [adapter for model in owners for adapter in model.adapters.values()]
+    def adapters_of(self, served: ServedWeights) -> list[ServedAdapter]:
+        """Returns the adapters of the model that serves these weights."""
+        models = (m for m in self.models.values() if m.current is not None and m.current.engine is served.engine)
+        return [adapter for model in models for adapter in model.adapters.values()]
 
-    def find(self, name: str, param: str = "name") -> ServedModel:
-        """As `named`. Fault 404 where there is none."""
-        if (model := self.named(name)) is not None:
+    def require(self, name: str, param: str = "name") -> ServedModel:
+        """Returns the model that `get` finds. Raises Fault 404 if there is none."""
+        if (model := self.get(name)) is not None:
             return model
         known = self.names()
         message = f"There is no model of that name here.{suggestion(name, known)}"
-        hint = f"This server answers to {', '.join(known)}; a fine-tuned model must be activated or loaded first."
+        hint = f"This server has {', '.join(known)}; a fine-tuned model must be activated or loaded first."
         raise Fault(Code.MODEL_NOT_FOUND, message, param=param, hint=hint)
 
-    def resolve(self, model: str | None, tasks: Sequence[Task] = ()) -> Served:
-        """The weights a request for `model` gets. Fault 404 for an unknown name, 503 while there is no engine.
+    def resolve(self, model: str | None, tasks: Sequence[Task] = ()) -> ServedWeights:
+        """Returns the weights for a request that names `model`.
 
-        Where none is named it is the default, or the first model for one of `tasks` if the default is for another.
+        If `model` is None, the first model that can perform one of `tasks` is chosen, or the default model. Raises
+        Fault 404 for an unknown name, and 503 while no engine runs.
         """
-        if model is not None and (pair := self.adapter(model)) is not None:
+        if model is not None and (pair := self.get_adapter(model)) is not None:
             base, adapter = pair
             return adapter.served_with(base.resolve())
-        chosen = self._for(tasks) if model is None else self.named(model)
+        return (self._choose(model, tasks) or self.require(str(model), "model")).resolve()
+
+    async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
+        """Waits while the model that `resolve` would choose exchanges its weights. The choice may be another one
+        afterwards."""
+        while (chosen := self._choose(model, tasks)) is not None and chosen.holds_requests:
+            await chosen.released.wait()
+
+    def _choose(self, model: str | None, tasks: Sequence[Task]) -> ServedModel | None:
+        chosen = self._first_with_task(tasks) if model is None else self.get(model)
         if chosen is None and (model in PLACEHOLDERS or self.default.state == "loading"):
-            chosen = self._for(tasks)  # the default may have other weights when it is loaded, and their name
-        return (chosen or self.find(str(model), "model")).resolve()
+            chosen = self._first_with_task(tasks)  # the name may be that of weights that are still loading
+        return chosen
 
-    def _for(self, tasks: Sequence[Task]) -> ServedModel:
-        fitting = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)
-        return next(fitting, self.default) if self.default.current is not None else self.default
+    def _first_with_task(self, tasks: Sequence[Task]) -> ServedModel:
+        matches = (m for m in self.models.values() if m.current is not None and m.current.engine.limits.task in tasks)
+        return next(matches, self.default) if self.default.current is not None else self.default
 
-    def sources(self) -> set[str]:
-        """The keys of all weights that serve, adapters' included."""
+    def source_keys(self) -> set[str]:
+        """Returns the keys of all served weights and adapters."""
         models = list(self.models.values())
         keys = {model.current.source.key for model in models if model.current is not None}
         return keys | {adapter.source.key for model in models for adapter in list(model.adapters.values())}
 
-    def serving(self, key: str) -> bool:
-        """Whether a model serves the weights of this source."""
-        return key in self.sources()
+    def is_serving(self, key: str) -> bool:
+        """Whether weights or an adapter with this key are served."""
+        return key in self.source_keys()
 
-    def count(self, of: Callable[[ServedModel], int]) -> int:
-        """The sum over all models."""
-        return sum(map(of, self.models.values()))
+    def total(self, count: Callable[[ServedModel], int]) -> int:
+        """Returns the sum of `count(model)` over all models."""
+        return sum(map(count, self.models.values()))
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each engine said last about itself; sequences with an adapter are counted under its name alone."""
+        """Returns the last statistics of each engine. Sequences that use an adapter count under its name alone."""
         totals: dict[str, Mapping[str, Any]] = {}
         for name, model in self.models.items():
             stats, adapters = model.stats, model.adapter_stats().values()
-            own = {key: stats[key] - sum(counts[key] for counts in adapters) for key in COUNTED if key in stats}
-            totals[name] = stats | own
+            without_adapter = {
+                key: stats[key] - sum(counts[key] for counts in adapters) for key in SEQUENCE_COUNTS if key in stats
+            }
+            totals[name] = stats | without_adapter
         return totals
 
     def adapter_stats(self) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
-        """By model and adapter, how many sequences run and wait."""
+        """Returns the numbers of running and waiting sequences, by model and adapter."""
         return {name: model.adapter_stats() for name, model in self.models.items()}

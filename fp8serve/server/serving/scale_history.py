@@ -1,9 +1,9 @@
-"""How the inputs of FP8 layers have moved since their weights began to serve, in memory that does not grow.
+"""The history of the inputs of FP8 layers since their weights began to serve, in bounded memory.
 
-The engine is asked every few seconds. When a history is full, neighbouring entries are merged, keeping the larger
-inputs of both, and from then on twice as many samples become one entry. So it reaches from the first sample to the
-last, whatever time lies between, and no peak is lost. Numbers are FP32, and all layers together have at most `NUMBERS`,
-or `LEAST` entries each.
+The supervisor adds a sample every few seconds. When a layer's history is full, neighbouring entries are merged, keeping
+the larger input amax of both, and each later entry covers twice as many samples. So the history always reaches from the
+first sample to the last, and no peak is lost. Values are FP32. All layers together store at most MAX_VALUES values, or
+MIN_ENTRIES entries each if that is more.
 """
 
 import math
@@ -12,68 +12,71 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MOST = 240  # entries of a layer; even, as is LEAST
-LEAST = 16
-NUMBERS = 1 << 21
+MAX_ENTRIES = 240  # of a layer; even, as is MIN_ENTRIES, because entries are merged in pairs
+MIN_ENTRIES = 16
+MAX_VALUES = 1 << 21
 KEYS = ("amax", "window_amax", "scale")
-"""Keys of a record of `Engine.scales`; the last of several scales in one entry is kept, and the largest of the rest."""
+"""The values of an entry. Merging keeps the larger amax and window amax, and the later scale."""
 
 
 class ScaleHistory:
-    """The history of one model. Other weights begin another history."""
+    """The history of the weights that a model currently serves. New weights start a new history."""
 
     def __init__(self) -> None:
-        self._begin("", [])
+        self._start("", [])
 
-    def _begin(self, weight_version: str, names: Sequence[str]) -> None:
+    def _start(self, weight_version: str, layers: Sequence[str]) -> None:
         self.weight_version = weight_version
-        self._rows = {name: tuple(array("f") for _ in KEYS) for name in names}
+        self._columns = {name: tuple(array("f") for _ in KEYS) for name in layers}
         self._times: list[float] = []
-        self._most = max(LEAST, min(MOST, NUMBERS // (len(KEYS) * max(1, len(names))) // 2 * 2))
-        self._looks = 1  # samples in one entry
-        self._seen = 0  # samples so far
+        self._max_entries = max(MIN_ENTRIES, min(MAX_ENTRIES, MAX_VALUES // (len(KEYS) * max(1, len(layers))) // 2 * 2))
+        self._samples_per_entry = 1
+        self._num_samples = 0
 
-    def take(self, weight_version: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the present records of `Engine.scales`; layers whose scales follow every input have no history."""
-        known = {record["name"]: record for record in records if record["scale"] is not None}
-        if weight_version != self.weight_version or self._rows.keys() != known.keys():
-            self._begin(weight_version, list(known))
-        is_new = self._seen % self._looks == 0
-        if is_new and len(self._times) == self._most:
-            self._halve()
-        self._times[len(self._times) - (not is_new) :] = [time.time()]
-        for name, row in self._rows.items():
-            _add(row, [math.nan if known[name][key] is None else known[name][key] for key in KEYS], is_new)
-        self._seen += 1
+    def add(self, weight_version: str, records: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a sample: the current records of `Engine.scales`. Layers without a stored scale have no history."""
+        by_layer = {record["name"]: record for record in records if record["scale"] is not None}
+        if weight_version != self.weight_version or self._columns.keys() != by_layer.keys():
+            self._start(weight_version, list(by_layer))
+        is_new_entry = self._num_samples % self._samples_per_entry == 0
+        if is_new_entry and len(self._times) == self._max_entries:
+            self._merge_pairs()
+        self._times[len(self._times) - (not is_new_entry) :] = [time.time()]
+        for name, columns in self._columns.items():
+            record = by_layer[name]
+            sample = [math.nan if record[key] is None else record[key] for key in KEYS]
+            _add_sample(columns, sample, is_new_entry)
+        self._num_samples += 1
 
-    def _halve(self) -> None:
+    def _merge_pairs(self) -> None:
         self._times = self._times[1::2]
-        for row in self._rows.values():
-            *inputs, scales = row
+        for *inputs, scales in self._columns.values():
             for values in inputs:
                 values[:] = array("f", map(_larger, values[::2], values[1::2]))
             scales[:] = scales[1::2]
-        self._looks *= 2
+        self._samples_per_entry *= 2
 
-    def of(self, layer: str) -> list[dict[str, float | None]] | None:
-        """The entries of a layer, oldest first, each with `at`, the Unix time of its last sample; None: there is no
-        such layer."""
-        if (row := self._rows.get(layer)) is None:
+    def entries(self, layer: str) -> list[dict[str, float | None]] | None:
+        """Returns the entries of a layer, oldest first, or None for an unknown layer.
+
+        Besides `KEYS`, an entry has `at`, the Unix time of its last sample.
+        """
+        if (columns := self._columns.get(layer)) is None:
             return None
         return [
-            {"at": at} | {key: None if math.isnan(value) else value for key, value in zip(KEYS, entry, strict=True)}
-            for at, *entry in zip(self._times, *row, strict=True)
+            {"at": at} | {key: None if math.isnan(value) else value for key, value in zip(KEYS, values, strict=True)}
+            for at, *values in zip(self._times, *columns, strict=True)
         ]
 
 
-def _add(row: tuple["array[float]", ...], entry: Sequence[float], is_new: bool) -> None:
-    """Adds a sample as an entry of its own, or to the last one."""
-    *inputs, scales = row
-    for values, value in zip(inputs, entry, strict=False):
-        values.append(value if is_new else _larger(values.pop(), value))
-    scales[len(scales) - (not is_new) :] = array("f", entry[-1:])
+def _add_sample(columns: tuple["array[float]", ...], sample: Sequence[float], is_new_entry: bool) -> None:
+    """Appends a sample as a new entry, or merges it into the last one."""
+    *inputs, scales = columns
+    for values, value in zip(inputs, sample, strict=False):
+        values.append(value if is_new_entry else _larger(values.pop(), value))
+    scales[len(scales) - (not is_new_entry) :] = array("f", sample[-1:])
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger number; nan, which stands for no number, only if both are."""
+    """Returns the larger number. NaN stands for a missing value and is returned only if both are NaN."""
     return b if math.isnan(a) else a if math.isnan(b) else max(a, b)

@@ -1,9 +1,9 @@
-"""Keeps the engine process alive that answers for one model.
+"""Keeps the engine process of one model running, and reads its statistics.
 
-One that dies is started again, with growing pauses, and readiness is false meanwhile; one that hangs, silent or in one
-step for too long, is ended and started again in the same way, also while another is being loaded. The front stays alive
-through all of it. Weights that were activated lately and die again and again give way to those that served before. If
-nothing helps, liveness is false, and who watches this process must start it again.
+A process that died is started again, with growing pauses between failed attempts. A process that hangs, because it
+sends no heartbeat or stays in one step for too long, is killed and started again. The server is not ready meanwhile,
+but keeps running. If newly activated weights die several times, the previous weights are loaded again. If the engine
+cannot be started at all, the server is no longer live, so that an orchestrator restarts it.
 """
 
 import asyncio
@@ -12,42 +12,43 @@ import logging
 import time
 
 from fp8serve.errors import Fp8ServeError
-from fp8serve.server.serving.served import Served
 from fp8serve.server.serving.served_model import ServedModel
+from fp8serve.server.serving.served_weights import ServedWeights
 
 log = logging.getLogger("fp8serve.server")
 
 WATCH_SECONDS = 0.2
-LAYERS_SECONDS = 2.0
+LAYER_STATS_SECONDS = 2.0
 HISTORY_SECONDS = 5.0
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STATS_SECONDS = 5.0
+STATS_TIMEOUT_SECONDS = 5.0
 
 
 class EngineSupervisor:
-    """Watches what `model` serves. Restarts are made here alone, one after the other; a swap meanwhile wins."""
+    """Watches the engine of `model`. All restarts are made here, one at a time. If other weights are activated during a
+    restart, the restarted engine is closed again."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
     async def watch(self) -> None:
-        """Runs for ever: reads statistics for /metrics, and starts a dead engine again."""
+        """Restarts dead or hung engines and reads statistics, until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_alive())
-            tasks.create_task(self._keep_informed())
-            tasks.create_task(self._keep_informed_of_layers())
+            tasks.create_task(self._poll_stats())
+            tasks.create_task(self._poll_layers())
 
-    async def _keep_informed(self) -> None:
+    async def _poll_stats(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             served = self.model.current
             if served is not None and served.engine.alive:
-                served.proven |= await self._read_stats(served)
+                served.has_reported |= await self._read_stats(served)
 
-    async def _keep_informed_of_layers(self) -> None:
-        """New weights at once; then as often as metrics by layer are read, or for the history alone, less often."""
-        seconds = LAYERS_SECONDS if self.model.asks_layers else HISTORY_SECONDS
-        last_read: tuple[Served | None, float] = (None, 0.0)
+    async def _poll_layers(self) -> None:
+        """Reads the statistics of FP8 layers: at once for new weights, then every few seconds."""
+        seconds = LAYER_STATS_SECONDS if self.model.needs_layer_stats else HISTORY_SECONDS
+        last_read: tuple[ServedWeights | None, float] = (None, 0.0)
         while True:
             served, now = self.model.current, time.monotonic()
             if (
@@ -59,14 +60,14 @@ class EngineSupervisor:
                 await self._read_layers(served)
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _read_layers(self, served: Served) -> None:
+    async def _read_layers(self, served: ServedWeights) -> None:
         with contextlib.suppress(Fp8ServeError, OSError, TimeoutError):
-            async with asyncio.timeout(STATS_SECONDS):
+            async with asyncio.timeout(STATS_TIMEOUT_SECONDS):
                 layers = await served.engine.scales()
-            if self.model.asks_layers:
-                self.model.reported_layers = served, layers
+            if self.model.needs_layer_stats:
+                self.model.last_layer_stats = served, layers
             if served is self.model.current:
-                self.model.history.take(served.weight_version, layers)
+                self.model.history.add(served.weight_version, layers)
 
     async def _keep_alive(self) -> None:
         last = time.monotonic()
@@ -74,20 +75,21 @@ class EngineSupervisor:
             await asyncio.sleep(WATCH_SECONDS)
             now, served = time.monotonic(), self.model.current
             if served is not None:
-                served.heartbeat.turn(served.engine.heartbeat_age, now - last)
-                await self._look_after(served)
+                served.heartbeat.update(served.engine.heartbeat_age, now - last)
+                await self._check(served)
             last = now
 
-    async def _look_after(self, served: Served) -> None:
+    async def _check(self, served: ServedWeights) -> None:
+        """Kills the engine if it hangs, and restarts it if it is dead."""
         model = self.model
-        if served.engine.alive and (hang := model.hang(served)) is not None:
-            log.error("the engine process of %s hangs", served.source.model_id)
-            await served.engine.kill(hang)
+        if served.engine.alive and (reason := model.hang_reason(served)) is not None:
+            log.error("the engine process of %s hangs and is killed", served.source.model_id)
+            await served.engine.kill(reason)
         if served.engine.alive:
-            model.failed_restarts = 0 if served.proven else model.failed_restarts
+            model.failed_restarts = 0 if served.has_reported else model.failed_restarts
             return
-        if model.leaving and not model.admission.capacity.in_flight:
-            return  # a service manager's SIGTERM reaches the engine's process, too, and nothing needs it any more
+        if model.is_shutting_down and not model.admission.capacity.in_flight:
+            return  # a service manager's SIGTERM also reached the engine process, which no request needs any more
         model.state = "restarting"
         if model.failed_restarts:
             await asyncio.sleep(BACKOFF_SECONDS[min(model.failed_restarts, len(BACKOFF_SECONDS)) - 1])
@@ -95,28 +97,29 @@ class EngineSupervisor:
         if model.current is served:
             await self._restart(served)
 
-    async def _read_stats(self, served: Served) -> bool:
+    async def _read_stats(self, served: ServedWeights) -> bool:
+        """Stores the engine's statistics. Returns whether the engine reported them in time."""
         try:
-            async with asyncio.timeout(STATS_SECONDS):
-                self.model.reported = (served, stats := await served.engine.stats())
-                served.prefilling = frozenset(stats.get("prefilling", ()))
+            async with asyncio.timeout(STATS_TIMEOUT_SECONDS):
+                self.model.last_stats = (served, stats := await served.engine.stats())
+                served.prefilling_ids = frozenset(stats.get("prefilling", ()))
         except (Fp8ServeError, OSError, TimeoutError):
             return False
         return True
 
-    async def _restart(self, dead: Served) -> None:
-        log.error("the engine process of %s died; starting it again", dead.source.model_id)
+    async def _restart(self, dead: ServedWeights) -> None:
+        log.error("the engine process of %s died and is started again", dead.source.model_id)
         self.model.admission.metrics.restarts.inc()
         try:
             await dead.engine.close()
-            new = await self.model.ready_engine(self.model.to_restart(dead))
+            new = await self.model.load_engine(self.model.restart_source(dead))
         except Fp8ServeError as error:
-            log.error("the engine could not be started again: %s", error)
+            log.error("the engine process could not be started again: %s", error)
             return
         except Exception:
-            log.exception("the engine could not be started again")
+            log.exception("the engine process could not be started again")
             return
-        if not self.model.put_back(dead, new):
+        if not self.model.replace_dead_engine(dead, new):
             await new.engine.close()
             return
-        await self.model.went_back(dead, new)
+        await self.model.record_rollback(dead, new)

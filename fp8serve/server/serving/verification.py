@@ -1,9 +1,10 @@
-"""Whether weights that were loaded beside those that serve, or written over them, may take their place.
+"""Verifies weights before they serve: weights in a new engine process, or weights copied over the served ones.
 
-All numbers in their files are finite; they write an answer; and on rows of their job, the held-out ones where it has
-some, or on texts that were given, their perplexity is at most so many times that of what served before. Both compute
-the same rows, what serves between the requests of its clients. A further model has no predecessor: of its files and its
-first token more is not asked.
+All numbers in their files must be finite, and the engine must generate a few tokens. If rows are given, the perplexity
+of the new weights on them must not exceed a multiple of the previous weights' perplexity. The rows are those of the
+fine-tune job, held-out ones if it has any, or texts of the request. The previous weights are measured between the
+requests of clients. A model that is loaded in addition replaces nothing, so only its files and its first token are
+checked.
 """
 
 import asyncio
@@ -19,27 +20,27 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError
 from fp8serve.model.storage.headers import require_finite
-from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_weights import ServedWeights
 
 T = TypeVar("T")
-ANSWER = 8  # tokens that are written before weights may serve
-_NUMBERS = itertools.count()
+MAX_TEST_TOKENS = 8  # tokens that new weights generate before they may serve
+_REQUEST_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """Token ids of a row, and which of them count."""
+    """The token ids of a row, and for each token whether it counts in the perplexity."""
 
     ids: tuple[int, ...]
     counts: tuple[bool, ...]
 
 
-Before = Callable[[Sequence[MeasuredRow]], Awaitable[float | None]]
+MeasurePrevious = Callable[[Sequence[MeasuredRow]], Awaitable[float | None]]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was measured: of how many tokens, and the perplexity of the new weights and of those that served."""
+    """The result of a verification: the number of measured tokens, and the perplexities of new and previous weights."""
 
     tokens: int
     perplexity: float
@@ -48,80 +49,87 @@ class Verified:
 
 @dataclass(frozen=True)
 class Verification:
-    """rows: what is measured; none: only that the weights are finite and write. ratio: how many times the perplexity of
-    what serves that of the new weights may be. seconds: for both to be measured. what: a name of the rows."""
+    """The checks that new weights must pass.
+
+    Args:
+        rows: The rows on which perplexity is measured. If there are none, only the files and a few tokens are checked.
+        max_ratio: The largest allowed ratio of the new weights' perplexity to that of the previous weights.
+        seconds: The time limit for measuring.
+        checks_files: Whether the files are checked for NaN and infinity.
+        rows_name: What messages call the rows.
+    """
 
     rows: Sequence[MeasuredRow]
-    ratio: float
+    max_ratio: float
     seconds: float
-    reads_files: bool = True
-    what: str = "the job's rows"
+    checks_files: bool = True
+    rows_name: str = "the job's rows"
 
-    async def files(self, directory: Path) -> None:
-        """ModelError: a number is not finite."""
-        if self.reads_files:
+    async def check_files(self, directory: Path) -> None:
+        """Raises ModelError if a number in the files is not finite."""
+        if self.checks_files:
             await asyncio.to_thread(require_finite, directory)
 
-    async def engines(self, new: Served, old: Served | None) -> Verified | None:
-        """What was measured, if anything was. Fp8ServeError: the new weights are not to serve."""
-        comparable = old is not None and old.engine.limits.vocab_size == new.engine.limits.vocab_size
-        of = old if comparable else None
-        return await self._in_time(self._measured(new, lambda rows: _perplexity_of_served(of, rows)))
+    async def check_engine(self, new: ServedWeights, previous: ServedWeights | None) -> Verified | None:
+        """Returns the measured perplexities, or None without rows. Raises Fp8ServeError if the check fails."""
+        is_comparable = previous is not None and previous.engine.limits.vocab_size == new.engine.limits.vocab_size
+        reference = previous if is_comparable else None
+        return await self._within_deadline(self._measure(new, lambda rows: _perplexity_of_served(reference, rows)))
 
-    async def before(self, served: Served) -> float | None:
-        """The perplexity of what serves, before others are written over it; None where there is none to compare with.
-        MachineError: it took too long.
+    async def measure_previous(self, served: ServedWeights) -> float | None:
+        """Returns the perplexity of the served weights before others overwrite them, or None if it cannot be measured.
+
+        Raises MachineError if measuring exceeds the time limit.
         """
-        rows = self._rows_of(served)
-        return await self._in_time(_perplexity_of_served(served, rows)) if rows else None
+        rows = self._measurable_rows(served)
+        return await self._within_deadline(_perplexity_of_served(served, rows)) if rows else None
 
-    async def written(self, new: Served, before: float | None) -> Verified | None:
-        """As `engines`, of weights that were written over those whose perplexity was `before`."""
+    async def check_overwritten(self, new: ServedWeights, previous_perplexity: float | None) -> Verified | None:
+        """Does the same as `check_engine` for weights that overwrote those with `previous_perplexity`."""
 
-        async def known(_: Sequence[MeasuredRow]) -> float | None:
-            return before
+        async def measured(_: Sequence[MeasuredRow]) -> float | None:
+            return previous_perplexity
 
-        return await self._in_time(self._measured(new, known))
+        return await self._within_deadline(self._measure(new, measured))
 
-    async def _in_time(self, measuring: Awaitable[T]) -> T:
+    async def _within_deadline(self, measurement: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self.seconds):
-                return await measuring
+                return await measurement
         except TimeoutError:
             raise MachineError(f"The weights were not verified within {self.seconds:g} seconds.") from None
 
-    def _rows_of(self, served: Served) -> list[MeasuredRow]:
-        """Those that its engine can measure."""
+    def _measurable_rows(self, served: ServedWeights) -> list[MeasuredRow]:
+        """Returns the rows that fit the context of a generating model; none for other models."""
         limits = served.engine.limits
         return [row for row in self.rows if len(row.ids) < limits.max_model_len] if limits.generates else []
 
-    async def _measured(self, new: Served, old: Before) -> Verified | None:
-        """old: the perplexity before, on the rows that were measured."""
-        if not (rows := self._rows_of(new)):
+    async def _measure(self, new: ServedWeights, measure_previous: MeasurePrevious) -> Verified | None:
+        if not (rows := self._measurable_rows(new)):
             return None
-        await _write(new, rows[0].ids[:1])
-        tokens, after = await _perplexity(new, rows)
-        if not math.isfinite(after):
-            raise ModelError(f"Their perplexity on {tokens} tokens of {self.what} is {after}.")
-        before = await old(rows)
-        if before is not None and after > self.ratio * before:
+        await _generate(new, rows[0].ids[:1])
+        tokens, perplexity = await _perplexity(new, rows)
+        if not math.isfinite(perplexity):
+            raise ModelError(f"Their perplexity on {tokens} tokens of {self.rows_name} is {perplexity}.")
+        previous = await measure_previous(rows)
+        if previous is not None and perplexity > self.max_ratio * previous:
             raise ModelError(
-                f"Their perplexity on {tokens} tokens of {self.what} is {after:.4g}, more than {self.ratio:g} times "
-                f"the {before:.4g} of what serves (max_perplexity_ratio)."
+                f"Their perplexity on {tokens} tokens of {self.rows_name} is {perplexity:.4g}, more than "
+                f"{self.max_ratio:g} times the {previous:.4g} of the previous weights (max_perplexity_ratio)."
             )
-        return Verified(tokens, after, before)
+        return Verified(tokens, perplexity, previous)
 
 
-UNVERIFIED = Verification((), math.inf, math.inf, reads_files=False)
-"""Of weights that the operator names himself: whether they load and write a token is all that is asked."""
+UNVERIFIED = Verification((), math.inf, math.inf, checks_files=False)
+"""For weights that the operator named: they only have to load and to generate a token."""
 
 
-async def _write(served: Served, prompt: tuple[int, ...]) -> None:
-    await _run(served, prompt, SamplingParams(max_new_tokens=ANSWER, temperature=0.0, ignore_eos=True))
+async def _generate(served: ServedWeights, prompt: tuple[int, ...]) -> None:
+    await _run(served, prompt, SamplingParams(max_new_tokens=MAX_TEST_TOKENS, temperature=0.0, ignore_eos=True))
 
 
-async def _perplexity_of_served(served: Served | None, rows: Sequence[MeasuredRow]) -> float | None:
-    """None where there is nothing to compare with: no engine, or one that ends meanwhile."""
+async def _perplexity_of_served(served: ServedWeights | None, rows: Sequence[MeasuredRow]) -> float | None:
+    """Returns the perplexity, or None if there are no weights to compare with or their engine ends meanwhile."""
     if served is None or any(len(row.ids) >= served.engine.limits.max_model_len for row in rows):
         return None
     try:
@@ -132,13 +140,16 @@ async def _perplexity_of_served(served: Served | None, rows: Sequence[MeasuredRo
     return perplexity if math.isfinite(perplexity) else None
 
 
-async def _perplexity(served: Served, rows: Sequence[MeasuredRow]) -> tuple[int, float]:
-    """(tokens that count, perplexity); one row after the other, so that clients wait for one at most."""
+async def _perplexity(served: ServedWeights, rows: Sequence[MeasuredRow]) -> tuple[int, float]:
+    """Returns the number of tokens that count, and their perplexity.
+
+    Rows are computed one after the other, so that a client's request waits for at most one of them.
+    """
     count, total = 0, 0.0
     for row in rows:
         log_probs = await _log_probs(served, row.ids)
-        some = [value for value, counts in zip(log_probs, row.counts[1:], strict=True) if counts]
-        count, total = count + len(some), total - math.fsum(some)
+        counted = [value for value, counts in zip(log_probs, row.counts[1:], strict=True) if counts]
+        count, total = count + len(counted), total - math.fsum(counted)
     return count, _exp(total / max(count, 1))
 
 
@@ -149,17 +160,17 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-async def _log_probs(served: Served, ids: tuple[int, ...]) -> list[float]:
-    """Of all tokens but the first."""
+async def _log_probs(served: ServedWeights, ids: tuple[int, ...]) -> list[float]:
+    """Returns the log-probabilities of all tokens except the first one."""
     return await _run(
         served, ids, SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     )
 
 
-async def _run(served: Served, prompt: tuple[int, ...], params: SamplingParams) -> list[float]:
-    """The log-probabilities of the prompt's tokens, where they were asked for. Fp8ServeError: nothing comes of it."""
+async def _run(served: ServedWeights, prompt: tuple[int, ...], params: SamplingParams) -> list[float]:
+    """Runs a request and returns the prompt's log-probabilities, if `params` asks for them."""
     log_probs: list[float] = []
-    request = Request(f"verification-{next(_NUMBERS)}", prompt, params, adapter=served.adapter)
+    request = Request(f"verification-{next(_REQUEST_NUMBERS)}", prompt, params, adapter=served.adapter)
     async with contextlib.aclosing(served.engine.generate(request)) as outputs:
         async for output in outputs:
             log_probs += [item.logprob for item in output.prompt_logprobs or ()]

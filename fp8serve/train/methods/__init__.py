@@ -1,11 +1,11 @@
-"""The methods of training: each is a package that defines its data, its loss and its measures.
+"""The training methods. Each of them defines how its data are read, its loss and its metrics.
 
     interface    what every method implements
-    table        the methods by their names
-    options      which options of a job belong to which method
-    supervised   learns the next token, given those before it
-    dpo          learns the better one of two answers
-    grpo         learns from rewards of the model's own answers
+    table        returns a method by its name
+    options      the options of each method
+    supervised   supervised fine-tuning: next-token prediction
+    dpo          direct preference optimisation: the better one of two completions becomes more likely
+    grpo         reinforcement learning from rewards of the model's own completions
 
-All but the loss of a method loads no torch.
+Only the modules that compute a loss import torch.
 """

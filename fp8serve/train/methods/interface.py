@@ -1,11 +1,11 @@
-"""What a method implements, in two halves, because data are also read by processes without torch.
+"""The interface of a training method. It has two halves because processes without torch also read data.
 
-    Reader   rows of files -> items; the server's front and a dry run need only this
-    Method   items -> a loss to minimise and means to report
+    Reader   turns rows of files into items; the HTTP server and a dry run need only this half
+    Method   turns items into a loss to minimise and metrics to report
 
-An item is the unit that a step counts, for example a row of supervised fine-tuning or a pair of answers. It consists of
-one or more `Row`s, which go through the model. The trainer, the order of steps, checkpoints and validation handle items
-without knowing what is in them.
+An item is the unit in which a step is counted, for example a row (supervised) or a pair of completions (DPO). An item
+consists of one or more `Row`s, which go through the model. The trainer, the data order, checkpoints and validation
+handle items without knowing their contents.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,115 +28,122 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 class Reader(Protocol[ExampleT, ItemT]):
-    """The data of a method. columns: those that it reads of a table, None for all. lacks: what an example that is
-    dropped does not have; advice: what to do about it."""
+    """Reads the data of a method.
+
+    `columns` are the columns of a table that the method reads; None means all. An example without `requirement` is
+    dropped. If all examples are dropped, `advice` tells the user what to change.
+    """
 
     columns: Collection[str] | None
-    lacks: str
+    requirement: str
     advice: str
 
-    def row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
-        """The example in a row or in a line of JSON. DataError names `where` and what is wrong."""
+    def parse_row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
+        """Returns the example in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
 
-    def file(self, source: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
-        """All examples of a source (`model.text.data_files`), in order, as they are read. DataError while iterating:
-        it has none, exceeds `limits`, or has a broken row."""
+    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
+        """Yields all examples of a source (`model.text.data_files`) in order. Raises DataError while iterating if the
+        source has no example, exceeds `limits`, or has an invalid row."""
 
-    def items(self, examples: Iterable[ExampleT], tokenizer: Tokenizer, seq_len: int) -> tuple[list[ItemT], RowCounts]:
-        """Those that have something to learn within `seq_len` tokens, in order, and the count of the others."""
+    def tokenize(
+        self, examples: Iterable[ExampleT], tokenizer: Tokenizer, seq_len: int
+    ) -> tuple[list[ItemT], RowCounts]:
+        """Returns the items, in order, and counts. Examples without a trainable token within `seq_len` are dropped."""
 
-    def kept(self, item: ItemT) -> bytes:
-        """What must be stored of an item besides its rows. TypeError: it cannot be stored exactly."""
+    def encode_fields(self, item: ItemT) -> bytes:
+        """Returns the fields of an item besides its rows, for the token cache. Raises TypeError if they cannot be
+        stored exactly."""
 
-    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> ItemT:
-        """The item of these rows, and of what `kept` gave."""
+    def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> ItemT:
+        """Returns the item with these rows and the fields that `encode_fields` returned."""
 
 
 @dataclass(frozen=True)
-class Measure:
-    """A mean that a step reports under `name`; `words` is its name in the message for people, if it appears there.
+class Metric:
+    """A metric that a step reports under `name`, as a mean. `label` is its name in the log message; without a label
+    the message leaves the metric out.
 
-    For held-out items its name is `valid_` and the name without `train_`. If a step has several updates, the mean is
-    that of the last one or, with `of_first`, of the first one, before the weights have changed.
+    Validation reports the metric as `valid_` + `name` without `train_`. If a step has several updates, the mean is that
+    of the last update or, with `from_first_update`, that of the first update, before the weights have changed.
     """
 
     name: str
-    words: str = ""
-    of_first: bool = False
+    label: str = ""
+    from_first_update: bool = False
 
     @property
-    def held_out(self) -> str:
+    def validation_name(self) -> str:
         return f"valid_{self.name.removeprefix('train_')}"
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Where a run stands when its steps begin. source: a directory of the model, the base's or a checkpoint's.
-    is_fresh: no step was taken yet."""
+class RunContext:
+    """The state of a run just before its first step or after a resume. `model_dir` is the base model or a checkpoint.
+    `is_new_run` is False if the run resumes from a checkpoint."""
 
     forward: "Forward"
-    source: Path
+    model_dir: Path
     out: Path
-    is_fresh: bool
+    is_new_run: bool
 
 
 class Method(Protocol[ItemT]):
-    """What a run minimises, and what it reports beside the loss.
+    """Computes the loss that a run minimises and the metrics that it reports.
 
-    updates: of the weights in a step, all by its items. is_supervised: whether the loss of the same items before and
-    after a run says if the model became worse.
+    `updates` is the number of optimizer updates in a step, all with the same items. `is_supervised` says whether a
+    higher loss of the same items at the end of a run means that the model became worse.
     """
 
-    measures: tuple[Measure, ...]
+    metrics: tuple[Metric, ...]
     updates: int
     is_supervised: bool
 
-    def weight(self, items: Sequence[ItemT]) -> int:
-        """The number of things (targets, pairs) of which the loss is a mean, above 0; a step adds up its
-        microbatches'."""
+    def count_loss_terms(self, items: Sequence[ItemT]) -> int:
+        """Returns the number of terms (target tokens, pairs) over which the loss is averaged; at least 1."""
 
-    def sums(self, logits: "Logits", items: Sequence[ItemT]) -> tuple["Tensor", ...]:
-        """(loss, then each of `measures`), summed over `items`: scalars. Only the loss has a gradient."""
+    def compute_sums(self, logits: "Logits", items: Sequence[ItemT]) -> tuple["Tensor", ...]:
+        """Returns the loss and each of `metrics`, summed over `items`, as scalars. Only the loss has a gradient."""
 
-    def begin(self, forward: "Forward", items: Sequence[ItemT], ranks: "Ranks") -> list[ItemT]:
-        """The items with what the method needs to know about the initial model; all `ranks` compute it together."""
+    def compute_reference(self, forward: "Forward", items: Sequence[ItemT], ranks: "Ranks") -> list[ItemT]:
+        """Returns the items with the reference values that the initial model gives them. All `ranks` must call this."""
 
-    def keep(self, items: Sequence[ItemT]) -> dict[str, "Tensor"]:
-        """What `begin` found, for checkpoints; nothing: {}."""
+    def reference_tensors(self, items: Sequence[ItemT]) -> dict[str, "Tensor"]:
+        """Returns the results of `compute_reference` as tensors for a checkpoint."""
 
-    def recall(self, items: Sequence[ItemT], stored: Mapping[str, "Tensor"]) -> list[ItemT]:
-        """The reverse of `keep`. JobError if `stored` belongs to other items."""
+    def load_reference(self, items: Sequence[ItemT], tensors: Mapping[str, "Tensor"]) -> list[ItemT]:
+        """Returns the items with the references in `tensors`. Raises JobError if `tensors` belong to other items."""
 
-    def start(self, scene: Scene) -> None:
-        """Called once before the steps of a run, from wherever it stands."""
+    def start(self, context: RunContext) -> None:
+        """Prepares for training steps. The trainer calls it once, before the first step of a new or resumed run."""
 
-    def collect(self, step: int, microbatches: Sequence[Sequence[ItemT]]) -> Sequence[Sequence[Any]]:
-        """The items that step `step` (from 0) learns from, with what the present model computes for them."""
+    def prepare_step(self, step: int, microbatches: Sequence[Sequence[ItemT]]) -> Sequence[Sequence[Any]]:
+        """Returns the microbatches that step `step` (from 0) trains on, for example with rollouts of the current
+        weights."""
 
     def close(self) -> None:
-        """Called when the run ends for any reason, even if `start` was never called."""
+        """Frees resources. The trainer calls it whenever the run ends, even if `start` was never called."""
 
 
-class FromData:
-    """Defaults for a method whose data alone say what is learnt."""
+class MethodDefaults:
+    """Defaults for a method that needs no reference model and generates nothing."""
 
     updates = 1
     is_supervised = True
 
-    def begin(self, forward: "Forward", items: Sequence[Any], ranks: "Ranks") -> list[Any]:
+    def compute_reference(self, forward: "Forward", items: Sequence[Any], ranks: "Ranks") -> list[Any]:
         return list(items)
 
-    def keep(self, items: Sequence[Any]) -> dict[str, "Tensor"]:
+    def reference_tensors(self, items: Sequence[Any]) -> dict[str, "Tensor"]:
         return {}
 
-    def recall(self, items: Sequence[Any], stored: Mapping[str, "Tensor"]) -> list[Any]:
+    def load_reference(self, items: Sequence[Any], tensors: Mapping[str, "Tensor"]) -> list[Any]:
         return list(items)
 
-    def start(self, scene: Scene) -> None:
-        """There is nothing to prepare."""
+    def start(self, context: RunContext) -> None:
+        """Does nothing: there is nothing to prepare."""
 
-    def collect(self, step: int, microbatches: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    def prepare_step(self, step: int, microbatches: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         return microbatches
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: `start` opened nothing."""

@@ -1,6 +1,6 @@
-"""The options of one method of training, or of an adapter, and which combinations are allowed. No torch here.
+"""The options of adapters and of each training method, and checks of their combinations. This module needs no torch.
 
-Each class adds its fields to those before it, so that a job's description stays one flat object.
+Each class adds its fields to the class above it, so that a job's configuration stays one flat object.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from fp8serve.options import About, http_address
 from fp8serve.train.run_options import Files, RunOptions
 
 MethodName = Literal["sft", "dpo", "grpo"]
-PairLoss = Literal["sigmoid", "sigmoid_norm", "ipo", "simpo"]
-AnswerLoss = Literal["dapo", "grpo", "dr_grpo"]
-LossType = Literal[PairLoss, AnswerLoss]
+DpoLoss = Literal["sigmoid", "sigmoid_norm", "ipo", "simpo"]
+GrpoLoss = Literal["dapo", "grpo", "dr_grpo"]
+LossType = Literal[DpoLoss, GrpoLoss]
 ScaleRewards = Literal["group", "batch", "none"]
-_SHARED = ("beta", "loss_type")
-OPTIONS = {
-    "dpo": (*_SHARED, "label_smoothing", "reference_free", "ld_alpha", "simpo_gamma"),
+_SHARED_OPTIONS = ("beta", "loss_type")
+METHOD_OPTIONS = {
+    "dpo": (*_SHARED_OPTIONS, "label_smoothing", "reference_free", "ld_alpha", "simpo_gamma"),
     "grpo": (
-        *_SHARED, "num_generations", "num_iterations", "max_completion_length", "temperature", "epsilon",
+        *_SHARED_OPTIONS, "num_generations", "num_iterations", "max_completion_length", "temperature", "epsilon",
         "epsilon_high", "scale_rewards", "reward", "grader_url", "reward_seconds",
     ),
 }  # fmt: skip
-ADAPTER = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
-OF_MASTERS = ("recipe_options", "amax_history_len", "master_weights", "format")
+ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "dora", "lora_dropout")
+FULL_TRAINING_OPTIONS = ("recipe_options", "amax_history_len", "master_weights", "format")
 BETA, SIMPO_BETA, SIMPO_GAMMA = 0.1, 2.0, 1.0
 
 
 @dataclass(frozen=True)
 class AdapterOptions(RunOptions):
-    """Of a run that trains an adapter."""
+    """The options of LoRA and DoRA adapters."""
 
     lora_rank: Annotated[
         int | None, Ge(1), Le(MAX_RANK), About("Train an adapter of this rank beside the frozen model.", unset="none")
@@ -49,88 +49,89 @@ class AdapterOptions(RunOptions):
     lora_dropout: Annotated[float, Ge(0), Lt(1), About("Dropout on the adapter's input.")] = 0.0
 
     def _check_adapter(self, changed: frozenset[str]) -> None:
-        adapter = [name for name in ADAPTER if name in changed]
-        if self.lora_rank is None and adapter:
-            raise JobError(f"{adapter[0]} is an option of an adapter; give lora_rank, too, or leave it out.")
-        foreign = [n for n in OF_MASTERS if n in changed and getattr(self, n) not in (None, {})]
-        if self.lora_rank is not None and foreign:
+        adapter_options = [name for name in ADAPTER_OPTIONS if name in changed]
+        if self.lora_rank is None and adapter_options:
+            raise JobError(f"{adapter_options[0]} is an option of an adapter; give lora_rank, too, or leave it out.")
+        full_options = [n for n in FULL_TRAINING_OPTIONS if n in changed and getattr(self, n) not in (None, {})]
+        if self.lora_rank is not None and full_options:
             raise JobError(
-                f"{foreign[0]} is for training the model's own weights, which lora_rank freezes; leave one out."
+                f"{full_options[0]} is for training the model's own weights, which lora_rank freezes; leave one out."
             )
 
 
 @dataclass(frozen=True)
 class MethodOptions(AdapterOptions):
-    """The method, and what several methods have."""
+    """The method, and the options that DPO and GRPO share."""
 
     method: Annotated[
         MethodName,
         About(
-            "What is learnt: the next token (sft), which of two answers is better (dpo), or what earns a reward (grpo)."
+            "The data to learn from: examples (sft), pairs of completions (dpo), or rewards of own completions (grpo)."
         ),
     ] = "sft"
     beta: Annotated[
         float | None,
         Gt(0),
         Le(1000),
-        About("How the model is kept near the reference (dpo, grpo).", unset="0.1; simpo: 2; grpo: not at all"),
+        About("How strongly the model stays near the reference (dpo, grpo).", unset="0.1; simpo: 2; grpo: 0"),
     ] = None
     loss_type: Annotated[
         LossType | None,
         About(
-            "Loss of pairs (dpo): sigmoid, sigmoid_norm, ipo, simpo; of answers (grpo): dapo, grpo, dr_grpo.",
+            "Loss of dpo: sigmoid, sigmoid_norm, ipo, simpo; loss of grpo: dapo, grpo, dr_grpo.",
             unset="sigmoid; grpo: dapo",
         ),
     ] = None
 
     def _check_loss(self, losses: tuple[str, ...]) -> None:
         if self.loss_type is not None and self.loss_type not in losses:
-            raise JobError(f"The method {self.method} has the losses {', '.join(losses)}, and not {self.loss_type}.")
+            names = ", ".join(losses)
+            raise JobError(f"loss_type {self.loss_type} is no loss of the method {self.method}; give {names}.")
 
 
 @dataclass(frozen=True)
-class PairOptions(MethodOptions):
-    """Of a job that learns preferences (dpo)."""
+class DpoOptions(MethodOptions):
+    """The options of direct preference optimisation (dpo)."""
 
     label_smoothing: Annotated[float, Ge(0), Lt(0.5), About("Share of pairs that may be labelled wrongly (dpo).")] = 0.0
-    reference_free: Annotated[bool, About("Compare answers without a reference (dpo).")] = False
+    reference_free: Annotated[bool, About("Compare completions without a reference (dpo).")] = False
     ld_alpha: Annotated[
         float | None,
         Ge(0),
         Le(1),
-        About("Weight of the tokens by which one answer is longer than the other (dpo).", unset="1"),
+        About("Weight of the tokens by which one completion is longer than the other (dpo).", unset="1"),
     ] = None
-    simpo_gamma: Annotated[float | None, Ge(0), Le(1000), About("Margin that simpo demands.", unset="1")] = None
+    simpo_gamma: Annotated[float | None, Ge(0), Le(1000), About("Target margin of the loss simpo.", unset="1")] = None
 
     @property
-    def pair_loss(self) -> PairLoss:
-        return cast(PairLoss, self.loss_type or "sigmoid")
+    def dpo_loss(self) -> DpoLoss:
+        return cast(DpoLoss, self.loss_type or "sigmoid")
 
-    def _check_pairs(self) -> None:
-        loss = self.pair_loss
-        self._check_loss(get_args(PairLoss))
+    def _check_dpo(self) -> None:
+        loss = self.dpo_loss
+        self._check_loss(get_args(DpoLoss))
         if self.simpo_gamma is not None and loss != "simpo":
             raise JobError(f"simpo_gamma belongs to the loss simpo, not to {loss}; leave one of them out.")
         if self.label_smoothing and loss == "ipo":
             raise JobError("The loss ipo takes no label_smoothing; leave one of them out.")
         if self.ld_alpha is not None and loss != "sigmoid":
-            raise JobError(f"ld_alpha weighs sums of tokens, and {loss} compares means; leave one of them out.")
+            raise JobError(f"ld_alpha needs the loss sigmoid: {loss} compares means of tokens; leave one of them out.")
 
 
 @dataclass(frozen=True)
-class AnswerOptions(PairOptions):
-    """Of a job that learns from rewards (grpo)."""
+class GrpoOptions(DpoOptions):
+    """The options of group relative policy optimisation (grpo)."""
 
-    num_generations: Annotated[int, Ge(2), Le(1024), About("Answers to a prompt (grpo).")] = 8
-    num_iterations: Annotated[int, Ge(1), Le(100), About("Updates by the answers of a step (grpo).")] = 1
+    num_generations: Annotated[int, Ge(2), Le(1024), About("Completions of a prompt (grpo).")] = 8
+    num_iterations: Annotated[int, Ge(1), Le(100), About("Updates with the completions of a step (grpo).")] = 1
     max_completion_length: Annotated[
-        int | None, Ge(1), Le(1 << 20), About("Tokens of an answer (grpo).", unset="half of seq_len")
+        int | None, Ge(1), Le(1 << 20), About("Maximum tokens of a completion (grpo).", unset="half of seq_len")
     ] = None
-    temperature: Annotated[float, Ge(0.01), Le(100), About("Temperature at which answers are drawn (grpo).")] = 1.0
+    temperature: Annotated[float, Ge(0.01), Le(100), About("Sampling temperature of completions (grpo).")] = 1.0
     epsilon: Annotated[float, Gt(0), Lt(1), About("Clips the importance ratio at 1 +- this (grpo).")] = 0.2
     epsilon_high: Annotated[float | None, Gt(0), Le(100), About("The same, above 1 (grpo).", unset="--epsilon")] = None
     scale_rewards: Annotated[
-        ScaleRewards, About("Advantages are divided by the deviation of the group, of the step, or by nothing (grpo).")
+        ScaleRewards, About("Divide advantages by the standard deviation of the group, of the step, or not (grpo).")
     ] = "group"
     reward: Annotated[
         str | None,
@@ -138,67 +139,66 @@ class AnswerOptions(PairOptions):
         About("Python file with a function `reward(prompt, completion, row)` (grpo).", "none", metavar="FILE"),
     ] = None
     grader_url: Annotated[
-        str | None, Len(1, 2048), About("Address of a server that grades instead (grpo).", unset="none", metavar="URL")
+        str | None, Len(1, 2048), About("URL of a server that computes rewards (grpo).", unset="none", metavar="URL")
     ] = None
     reward_seconds: Annotated[
-        float, Gt(0), Le(86400), About("Seconds for a reward (grpo): of an answer by a file, of a step by a URL.")
+        float, Gt(0), Le(86400), About("Seconds for rewards (grpo): of a completion (--reward), of a step (URL).")
     ] = 60.0
 
     @property
-    def answer_loss(self) -> AnswerLoss:
-        return cast(AnswerLoss, self.loss_type or "dapo")
+    def grpo_loss(self) -> GrpoLoss:
+        return cast(GrpoLoss, self.loss_type or "dapo")
 
     @property
     def effective_beta(self) -> float:
-        """`beta`, or the default of the loss: larger for means, which are smaller than sums; 0 for rewards, which need
-        no reference."""
+        """`beta` or its default: 0.1 for dpo, 2 for simpo, whose means are smaller than sums, and 0 for grpo."""
         if self.beta is not None:
             return self.beta
         if self.method == "grpo":
             return 0.0
-        return SIMPO_BETA if self.pair_loss == "simpo" else BETA
+        return SIMPO_BETA if self.dpo_loss == "simpo" else BETA
 
     @property
-    def longest_answer(self) -> int:
-        """The largest number of tokens of an answer in a job that learns from rewards."""
+    def max_completion_tokens(self) -> int:
+        """The maximum tokens of a completion (grpo)."""
         return self.max_completion_length or self.seq_len // 2
 
     def _check_method(self, changed: frozenset[str]) -> None:
-        """JobError for options, of those `changed` from their defaults, that the job's method would ignore."""
-        for name in [name for names in OPTIONS.values() for name in names if name in changed]:
-            owners = [method for method, names in OPTIONS.items() if name in names]
-            if self.method not in owners:
-                methods = " or ".join(owners)
+        """Raises JobError if an option that is `changed` from its default belongs to another method."""
+        for name in [name for names in METHOD_OPTIONS.values() for name in names if name in changed]:
+            allowed_methods = [method for method, names in METHOD_OPTIONS.items() if name in names]
+            if self.method not in allowed_methods:
+                methods = " or ".join(allowed_methods)
                 raise JobError(
                     f"{name} is an option of the method {methods}; give method {methods}, too, or leave it out."
                 )
         if self.method == "grpo":
-            self._check_answers()
+            self._check_grpo()
         elif self.method == "dpo":
-            self._check_pairs()
+            self._check_dpo()
 
-    def _check_answers(self) -> None:
-        self._check_loss(get_args(AnswerLoss))
+    def _check_grpo(self) -> None:
+        self._check_loss(get_args(GrpoLoss))
         if (self.reward is None) == (self.grader_url is None):
             raise JobError(
-                "The method grpo wants rewards from one place: give either reward, a Python file, or grader_url."
+                "The method grpo needs one source of rewards: give either reward, a Python file, or grader_url."
             )
         if self.grader_url is not None and http_address(self.grader_url) is None:
             raise JobError(
                 f"grader_url must be an address such as http://localhost:9000/grade, not {shown(self.grader_url)}."
             )
-        if self.longest_answer >= self.seq_len:
+        if self.max_completion_tokens >= self.seq_len:
             raise JobError(
                 f"max_completion_length ({self.max_completion_length}) leaves no token of seq_len ({self.seq_len}) for "
                 "the prompt; lower it, or raise seq_len."
             )
         if self.eval_data:
             raise JobError(
-                "eval_data is judged by a loss on given answers, which the method grpo does not have; leave it out."
+                "eval_data is evaluated by the loss of given completions, which the method grpo lacks; leave it out."
             )
         if self.packing != "rows":
             raise JobError(
-                "packing fills a microbatch with rows of known length, and answers are written first; leave it out."
+                "packing needs rows of known length, and the method grpo generates completions; leave it out."
             )
         if self.lora_dropout:
-            raise JobError("lora_dropout must be 0 with the method grpo: answers are generated without dropout.")
+            raise JobError("lora_dropout must be 0 with the method grpo: completions are generated without dropout.")

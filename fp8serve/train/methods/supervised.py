@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: rows of files, and the mean cross-entropy of all tokens that carry loss.
+"""Supervised fine-tuning: minimises the mean cross-entropy of all tokens in the loss mask.
 
-A text longer than the context is cut into windows that overlap by one token: every token is a target once. A prompt or
-chat that is longer is truncated, and counted. A row in which no token carries loss teaches nothing and is dropped, and
-counted. No torch is loaded before the loss is computed.
+A text longer than the context is split into windows that overlap by one token, so that every token is a target once. A
+longer prompt with completion, or a longer chat, is truncated and counted. A row without a token in the loss mask is
+dropped and counted. This module imports torch only to compute the loss.
 """
 
 import sys
@@ -18,14 +18,14 @@ from fp8serve.model.text.examples import (
     Example,
     TextExample,
     TokenizedExample,
-    example_of,
+    parse_example,
     read_examples,
     tokenize_all,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts
-from fp8serve.train.methods.interface import FromData, Measure
+from fp8serve.train.methods.interface import MethodDefaults, Metric
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,57 +34,57 @@ if TYPE_CHECKING:
 
 
 class SftReader:
-    """See `interface.Reader`."""
+    """Reads texts, prompts with completions, and chats. It implements `interface.Reader`."""
 
     columns: Collection[str] | None = COLUMNS
-    lacks = "a token to learn from"
+    requirement = "a token to learn from"
     advice = "check that completions or assistant turns are there and raise seq_len if prompts fill it"
 
-    def row(self, row: str | Mapping[str, Any], where: str) -> Example:
-        return example_of(row, where)
+    def parse_row(self, row: str | Mapping[str, Any], where: str) -> Example:
+        return parse_example(row, where)
 
-    def file(self, source: Path | str, limits: DataLimits) -> Iterator[Example]:
+    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[Example]:
         return read_examples([source], limits)
 
-    def items(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
+    def tokenize(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
         rows: list[Row] = []
         count = truncated = dropped = 0
-        for example, whole in tokenize_all(examples, tokenizer, sys.maxsize):
+        for example, tokenized in tokenize_all(examples, tokenizer, sys.maxsize):
             count += 1
-            truncated += not isinstance(example, TextExample) and len(whole.ids) > seq_len + 1
-            created = [row for row in _rows(example, whole, seq_len) if row.trainable]
-            dropped += not created
-            rows += created
-        tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable for r in rows)
+            truncated += not isinstance(example, TextExample) and len(tokenized.ids) > seq_len + 1
+            trainable_rows = [row for row in _rows(example, tokenized, seq_len) if row.trainable_tokens]
+            dropped += not trainable_rows
+            rows += trainable_rows
+        tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable_tokens for r in rows)
         return rows, RowCounts(count, len(rows), tokens, trainable, dropped, truncated)
 
-    def kept(self, item: Row) -> bytes:
+    def encode_fields(self, item: Row) -> bytes:
         return b""
 
-    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Row:
+    def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> Row:
         return rows[0]
 
 
-def _rows(example: Example, whole: TokenizedExample, seq_len: int) -> Iterator[Row]:
-    ids, loss = np.asarray(whole.ids, dtype=np.int32), np.asarray(whole.loss_mask, dtype=np.bool_)
+def _rows(example: Example, tokenized: TokenizedExample, seq_len: int) -> Iterator[Row]:
+    ids, loss = np.asarray(tokenized.ids, dtype=np.int32), np.asarray(tokenized.loss_mask, dtype=np.bool_)
     windows = range(0, max(1, len(ids) - 1), seq_len) if isinstance(example, TextExample) else [0]
     for start in windows:
         yield Row(ids[start : start + seq_len + 1], loss[start : start + seq_len + 1])
 
 
-class Sft(FromData):
-    """See `interface.Method`. It does not depend on the initial model."""
+class Sft(MethodDefaults):
+    """Supervised fine-tuning. It implements `interface.Method`."""
 
-    measures: tuple[Measure, ...] = (Measure("train_mean_token_accuracy"),)
+    metrics: tuple[Metric, ...] = (Metric("train_mean_token_accuracy"),)
 
     def __init__(self, config: TrainConfig) -> None:
         self.device = config.device
 
-    def weight(self, items: Sequence[Row]) -> int:
-        return sum(row.trainable for row in items)
+    def count_loss_terms(self, items: Sequence[Row]) -> int:
+        return sum(row.trainable_tokens for row in items)
 
-    def sums(self, logits: "Logits", items: Sequence[Row]) -> tuple["Tensor", ...]:
-        """The sum of the loss, nats for each target, whichever row or microbatch it is in, and of right predictions."""
+    def compute_sums(self, logits: "Logits", items: Sequence[Row]) -> tuple["Tensor", ...]:
+        """Returns the summed cross-entropy of all target tokens in nats, and the number of correct predictions."""
         from fp8serve.train.forward import collate, summed_loss
 
         batch = collate(items, self.device)

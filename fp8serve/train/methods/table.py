@@ -1,4 +1,4 @@
-"""The methods by name; no other place lists them."""
+"""Returns the reader and the method that a job's configuration names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from fp8serve.train.methods.supervised import Sft, SftReader
 
 
 def reader_of(config: TrainConfig) -> Reader[Any, Any]:
-    """Reads the job's data; loads no torch."""
+    """Returns the reader of the job's data. It imports no torch."""
     readers: dict[MethodName, Callable[[], Reader[Any, Any]]] = {
-        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(config.longest_answer)
+        "sft": SftReader, "dpo": DpoReader, "grpo": lambda: GrpoReader(config.max_completion_tokens)
     }  # fmt: skip
     return readers[config.method]()
 
 
 def method_of(config: TrainConfig) -> Method[Any]:
-    """What the job minimises. Only `grpo` loads the engine."""
+    """Returns the job's training method. Only `grpo` imports the engine."""
     match config.method:
         case "sft":
             return Sft(config)

@@ -1,9 +1,9 @@
-"""FSDP2 in the trainer: every process holds its rows of the weights, their gradients' sums and their moments.
+"""FSDP2 in the trainer: each process holds its rows of the weights, of the summed gradients and of the moments.
 
-building  a directory -> a forward pass over shards; gradients, added in the order of the microbatches
-shards    which rows are whose; the masters, their norm, and whole tensors for checkpoints
+building  loads a directory as a sharded forward pass; sums gradients in the order of the microbatches
+shards    divides parameters into rows; computes gradient norms; gathers full tensors for checkpoints
 
-The bits are those of one process: weights are cast by the scale of the whole, gradients are added in the same order,
-and the norm is computed from the same rows. (AdamW computes what is left over after groups of 16 numbers with another
-rounding, so that a shard which is no multiple of 16 may differ in its last bits.)
+The results have the bits of one process: weights are cast with the scale of the full tensor, gradients are added in the
+same order, and the norm is computed from the same rows. (The fused AdamW computes the elements after the last group of
+16 with another rounding, so a shard whose size is no multiple of 16 may differ in its last bits.)
 """

@@ -1,16 +1,15 @@
-"""Which rows of every parameter each process holds, the norm of divided gradients, and whole tensors for checkpoints.
+"""Divides parameters into shards, computes the norm of sharded gradients, and gathers tensors for checkpoints.
 
-FSDP2 cuts the first dimension into parts of equal length, of which the last may be shorter, or empty. What belongs to a
-parameter and has another first dimension, as the scales of 8-bit moments have, is cut at the same places. Parameters
-that are not trained are whole on every process.
+FSDP2 divides the first dimension into shards of equal length; the last ones may be shorter or empty. Tensors of a
+parameter with another first dimension, such as the scales of 8-bit moments, are divided at the corresponding positions.
+Parameters that are not trained are replicated on every rank.
 
-The norm of gradients has the bits that one process computes (`optimizer.global_norm`): a sum over the norms of all
-rows. Every process sends the norms of its rows, and all of what has one dimension only: a few numbers for each row.
-Only of a gradient whose squares are beyond FP32 the parts' own norms are added instead; such a norm may differ in the
-last bit of FP64.
+The norm of gradients has the bits that one process computes (`optimizer.global_norm`): it is a sum over the norms of
+rows. Each rank sends the norms of its rows, and one-dimensional gradients as a whole. If the square of a gradient
+exceeds FP32, the norms of the shards are added in FP64 instead; such a norm may differ in its last bit.
 
-Rank 0 writes checkpoints, and asks the others for their parts of a tensor when it is about to write them: it holds one
-part of one tensor at a time beside its own. The others answer until rank 0 has succeeded or failed.
+Rank 0 writes checkpoints. It requests the other ranks' shards of a tensor just before it writes the tensor, so it holds
+one foreign shard at a time. The other ranks answer requests until rank 0 has succeeded or failed.
 """
 
 import math
@@ -25,77 +24,81 @@ from torch.nn.functional import pad
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.fsdp import local_rows
-from fp8serve.model.storage.shards import Parts
+from fp8serve.model.storage.shards import TensorParts
 from fp8serve.ranks import Ranks
-from fp8serve.train.optimizer import BLOCK, SMALLEST, has_blocks, norm_of_rows, row_norms
+from fp8serve.train.optimizer import BLOCK, MIN_8BIT_ELEMENTS, has_blocks, norm_of_rows, row_norms
 
 T = TypeVar("T")
 
 
 def rows_of(length: int, rank: int, size: int) -> tuple[int, int]:
-    """(begin, end) of a rank's rows of so many."""
+    """Returns (begin, end) of a rank's rows if `size` ranks share `length` rows."""
     width = -(-length // size)
     return min(rank * width, length), min((rank + 1) * width, length)
 
 
 class Shards:
-    """The parameters of a model that FSDP2 has divided, by name.
+    """The parameters of a model that FSDP2 has sharded, by name.
 
-    masters: this process's rows, FP32, in the memory that FSDP2 gathers from. shapes: of the whole parameters.
+    `masters` are this rank's rows in FP32, in the memory from which FSDP2 gathers. `shapes` are those of the full
+    parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
         self.ranks = ranks
         self.parameters = dict(parameters)
-        self.divided = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+        self.sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.masters = {name: nn.Parameter(local_rows(p), p.requires_grad) for name, p in parameters.items()}
 
-    def cut(self, name: str, length: int, rank: int) -> tuple[int, int]:
-        """(begin, end) of a rank's part of a tensor with this first dimension that belongs to the parameter `name`."""
+    def shard_range(self, name: str, length: int, rank: int) -> tuple[int, int]:
+        """Returns (begin, end) of a rank's shard of a tensor that belongs to the parameter `name` and has the first
+        dimension `length`."""
         rows = self.shapes[name][0]
         begin, end = rows_of(rows, rank, self.ranks.size)
         return begin * length // rows, end * length // rows
 
-    def length(self, name: str, part: Tensor) -> int:
-        """The first dimension of the whole tensor of which this is a part, of this process."""
+    def full_length(self, name: str, shard: Tensor) -> int:
+        """Returns the first dimension of the full tensor with this rank's shard `shard`."""
         rows = self.shapes[name][0]
         begin, end = rows_of(rows, self.ranks.rank, self.ranks.size)
-        return len(part) * rows // (end - begin)
+        return len(shard) * rows // (end - begin)
 
-    def is_divided(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor that belongs to the parameter `name` is: numbers of steps are not."""
-        return name in self.divided and tensor.dim() > 0
+    def is_sharded(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor of the parameter `name` is sharded. Scalars, such as step counters, are not."""
+        return name in self.sharded and tensor.dim() > 0
 
-    def own(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> Mapping[str, Tensor]:
-        """This process's parts of whole tensors, each cut when it is asked for; `names`: the parameters of them."""
-        return _Own(self, tensors, names)
+    def local_shards(self, tensors: Mapping[str, Tensor], parameter_names: Mapping[str, str]) -> Mapping[str, Tensor]:
+        """Returns this rank's shards of full tensors as a lazy mapping. `parameter_names` maps the tensors' names to
+        the parameters that they belong to."""
+        return _LocalShards(self, tensors, parameter_names)
 
 
 def check_blocks(shards: Shards) -> None:
-    """JobError where moments of 8 bits would have other blocks than those of one process."""
+    """Raises JobError if a shard's 8-bit moments would have other blocks than those of one process."""
     size = shards.ranks.size
     for name, shape in shards.shapes.items():
         elements = math.prod(shape)
         if len(shape) < 2 or not has_blocks(elements):
             continue
-        cuts = [shards.cut(name, elements, rank) for rank in range(size)]
-        if not all(begin % BLOCK == 0 and has_blocks(end - begin) for begin, end in cuts):
+        ranges = [shards.shard_range(name, elements, rank) for rank in range(size)]
+        if not all(begin % BLOCK == 0 and has_blocks(end - begin) for begin, end in ranges):
             raise JobError(
-                f'optimizer_states="8bit" keeps moments in blocks of {BLOCK} numbers, at least {SMALLEST} of a matrix, '
-                f"and {size} processes cut {name} elsewhere; use fp32, another number of processes, or no fsdp."
+                f'optimizer_states="8bit" needs shards of at least {MIN_8BIT_ELEMENTS} elements in whole blocks of '
+                f"{BLOCK}, and {size} processes divide {name} otherwise; use fp32, another number of processes, or no "
+                "fsdp."
             )
 
 
-class _Own(Mapping[str, Tensor]):
-    def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._shards, self._tensors, self._names = shards, tensors, names
+class _LocalShards(Mapping[str, Tensor]):
+    def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], parameter_names: Mapping[str, str]) -> None:
+        self._shards, self._tensors, self._parameter_names = shards, tensors, parameter_names
 
     def __getitem__(self, key: str) -> Tensor:
-        tensor, name = self._tensors[key], self._names.get(key)
-        if name is None or not self._shards.is_divided(name, tensor):
+        tensor, name = self._tensors[key], self._parameter_names.get(key)
+        if name is None or not self._shards.is_sharded(name, tensor):
             return tensor
-        begin, end = self._shards.cut(name, len(tensor), self._shards.ranks.rank)
+        begin, end = self._shards.shard_range(name, len(tensor), self._shards.ranks.rank)
         return tensor[begin:end]
 
     def __iter__(self) -> Iterator[str]:
@@ -106,18 +109,18 @@ class _Own(Mapping[str, Tensor]):
 
 
 def sharded_norm(shards: Shards, grads: Mapping[str, Tensor]) -> float:
-    """The norm of all gradients as one vector; every process calls it with its parts of the same ones."""
-    mine = [grad if len(shards.shapes[name]) == 1 else row_norms(grad) for name, grad in grads.items()]
-    wholes = _joined(shards, list(grads), mine)
-    norm = norm_of_rows([row_norms(t) if len(shards.shapes[name]) == 1 else t for name, t in wholes.items()])
-    return norm if math.isfinite(norm) else _in_fp64(list(grads.values()))
+    """Returns the norm of all gradients as one vector. Every rank must call this with its shards of them."""
+    local = [grad if len(shards.shapes[name]) == 1 else row_norms(grad) for name, grad in grads.items()]
+    gathered = _all_gather(shards, list(grads), local)
+    norm = norm_of_rows([row_norms(t) if len(shards.shapes[name]) == 1 else t for name, t in gathered.items()])
+    return norm if math.isfinite(norm) else _norm_in_fp64(list(grads.values()))
 
 
-def _joined(shards: Shards, names: list[str], mine: list[Tensor]) -> dict[str, Tensor]:
-    """The parts of all processes, put together: one exchange of parts that are padded to equal length."""
+def _all_gather(shards: Shards, names: list[str], local: list[Tensor]) -> dict[str, Tensor]:
+    """Returns the concatenation of all ranks' parts of each tensor. One all-gather sends all of them, padded."""
     lengths = {name: _lengths(shards, name) for name in names}
-    widths = {name: max(result) for name, result in lengths.items()}
-    sent = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, mine, strict=True)])
+    widths = {name: max(rank_lengths) for name, rank_lengths in lengths.items()}
+    sent = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, local, strict=True)])
     received = sent.new_empty(shards.ranks.size, len(sent))
     dist.all_gather(list(received.unbind()), sent)
     columns = zip(names, torch.split(received, list(widths.values()), 1), strict=True)
@@ -125,69 +128,72 @@ def _joined(shards: Shards, names: list[str], mine: list[Tensor]) -> dict[str, T
 
 
 def _lengths(shards: Shards, name: str) -> list[int]:
-    """How many numbers each process sends of a parameter."""
+    """Returns the number of elements that each rank sends for a parameter's norm."""
     shape = shards.shapes[name]
-    whole = shape[0] if len(shape) == 1 else math.prod(shape[:-1])
-    cuts = [shards.cut(name, whole, rank) for rank in range(shards.ranks.size)]
-    return [end - begin for begin, end in cuts]
+    length = shape[0] if len(shape) == 1 else math.prod(shape[:-1])
+    ranges = [shards.shard_range(name, length, rank) for rank in range(shards.ranks.size)]
+    return [end - begin for begin, end in ranges]
 
 
-def _in_fp64(grads: list[Tensor]) -> float:
+def _norm_in_fp64(grads: list[Tensor]) -> float:
     squares = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]).square().sum()
     dist.all_reduce(squares)
     return float(squares.sqrt())
 
 
-class Asking:
-    """Some tensors that belong to the parameters of `shards`, of which each rank has its parts.
+class TensorGatherer:
+    """Gathers full tensors on rank 0, one shard at a time.
 
-    tensors: by name, those of this rank; a name is on all ranks or on none. owners: the parameter of each.
+    `tensors` are this rank's shards by name; all ranks must have the same names. `parameter_names` maps these names to
+    the parameters that the tensors belong to.
     """
 
-    def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], owners: Mapping[str, str]) -> None:
-        self._shards, self._tensors, self._owners = shards, tensors, owners
+    def __init__(self, shards: Shards, tensors: Mapping[str, Tensor], parameter_names: Mapping[str, str]) -> None:
+        self._shards, self._tensors, self._parameter_names = shards, tensors, parameter_names
 
-    def whole(self, name: str) -> Tensor | Parts:
-        """A whole tensor for rank 0, which may read it inside of `by_first` only; undivided ones are as they are."""
-        tensor, owner = self._tensors[name], self._owners[name]
-        if not self._shards.is_divided(owner, tensor):
+    def full_tensor(self, name: str) -> Tensor | TensorParts:
+        """Returns a full tensor, whose parts rank 0 may read within `run_on_first` only."""
+        tensor, parameter_name = self._tensors[name], self._parameter_names[name]
+        if not self._shards.is_sharded(parameter_name, tensor):
             return tensor
-        shape = (self._shards.length(owner, tensor), *tensor.shape[1:])
-        return Parts(tensor.dtype, shape, lambda: self._parts(name, shape))
+        shape = (self._shards.full_length(parameter_name, tensor), *tensor.shape[1:])
+        return TensorParts(tensor.dtype, shape, lambda: self._request_shards(name, shape))
 
-    def _parts(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        self._shards.ranks.tell(name)
+    def _request_shards(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        self._shards.ranks.broadcast(name)
         yield self._tensors[name]
         for rank in range(1, self._shards.ranks.size):
-            begin, end = self._shards.cut(self._owners[name], shape[0], rank)
-            part = self._tensors[name].new_empty(end - begin, *shape[1:])
-            if part.numel():
-                dist.recv(part, rank)
-            yield part
+            begin, end = self._shards.shard_range(self._parameter_names[name], shape[0], rank)
+            shard = self._tensors[name].new_empty(end - begin, *shape[1:])
+            if shard.numel():
+                dist.recv(shard, rank)
+            yield shard
 
-    def by_first(self, make: Callable[[], T]) -> T:
-        """As `Ranks.by_first`; `make` may read whole tensors."""
+    def run_on_first(self, make: Callable[[], T]) -> T:
+        """Calls `make` on rank 0, which may read full tensors, and returns its result on all ranks. Its error is raised
+        on all ranks, too."""
         ranks = self._shards.ranks
         created = None
-        with ranks.together():
-            if ranks.first:
+        with ranks.shared_errors():
+            if ranks.is_first:
                 try:
                     created = make()
                 finally:
-                    ranks.tell(None)
+                    ranks.broadcast(None)
             else:
-                self._answer()
+                self._serve_requests()
         return ranks.gather(created)[0]  # type: ignore[return-value]
 
-    def _answer(self) -> None:
-        while (name := _receive()) is not None:
-            part = self._tensors[name].detach().contiguous()
-            if part.numel():
-                dist.send(part, 0)
+    def _serve_requests(self) -> None:
+        while (name := _receive_name()) is not None:
+            shard = self._tensors[name].detach().contiguous()
+            if shard.numel():
+                dist.send(shard, 0)
 
 
-def _receive() -> Any:
-    """What rank 0 tells. A rank 0 that has ended is no mistake of this one, so the error stays what it is."""
+def _receive_name() -> Any:
+    """Returns the name that rank 0 sent. If rank 0 has ended, torch's error reaches `train.group`, which restarts the
+    group (`Ranks.hear` would turn it into an error of this rank)."""
     value = [None]
     dist.broadcast_object_list(value, 0)
     return value[0]

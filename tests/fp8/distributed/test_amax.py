@@ -141,7 +141,7 @@ def compiled(rank: int) -> Any:
     for _ in range(3):
         with autocast(recipe=RECIPE, amax_reduction_group=group):
             y = run(torch.ones(2, 8)) if rank == 0 else None
-            assert bool(contexts.step().expecting) is (rank == 0)
+            assert bool(contexts.current_step().configs_with_backward) is (rank == 0)
         if y is not None:
             y.sum().backward()
     return states(layer)
@@ -172,7 +172,7 @@ def test_a_backward_pass_is_expected_where_gradients_will_be_staged(
     recipe = DelayedScaling(amax_history_len=4, override_linear_precision=override)
     with autocast(recipe=recipe), torch.set_grad_enabled(graph):
         layer(torch.ones(2, 8))
-        assert bool(contexts.step().expecting) is expected
+        assert bool(contexts.current_step().configs_with_backward) is expected
 
 
 def discarding(rank: int) -> Any:

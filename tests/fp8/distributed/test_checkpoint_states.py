@@ -66,7 +66,7 @@ def step(trained: Trained, number: int, rank: int = 0) -> float:
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    """The scaling states, by the names of the unwrapped model."""
+    """The scaling states, by the names of the unwrap_model model."""
     parts = ("scale", "amax_history", "nonfinite", "steps")
     found = {n.removeprefix("module.").removeprefix("_orig_mod."): v for n, v in model.state_dict().items()}
     return {n: whole(v) for n, v in found.items() if n.endswith(parts)}
@@ -245,7 +245,7 @@ def broadcast(rank: int) -> Any:
 @pytest.mark.smoke
 @pytest.mark.distributed
 def test_states_reach_every_rank_of_a_wrapped_model() -> None:
-    for names, expected, found, unwrapped in on_ranks(2, broadcast):
+    for names, expected, found, unwrap_model in on_ranks(2, broadcast):
         assert "0.up.weight.scale" in names
         assert same(expected, found)
-        assert same(expected, unwrapped)
+        assert same(expected, unwrap_model)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fp8serve.server.access.keys import SCOPES, line_of
+from fp8serve.server.access.keys import SCOPES, format_key_line
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -19,7 +19,7 @@ def key_of(scope: str) -> str:
 
 def one_for_each_scope(path: Path, *more: str) -> Path:
     """A file with a key for every scope, of a tenant named as the scope."""
-    return write(path, *(line_of(f"{scope}-key", scope, [scope], key_of(scope)) for scope in SCOPES), *more)
+    return write(path, *(format_key_line(f"{scope}-key", scope, [scope], key_of(scope)) for scope in SCOPES), *more)
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from fp8serve.cli import main
 from fp8serve.errors import MachineError
-from fp8serve.server.access.keys import KeyFile, line_of, read_keys
+from fp8serve.server.access.keys import KeyFile, format_key_line, read_keys
 from fp8serve.server.settings import Settings
 from tests.patience import until
 from tests.server.access.files import bearer, key_of, one_for_each_scope, write
@@ -28,28 +28,28 @@ def later(path: Path) -> None:
 
 def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    path = write(tmp_path / "keys.toml", line_of("a", "lab", ["read"], "one"))
+    path = write(tmp_path / "keys.toml", format_key_line("a", "lab", ["read"], "one"))
     keys = KeyFile(path, "single")
-    assert keys.needed
-    assert [bool(keys.current().caller(key)) for key in (b"one", b"two", b"single")] == [True, False, True]
-    later(write(path, line_of("b", "lab", ["read"], "two")))
-    assert [bool(keys.current().caller(key)) for key in (b"one", b"two", b"single")] == [False, True, True]
-    assert f"read 1 keys from {path}" in caplog.text
+    assert keys.is_required
+    assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [True, False, True]
+    later(write(path, format_key_line("b", "lab", ["read"], "two")))
+    assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [False, True, True]
+    assert f"read 1 API keys from {path}" in caplog.text
     later(write(path, "nonsense"))
     for _ in range(3):
-        assert keys.current().caller(b"two")
-    assert caplog.text.count("The keys that were read before stay in force.") == 1
+        assert keys.current_keys().caller(b"two")
+    assert caplog.text.count("The previous keys stay valid.") == 1
     path.unlink()
-    assert keys.current().caller(b"two")
-    assert caplog.text.count("stay in force") == 2
+    assert keys.current_keys().caller(b"two")
+    assert caplog.text.count("stay valid") == 2
 
 
 def test_a_server_does_not_start_with_a_file_that_is_wrong(settings: Settings, tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="is wrong"):
+    with pytest.raises(MachineError, match="is invalid"):
         KeyFile(write(tmp_path / "keys.toml", "nonsense"), None)
-    assert not KeyFile(None, None).needed
+    assert not KeyFile(None, None).is_required
     values: dict[str, Any] = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
-    assert Settings(**values, api_keys=tmp_path / "keys.toml").asks_for_keys
+    assert Settings(**values, api_keys=tmp_path / "keys.toml").requires_keys
 
 
 async def test_a_key_that_is_taken_out_is_refused_at_once(start: Start, tmp_path: Path) -> None:
@@ -62,11 +62,11 @@ async def test_a_key_that_is_taken_out_is_refused_at_once(start: Start, tmp_path
 
 
 def test_hangup_has_the_file_read_and_ends_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path / "keys.toml", line_of("a", "lab", ["read"], "one"))
+    path = write(tmp_path / "keys.toml", format_key_line("a", "lab", ["read"], "one"))
     options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data"), "fake": True}
     with serving(tmp_path / "log", **options, api_keys=str(path)) as server:
         server.popen.send_signal(signal.SIGHUP)
-        until(lambda: "read 1 keys" in server.log.read_text(), "the file to be read")
+        until(lambda: "read 1 API keys" in server.log.read_text(), "the file to be read")
         assert server.client.get("/version", headers=bearer("one")).status_code == 200
         assert server.stop() == 0
 
@@ -94,14 +94,14 @@ def test_a_key_is_made_shown_once_and_listed(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "keys.toml", line_of("ci", "lab", ["read"], "k"), "[tenants.x]")
+    path = write(tmp_path / "keys.toml", format_key_line("ci", "lab", ["read"], "k"), "[tenants.x]")
     before = path.read_text()
     made = ["key", "new", "--tenant", "lab", "--file", str(path)]
     for more, sentence in (
-        (["--name", "ci", "--scope", "read"], "has a key named ci"),
+        (["--name", "ci", "--scope", "read"], "already has a key named ci"),
         (["--name", "cd", "--scope", "read"], "cannot be added"),
         (["--name", "cd", "--scope", "all"], "scopes[0] must be"),
-        (["--name", "a.b", "--scope", "read"], "'a.b' is none"),
+        (["--name", "a.b", "--scope", "read"], "unlike 'a.b'"),
     ):
         assert main([*made, *more]) == 1
         shown = capsys.readouterr()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8serve.errors import MachineError, RequestError
-from fp8serve.server.access.keys import Caller, TenantLimits, line_of, new_key, parse_keys, read_keys, single
+from fp8serve.server.access.keys import Caller, TenantLimits, admin_key, format_key_line, new_key, parse_keys, read_keys
 from tests.server.access.files import write
 
 DIGEST = "0" * 64
@@ -14,7 +14,9 @@ DIGEST = "0" * 64
 def test_a_key_is_found_by_its_hash_and_has_its_tenants_limits() -> None:
     text = "tenants.lab = { requests_per_minute = 3, concurrent_requests = 1 }\n"
     text += (
-        line_of("ci", "lab", ["generate", "read", "generate"], "secret-é") + "\n" + line_of("b", "x", ["read"], "other")
+        format_key_line("ci", "lab", ["generate", "read", "generate"], "secret-é")
+        + "\n"
+        + format_key_line("b", "x", ["read"], "other")
     )
     keys = parse_keys(text.encode())
     limits = TenantLimits(requests_per_minute=3, concurrent_requests=1)
@@ -33,10 +35,10 @@ def test_keys_are_long_and_never_the_same() -> None:
 
 
 def test_the_single_key_may_do_everything() -> None:
-    caller = single("k").caller(b"k")
+    caller = admin_key("k").caller(b"k")
     assert caller is not None
     assert (caller.tenant, caller.scopes) == ("default", ("admin",))
-    assert single("k").caller(b"") is None
+    assert admin_key("k").caller(b"") is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_the_single_key_may_do_everything() -> None:
     [
         ("[keys", "it is not valid TOML"),
         ("keys = 3", "keys must be a table, not 3"),
-        ("key.ci = {}", "it has 'key', and there can be only keys and tenants."),
+        ("key.ci = {}", "it has 'key', but only keys and tenants are allowed."),
         ("keys.ci = 3", "keys.ci: Key must be an object, not int"),
         ("keys.ci = { tenant = 't', scopes = ['read'] }", "keys.ci: it lacks sha256."),
         (f"keys.ci = {{ tenant = 't', scopes = [], sha256 = '{DIGEST}' }}", "scopes is empty"),
@@ -54,8 +56,8 @@ def test_the_single_key_may_do_everything() -> None:
             "keys.ci: scopes must be a list, not 'read'.",
         ),
         (f"keys.ci = {{ tenant = 't', scope = 'read', sha256 = '{DIGEST}' }}", "no field 'scope'"),
-        (f"keys.'c i' = {{ tenant = 't', scopes = ['read'], sha256 = '{DIGEST}' }}", "'c i' is none"),
-        (f"keys.ci = {{ tenant = '', scopes = ['read'], sha256 = '{DIGEST}' }}", "'' is none"),
+        (f"keys.'c i' = {{ tenant = 't', scopes = ['read'], sha256 = '{DIGEST}' }}", "unlike 'c i'"),
+        (f"keys.ci = {{ tenant = '', scopes = ['read'], sha256 = '{DIGEST}' }}", "unlike ''"),
         ("keys.ci = { tenant = 't', scopes = ['read'], sha256 = 'plain' }", "64 hexadecimal digits"),
         ("tenants.t = { requests_per_minute = 0 }", "tenants.t: requests_per_minute must be at least"),
         ("tenants.t = { requests = 1 }", "tenants.t: TenantLimits has no field 'requests'"),
@@ -71,7 +73,7 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) 
     with pytest.raises(RequestError) as refused:
         parse_keys(text.encode())
     assert sentence in str(refused.value)
-    with pytest.raises(MachineError, match=r"The file of keys .* is wrong: "):
+    with pytest.raises(MachineError, match=r"The file of keys .* is invalid: "):
         read_keys(write(tmp_path / "keys.toml", text))
 
 
@@ -84,7 +86,7 @@ def test_what_is_no_text_is_refused() -> None:
     ("mode", "fine"), [(0o600, True), (0o400, True), (0o440, True), (0o644, False), (0o660, False), (0o601, False)]
 )
 def test_a_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int, fine: bool) -> None:
-    path = write(tmp_path / "keys.toml", line_of("ci", "lab", ["read"], "k"))
+    path = write(tmp_path / "keys.toml", format_key_line("ci", "lab", ["read"], "k"))
     path.chmod(mode)
     if fine:
         assert read_keys(path).caller(b"k")

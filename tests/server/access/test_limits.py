@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fp8serve.server.access.keys import Caller, TenantLimits, line_of
+from fp8serve.server.access.keys import Caller, TenantLimits, format_key_line
 from fp8serve.server.access.limits import TenantLimiter, TenantRequest
 from fp8serve.server.faults import Fault
 from fp8serve.server.metrics import Metrics
@@ -26,8 +26,10 @@ class Shop:
         self.tenants = TenantLimiter(Metrics(), lambda: self.now)
 
     def request(self, tenant: str = "lab", **limits: int) -> TenantRequest:
-        tenant_request = self.tenants.request(Caller("key", tenant, ("generate",), TenantLimits(**limits)), Usage())
-        tenant_request.enter()
+        tenant_request = self.tenants.create_request(
+            Caller("key", tenant, ("generate",), TenantLimits(**limits)), Usage()
+        )
+        tenant_request.begin()
         return tenant_request
 
 
@@ -39,7 +41,7 @@ def refused(fault: pytest.ExceptionInfo[Fault]) -> int | None:
 def test_requests_a_minute_come_back_one_by_one() -> None:
     shop = Shop()
     for _ in range(6):
-        shop.request(requests_per_minute=6).leave()
+        shop.request(requests_per_minute=6).end()
     with pytest.raises(Fault, match="may make 6 requests a minute") as fault:
         shop.request(requests_per_minute=6)
     assert refused(fault) == 10
@@ -77,7 +79,7 @@ def test_a_request_that_is_refused_for_its_tokens_costs_none() -> None:
             tenant_request.reserve_tokens(20)
         assert refused(fault) == 10
         assert tenant_request.headers()["x-ratelimit-remaining-requests"] == "1"
-        tenant_request.leave()
+        tenant_request.end()
     shop.request(**limits).reserve_tokens(10)
     with pytest.raises(Fault, match="may make 2 requests a minute"):
         shop.request(**limits)
@@ -86,10 +88,10 @@ def test_a_request_that_is_refused_for_its_tokens_costs_none() -> None:
 def test_requests_at_once_end_with_the_request() -> None:
     shop = Shop()
     first, _ = shop.request(concurrent_requests=2), shop.request(concurrent_requests=2)
-    with pytest.raises(Fault, match="2 requests at once") as fault:
+    with pytest.raises(Fault, match="2 concurrent requests") as fault:
         shop.request(concurrent_requests=2)
     assert refused(fault) == 1
-    first.leave()
+    first.end()
     shop.request(concurrent_requests=2)
 
 
@@ -101,8 +103,8 @@ def test_tokens_are_set_aside_and_what_was_not_used_comes_back() -> None:
     with pytest.raises(Fault, match="this request may need 20") as fault:
         second.reserve_tokens(20)
     assert refused(fault) == 10
-    first.usage.prompt, first.usage.generated = 5, 5
-    first.leave()
+    first.usage.prompt_tokens, first.usage.generated_tokens = 5, 5
+    first.end()
     assert second.headers()["x-ratelimit-remaining-tokens"] == "50"
     second.reserve_tokens(20)
 
@@ -111,8 +113,8 @@ def test_a_request_above_the_bound_waits_for_a_full_bucket_and_pays_the_rest_aft
     shop = Shop()
     tenant_request = shop.request(tokens_per_minute=60)
     tenant_request.reserve_tokens(90)
-    tenant_request.usage.generated = 90
-    tenant_request.leave()
+    tenant_request.usage.generated_tokens = 90
+    tenant_request.end()
     with pytest.raises(Fault) as fault:
         shop.request(tokens_per_minute=60)
     assert refused(fault) == 31
@@ -135,7 +137,7 @@ def test_new_limits_count_from_the_next_request() -> None:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    lines = [line_of(name, name, ["generate"], name) for name in ("few", "small", "single", "free")]
+    lines = [format_key_line(name, name, ["generate"], name) for name in ("few", "small", "single", "free")]
     limits = [
         "tenants.few = { requests_per_minute = 2 }",
         "tenants.small = { tokens_per_minute = 40 }",

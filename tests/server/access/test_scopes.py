@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Scope as Request
 
 from fp8serve.server.access.keys import SCOPES, Scope
-from fp8serve.server.access.scopes import OPENED_BY, WITH_ANY_KEY, generates, opens
+from fp8serve.server.access.scopes import OPENED_BY, WITH_ANY_KEY, has_tenant_limits, opens
 from fp8serve.server.app import ROUTES, pages
 from fp8serve.server.http.scope import OPEN_PATHS
 from tests.server.access.files import bearer, key_of, one_for_each_scope
@@ -58,9 +58,9 @@ def test_what_is_not_in_the_table_is_closed_but_to_admin() -> None:
 def test_head_is_get_and_limits_count_what_generates() -> None:
     assert opens(("read",), request("HEAD", "/metrics"))
     assert not opens(("generate",), request("HEAD", "/metrics"))
-    assert generates(request("POST", "/"))
-    assert not generates(request("GET", "/"))
-    assert not generates(request("POST", "/finetune"))
+    assert has_tenant_limits(request("POST", "/"))
+    assert not has_tenant_limits(request("GET", "/"))
+    assert not has_tenant_limits(request("POST", "/finetune"))
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -80,10 +80,10 @@ async def test_the_refusal_is_one_sentence(start: Start, tmp_path: Path) -> None
     async with start(api_keys=one_for_each_scope(tmp_path / "keys.toml")) as server:
         answer = await server.client.get("/metrics", headers=bearer(key_of("generate")))
         assert answer.status_code == 403
-        assert answer.json()["error"] == "This API key is for generate, and that does not open this route."
+        assert answer.json()["error"] == "The scopes of this API key (generate) do not open this route."
         answer = await server.client.post("/v1/completions", json={}, headers=bearer(key_of("read")))
         assert answer.json()["error"]["code"] == "forbidden"
-        assert answer.json()["error"]["message"].startswith("This API key is for read,")
+        assert answer.json()["error"]["message"].startswith("The scopes of this API key (read)")
         assert (await server.client.get("/health")).status_code == 200
 
 

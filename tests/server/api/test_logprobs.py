@@ -9,7 +9,7 @@ from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts, TokenTable
-from fp8serve.server.api.openai.logprobs import LogprobStream, Placed, chat_logprobs, text_logprobs
+from fp8serve.server.api.openai.logprobs import LogprobStream, PositionedToken, chat_logprobs, completion_logprobs
 from tests.model.oracle import byte_fallback
 from tests.server.conftest import Server, Start
 from tests.server.fakes import byte_tokenizer
@@ -72,7 +72,7 @@ async def test_completions_list_the_token_itself_beside_the_most_likely_ones(sta
         assert chunks[0]["logprobs"]["top_logprobs"] == whole["logprobs"]["top_logprobs"][:1]
     tokenizer = facts(byte_tokenizer())
     rare = placed(tokenizer, output("C", 34, (32, 33), finish_reason="length"))
-    assert text_logprobs(rare, tokenizer)["top_logprobs"] == [{"A": -1.0, "B": -2.0, "C": -0.5}]
+    assert completion_logprobs(rare, tokenizer)["top_logprobs"] == [{"A": -1.0, "B": -2.0, "C": -0.5}]
     assert [entry["token"] for entry in chat_logprobs(rare, tokenizer)["content"][0]["top_logprobs"]] == ["A", "B"]
 
 
@@ -86,13 +86,13 @@ async def test_parts_of_characters_are_told_apart(start: Start) -> None:
 def facts(tokenizer: Tokenizer) -> TokenizerFacts:
     """With the texts of all tokens."""
     found = TokenizerFacts.of(tokenizer)
-    found.table = TokenTable(TokenTable.written(tokenizer, tokenizer.vocab_size))
+    found.table = TokenTable(TokenTable.serialize(tokenizer, tokenizer.vocab_size))
     return found
 
 
-def placed(tokenizer: TokenizerFacts, *outputs: RequestOutput) -> list[Placed]:
+def placed(tokenizer: TokenizerFacts, *outputs: RequestOutput) -> list[PositionedToken]:
     stream = LogprobStream(tokenizer, SamplingParams())
-    return [item for one in outputs for item in stream.take(one)]
+    return [item for one in outputs for item in stream.add(one)]
 
 
 def test_alternatives_of_equal_text_are_all_kept() -> None:
@@ -100,11 +100,11 @@ def test_alternatives_of_equal_text_are_all_kept() -> None:
     tokenizer = facts(Tokenizer(backend, SPECIAL, None))
     plain, byte, marked = (backend.token_to_id(piece) for piece in ("a", "<0x61>", "▁a"))
     at_start = placed(tokenizer, output("a", plain, (plain, byte, marked), finish_reason="length"))
-    assert text_logprobs(at_start, tokenizer)["top_logprobs"] == [
+    assert completion_logprobs(at_start, tokenizer)["top_logprobs"] == [
         {"a": -1.0, f"token_id:{byte}": -2.0, f"token_id:{marked}": -3.0}
     ]
     later = placed(tokenizer, output("a", plain), output("a", plain, (plain, byte, marked), finish_reason="length"))
-    assert text_logprobs(later, tokenizer)["top_logprobs"][1] == {"a": -1.0, f"token_id:{byte}": -2.0, " a": -3.0}
+    assert completion_logprobs(later, tokenizer)["top_logprobs"][1] == {"a": -1.0, f"token_id:{byte}": -2.0, " a": -3.0}
     assert len(chat_logprobs(at_start, tokenizer)["content"][0]["top_logprobs"]) == 3
 
 

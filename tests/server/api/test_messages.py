@@ -9,7 +9,7 @@ import pytest
 
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
-from fp8serve.server.api.anthropic_messages import chat_of
+from fp8serve.server.api.anthropic_messages import to_chat_body
 from fp8serve.server.schemas.anthropic_bodies import MessagesBody
 from fp8serve.server.schemas.messages import plain_messages
 from tests.server.api.talking import CALL, WEATHER, echo
@@ -125,7 +125,7 @@ TURNS: list[dict[str, Any]] = [
 
 
 async def test_a_history_becomes_the_messages_of_a_chat(start: Start) -> None:
-    chat = chat_of(MessagesBody.model_validate({"system": "Be brief.", "messages": TURNS, "max_tokens": 4}))
+    chat = to_chat_body(MessagesBody.model_validate({"system": "Be brief.", "messages": TURNS, "max_tokens": 4}))
     system, user, assistant, result, again = plain_messages(chat.messages)
     assert (system["role"], system["content"], user["content"]) == ("system", "Be brief.", "Weather?")
     assert assistant["reasoning_content"] == "Hm."
@@ -140,7 +140,7 @@ async def test_a_history_becomes_the_messages_of_a_chat(start: Start) -> None:
 
 async def test_effort_and_thinking_reach_the_template() -> None:
     asked = body("hi", thinking={"type": "disabled"}, output_config={"effort": "low"})
-    chat = chat_of(MessagesBody.model_validate(asked))
+    chat = to_chat_body(MessagesBody.model_validate(asked))
     assert chat.chat_template_kwargs == {"reasoning_effort": "low", "enable_thinking": False}
 
 

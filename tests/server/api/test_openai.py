@@ -174,9 +174,10 @@ async def test_a_prompt_as_long_as_the_context_is_told_to_be_shorter(start: Star
         ]
     assert said[0]["choices"][0]["finish_reason"] == "length"
     assert [one["error"]["message"] for one in said[1:]] == [
-        "The prompt has 511 tokens and 2 more are asked for, but this model's context holds 512. Shorten the prompt or "
+        "The prompt has 511 tokens and up to 2 are requested, but the context holds 512. Shorten the prompt or "
         "ask for fewer tokens.",
-        "The prompt has 512 tokens, as many as this model's context holds with the answer. Shorten the prompt.",
+        "The prompt has 512 tokens and fills this model's context, which has no room for a completion. "
+        "Shorten the prompt.",
         "The prompt has 513 tokens, but this model's context holds 512. Shorten the prompt.",
     ]
 

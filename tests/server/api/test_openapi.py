@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from fp8serve.server.api.openapi_description import EXAMPLES, FAILURES, JOBS
+from fp8serve.server.api.openapi_description import ERROR_CODES, EXAMPLES, JOBS
 from fp8serve.server.named_models import NamedAdapter
-from fp8serve.server.serving import rolled_scales
+from fp8serve.server.serving import scale_saver
 from tests.patience import PATIENCE
 from tests.server.conftest import Server, Start
 from tests.server.fakes import Launcher, classifying_engine, embedding_engine, model_dir, rolling_engine
@@ -56,7 +56,7 @@ def description(server: Process) -> Any:
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-@pytest.mark.parametrize(("method", "path"), sorted(FAILURES))
+@pytest.mark.parametrize(("method", "path"), sorted(ERROR_CODES))
 def test_live_answers_are_as_described(description: Any, method: str, path: str, mode: GenerationMode) -> None:
     operation = description[path][method.upper()]
     cases = operation.as_strategy(generation_mode=mode)
@@ -76,7 +76,7 @@ async def test_every_route_is_described(start: Start) -> None:
     async with start() as server:
         document = (await server.client.get("/openapi.json")).json()
         found = {(method, path) for path, operations in document["paths"].items() for method in operations}
-        assert found == set(FAILURES)
+        assert found == set(ERROR_CODES)
         for operations in document["paths"].values():
             for operation in operations.values():
                 assert any(status.startswith("2") for status in operation["responses"])
@@ -115,7 +115,7 @@ async def test_links_lead_somewhere(start: Start) -> None:
 async def test_examples_are_taken_as_they_are(
     start: Start, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rolled_scales, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
+    monkeypatch.setattr(scale_saver, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
     made = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
     made |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
     (tmp_path / "more" / "clerk-2026-01").mkdir(parents=True)

@@ -49,7 +49,7 @@ async def test_ollamas_clients_are_told_what_to_use(start: Start, path: str) -> 
     assert answer.status_code == 404
     assert answer.json()["error"] == (
         "There is no such route here. "
-        "Ollama's protocol is not spoken; use a client of OpenAI, with a base URL that ends in /v1."
+        "Ollama's protocol is not supported; use an OpenAI client with a base URL that ends in /v1."
     )
 
 
@@ -183,7 +183,7 @@ async def test_an_image_is_refused_by_name_at_its_place(start: Start, path: str,
             path, json={"max_tokens": 1, field: [turn]} if field == "messages" else {field: [turn]}
         )
     assert answer.status_code == 400
-    sentence = f"{field}.0.content: parts of the type {kind} are not read here; send text."
+    sentence = f"{field}.0.content: content parts of the type {kind} are not supported; send text."
     assert answer.json()["error"]["message"] == sentence
 
 
@@ -197,7 +197,7 @@ async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: st
         spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})
     error = answer.json()["error"]
     assert (error if path == "/tokenize" else error["message"]) == (
-        f"tools.0: tools of the type {kind} are not offered here; send a function with a schema of its arguments."
+        f"tools.0: tools of the type {kind} are not supported; send a function with a schema of its arguments."
     )
     assert "Not a type" not in spelt.text
 

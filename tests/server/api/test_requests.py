@@ -39,7 +39,7 @@ async def test_requests_under_way_are_listed_with_how_far_they_are(start: Start)
             "prompt_tokens": 7, "generated_tokens": 0, "max_new_tokens": 200,
         }  # fmt: skip
         engine.prefilling = {f"{found}-2"}
-        await eventually(lambda: server.state.models.default.current.prefilling)  # type: ignore[union-attr]
+        await eventually(lambda: server.state.models.default.current.prefilling_ids)  # type: ignore[union-attr]
         assert (await listed(server))[0]["state"] == "prefill"
         asked.cancel()
         await eventually(lambda: not engine.running)
@@ -53,7 +53,7 @@ async def test_a_cancelled_request_ends_at_once_and_says_so(start: Start, caplog
         whole = asyncio.create_task(server.client.post("/v1/completions", json=body))
         streamed = asyncio.create_task(server.client.post("/v1/completions", json=body | {"stream": True}))
         await eventually(lambda: len(engine.requests) >= 3 and len(engine.running) == 2)  # a canary was the first
-        await eventually(lambda: all(one.generated for one in server.state.active if one.under_way))
+        await eventually(lambda: all(one.generated_tokens for one in server.state.active if one.is_running))
         rows = await listed(server)
         assert [row["state"] for row in rows] == ["decode", "decode"]
         assert rows[0]["age"] >= rows[1]["age"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fp8serve.server.api.chat_generation import template_variables
-from fp8serve.server.api.responses import ItemResponse, chat_of
-from fp8serve.server.schemas.item_bodies import ResponsesBody
+from fp8serve.server.api.responses import ResponseObject, to_chat_body
 from fp8serve.server.schemas.messages import plain_messages
+from fp8serve.server.schemas.responses_bodies import ResponsesBody
 from tests.server.api.talking import CALL, WEATHER, echo
 from tests.server.conftest import Server, Start
 
@@ -30,7 +30,7 @@ async def ask(server: Server, said: str, /, **further: Any) -> Any:
 async def answer(server: Server, said: str, /, **further: Any) -> dict[str, Any]:
     told = await ask(server, said, **further)
     assert told.status_code == 200, told.text
-    ItemResponse.model_validate(told.json())
+    ResponseObject.model_validate(told.json())
     found: dict[str, Any] = told.json()
     return found
 
@@ -123,7 +123,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "Degrees."},
     ]
     body = ResponsesBody.model_validate({"input": items, "instructions": "Be brief.", "reasoning": {"effort": "low"}})
-    chat = chat_of(body)
+    chat = to_chat_body(body)
     said = plain_messages(chat.messages)
     roles = ["system", "system", "user", "assistant", "tool", "assistant", "assistant"]
     assert [message["role"] for message in said] == roles

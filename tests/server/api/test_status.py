@@ -10,10 +10,13 @@ from urllib.parse import urljoin
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from fp8serve.errors import RequestError
+from fp8serve.fp8.cuda_driver import Gpu
+from fp8serve.model import device as model_device
 from fp8serve.server.app import PAGES
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
-from tests.server.fakes import Launcher
+from tests.server.fakes import FakeEngine, Launcher
 
 NAMES = """
 fp8serve_http_responses fp8serve_http_seconds fp8serve_requests_accepted fp8serve_requests_finished
@@ -130,6 +133,35 @@ async def test_info_shows_the_options_in_force_and_no_secret(start: Start, tmp_p
         assert (info["options"]["max_num_seqs"], info["options"]["request_seconds"]) == (3, 7.0)
         assert info["options"]["drain_seconds"] == server.state.settings.drain_seconds
         assert not {*private, "data_dir", "host", "port"} & info["options"].keys()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [([], "cpu"), ([Gpu("NVIDIA H100", 90, 79 << 30)], "cuda")])
+async def test_the_device_is_chosen_for_the_default_model(
+    start: Start, monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], device: str
+) -> None:
+    monkeypatch.setattr(model_device, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(model_device, "gpu_obstacle", lambda gpu: None)
+    async with start() as server:
+        info = (await server.client.get("/info")).json()
+        assert (info["options"]["device"], info["training_device"]) == (device, device)
+        assert server.launcher.sources[0].options.device == device
+    async with start(device="cpu", train_device="auto") as server:
+        assert (await server.client.get("/info")).json()["training_device"] == device
+
+
+async def test_an_option_of_a_gpu_needs_one(start: Start) -> None:
+    with pytest.raises(RequestError, match="gpu_memory is for a GPU, and the device is 'cpu'"):
+        async with start(gpu_memory=0.5):
+            pass
+
+
+async def test_the_engine_says_how_many_sequences_run(start: Start) -> None:
+    """The number that an engine derived from its GPU; where it says none, the one of the options."""
+    queue, engine = 256, FakeEngine()
+    engine.info["max_num_seqs"] = 192
+    for launcher, expected in ((Launcher(lambda: engine), 192), (Launcher(), 16)):
+        async with start(launcher) as server:
+            assert (await server.client.get("/info")).json()["max_concurrent_requests"] == expected + queue
 
 
 async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(

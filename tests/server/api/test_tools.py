@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.answers.choice import AnswerFormat, choose
+from fp8serve.server.output_parsers.output_format import OutputFormat, detect_format
 from tests.server.api.talking import CALL, echo
 from tests.server.api.talking import WEATHER as SCHEMA
 from tests.server.conftest import Server, Start
@@ -187,25 +187,29 @@ async def test_nonsense_is_refused_by_name(talking: Any, change: dict[str, Any],
     ],
 )
 def test_formats_are_found_from_the_template(template: str, takes: bool, tools: Any, reasoning: Any) -> None:
-    assert choose(template, takes, AnswerFormat("auto", "auto")) == AnswerFormat(tools, reasoning)
-    assert choose(template, takes, AnswerFormat("llama3", "none")) == AnswerFormat("llama3", "none")
+    assert detect_format(template, takes, OutputFormat("auto", "auto")) == OutputFormat(tools, reasoning)
+    assert detect_format(template, takes, OutputFormat("llama3", "none")) == OutputFormat("llama3", "none")
 
 
 @pytest.mark.parametrize(
     ("further", "said", "unsaid"),
     [
-        ({"tool_choice": "required"}, ("named_0", "call)*"), "begun"),
+        ({"tool_choice": "required"}, ("named_0", "call)*"), "until_trigger"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ("named_0",), "call)*"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, ("weather",), "call)*"),
-        ({"tools": [{"type": "function", "function": WEATHER["function"] | {"strict": True}}]}, ("begun",), "call)*"),
-        ({"response_format": {"type": "json_object"}}, ("content: %json", "call)*"), "begun"),
+        (
+            {"tools": [{"type": "function", "function": WEATHER["function"] | {"strict": True}}]},
+            ("until_trigger",),
+            "call)*",
+        ),
+        ({"response_format": {"type": "json_object"}}, ("content: %json", "call)*"), "until_trigger"),
     ],
 )
 async def test_calls_are_held_to_a_grammar(talking: Any, further: Any, said: tuple[str, ...], unsaid: str) -> None:
     async with talking() as server:
         assert (await ask(server, "hi", **further)).status_code == 200
         params = server.launcher.engine.requests[-1].params
-        assert params.form.keys() == {"grammar"}
+        assert params.grammar_by_kind.keys() == {"grammar"}
         assert all(text in params.grammar for text in said)
         assert unsaid not in params.grammar
 
@@ -220,13 +224,13 @@ async def test_of_the_tools_those_that_are_allowed(talking: Any, mode: str) -> N
         prompt = byte_tokenizer().decode(list(request.prompt_token_ids), skip_special_tokens=False)
         assert '"weather"' in prompt
         assert '"time"' not in prompt
-        assert request.params.form.keys() == ({"grammar"} if mode == "required" else set())
+        assert request.params.grammar_by_kind.keys() == ({"grammar"} if mode == "required" else set())
 
 
 async def test_a_grammar_without_need_is_none(talking: Any) -> None:
     async with talking() as server:
         await ask(server, "hi")
-        assert not server.launcher.engine.requests[-1].params.form
+        assert not server.launcher.engine.requests[-1].params.grammar_by_kind
 
 
 async def test_a_call_can_be_forced_where_no_format_is_known(talking: Any) -> None:

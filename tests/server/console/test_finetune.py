@@ -147,7 +147,7 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
 
 def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/finetune/ftjob-of-nobody")
-    browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job of that id')")
+    browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job with that id')")
     browser.until("document.querySelector('#job-recipe')")
     assert all("404" in message for message in browser.complaints())  # the browser's own notes
 

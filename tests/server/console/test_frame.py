@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fp8serve.server.access.keys import line_of
+from fp8serve.server.access.keys import format_key_line
 from fp8serve.server.app import PAGES
 from tests.server.console.accessibility import landmarks, nameless, pale
 from tests.server.console.browser import Browser
@@ -90,14 +90,14 @@ def test_a_lost_connection_is_said_and_mended(browser: Browser, echoing: Process
 
 def test_a_key_that_does_not_open_a_route_is_told_so(browser: Browser, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text(line_of("reader", "research", ["generate"], "a-key") + "\n")
+    keys.write_text(format_key_line("reader", "research", ["generate"], "a-key") + "\n")
     keys.chmod(0o600)
     options = {"model": str(model_dir(tmp_path / "echo")), "data_dir": str(tmp_path / "data"), "api_keys": str(keys)}
     with serving(tmp_path / "log", **options, fake=True) as process:
         ready(browser, f"http://reader:a-key@127.0.0.1:{process.port}/#/chat")
         browser.open(f"{process.url}/#/scales")  # the browser remembers the key
         browser.until("document.querySelector('.scales .error').textContent !== ''")
-        assert "that does not open this route" in browser.text(".scales .error")
+        assert "do not open this route" in browser.text(".scales .error")
 
 
 def test_pages_are_asked_for_again_and_sent_once(server: Process) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fp8serve.server.finetuning import database, job_runner
 from fp8serve.server.finetuning.job_records import NewJob
-from fp8serve.server.finetuning.job_store import FINAL, JobStore
+from fp8serve.server.finetuning.job_store import FINAL_STATUSES, JobStore
 from fp8serve.train.events import EVENTS
 from tests.server.conftest import STUB
 from tests.server.fakes import model_dir
@@ -34,7 +34,7 @@ async def serve(data: Path) -> None:
     store = JobStore(data / "jobs.sqlite3")
     runner = job_runner.JobRunner(store, data, nothing_runs, STUB)
     runner.start()
-    while store.get(JOB).status not in FINAL:
+    while store.get(JOB).status not in FINAL_STATUSES:
         await asyncio.sleep(0.01)
     await runner.close(0.0)
     store.close()

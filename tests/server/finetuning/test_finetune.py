@@ -20,7 +20,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fp8serve.errors import MachineError
-from fp8serve.server.finetuning.job_runner import WORKER, read_events
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, read_events
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
@@ -57,11 +57,11 @@ async def wait_for_step(server: Server, job_id: str) -> None:
 
 def unblock_job(server: Server, job_id: str) -> None:
     """A "held" job goes on."""
-    (server.state.runner.dir_of(job_id) / "go").touch()
+    (server.state.runner.job_dir(job_id) / "go").touch()
 
 
 def lock_owner(server: Server, job_id: str) -> int:
-    return int((server.state.runner.dir_of(job_id) / "worker.lock").read_text())
+    return int((server.state.runner.job_dir(job_id) / "worker.lock").read_text())
 
 
 async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
@@ -90,7 +90,7 @@ async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
 
 def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
     body = JobBody(model="tiny", training_file="file-1", seed=3, lora_rank=8, lora_targets=["q_proj"])  # type: ignore[call-arg]
-    asked = body.native().hyper_parameters()
+    asked = body.to_native().hyper_parameters()
     assert asked["seed"] == 3
     assert (asked["lora_rank"], asked["lora_targets"], asked["dora"]) == (8, ["q_proj"], False)
 
@@ -143,7 +143,7 @@ async def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:
     async with start() as server:
         job = await submit(server)
         await wait_for(server, job["id"], "succeeded")
-        (server.state.runner.dir_of(job["id"]) / "out" / "checkpoints" / "step-4").rmdir()
+        (server.state.runner.job_dir(job["id"]) / "out" / "checkpoints" / "step-4").rmdir()
         found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
         assert [c["step"] for c in found] == [6, 5, 3, 2, 1]
 
@@ -235,7 +235,7 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
     """With the real training process, which is paused as soon as it has taken a step."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
-    async with start(worker=WORKER, model=model) as server:
+    async with start(worker=TRAINING_COMMAND, model=model) as server:
         options = {"max_steps": 120, "batch_size": 1, "recipe": "delayed", "save_every": 60}
         whole = (await submit(server, "a text to learn", **options))["id"]
         await wait_for(server, whole, "succeeded")
@@ -247,7 +247,7 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
         await server.client.post(f"/finetune/{parted}/resume")
         await wait_for(server, parted, "succeeded")
         files = [
-            sorted((server.state.runner.dir_of(job) / "out/model").glob("*.safetensors")) for job in (whole, parted)
+            sorted((server.state.runner.job_dir(job) / "out/model").glob("*.safetensors")) for job in (whole, parted)
         ]
         assert [path.name for path in files[0]] == ["model.safetensors", "scales.safetensors"]
         assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
@@ -308,7 +308,7 @@ async def test_who_is_in_a_hurry_does_not_wait_for_a_checkpoint(start: Start) ->
         await wait_for_step(server, job["id"])
         server.state.begin_drain()
         assert not server.state.drained
-        server.state.hurry()
+        server.state.end_drain()
         assert server.state.drained
     async with start() as server:
         unblock_job(server, job["id"])
@@ -321,16 +321,16 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
     async with start() as server:
         job = await submit(server, "held")
         await wait_for_step(server, job["id"])
-        server.state.runner._worker = None  # as if this front had been killed: nobody stops the worker
+        server.state.runner._process = None  # as if this front had been killed: nobody stops the worker
         task = server.state.runner._task
         assert task is not None
         task.cancel()
     async with start() as server:
-        await eventually(lambda: server.state.runner._worker is not None, "the worker that still runs is followed")
+        await eventually(lambda: server.state.runner._process is not None, "the worker that still runs is followed")
         unblock_job(server, job["id"])
         done = await wait_for(server, job["id"], "succeeded", "failed")
         assert done["status"] == "succeeded"
-        assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "x"
+        assert (server.state.runner.job_dir(job["id"]) / "tries.txt").read_text() == "x"
 
 
 async def test_an_idempotency_key_makes_one_job(start: Start) -> None:
@@ -482,7 +482,7 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
         path = f"/finetune/{job}/activate"
         for step, why in (
             (1, "step-1 is not a usable training checkpoint"),
-            (7, "no checkpoint of step 7; it has 6, 5"),
+            (7, "no checkpoint at step 7; its checkpoints are: 6, 5"),
         ):
             answer = await server.client.post(path, json={"step": step})
             assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
@@ -492,6 +492,18 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
         assert (await server.client.post(path, json={"step": 6})).json()["served"]["source"] == job
         assert (await server.client.post(path, json={})).status_code == 200
+
+
+async def test_an_engine_on_a_gpu_leaves_room_for_jobs_and_their_results(start: Start) -> None:
+    """The engine of a result may use what the first one left. It starts again, alone, like the first one."""
+    async with start(device="cuda") as server:
+        await server.client.post(f"/finetune/{await trained(server)}/activate")
+        server.launcher.engine.alive = False
+        await eventually(lambda: len(server.launcher.sources) == 3, "the restart")
+        assert [source.options.gpu_memory for source in server.launcher.sources] == [0.6, None, 0.6]
+    for settings, gpu_memory in (({"gpu_memory": 0.3}, 0.3), ({"train_on": "refuse"}, None)):
+        async with start(device="cuda", **settings) as server:
+            assert server.launcher.sources[0].options.gpu_memory == gpu_memory
 
 
 async def test_one_activation_at_a_time(start: Start) -> None:
@@ -539,7 +551,7 @@ async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
         deleted = (await server.client.delete(f"/v1/files/{stored['id']}")).json()
         assert deleted == {"id": stored["id"], "object": "file", "deleted": True}
         assert (await server.client.get(f"/v1/files/{stored['id']}")).status_code == 404
-        assert (server.state.runner.dir_of(job["id"]) / "data.jsonl").read_bytes() == rows
+        assert (server.state.runner.job_dir(job["id"]) / "data.jsonl").read_bytes() == rows
         events = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"limit": 3})).json()
         assert events["has_more"]
         more = (
@@ -636,7 +648,7 @@ async def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_p
         job = await submit(server, "held")
         await wait_for_step(server, job["id"])
         owner = lock_owner(server, job["id"])
-        server.state.runner._worker = None
+        server.state.runner._process = None
         task = server.state.runner._task
         assert task is not None
         task.cancel()
@@ -645,7 +657,7 @@ async def test_a_killed_worker_of_a_killed_server_is_resumed(start: Start, tmp_p
     async with start() as server:
         unblock_job(server, job["id"])
         assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
-        assert (server.state.runner.dir_of(job["id"]) / "tries.txt").read_text() == "xx"
+        assert (server.state.runner.job_dir(job["id"]) / "tries.txt").read_text() == "xx"
 
 
 ROW = b'{"text": "x"}\n'
@@ -678,9 +690,9 @@ async def test_the_bounds_of_rows_hold_for_uploads(start: Start, name: str, cont
 def test_rows_are_counted_alike_however_they_arrive(data: bytes, piece: int) -> None:
     for text in (False, True):
         whole, parts = RowBounds(ServerLimits(), text), RowBounds(ServerLimits(), text)
-        whole.take(data)
+        whole.update(data)
         for i in range(0, len(data), piece):
-            parts.take(data[i : i + piece])
+            parts.update(data[i : i + piece])
         assert parts.rows == whole.rows
         if not text:
             assert whole.rows == sum(bool(line.strip()) for line in data.split(b"\n"))

@@ -75,8 +75,8 @@ REQUESTS: dict[str, Callable[[Server, str], Any]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk: Disk, name: str) -> None:
     async with start() as server:
-        server.state.runner.closing = True  # no job runs: its writes are not the request's
-        server.state.runner.look_again()
+        server.state.runner.is_closing = True  # no job runs: its writes are not the request's
+        server.state.runner.wake()
         file = (await upload(server)).json()["id"]
         ask = REQUESTS[name]
 
@@ -130,7 +130,7 @@ async def test_a_job_that_met_a_full_disk_is_resumed(start: Start) -> None:
         job = await submit(server, "full-disk")
         failed = await wait_for(server, job["id"], "failed")
         assert "No space left" in failed["error"]["message"]
-        (server.state.runner.dir_of(job["id"]) / "room").touch()
+        (server.state.runner.job_dir(job["id"]) / "room").touch()
         answer = await server.client.post(f"/finetune/{job['id']}/resume")
         assert (answer.status_code, answer.json()["error"], answer.json()["finished_at"]) == (200, None, None)
         done = await wait_for(server, job["id"], "succeeded", "failed")
@@ -143,7 +143,7 @@ async def test_a_job_that_met_a_full_disk_is_resumed(start: Start) -> None:
 
 
 async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8serve.server.finetuning.job_runner.ERROR_SECONDS", 0.05)
+    monkeypatch.setattr("fp8serve.server.finetuning.job_runner.RETRY_SECONDS", 0.05)
     async with start() as server:
         failures = 0
 
@@ -153,7 +153,7 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
             raise FULL
 
         with monkeypatch.context() as broken:
-            broken.setattr(server.state.jobs, "unfinished", unreadable)
+            broken.setattr(server.state.jobs, "unfinished_jobs", unreadable)
             job = await submit(server, "fine")
             await eventually(lambda: failures)
         assert (await wait_for(server, job["id"], "succeeded"))["status"] == "succeeded"

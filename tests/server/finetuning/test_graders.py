@@ -48,7 +48,7 @@ def test_what_is_allowed(url: str | None) -> None:
     ],
 )
 def test_what_is_not(url: str) -> None:
-    with pytest.raises(Fault, match="This server does not send answers to that address"):
+    with pytest.raises(Fault, match="This server does not send completions to that address"):
         check_grader(url, ALLOWED)
 
 
@@ -91,11 +91,14 @@ async def test_jobs_over_http(start: Start) -> None:
             ({"grader_url": "http://x:abc/"}, "grader_url must be an address"),
             ({"grader_url": "http://[::1"}, "grader_url must be an address"),
             ({"grader_url": "http://x:99999/"}, "grader_url must be an address"),
-            ({"grader_url": "http://localhost:9001/grade"}, "This server does not send answers to that address"),
-            ({"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"}, "and not ipo"),
+            ({"grader_url": "http://localhost:9001/grade"}, "This server does not send completions to that address"),
+            (
+                {"grader_url": "http://localhost:9000/grade", "loss_type": "ipo"},
+                "loss_type ipo is no loss of the method grpo",
+            ),
             ({"grader_url": "http://localhost:9000/grade", "num_generations": 1}, "num_generations"),
             ({"reward": "/etc/passwd"}, "reward"),
-            ({}, "wants rewards from one place"),
+            ({}, "needs one source of rewards"),
         ):
             for route in ("/finetune", "/finetune/validate"):
                 answer = await server.client.post(route, json={**ask, **more})

@@ -71,7 +71,7 @@ class JobTable(RuleBasedStateMachine):
     def move(self, job_id: str, to: str) -> None:
         job = self.expected.get(job_id)
         allowed = job is not None and to in LEADS_TO[job.status]
-        assert self.store.move(job_id, to, "moved", error="why" if to == "failed" else None) is allowed  # type: ignore[arg-type]
+        assert self.store.set_status(job_id, to, "moved", error="why" if to == "failed" else None) is allowed  # type: ignore[arg-type]
         if job is not None and allowed:
             job.status, job.cancel_requested = to, job.cancel_requested and to != "failed"
             job.pause_requested = job.pause_requested and to == "running"
@@ -133,7 +133,7 @@ class JobTable(RuleBasedStateMachine):
             assert (job.error is not None) == (job.status == "failed")
         assert self.store.counts() == counts
         unfinished = [name for name, job in self.expected.items() if job.status in ("queued", "running")]
-        assert sorted(job.id for job in self.store.unfinished()) == sorted(unfinished)
+        assert sorted(job.id for job in self.store.unfinished_jobs()) == sorted(unfinished)
 
 
 LAYOUTS = Path(__file__).with_name("layout3")
@@ -245,7 +245,8 @@ def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> No
     with closing(sqlite3.connect(table)) as newer:
         newer.execute("PRAGMA user_version=9")
     with pytest.raises(
-        MachineError, match="has layout 9, and this fp8serve reads layout 4: start the version that wrote it"
+        MachineError,
+        match="has schema version 9, but this fp8serve reads version 4; start the fp8serve version that wrote it",
     ):
         JobStore(table)
     with closing(sqlite3.connect(table)) as kept:

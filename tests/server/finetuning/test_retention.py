@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.server.finetuning.job_runner import WORKER
+from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND
 from fp8serve.train.events import FIRST_COLUMNS
 from fp8serve.train.scratch import write_random_model
 from tests.patience import eventually
@@ -18,7 +18,7 @@ from tests.server.finetuning.test_finetune import submit, trained, unblock_job, 
 
 
 def is_gone(server: Server, job: str) -> bool:
-    return not server.state.runner.dir_of(job).exists()
+    return not server.state.runner.job_dir(job).exists()
 
 
 async def remove(server: Server, job: str) -> tuple[int, str]:
@@ -29,7 +29,7 @@ async def remove(server: Server, job: str) -> tuple[int, str]:
 async def servable(server: Server) -> str:
     """A job that has succeeded, with a result from which others may continue."""
     job = await trained(server)
-    shutil.copytree(server.state.settings.model, server.state.runner.dir_of(job) / "out/model", dirs_exist_ok=True)
+    shutil.copytree(server.state.settings.model, server.state.runner.job_dir(job) / "out/model", dirs_exist_ok=True)
     return job
 
 
@@ -55,7 +55,7 @@ async def test_a_job_that_has_not_ended_stays(start: Start) -> None:
         await wait_for_step(server, running["id"])
         for job, state in ((running["id"], "running"), (waiting["id"], "queued")):
             status, text = await remove(server, job)
-            assert (status, f"it is {state}; cancel it first" in text) == (409, True)
+            assert (status, f"is {state}; cancel it first" in text) == (409, True)
         await server.client.post(f"/finetune/{running['id']}/pause")
         await wait_for(server, running["id"], "paused")
         assert (await remove(server, running["id"]))[0] == 409
@@ -80,7 +80,7 @@ async def test_what_another_job_goes_on_from_stays(start: Start) -> None:
         second = await submit(server, "held", model=first)
         await wait_for_step(server, second["id"])
         status, text = await remove(server, first)
-        assert (status, "began with this one's result" in text) == (409, True)
+        assert (status, "started from this job's result" in text) == (409, True)
         unblock_job(server, second["id"])
         await wait_for(server, second["id"], "succeeded")
         assert (await remove(server, first))[0] == 200
@@ -143,7 +143,7 @@ async def test_every_checkpoint_is_served_by_name_and_trained_on(
     monkeypatch.setattr(fakes, "VOCABULARY", 320)
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
-    async with start(worker=WORKER, model=model) as server:
+    async with start(worker=TRAINING_COMMAND, model=model) as server:
         options: dict[str, Any] = {"max_steps": 3, "batch_size": 1, "save_every": 1, "keep_last": 3}
         job = await submit(server, "a text to learn", **options)
         await wait_for(server, job["id"], "succeeded")
@@ -152,7 +152,7 @@ async def test_every_checkpoint_is_served_by_name_and_trained_on(
         name = listed[1]["model"]
         served = (await server.client.post(f"/finetune/{job['id']}/activate", json={"step": 2})).json()["served"]
         assert (served["source"], served["model"]) == (f"{job['id']}:ckpt-step-2", name)
-        directory = server.state.runner.dir_of(job["id"]) / "served" / "step-2"
+        directory = server.state.runner.job_dir(job["id"]) / "served" / "step-2"
         assert (directory / "scales.safetensors").is_file()
         assert "is being served" in (await remove(server, job["id"]))[1]
         further = await submit(server, "a text to learn", model=listed[2]["model"], **options)
@@ -161,5 +161,5 @@ async def test_every_checkpoint_is_served_by_name_and_trained_on(
         assert done["fine_tuned_model"].startswith("ft:random:org-local:")
         loaded = await server.client.post("/models/early/load", json={"source": listed[2]["model"]})
         assert loaded.json()["served"]["model"] == listed[2]["model"]
-    async with start(worker=WORKER, model=model) as server:
+    async with start(worker=TRAINING_COMMAND, model=model) as server:
         assert (await server.client.get("/models")).json()["served"]["model"] == name

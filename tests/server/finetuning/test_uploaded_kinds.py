@@ -120,7 +120,7 @@ async def test_ten_megabytes_of_one_line_are_one_row_too_large(start: Start) -> 
 def bombs() -> dict[str, tuple[bytes, str]]:
     """Files of a few kilobytes that hold more than 1000 rows, or a row of more than 1000 bytes."""
     row = json.dumps(ROWS[0])
-    rows, long = "has more than 1,000 rows, the most that is read", "is a row of more than 1000 bytes"
+    rows, long = "has more than 1,000 rows, the limit for one file", "is a row of more than 1000 bytes"
     packed = {
         "rows.jsonl.gz": (f"{row}\n" * 50_000, rows),
         "rows.json.gz": (f"[{row}{f', {row}' * 50_000}]", rows),
@@ -163,6 +163,6 @@ async def test_what_a_packed_file_holds_is_bounded_where_it_is_read(name: str, s
             assert (answer.status_code, why in answer.text) == (422, True), answer.text
         body = {"model": "tiny", "training_file": file["id"]}
         job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
-        config = server.state.runner.config_of(job["id"])  # of the process, which is not the trainer's here
+        config = server.state.runner.load_config(job["id"])  # of the process, which is not the trainer's here
         with pytest.raises(DataError, match=why):
             read_files(config, config.data)

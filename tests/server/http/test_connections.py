@@ -89,7 +89,7 @@ def test_health_answers_beside_more_connections_than_descriptors(data: bytes, tm
         assert process.stop() == 0
         log = process.log.read_text()
     assert "Traceback" not in log
-    assert log.count("this server's limit; those without a request are closed") == 1
+    assert log.count("which is this server's limit; idle connections are closed") == 1
     assert "only 128 files" in log
     assert len(log) < 10_000
 

@@ -114,7 +114,7 @@ async def test_a_mistake_of_ours_is_one_record_with_its_traceback(
     start: Start, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as server:
-        monkeypatch.setattr(server.state.parser, "prompts", None)
+        monkeypatch.setattr(server.state.parser, "encode_prompts", None)
         answer = await server.client.post("/generate", json={"inputs": "x"}, headers={"x-request-id": "bad"})
     assert answer.status_code == 500
     fault, access = records.of("bad")

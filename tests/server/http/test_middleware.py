@@ -194,7 +194,7 @@ def test_the_key_comes_from_the_option_the_file_or_the_environment(
         find_key("given", file)
     for content in ("", "one\ntwo\n"):
         file.write_text(content)
-        with pytest.raises(MachineError, match="must hold one line"):
+        with pytest.raises(MachineError, match="must have one line"):
             find_key(None, file)
     with pytest.raises(MachineError, match="cannot be read"):
         find_key(None, tmp_path / "none")
@@ -283,7 +283,7 @@ def test_limits_are_set_by_name() -> None:
     limits = limits_of(["queue=7", "body_seconds=0.5"])
     assert (limits.queue, limits.body_seconds, limits.streams) == (7, 0.5, 512)
     for wrong, sentence in {
-        "quue=7": "there is no limit 'quue'",
+        "quue=7": "unknown limit 'quue'",
         "queue=0": "queue must",
         "queue": "NAME=VALUE",
     }.items():

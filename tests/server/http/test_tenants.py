@@ -96,4 +96,4 @@ def test_a_secret_that_cannot_be_kept_is_told(tmp_path: Path, caplog: pytest.Log
     (tmp_path / "tenants.secret").write_bytes(b"short")
     settings = Settings(model=Path("m"), cache_dir=str(tmp_path))
     assert TenantNames(settings).name(scope("h"), None) != TenantNames(settings).name(scope("h"), None)
-    assert "it has 5 bytes, and not 32" in caplog.text
+    assert "it has 5 bytes instead of 32" in caplog.text

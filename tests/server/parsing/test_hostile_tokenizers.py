@@ -8,13 +8,13 @@ import pytest
 import tokenizers
 
 from fp8serve.errors import ModelError
-from fp8serve.model.text.limited_process import Answer
+from fp8serve.model.text.limited_process import JobResult
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
 from fp8serve.processes import Head
 from fp8serve.server.parsing.parser_pool import Allowance
 from fp8serve.server.parsing.request_parser import SHORT_SECONDS
-from fp8serve.server.serving.served import Source
+from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import ServerLimits, Settings
 from tests.model.hostile_tokenizers import CASES, Hostile
 from tests.patience import eventually
@@ -30,7 +30,7 @@ REFUSALS = {"tokenizer_error", "invalid_parameter", "context_length_exceeded"}
 class DescribingLauncher(Launcher):
     """Has the tokenizer of the directory read as the server does."""
 
-    async def __call__(self, source: Source) -> tuple[FakeEngine, TokenizerFacts]:
+    async def __call__(self, source: WeightSource) -> tuple[FakeEngine, TokenizerFacts]:
         facts = await asyncio.to_thread(describe, source.directory, CPU, MEMORY)
         engine, _ = await super().__call__(source)
         return engine, facts
@@ -96,7 +96,7 @@ async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) ->
         for _ in range(2):
             answer = await server.client.post("/generate", json={"inputs": "a"})
             assert (answer.status_code, answer.json()["code"]) == (422, "tokenizer_error")
-        processes = [process._process for process in server.state.parser.pool._all]
+        processes = [process._process for process in server.state.parser.pool._processes]
         assert [process.returncode for process in processes if process is not None] == [None]
 
 
@@ -106,13 +106,13 @@ async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settin
     CASES["normalizer doubles 30 times"].write(settings.model)
     allowed: list[Allowance] = []
     async with start(DescribingLauncher()) as server:
-        read = server.state.parser.pool.read
+        read = server.state.parser.pool.run
 
-        async def noted(head: Head, body: bytes, allowance: Allowance) -> Answer:
+        async def noted(head: Head, body: bytes, allowance: Allowance) -> JobResult:
             allowed.append(allowance)
             return await read(head, body, allowance)
 
-        server.state.parser.pool.read = noted  # type: ignore[method-assign]
+        server.state.parser.pool.run = noted  # type: ignore[method-assign]
         answer = await server.client.post("/generate", json={"inputs": "aaaaa"})
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_parameter")
         assert "more" in answer.json()["error"]

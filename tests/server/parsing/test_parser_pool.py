@@ -39,7 +39,7 @@ def test_the_end_of_an_idle_process_is_not_the_next_jobs_fault(number: int, tmp_
         config = TrainConfig(model="m", data=(str(data),), out="o").to_json()
         process, body = ParserProcess(), json.dumps({"config": config, "files": [str(data)]}).encode()
         for _ in range(3):
-            assert await process.perform({"op": "rows"}, body, ALLOWED) == ({}, b"")
+            assert await process.perform({"op": "check_rows"}, body, ALLOWED) == ({}, b"")
             assert process._process is not None
             pid = process._process.pid
             os.kill(pid, number)
@@ -61,7 +61,7 @@ def test_a_process_that_is_given_up_at_any_moment_of_its_start_leaves_nothing(mo
 
     async def given_up_after(turns: int) -> None:
         process = ParserProcess()
-        job = asyncio.create_task(process.perform({"op": "rows"}, b"[]", ALLOWED))
+        job = asyncio.create_task(process.perform({"op": "check_rows"}, b"[]", ALLOWED))
         for _ in range(turns):
             await asyncio.sleep(0)
         job.cancel()
@@ -88,11 +88,13 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     process = ParserProcess()
     process._command = (sys.executable, "-c", program)
     with pytest.raises(MachineError, match=r"gave no valid answer|ended \(exit status 0\)"):
-        await process.perform({"op": "rows"}, b"", ALLOWED)
+        await process.perform({"op": "check_rows"}, b"", ALLOWED)
     assert process._process is None
 
 
-@pytest.mark.parametrize(("number", "message"), [(signal.SIGSEGV, "tokenizer ended"), (signal.SIGABRT, "more memory")])
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGSEGV, "tokenizer crashed"), (signal.SIGABRT, "more memory")]
+)
 def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, message: str, tmp_path: Path) -> None:
     """Whatever ends it; and the next job is done."""
     directory = str(model_dir(tmp_path))

@@ -91,7 +91,7 @@ async def test_every_route_takes_the_name_and_the_engine_hears_it(start: Start, 
         assert await metric(server, "fp8serve_requests_accepted_total", "tiny") == 1
         missing = await complete(server, "nobody")
         assert missing.status_code == 404
-        assert "answers to tiny, tutor, second" in missing.text
+        assert "has tiny, tutor, second" in missing.text
 
 
 async def test_what_cannot_be_loaded_leaves_nothing(start: Start, more: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.serving.served import HeartbeatMonitor, Source
 from fp8serve.server.serving.served_model import MAX_FAILED_RESTARTS
+from fp8serve.server.serving.served_weights import HeartbeatMonitor, WeightSource
 from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
@@ -26,7 +26,7 @@ class Hanging(Launcher):
     hang = False
     given_up = 0
 
-    async def __call__(self, source: Source) -> tuple[FakeEngine, Tokenizer]:
+    async def __call__(self, source: WeightSource) -> tuple[FakeEngine, Tokenizer]:
         if self.hang:
             try:
                 await asyncio.Event().wait()
@@ -45,7 +45,7 @@ async def test_a_silent_engine_is_replaced_and_readiness_follows(start: Start) -
         hung, served = server.launcher.engine, server.state.models.default.current
         hung.heartbeat_age = 1e9
         await eventually(lambda: hung.killed)
-        assert "no sign of life" in str(hung.killed)
+        assert "sent no heartbeat" in str(hung.killed)
         await eventually(lambda: server.state.models.default.ready)
         assert server.state.models.default.current is not served
         assert len(server.launcher.engines) == 2
@@ -94,7 +94,7 @@ async def test_an_engine_is_replaced_while_other_weights_are_being_loaded(start:
     async with start(launcher) as server:
         launcher.hang = True
         swap = asyncio.create_task(activate(server))
-        await eventually(server.state.models.default.swapping)
+        await eventually(server.state.models.default.is_swapping)
         launcher.hang = False
         dead = launcher.engine
         dead.alive = False
@@ -154,12 +154,14 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
 
 def test_silence_counts_only_while_the_front_runs() -> None:
     heartbeat = HeartbeatMonitor()
-    heartbeat.turn(age=500.0, since_last_turn=500.0)  # the front itself was stopped: heartbeats lie unread
+    heartbeat.update(
+        heartbeat_age=500.0, since_last_update=500.0
+    )  # the front itself was stopped: heartbeats lie unread
     assert heartbeat.silence == 1.0
-    heartbeat.turn(age=0.1, since_last_turn=0.2)
+    heartbeat.update(heartbeat_age=0.1, since_last_update=0.2)
     assert heartbeat.silence == 0.1
     for _ in range(10):
-        heartbeat.turn(age=30.0, since_last_turn=0.5)
+        heartbeat.update(heartbeat_age=30.0, since_last_update=0.5)
     assert heartbeat.silence == pytest.approx(5.1)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fp8serve.server.serving import scale_history
-from fp8serve.server.serving.scale_history import LEAST, MOST, ScaleHistory
+from fp8serve.server.serving.scale_history import MAX_ENTRIES, MIN_ENTRIES, ScaleHistory
 from tests.patience import eventually
 from tests.server.conftest import Start
 
@@ -13,17 +13,17 @@ def record(name: str, amax: float, window: float | None = None, scale: float | N
 
 
 def values(history: ScaleHistory, layer: str, key: str) -> list[float | None]:
-    return [entry[key] for entry in history.of(layer) or []]
+    return [entry[key] for entry in history.entries(layer) or []]
 
 
 def test_a_full_history_reaches_from_the_first_look_to_the_last_and_keeps_peaks() -> None:
     history = ScaleHistory()
-    looks = 5 * MOST + 3
+    looks = 5 * MAX_ENTRIES + 3
     for i in range(looks):
-        window = None if i < MOST else 100.0 if i == 700 else 1.0
-        history.take("v", [record("a", float(i), window, scale=float(i)), record("follows", 1.0, scale=None)])
+        window = None if i < MAX_ENTRIES else 100.0 if i == 700 else 1.0
+        history.add("v", [record("a", float(i), window, scale=float(i)), record("follows", 1.0, scale=None)])
     amaxes = values(history, "a", "amax")
-    assert MOST / 2 <= len(amaxes) <= MOST
+    assert MAX_ENTRIES / 2 <= len(amaxes) <= MAX_ENTRIES
     assert amaxes == sorted(amaxes, key=lambda value: value or 0.0)
     assert (amaxes[0], amaxes[-1]) == (7.0, looks - 1.0)  # an entry is eight looks, and the last one is begun
     assert values(history, "a", "scale") == amaxes  # the later one's
@@ -32,28 +32,28 @@ def test_a_full_history_reaches_from_the_first_look_to_the_last_and_keeps_peaks(
     assert windows.count(100.0) == 1
     times = values(history, "a", "at")
     assert times == sorted(times, key=lambda at: at or 0.0)
-    assert history.of("follows") is None
+    assert history.entries("follows") is None
 
 
 def test_other_weights_begin_anew_and_many_layers_have_few_entries(monkeypatch: Any) -> None:
     history = ScaleHistory()
-    history.take("v", [record("a", 1.0)])
-    history.take("w", [record("a", 2.0)])
+    history.add("v", [record("a", 1.0)])
+    history.add("w", [record("a", 2.0)])
     assert values(history, "a", "amax") == [2.0]
-    history.take("w", [record("b", 3.0)])  # as after a recipe of other layers
-    assert history.of("a") is None
-    monkeypatch.setattr(scale_history, "NUMBERS", 1)
+    history.add("w", [record("b", 3.0)])  # as after a recipe of other layers
+    assert history.entries("a") is None
+    monkeypatch.setattr(scale_history, "MAX_VALUES", 1)
     crowded = ScaleHistory()
-    for i in range(4 * LEAST + 1):
-        crowded.take("v", [record("a", float(i))])
-    assert len(values(crowded, "a", "amax")) <= LEAST
+    for i in range(4 * MIN_ENTRIES + 1):
+        crowded.add("v", [record("a", float(i))])
+    assert len(values(crowded, "a", "amax")) <= MIN_ENTRIES
 
 
 async def test_the_history_is_told_layer_by_layer(start: Start) -> None:
     async with start() as server:
         name = "model.layers.0.mlp.up_proj"
         history = server.state.models.default.history
-        await eventually(lambda: history.of(name))  # the first look is at once
+        await eventually(lambda: history.entries(name))  # the first look is at once
         told = (await server.client.get("/scales/history", params={"layer": name})).json()
         version = (await server.client.get("/scales")).json()["weight_version"]
         assert (told["weight_version"], told["layer"]) == (version, name)

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from fp8serve.server.named_models import NamedModel
-from fp8serve.server.serving import loader
+from fp8serve.server.serving import model_loader
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
@@ -92,7 +92,7 @@ async def test_an_unknown_model_is_openais_404_and_says_which_there_are(start: S
     async with start(aliases=("other=tiny",)) as server:
         answer = await complete(server, "nope")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert "answers to tiny, other" in answer.json()["error"]["message"]
+        assert "has tiny, other" in answer.json()["error"]["message"]
 
 
 async def test_v1_models_tells_all_names_and_their_states(start: Start, more: Path) -> None:
@@ -164,21 +164,21 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         ("x", {"source": "/etc"}, 404, "no such source"),
         ("x", {}, 404, "no model of that name"),
         ("x y", {"source": "a"}, 422, "A model's name has"),
-        ("ft:x", {"source": "a"}, 422, "a name of fine-tunes"),
-        ("base", {"source": "a"}, 422, "a name of fine-tunes"),
-        ("tiny", {"source": "a"}, 409, "is already the name of something else"),
-        ("other", {"source": "a"}, 409, "is already the name of something else"),
-        ("x", {"source": "a", "options": {"scales": "/etc/passwd"}}, 422, "scales is a place"),
-        ("x", {"source": "a", "options": {"draft_model": "/etc"}}, 422, "draft_model is a place"),
-        ("x", {"source": "a", "options": {"colour": 1}}, 422, "no option 'colour'"),
+        ("ft:x", {"source": "a"}, 422, "reserved for fine-tuned models"),
+        ("base", {"source": "a"}, 422, "reserved for fine-tuned models"),
+        ("tiny", {"source": "a"}, 409, "is already the name of another model or adapter"),
+        ("other", {"source": "a"}, 409, "is already the name of another model or adapter"),
+        ("x", {"source": "a", "options": {"scales": "/etc/passwd"}}, 422, "scales is a path"),
+        ("x", {"source": "a", "options": {"draft_model": "/etc"}}, 422, "draft_model is a path"),
+        ("x", {"source": "a", "options": {"colour": 1}}, 422, "unknown option 'colour'"),
         ("x", {"source": "a", "options": {"max_num_seqs": 0}}, 422, "max_num_seqs must be at least"),
-        ("x", {"source": "a", "options": {"recipe": "nope"}}, 422, "no recipe 'nope'"),
+        ("x", {"source": "a", "options": {"recipe": "nope"}}, 422, "unknown recipe 'nope'"),
         ("x", {"source": "a", "options": {"tool_parser": "nope"}}, 422, "tool_parser"),
-        ("x", {"options": {"max_num_seqs": 1}}, 422, "Options are for a source"),
+        ("x", {"options": {"max_num_seqs": 1}}, 422, "options needs a source"),
         ("x", {"source": 1}, 422, "source"),
         ("x", {"source": "a", "options": {"threads": [1]}}, 422, "threads must be a whole number"),
         ("x", {"source": "a", "options": {"recipe": {"a": 1}}}, 422, "recipe"),
-        ("x", {"source": "a", "options": {"recipe": "a" * 100000}}, 422, "no recipe"),
+        ("x", {"source": "a", "options": {"recipe": "a" * 100000}}, 422, "unknown recipe"),
         ("x", {"source": "a", "more": 1}, 422, "more"),
     ],
 )
@@ -234,12 +234,12 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
     engine.info |= {"weight_bytes": 300 << 20, "kv_cache_bytes": 500 << 20}
     engine.resident_bytes = 200 << 20
     async with start(launcher_of(tiny=lambda: engine), models_dir=more) as server:
-        monkeypatch.setattr(loader, "free_memory", lambda: 800 << 20)  # 600 MiB of it will be the first model's
+        monkeypatch.setattr(model_loader, "free_memory", lambda: 800 << 20)  # 600 MiB of it will be the first model's
         answer = await load(server, "x", "a")
         assert (answer.status_code, answer.json()["code"]) == (409, "load_failed")
-        assert "200.0 MiB are free" in answer.json()["error"]
+        assert "200.0 MiB are left" in answer.json()["error"]
         assert len(server.launcher.engines) == 1
-        monkeypatch.setattr(loader, "free_memory", lambda: 1256 << 20)
+        monkeypatch.setattr(model_loader, "free_memory", lambda: 1256 << 20)
         assert (await load(server, "x", "a")).status_code == 200
         weights = 2 * 2 * 3  # bytes: what the file has in FP32 is served in BF16
         assert server.launcher.sources[-1].options.kv_cache_bytes == ((400 << 20) - weights) // 4
@@ -249,7 +249,7 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
         assert (await load(server, "h", "b", head_dtype="fp8")).status_code == 409
         assert (await load(server, "h", "b", head_dtype="bf16")).status_code == 200  # is in the files
         wanted = await load(server, "y", "b", kv_cache_bytes=600 << 20)
-        assert "its cache 600.0 MiB" in wanted.json()["error"]
+        assert "its KV cache 600.0 MiB" in wanted.json()["error"]
 
 
 async def test_loads_and_unloads_at_once_leave_one_engine_a_name(start: Start, more: Path) -> None:
@@ -369,11 +369,11 @@ async def test_an_engine_that_ends_with_the_server_is_not_started_again(start: S
         server.state.begin_drain()
         assert model.current is not None
         server.launcher.engines[0].alive = False
-        await EngineSupervisor(model)._look_after(model.current)
+        await EngineSupervisor(model)._check(model.current)
         assert model.state == "ready"
         assert model.admission.capacity.in_flight == 0
-        model.leaving = False  # as while requests are in flight
-        await EngineSupervisor(model)._look_after(model.current)
+        model.is_shutting_down = False  # as while requests are in flight
+        await EngineSupervisor(model)._check(model.current)
         await eventually(lambda: len(server.launcher.engines) == 3)
 
 
@@ -486,13 +486,13 @@ async def test_info_and_scales_of_a_model_by_name(start: Start, more: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("x", "wants NAME=DIR"),
-        ("=dir", "wants NAME=DIR"),
-        ("x=", "wants NAME=DIR"),
-        ("x=dir,colour=1", "no option 'colour'"),
+        ("x", "must be NAME=DIR"),
+        ("=dir", "must be NAME=DIR"),
+        ("x=", "must be NAME=DIR"),
+        ("x=dir,colour=1", "unknown option 'colour'"),
         ("x=dir,max_model_len=many", "max_model_len must be a whole number"),
-        ("x=dir,recipe=nope", "no recipe 'nope'"),
-        ("ftjob-1=dir", "a name of fine-tunes"),
+        ("x=dir,recipe=nope", "unknown recipe 'nope'"),
+        ("ftjob-1=dir", "reserved for fine-tuned models"),
         ("a b=dir", "A model's name has"),
     ],
 )
@@ -505,9 +505,13 @@ def test_a_model_of_the_command_line() -> None:
     recipe = json.dumps({"name": "DelayedScaling", "margin": 1})
     named = NamedModel.parse(f"x=./a,b,max-model-len=64,kv_cache_dtype=fp8,tool_parser=hermes,recipe={recipe}")
     assert (named.name, named.directory) == ("x", Path("./a,b"))
-    assert named.engine("cpu") == EngineOptions(max_model_len=64, kv_cache_dtype="fp8", recipe=recipe)
-    assert named.engine("cuda").device == "cuda"
-    assert (named.answers.tools, named.answers.reasoning) == ("hermes", "auto")
+    assert NamedModel("x", Path("a"), {"device": "auto"}).engine_options("cuda:1").device == "cuda:1"
+    assert NamedModel("x", Path("a"), {"device": "cpu"}).engine_options("cuda:1").device == "cpu"
+    assert named.engine_options("cpu") == EngineOptions(
+        device="cpu", max_model_len=64, kv_cache_dtype="fp8", recipe=recipe
+    )
+    assert named.engine_options("cuda").device == "cuda"
+    assert (named.output_format.tools, named.output_format.reasoning) == ("hermes", "auto")
 
 
 @pytest.mark.parametrize(
@@ -515,8 +519,8 @@ def test_a_model_of_the_command_line() -> None:
     [
         ({"models": (NamedModel("tiny", Path("x")),)}, "'tiny' is the name of two models"),
         ({"models": (NamedModel("x", Path("x")),), "aliases": ("x=tiny",)}, "'x' is the name of two models"),
-        ({"aliases": ("a=nope",)}, "the name one of tiny"),
-        ({"aliases": ("tiny",)}, "--alias wants ALIAS=NAME"),
+        ({"aliases": ("a=nope",)}, "one of the names tiny"),
+        ({"aliases": ("tiny",)}, "--alias must be ALIAS=NAME"),
         ({"aliases": ("a b=tiny",)}, "A model's name has"),
     ],
 )

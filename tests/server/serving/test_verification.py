@@ -61,7 +61,7 @@ async def test_weights_with_nan_are_not_even_loaded(start: Start) -> None:
         assert "holds NaN or an infinity in w" in await refused(server, job)
         assert len(server.launcher.engines) == 1
         (result_of(server, job) / "m.safetensors").write_bytes(b"garbage that is no file of weights")
-        assert "is not a whole safetensors file" in await refused(server, job, max_perplexity_ratio=1e9)
+        assert "is not a complete safetensors file" in await refused(server, job, max_perplexity_ratio=1e9)
 
 
 async def test_weights_that_know_the_rows_much_worse_are_refused_unless_told_otherwise(start: Start) -> None:
@@ -70,8 +70,8 @@ async def test_weights_that_know_the_rows_much_worse_are_refused_unless_told_oth
         server.launcher.made_for["model"] = engine_with(surprise=1.5)
         said = await refused(server, job)
         assert (
-            "Their perplexity on 5 tokens of the job's rows is 90.02, more than 2 times the 20.09 of what serves"
-            in said
+            "Their perplexity on 5 tokens of the job's rows is 90.02, more than 2 times the 20.09 of the "
+            "previous weights" in said
         )
         answer = (await activate(server, job, max_perplexity_ratio=5)).json()
         assert answer["verified"]["tokens"] == 5
@@ -133,7 +133,7 @@ async def test_nothing_to_compare_with_is_no_reason_to_refuse(start: Start) -> N
         server.launcher.engine.surprise = float("nan")  # what serves is broken: what is new may help
         answer = (await activate(server, job)).json()
         assert answer["verified"]["perplexity_before"] is None
-        (server.state.runner.dir_of(job) / "data.jsonl").unlink()
+        (server.state.runner.job_dir(job) / "data.jsonl").unlink()
         assert (await activate(server, job)).json()["verified"] is None
 
 
@@ -163,16 +163,16 @@ def exporter(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
         "if (source / 'bad').exists():\n    sys.exit(f'{source}: The weight w holds NaN or an infinity.')\n"
         f"shutil.copytree({str(settings.model)!r}, out)\n"
     )
-    monkeypatch.setattr(sources, "EXPORT", (sys.executable, str(script)))
+    monkeypatch.setattr(sources, "EXPORT_COMMAND", (sys.executable, str(script)))
 
 
 async def test_a_step_is_served_or_refused_never_ignored(start: Start, exporter: None) -> None:
     async with start() as server:
         job = await trained(server)  # of six steps, with a checkpoint of each
-        folder = server.state.runner.dir_of(job) / "out"
+        folder = server.state.runner.job_dir(job) / "out"
         gone = await activate(server, job, step=7)
         assert (gone.status_code, gone.json()["code"]) == (409, "job_state")
-        assert "no checkpoint of step 7" in gone.text
+        assert "no checkpoint at step 7" in gone.text
         for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
             assert (await activate(server, job, **wrong)).status_code == 422
         (folder / "checkpoints" / "step-3" / "bad").touch()
@@ -193,7 +193,7 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start, exporter:
         assert (await server.client.get("/models")).json()["served"]["source"] == f"{job}:ckpt-step-2"
         second = await submit(server)  # goes on from what is served
         await wait_for(server, second["id"], "succeeded")
-        assert json.loads((server.state.runner.dir_of(second["id"]) / "job.json").read_text())["model"] == str(
+        assert json.loads((server.state.runner.job_dir(second["id"]) / "job.json").read_text())["model"] == str(
             folder.with_name("served") / "step-2"
         )
         assert (await activate(server, second["id"])).json()["served"]["source"] == second["id"]

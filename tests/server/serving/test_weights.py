@@ -58,7 +58,7 @@ async def test_requests_under_way_end_first_and_new_ones_are_sent_away(start: St
         assert (late.status_code, "1 requests were still running after 0.01 seconds" in late.text) == (409, True)
         assert engine.weights == []
         pushing = asyncio.create_task(push(server, "policy/step-1", seconds=600))
-        await eventually(lambda: server.state.models.default.replacing)
+        await eventually(lambda: server.state.models.default.is_replacing_weights)
         refused = await complete(server)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert (await server.client.get("/health/ready")).status_code == 503
@@ -133,7 +133,10 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
         before = (await complete(server)).json()["system_fingerprint"]
         worse = await push(server, "worse", texts=["abc", "defg"])
         assert (worse.status_code, worse.json()["code"]) == (409, "activation_failed")
-        assert "and those before serve on: Their perplexity on 5 tokens of the texts is" in worse.json()["error"]
+        assert (
+            "and the previous weights are served again: Their perplexity on 5 tokens of the texts is"
+            in worse.json()["error"]
+        )
         assert "more than 2 times" in worse.text
         assert server.launcher.engine.weights[-1] == moody / "policy" / "step-1"
         assert (await complete(server)).json()["system_fingerprint"] == before
@@ -147,9 +150,9 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"max_perplexity_ratio": 3}, "give texts"),
+        ({"max_perplexity_ratio": 3}, "needs texts"),
         ({"texts": []}, "texts"),
-        ({"texts": ["a", "b"]}, "No text has two tokens"),
+        ({"texts": ["a", "b"]}, "a text of at least two tokens"),
         ({"texts": ["a" * 512]}, "Text 1 fills the whole context"),
         ({"texts": ["a" * 5000]}, "context"),
         ({"texts": ["abc"], "max_perplexity_ratio": 0.5}, "max_perplexity_ratio"),
@@ -168,7 +171,10 @@ async def test_pushed_weights_that_write_nothing_give_way_to_those_before(start:
     async with start(Launcher(Moody), models_dir=moody) as server:
         before = (await complete(server)).json()["system_fingerprint"]
         refused = await push(server, "mute")
-        assert (refused.status_code, "those before serve on: The logits" in refused.text) == (409, True), refused.text
+        assert (refused.status_code, "the previous weights are served again: The logits" in refused.text) == (
+            409,
+            True,
+        ), refused.text
         assert server.launcher.engine.weights == [moody / "mute", server.state.settings.model]
         answer = await complete(server)
         assert (answer.status_code, answer.json()["system_fingerprint"]) == (200, before)
@@ -180,6 +186,6 @@ async def test_weights_that_cannot_be_put_back_end_the_engine(start: Start, mood
         assert (await push(server, "policy/step-1")).status_code == 200
         (moody / "policy" / "step-1" / "note.safetensors").write_bytes(b"the trainer wrote something else here")
         refused = await push(server, "mute")
-        assert (refused.status_code, "starts again with its first ones: The logits" in refused.text) == (409, True)
+        assert (refused.status_code, "restarts with its original weights: The logits" in refused.text) == (409, True)
         await eventually(lambda: len(server.launcher.engines) == 2 and server.state.models.default.ready, "a restart")
         assert (await complete(server)).json()["system_fingerprint"] == first

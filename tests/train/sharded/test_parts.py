@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.conversion import convert
-from fp8serve.fp8.recipe import why_not_gathered
+from fp8serve.fp8.recipe import fp8_gather_obstacle
 from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.storage.files import save_tensors
-from fp8serve.model.storage.shards import Parts, stream_tensors
+from fp8serve.model.storage.shards import TensorParts, stream_tensors
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward, collate, mean_loss
 from fp8serve.train.memory import memory_estimate
 from fp8serve.train.optimizer import Optimizer, global_norm
-from fp8serve.train.sharded.building import Sharded
+from fp8serve.train.sharded.building import ShardedModel
 from fp8serve.train.sharded.shards import rows_of, sharded_norm
 from fp8serve.train.state import load_scaling, scaling_tensors
-from fp8serve.train.train_step import Exchange
+from fp8serve.train.train_step import GradientExchange
 from tests.compatibility.cases import KINDS
 from tests.fp8.distributed.ranks import on_ranks
 from tests.model.oracle import make_model
@@ -39,16 +39,16 @@ def _loss(index: int) -> Any:
 def _of_shards(rank: int, config: str, model: str) -> dict[str, Tensor]:
     """The gradients of this rank's rows, the norm of all, and the scaling state."""
     made = TrainConfig.from_json(config)
-    sharded = Sharded(made, Path(model), (), Ranks(rank, 2, in_step=True))
+    sharded = ShardedModel(made, Path(model), (), Ranks(rank, 2, is_sharded=True))
     if made.recipe == "delayed":
         second = sharded.in_high_precision()
         second.observe(_loss(0))
         load_scaling(sharded.forward, scaling_tensors(second))
     exchange = sharded.exchange()
-    with sharded.forward.one_update():
-        exchange.begin(2)
+    with sharded.forward.accumulated_update():
+        exchange.start_round(2)
         _loss(rank)(sharded.forward.logits).backward()
-    exchange.finish()
+    exchange.finish_step()
     grads = {name: master.grad for name, master in sharded.shards.masters.items() if master.grad is not None}
     norm = torch.tensor(sharded_norm(sharded.shards, grads), dtype=torch.float64)
     return {name: grad.clone() for name, grad in grads.items()} | {"norm": norm} | scaling_tensors(sharded.forward)
@@ -63,11 +63,11 @@ def _of_copies(rank: int, config: str, model: str) -> dict[str, Tensor]:
     if made.recipe == "delayed":
         forward.observe(_loss(0))
     masters = Optimizer(dict(decoder.named_parameters()), made).masters
-    exchange = Exchange(list(masters.values()), ranks)
-    with forward.one_update():
+    exchange = GradientExchange(list(masters.values()), ranks)
+    with forward.accumulated_update():
         _loss(rank)(forward.logits).backward()
-        exchange.round()
-    exchange.finish()
+        exchange.finish_round()
+    exchange.finish_step()
     grads = {name: master.grad for name, master in masters.items() if master.grad is not None}
     norm = torch.tensor(global_norm(grads), dtype=torch.float64)
     return {**grads, "norm": norm, **scaling_tensors(forward)}
@@ -99,7 +99,7 @@ def test_the_same_gradients_in_every_kind_of_layer(
 def _sizes(rank: int, config: str, model: str) -> tuple[int, int, int]:
     """Bytes of the masters, of gradients, and of moments after a step."""
     made = TrainConfig.from_json(config)
-    sharded = Sharded(made, Path(model), (), Ranks(rank, 2, in_step=True))
+    sharded = ShardedModel(made, Path(model), (), Ranks(rank, 2, is_sharded=True))
     masters = sharded.shards.masters
     optimizer = Optimizer(masters, made, lambda grads: sharded_norm(sharded.shards, grads))
     for master in masters.values():
@@ -146,7 +146,7 @@ def test_the_plan_of_a_recipe_that_is_not_gathered_in_fp8_has_all_casts(configur
 def test_recipes_say_whether_their_weights_are_gathered_in_fp8(
     recipe: str, options: dict[str, Any], why: str | None, configure: Configure
 ) -> None:
-    assert why_not_gathered(configure(recipe=recipe, recipe_options=options).fp8_recipe) == why
+    assert fp8_gather_obstacle(configure(recipe=recipe, recipe_options=options).fp8_recipe) == why
 
 
 @pytest.mark.parametrize(("length", "size"), [(64, 2), (5, 4), (1, 3), (0, 2), (7, 7)])
@@ -162,7 +162,7 @@ def test_a_file_that_arrives_in_parts_has_the_bytes_of_one_that_is_whole(tmp_pat
     whole |= {"a": torch.tensor(2.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True, False])}
     whole |= {f"f8.{dtype}": torch.ones(5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
     given: dict[str, Any] = {
-        name: Parts(t.dtype, tuple(t.shape), lambda t=t: [t[:1], t[1:1], t[1:]]) if t.dim() == 2 else t  # type: ignore[misc]
+        name: TensorParts(t.dtype, tuple(t.shape), lambda t=t: [t[:1], t[1:1], t[1:]]) if t.dim() == 2 else t  # type: ignore[misc]
         for name, t in whole.items()
     }
     save_tensors(tmp_path / "whole", whole, {"format": "pt", "a": "b"})
@@ -173,7 +173,7 @@ def test_a_file_that_arrives_in_parts_has_the_bytes_of_one_that_is_whole(tmp_pat
 
 def test_parts_that_are_not_all_of_a_tensor_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="The parts of w are 4 bytes too short"):
-        stream_tensors(tmp_path / "parts", {"w": Parts(torch.float32, (2,), lambda: [torch.zeros(1)])}, {})
+        stream_tensors(tmp_path / "parts", {"w": TensorParts(torch.float32, (2,), lambda: [torch.zeros(1)])}, {})
 
 
 def _norms(rank: int) -> list[float]:
@@ -196,7 +196,7 @@ class _Shards:
         self.shapes = {name: tensor.shape for name, tensor in whole.items()}
         self.ranks = ranks
 
-    def cut(self, name: str, length: int, rank: int) -> tuple[int, int]:
+    def shard_range(self, name: str, length: int, rank: int) -> tuple[int, int]:
         rows = self.shapes[name][0]
         begin, end = rows_of(rows, rank, self.ranks.size)
         return begin * length // rows, end * length // rows
@@ -215,7 +215,7 @@ def _each(rank: int) -> list[list[int]]:
         done.append(item)
         return item * item
 
-    return [Ranks(rank, 2, in_step=True).each([1, 2, 3], square), done]
+    return [Ranks(rank, 2, is_sharded=True).map([1, 2, 3], square), done]
 
 
 def test_ranks_in_step_do_equally_many_items() -> None:

@@ -159,7 +159,7 @@ def test_blocks_of_eight_bit_moments_that_would_be_cut_are_refused(configure: Co
     """Half of a matrix of 64 x 64 has 2048 numbers."""
     told = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
     assert told[0] == told[1]
-    assert "2 processes cut model.layers.0" in told[0]
+    assert "2 processes divide model.layers.0" in told[0]
     assert "use fp32, another number of processes, or no fsdp" in told[0]
 
 
@@ -175,7 +175,7 @@ def _full(rank: int, config: str) -> str:
     def refuse(*call: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    shards._write = refuse
+    shards._write_parts = refuse
     with pytest.raises(MachineError) as refusal:
         Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
     return str(refusal.value)
@@ -185,16 +185,14 @@ def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
     result = Trainer(configure(fsdp=True)).run(told.append)
     assert result.status == "succeeded"
-    assert "There is one process, so nothing is divided (fsdp)" in [
-        e["message"] for e in told if e["type"] == "message"
-    ]
+    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in told if e["type"] == "message"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter is small beside its frozen base; leave it out"),
-        ({"method": "grpo", "reward": "reward.py"}, "fsdp divides a model among processes, and grpo runs in one"),
+        ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter has few of them; leave fsdp or lora_rank out"),
+        ({"method": "grpo", "reward": "reward.py"}, "fsdp shards a model over several processes, and grpo uses one"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
@@ -206,7 +204,7 @@ def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configur
     job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None, fsdp=True)
     assert_stops_by_a_signal(job)
     divided = next(e["message"] for e in events(job) if e.get("code") == "sharded")
-    assert divided.endswith("divided among 2 processes (FSDP2); layers are gathered in FP8")
+    assert divided.endswith("are sharded over 2 processes (FSDP2); layers are gathered in FP8")
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""The native routes: text-generation-inference's shapes, fine-tuning, and the server itself."""
+"""The native routes: generation as in text-generation-inference, models, fine-tune jobs and the server's state."""

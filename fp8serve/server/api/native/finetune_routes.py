@@ -1,8 +1,8 @@
-"""The native fine-tune routes: start, list, watch, pause, cancel and activate jobs.
+"""The native routes for fine-tune jobs: start, list, follow, pause, cancel and activate them.
 
-Events come as a JSON list, or, for a client that accepts `text/event-stream`, as server-sent events that replay from
-`Last-Event-ID` and go on until the job has ended; ids are the event table's, so a reader that reconnects misses
-nothing.
+The events of a job are a JSON list. A client that accepts `text/event-stream` gets server-sent events, from
+`Last-Event-ID` until the job has ended. Event ids are those of the event table, so a client that reconnects misses no
+event.
 """
 
 import asyncio
@@ -13,25 +13,33 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import ConfigDict
 from starlette.responses import Response
 
-from fp8serve.server.api.native.model_routes import Swapped, swap
-from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, IdempotencyKey, JsonObject, PageSize, StateDep
+from fp8serve.server.api.native.model_routes import ActivationResponse, activate_source
+from fp8serve.server.api.routing import (
+    STREAM,
+    BoundedRoute,
+    IdempotencyKey,
+    JsonObject,
+    PageSize,
+    ResponseModel,
+    StateDep,
+)
 from fp8serve.server.finetuning.job_records import Event, Job
-from fp8serve.server.finetuning.job_store import FINAL
+from fp8serve.server.finetuning.job_store import FINAL_STATUSES
 from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
 from fp8serve.server.schemas.finetune_bodies import ActivateJobBody, FinetuneBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.train.events import as_csv, as_it_stands
+from fp8serve.train.events import as_csv, latest_rows
 
 router = APIRouter(tags=["fine-tuning"], route_class=BoundedRoute)
-EVENTS_AT_ONCE = 500
+MAX_EVENTS_PER_READ = 500
 CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 
-class JobView(Answer):
+class JobView(ResponseModel):
     id: str
     status: JobStatus
     base_model: str
@@ -50,12 +58,12 @@ class JobView(Answer):
     error: JsonObject | None
 
 
-class JobPage(Answer):
+class JobPage(ResponseModel):
     jobs: list[JobView]
     has_more: bool
 
 
-class EventView(Answer):
+class EventView(ResponseModel):
     id: int
     created_at: int
     level: str
@@ -64,33 +72,33 @@ class EventView(Answer):
     data: JsonObject
 
 
-class EventPage(Answer):
+class EventPage(ResponseModel):
     events: list[EventView]
     has_more: bool
 
 
-class CheckpointView(Answer):
+class CheckpointView(ResponseModel):
     step: int
     model: str
     created_at: int
     metrics: JsonObject
 
 
-class Checkpoints(Answer):
+class Checkpoints(ResponseModel):
     checkpoints: list[CheckpointView]
 
 
-class DeletedJob(Answer):
+class DeletedJob(ResponseModel):
     id: str
     deleted: Literal[True] = True
 
 
-class Series(Answer):
+class MetricsResponse(ResponseModel):
     metrics: list[JsonObject]
 
 
-class DataCounts(Answer):
-    """The trainer names further counts."""
+class DataCounts(ResponseModel):
+    """Counts of the training data. The trainer adds further counts."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -99,7 +107,7 @@ class DataCounts(Answer):
     tokens: int
 
 
-class DryRun(Answer):
+class DryRun(ResponseModel):
     ok: bool
     bad_lines: list[JsonObject]
     bad_line_count: int
@@ -117,15 +125,17 @@ class DryRun(Answer):
 async def start(
     body: FinetuneBody, request: Request, response: Response, state: StateDep, idempotency_key: IdempotencyKey = None
 ) -> JobView:
-    """Rows in `data` or an uploaded `file_id`. The same Idempotency-Key within a day gives the same job."""
+    """Trains on rows in `data` or in the file `file_id`. Requests with the same Idempotency-Key within a day start one
+    job."""
     job, _ = await state.submissions.submit(body, idempotency_key, request.scope.get("rows"))
     response.headers["Location"] = f"/finetune/{job.id}"
     return job_view(state, job)
 
 
-@router.post("/finetune/validate", summary="What a job would do, without doing it")
+@router.post("/finetune/validate", summary="Check a job without starting it")
 async def validate(body: FinetuneBody, request: Request, state: StateDep) -> DryRun:
-    """Bad rows by number, tokens per epoch, the share that is learnt, steps, memory, and one row with its mask."""
+    """Returns the numbers of invalid rows, the tokens per epoch, the fraction of trained tokens, the steps, the memory,
+    and one row with its loss mask."""
     report = await until_disconnect(request, state.submissions.dry_run(body, request.scope.get("rows")))
     return DryRun.model_validate(report)
 
@@ -143,7 +153,7 @@ async def get_job(job_id: str, state: StateDep) -> JobView:
 
 @router.get(
     "/finetune/{job_id}/events",
-    summary="What happened to a job, as a list or as a stream",
+    summary="Events of a job, as a list or as a stream",
     response_model=EventPage,
     responses=STREAM,
 )
@@ -155,8 +165,8 @@ async def events(
     after: Annotated[int, Query(ge=0)] = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | EventPage:
-    """Oldest first, beginning after the event `after` (or the `Last-Event-ID` header). `Accept: text/event-stream`
-    follows the job to its end.
+    """Returns the events after the event `after` or after the header `Last-Event-ID`, oldest first. With `Accept:
+    text/event-stream`, it follows the job to its end.
     """
     job = await asyncio.to_thread(state.jobs.get, job_id)
     start = (
@@ -166,30 +176,33 @@ async def events(
     )
     start = min(start, 2**62)
     if "text/event-stream" in request.headers.get("accept", ""):
-        state.streams.enter()
-        return EventStream(follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.streams.leave)
+        state.streams.acquire()
+        return EventStream(
+            follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.streams.release
+        )
     items = await asyncio.to_thread(state.jobs.events, job_id, start, limit + 1)
     return EventPage(events=list(map(event_view, items[:limit])), has_more=len(items) > limit)
 
 
 async def follow(state: ServerState, job_id: str, after: int) -> AsyncGenerator[bytes, None]:
-    """Every event behind `after`, as they come, until the job has ended or the server goes down; then `end`."""
+    """Yields the events after `after` as they occur, until the job has ended or the server drains. The event `end`
+    follows the last event of the job."""
     while not state.draining.is_set():
-        ended = (await asyncio.to_thread(state.jobs.get, job_id)).status in FINAL
-        items = await asyncio.to_thread(state.jobs.events, job_id, after, EVENTS_AT_ONCE)
+        has_ended = (await asyncio.to_thread(state.jobs.get, job_id)).status in FINAL_STATUSES
+        items = await asyncio.to_thread(state.jobs.events, job_id, after, MAX_EVENTS_PER_READ)
         for item in items:
             after = item.seq
             yield event(event_view(item).model_dump(), name=item.type, id=item.seq)
-        if ended and not items:
+        if has_ended and not items:
             job = await asyncio.to_thread(state.jobs.get, job_id)
             yield event({"status": job.status}, name="end", id=after)
             return
         if not items:
-            await _until_changed(state)
+            await _wait_for_change(state)
 
 
-async def _until_changed(state: ServerState) -> None:
-    """Wakes at the trainer's word, and twice a second for changes that come from elsewhere."""
+async def _wait_for_change(state: ServerState) -> None:
+    """Waits until the job runner reports a change, at most half a second, because other changes are not reported."""
     try:
         async with asyncio.timeout(0.5), state.runner.changed:
             await state.runner.changed.wait()
@@ -197,11 +210,11 @@ async def _until_changed(state: ServerState) -> None:
         pass
 
 
-@router.get("/finetune/{job_id}/checkpoints", summary="Checkpoints that are whole and on the disk, newest first")
+@router.get("/finetune/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
 async def checkpoints(job_id: str, state: StateDep) -> Checkpoints:
-    """Each can be activated, loaded and trained on by the name in `model`, whatever became of the job."""
+    """A checkpoint can be activated, loaded and trained on by its name in `model`, even if the job failed."""
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    written = await asyncio.to_thread(state.sources.checkpoints, job)
+    saved = await asyncio.to_thread(state.sources.checkpoints, job)
     return Checkpoints(
         checkpoints=[
             CheckpointView(
@@ -210,73 +223,73 @@ async def checkpoints(job_id: str, state: StateDep) -> Checkpoints:
                 created_at=item.created_at,
                 metrics=checkpoint_metrics(item),
             )
-            for item in written
+            for item in saved
         ]
     )
 
 
 @router.get(
     "/finetune/{job_id}/metrics",
-    summary="A job's metrics, for each reported step, as JSON or CSV",
-    response_model=Series,
+    summary="Metrics of a job for each reported step, as JSON or CSV",
+    response_model=MetricsResponse,
     responses=CSV,
 )
 async def series(
     job_id: str, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
-) -> Response | Series:
-    """Oldest first. A step that was taken again appears once, with its later values. CSV for `format=csv`, or for
-    `Accept: text/csv`; for a job without a step only the header.
+) -> Response | MetricsResponse:
+    """Returns the metrics, oldest first. A step that was repeated after a resume appears once, with its last values.
+    The response is CSV with `format=csv` or `Accept: text/csv`; without steps it is only the CSV header.
     """
     job = await asyncio.to_thread(state.jobs.get, job_id)
     newest = await asyncio.to_thread(state.jobs.newest_events, job.id, 100_000, None, "metrics")
-    rows = as_it_stands(item.data for item in reversed(newest))
+    rows = latest_rows(item.data for item in reversed(newest))
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
-        name = {"Content-Disposition": f'attachment; filename="{job.id}.csv"'}
-        return Response(as_csv(rows), headers=name, media_type="text/csv")
-    return Series(metrics=[dict(row) for row in rows])
+        headers = {"Content-Disposition": f'attachment; filename="{job.id}.csv"'}
+        return Response(as_csv(rows), headers=headers, media_type="text/csv")
+    return MetricsResponse(metrics=[dict(row) for row in rows])
 
 
-@router.post("/finetune/{job_id}/cancel", summary="End a job; what it wrote stays")
+@router.post("/finetune/{job_id}/cancel", summary="Cancel a job; its files are not deleted")
 async def cancel(job_id: str, state: StateDep) -> JobView:
     return job_view(state, await state.submissions.cancel(job_id))
 
 
 @router.post("/finetune/{job_id}/pause", summary="Stop a job at a checkpoint until it is resumed")
 async def pause(job_id: str, state: StateDep) -> JobView:
-    """Its process ends, so the device is free, and jobs behind it run meanwhile. A job that was paused ends with the
-    same bytes as one that was not.
+    """Ends the process of the job, which frees its device for the next jobs. A paused and resumed job writes the same
+    bytes as an uninterrupted job.
     """
     return job_view(state, await state.submissions.pause(job_id))
 
 
 @router.post("/finetune/{job_id}/resume", summary="Continue a job that failed or is paused, from its last checkpoint")
 async def resume(job_id: str, state: StateDep) -> JobView:
-    """This includes a job that failed on a full disk, once there is room. The job gets its place in the queue back."""
+    """The job gets its former position in the queue. A job that failed on a full disk can be resumed, too."""
     return job_view(state, await state.submissions.resume(job_id))
 
 
-@router.delete("/finetune/{job_id}", summary="Delete a job that has ended, with everything that it wrote")
+@router.delete("/finetune/{job_id}", summary="Delete a job that has ended, with all its files")
 async def delete(job_id: str, state: StateDep) -> DeletedJob:
-    """This includes its result and its checkpoints, so it is refused while one of them serves, or another job continues
-    from it.
-    """
+    """The result and the checkpoints are deleted, too, so the request is refused while one of them is served or another
+    job trains on it."""
     await asyncio.to_thread(state.retention.delete, job_id)
     return DeletedJob(id=job_id)
 
 
-@router.post("/finetune/{job_id}/activate", summary="Serve a job's result in place of the present weights")
-async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> Swapped:
-    """Answers when the new weights serve. No request in flight is affected; on failure nothing changes.
+@router.post("/finetune/{job_id}/activate", summary="Activate the result of a job")
+async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> ActivationResponse:
+    """Serves the result of a job instead of the current weights, and responds when the new weights are in use. Active
+    requests are not affected. If the activation fails, the current weights stay.
 
-    The weights are verified first: all numbers must be finite, a few tokens are written, and the perplexity on the
-    job's held-out rows, or on its training rows if it has none, may be at most `max_perplexity_ratio` times that of the
-    present weights. `step` serves the model of a checkpoint, even of a job that has not succeeded.
+    The new weights are verified first. They must be finite and generate tokens. Their perplexity on the job's
+    validation rows, or on its training rows if there are none, may be at most `max_perplexity_ratio` times that of the
+    current weights. With `step`, the checkpoint of this step is served, even if the job has not succeeded.
     """
     body = body or ActivateJobBody()
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    key = await asyncio.to_thread(state.sources.key, job, body.step)
-    owner = await asyncio.to_thread(state.sources.owner, job)
-    return await swap(state, owner, key, body.max_perplexity_ratio)
+    result_key = await asyncio.to_thread(state.sources.result_key, job, body.step)
+    owning_model = await asyncio.to_thread(state.sources.owning_model, job)
+    return await activate_source(state, owning_model, result_key, body.max_perplexity_ratio)
 
 
 def job_view(state: ServerState, job: Job) -> JobView:
@@ -285,7 +298,7 @@ def job_view(state: ServerState, job: Job) -> JobView:
         status=job.status,
         base_model=job.base,
         fine_tuned_model=job.model_id if job.status == "succeeded" else None,
-        active=state.models.serving(job.id),
+        active=state.models.is_serving(job.id),
         created_at=job.created_at,
         started_at=job.started_at,
         finished_at=job.finished_at,

@@ -1,9 +1,8 @@
-"""The native generation routes: text-generation-inference's shapes, so its clients work, and a little more.
+"""The native generation routes, which are compatible with text-generation-inference, and the tokenizer routes.
 
-A stream sends one event for each token; the text of a token is the text that it made certain, so characters are whole,
-stop strings never appear, and the texts add up to `generated_text`. The last event has `generated_text` and `details`;
-there is no `[DONE]`. Answers also have `model`, `weight_version` and `request_id`. `/tokenize` and `/detokenize` have
-the tokenizer of the model that is served.
+A stream has one event for each token. The text of a token never contains a part of a character or of a stop string, and
+the joined texts are `generated_text`. The last event has `generated_text` and `details`; no `[DONE]` follows. Responses
+also have `model`, `weight_version` and `request_id`.
 """
 
 import json
@@ -21,31 +20,40 @@ from typing_extensions import TypedDict
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.api.answer_pipeline import Renderer, generate_texts, model_for, respond
-from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, JsonObject, StateDep, absent, closed, finite
+from fp8serve.server.api.generation_pipeline import Renderer, generate_texts, resolve_model, respond
+from fp8serve.server.api.routing import (
+    STREAM,
+    BoundedRoute,
+    JsonObject,
+    ResponseModel,
+    StateDep,
+    finite,
+    forbid_extra,
+    omit_if_none,
+)
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import until_disconnect
-from fp8serve.server.parsing.request_parser import plain
-from fp8serve.server.schemas.bodies import given
+from fp8serve.server.parsing.request_parser import messages_json
+from fp8serve.server.schemas.bodies import explicit_options
 from fp8serve.server.schemas.generation_bodies import (
-    SPELT_OTHERWISE,
+    RENAMED_FIELDS,
     DetokenizeBody,
     GenerateBody,
     GenerateParameters,
     TokenizeBody,
 )
-from fp8serve.server.schemas.messages import ending_of, plain_tools
+from fp8serve.server.schemas.messages import plain_tools, prompt_ending
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
-from fp8serve.server.serving.served import Served
+from fp8serve.server.serving.served_weights import ServedWeights
 
 router = APIRouter(tags=["generation"], route_class=BoundedRoute)
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------------------------------
 
 
-@closed
+@forbid_extra
 class Token(TypedDict):
     id: int
     text: str
@@ -53,7 +61,7 @@ class Token(TypedDict):
     special: bool
 
 
-class Details(Answer):
+class Details(ResponseModel):
     finish_reason: Literal["length", "eos_token", "stop_sequence"]
     generated_tokens: int
     seed: int | None
@@ -61,38 +69,38 @@ class Details(Answer):
     prefill: list[Token]
     tokens: list[Token]
     best_of_sequences: None = None
-    top_tokens: list[list[Token]] = absent()
+    top_tokens: list[list[Token]] = omit_if_none()
 
 
-class Generated(Answer):
+class GenerateResponse(ResponseModel):
     generated_text: str
-    details: Details | None = absent()
+    details: Details | None = omit_if_none()
     model: str
     weight_version: str
     request_id: str
 
 
-class Tokenized(Answer):
+class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Answer):
+class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The contents of one output: tokens, and the likeliest tokens at the place of each (empty when not asked for)."""
+    """The tokens of one output, and for each token the most likely tokens, if the request asks for them."""
 
     tokens: list[JsonObject]
-    tops: list[list[JsonObject]]
+    top_tokens: list[list[JsonObject]]
 
 
-class NativeRenderer(Renderer[NewTokens, Generated]):
-    """One answer to one prompt."""
+class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
+    """Writes the completion of one prompt."""
 
     def __init__(self, body: GenerateBody, generation: Generation, request_id: str) -> None:
         super().__init__(generation)
@@ -102,59 +110,61 @@ class NativeRenderer(Renderer[NewTokens, Generated]):
         self.tokens: list[JsonObject] = []
         self.top_tokens: list[list[JsonObject]] = []
         self.prefill: list[JsonObject] = []
-        self._last = RequestOutput(request_id)
-        self._shown = 0  # events so far
+        self._last_output = RequestOutput(request_id)
+        self._events_sent = 0
 
     def add(self, index: int, output: RequestOutput) -> NewTokens:
-        """Takes an output. The text that became certain goes to the last of its tokens."""
+        """Stores an output. Its text belongs to the last of its tokens."""
         tokenizer = self.generation.served.tokenizer
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         texts = [""] * (len(output.token_ids) - 1) + [output.text_delta]
-        new = [_token(tokenizer, *item) for item in zip(output.token_ids, texts, logprobs, strict=False)]
-        if not new and output.text_delta and self.tokens:  # a flush without a token of its own
-            new = [self.tokens[-1] | {"text": output.text_delta}]
-        tops = [_top(tokenizer, logprob) for logprob in logprobs if logprob is not None]
+        tokens = [_token(tokenizer, *item) for item in zip(output.token_ids, texts, logprobs, strict=False)]
+        if not tokens and output.text_delta and self.tokens:  # withheld text may follow its tokens at the end
+            tokens = [self.tokens[-1] | {"text": output.text_delta}]
+        top_tokens = [_top_tokens(tokenizer, logprob) for logprob in logprobs if logprob is not None]
         self.text += output.text_delta
-        self.tokens += new
-        self.top_tokens += tops
-        self._last = output
+        self.tokens += tokens
+        self.top_tokens += top_tokens
+        self._last_output = output
         if output.prompt_logprobs is not None:
             self.prefill = self._prefill(output.prompt_logprobs)
-        return NewTokens(new, tops)
+        return NewTokens(tokens, top_tokens)
 
-    # -- as a whole ----------------------------------------------------------------------------------------------------
+    # -- the complete response -----------------------------------------------------------------------------------------
 
-    def whole(self) -> Generated:
+    def response(self) -> GenerateResponse:
         details = None
         if self.options.details:
-            tops = {"top_tokens": self.top_tokens} if self.options.top_n_tokens else {}
-            details = self._details(self._last) | {"prefill": self.prefill, "tokens": self.tokens} | tops
-        return Generated.model_validate({"generated_text": self._full_text(), "details": details} | self._origin())
+            top_tokens = {"top_tokens": self.top_tokens} if self.options.top_n_tokens else {}
+            details = self._details(self._last_output) | {"prefill": self.prefill, "tokens": self.tokens} | top_tokens
+        fields = {"generated_text": self._full_text(), "details": details} | self._origin()
+        return GenerateResponse.model_validate(fields)
 
-    # -- as a stream ---------------------------------------------------------------------------------------------------
+    # -- the stream ----------------------------------------------------------------------------------------------------
 
-    def events(self, index: int, output: RequestOutput, new: NewTokens) -> Iterator[JsonObject]:
-        """One event for each token. The last one tells how the answer ended, even if it adds no token."""
-        ended = output.finish_reason is not None
-        for i, token in enumerate(new.tokens):
-            last = ended and i == len(new.tokens) - 1
-            yield self._event(token, new.tops[i] if i < len(new.tops) else [], output if last else None)
-        if ended and not new.tokens:
-            yield self._event(self._no_token(), [], output)
+    def events(self, index: int, output: RequestOutput, delta: NewTokens) -> Iterator[JsonObject]:
+        """Yields an event for each token. The last event has the finish reason, even if the output adds no token."""
+        is_finished, top_tokens = output.finish_reason is not None, delta.top_tokens
+        for i, token in enumerate(delta.tokens):
+            is_last = is_finished and i == len(delta.tokens) - 1
+            yield self._event(token, top_tokens[i] if i < len(top_tokens) else [], output if is_last else None)
+        if is_finished and not delta.tokens:
+            yield self._event(self._empty_token(), [], output)
 
     def failure(self, fault: Fault) -> JsonObject:
         return fault.native(self.request_id)
 
-    def _event(self, token: JsonObject, top: list[JsonObject], final: RequestOutput | None) -> JsonObject:
-        self._shown += 1
-        end: JsonObject = {"generated_text": None, "details": None}
-        if final is not None:
-            end = {"generated_text": self._full_text(), "details": self._details(final)}
-        tops = {"top_tokens": top} if self.options.top_n_tokens else {}
-        return {"index": self._shown, "token": token} | tops | end | (self._origin() if final is not None else {})
+    def _event(self, token: JsonObject, top_tokens: list[JsonObject], last_output: RequestOutput | None) -> JsonObject:
+        self._events_sent += 1
+        event: JsonObject = {"index": self._events_sent, "token": token}
+        if self.options.top_n_tokens:
+            event["top_tokens"] = top_tokens
+        if last_output is None:
+            return event | {"generated_text": None, "details": None}
+        return event | {"generated_text": self._full_text(), "details": self._details(last_output)} | self._origin()
 
-    def _no_token(self) -> JsonObject:
-        """The last token again, without text, marked special so that clients skip it."""
+    def _empty_token(self) -> JsonObject:
+        """Returns the last token without text, and as a special token, which clients do not display."""
         return (self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}) | {"text": "", "special": True}
 
     # -- parts of both -------------------------------------------------------------------------------------------------
@@ -172,7 +182,7 @@ class NativeRenderer(Renderer[NewTokens, Generated]):
         }
 
     def _prefill(self, logprobs: Sequence[TokenLogprob]) -> list[JsonObject]:
-        """The prompt's tokens; the first has no log-probability."""
+        """Returns the tokens of the prompt. The first token has no log-probability."""
         tokenizer, first = self.generation.served.tokenizer, self.generation.requests[0].prompt_token_ids[0]
         tokens = [(first, None), *((item.token_id, item) for item in logprobs)]
         return [_token(tokenizer, token_id, tokenizer.texts.text(token_id), item) for token_id, item in tokens]
@@ -187,7 +197,7 @@ def _token(tokenizer: TokenizerFacts, token_id: int, text: str, logprob: TokenLo
     return {"id": token_id, "text": text, "logprob": value, "special": token_id in tokenizer.special_ids}
 
 
-def _top(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
+def _top_tokens(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
     return [
         {"id": i, "text": tokenizer.texts.text(i), "logprob": finite(p), "special": i in tokenizer.special_ids}
         for i, p in logprob.top
@@ -195,7 +205,7 @@ def _top(tokenizer: TokenizerFacts, logprob: TokenLogprob) -> list[JsonObject]:
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """In text-generation-inference's words."""
+    """Returns text-generation-inference's name of the finish reason."""
     if output.finish_reason == "length":
         return "length"
     return "eos_token" if output.stop_reason is None else "stop_sequence"
@@ -203,26 +213,28 @@ def finish_reason(output: RequestOutput) -> str:
 
 # -- routes ------------------------------------------------------------------------------------------------------------
 
-ONLY_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p"})
+RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
-def sampling(p: GenerateParameters) -> SamplingParams:
-    """Greedy unless sampling is asked for, by `do_sample` or by a parameter that only sampling uses. RequestError
-    for a contradiction.
+def to_sampling_params(p: GenerateParameters) -> SamplingParams:
+    """Converts the parameters. Decoding is greedy unless `do_sample` or a parameter that only affects sampling is set.
+    Raises RequestError if parameters contradict each other.
     """
-    values = given(p, SamplingParams, SPELT_OTHERWISE)
-    if not (p.do_sample or ONLY_SAMPLING & values.keys()):
+    values = explicit_options(p, SamplingParams, RENAMED_FIELDS)
+    if not (p.do_sample or RANDOM_SAMPLING_FIELDS & values.keys()):
         values["temperature"] = 0.0
     is_random = values.get("temperature") != 0
     values["seed"] = values.get("seed", secrets.randbits(53)) if is_random else None
     values["prompt_logprobs"] = 0 if p.decoder_input_details else None
     values["logprobs"] = p.top_n_tokens or (0 if p.details else None)
-    return SamplingParams(**values | p.form())
+    return SamplingParams(**values | p.constraint())
 
 
-@router.post("/generate", summary="Generate text", response_model=Generated, responses=STREAM)
-async def generate(body: GenerateBody, request: Request, response: Response, state: StateDep) -> Response | Generated:
-    """One answer, or server-sent events with `stream: true`."""
+@router.post("/generate", summary="Generate text", response_model=GenerateResponse, responses=STREAM)
+async def generate(
+    body: GenerateBody, request: Request, response: Response, state: StateDep
+) -> Response | GenerateResponse:
+    """Returns one object, or server-sent events with `stream: true`."""
     return await _generate(body, request, response, state, body.stream)
 
 
@@ -243,57 +255,59 @@ async def generate_slash_stream(body: GenerateBody, request: Request, response: 
 
 @router.post(
     "/",
-    summary="The same for clients of Hugging Face's inference endpoints",
-    response_model=Annotated[list[Generated], Field(min_length=1, max_length=1)],
+    summary="Generate text, for clients of Hugging Face's inference endpoints",
+    response_model=Annotated[list[GenerateResponse], Field(min_length=1, max_length=1)],
     responses=STREAM,
 )
-async def root(body: GenerateBody, request: Request, response: Response, state: StateDep) -> Response | list[Generated]:
-    """As /generate; the answer without `stream` is a list of one."""
-    answer = await _generate(body, request, response, state, body.stream)
-    return answer if isinstance(answer, Response) else [answer]
+async def root(
+    body: GenerateBody, request: Request, response: Response, state: StateDep
+) -> Response | list[GenerateResponse]:
+    """Does the same as /generate. The response without `stream` is a list with one element."""
+    result = await _generate(body, request, response, state, body.stream)
+    return result if isinstance(result, Response) else [result]
 
 
 async def _generate(
     body: GenerateBody, request: Request, response: Response, state: ServerState, stream: bool
-) -> Response | Generated:
-    """One answer to one prompt, with the headers that text-generation-inference's dashboards read."""
-    served = model_for(body, state)
-    params = sampling(body.parameters)
+) -> Response | GenerateResponse:
+    """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
+    served = await resolve_model(body, state)
+    params = to_sampling_params(body.parameters)
     prompt = body.inputs or "" if body.input_ids is None else body.input_ids
     generation = await generate_texts(served, [prompt], params, request, state, truncate=body.parameters.truncate)
     started = time.perf_counter()
     renderer = NativeRenderer(body, generation, request.scope["request_id"])
-    answer = await respond(renderer, request, state, stream)
+    result = await respond(renderer, request, state, stream)
     response.headers["x-total-time"] = str(round((time.perf_counter() - started) * 1e3))  # in milliseconds
     response.headers["x-prompt-tokens"] = str(generation.prompt_tokens)
     response.headers["x-generated-tokens"] = str(len(renderer.tokens))
-    return answer
+    return result
 
 
-@router.post("/tokenize", summary="Text or messages to token ids", response_model=Tokenized)
+@router.post("/tokenize", summary="Tokenize text or messages", response_model=TokenizeResponse)
 async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Response:
-    """The ids that generation would see for the same text."""
+    """Returns the token ids that generation uses for the same text or messages."""
     served = state.models.resolve(body.model)
-    text = plain(body.messages) if body.messages is not None else (body.prompt or "").encode()
+    text = messages_json(body.messages) if body.messages is not None else (body.prompt or "").encode()
     options = {
         "special": body.add_special_tokens,
-        "ending": ending_of(body.messages or [], body.add_generation_prompt, body.continue_final_message),
+        "ending": prompt_ending(body.messages or [], body.add_generation_prompt, body.continue_final_message),
         "variables": (body.chat_template_kwargs or {}) | {"tools": plain_tools(body.tools)},
     }
     head = {"op": "tokenize", "messages": body.messages is not None, "strings": body.return_token_strs, **options}
-    return await _rendered(state, request, served, head, text)
+    return await _run_tokenizer(state, request, served, head, text)
 
 
-@router.post("/detokenize", summary="Token ids to text", response_model=Detokenized)
+@router.post("/detokenize", summary="Decode token ids", response_model=DetokenizeResponse)
 async def detokenize(body: DetokenizeBody, request: Request, state: StateDep) -> Response:
     served = state.models.resolve(body.model)
-    state.parser.sizes(served.engine.limits.max_model_len).check(body)
+    state.parser.size_limits(served.engine.limits.max_model_len).check(body)
     head = {"op": "detokenize", "skip": body.skip_special_tokens}
-    return await _rendered(state, request, served, head, json.dumps(body.tokens).encode())
+    return await _run_tokenizer(state, request, served, head, json.dumps(body.tokens).encode())
 
 
-async def _rendered(
-    state: ServerState, request: Request, served: Served, head: dict[str, Any], text: bytes
+async def _run_tokenizer(
+    state: ServerState, request: Request, served: ServedWeights, head: dict[str, Any], text: bytes
 ) -> Response:
     with served.lease():
         content = await until_disconnect(request, state.parser.render(served, head, text))

@@ -1,11 +1,10 @@
-"""The state of a server: health, facts, live scales, metrics, and the requests that engines are computing.
+"""The routes for the state of the server: health, information, live scales, metrics and active requests.
 
-Liveness and readiness are different questions. Live: this process answers and the engine gave a sign of life lately,
-or is being loaded; a busy engine is live. Ready: weights are loaded, the server is neither draining nor paused, and
-the queue is not nearly full.
+A server is live if its process responds and the engine is loading or has sent a recent heartbeat; a busy engine is
+live. A server is ready if weights are loaded, it is neither draining nor paused, and its queue is not nearly full.
 
-A row of /requests is an HTTP request with all its answers. It tells who asked, for how much, and how far it is, but
-shows no prompt and no answer. Prompts that are still being tokenized, embeddings and classes are not listed.
+An entry of /requests is an HTTP request with all its choices: its tenant, its size and its progress, without the prompt
+and the generated text. Requests for embeddings or classification, and prompts in tokenization, are not listed.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import fp8serve
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.api.native.model_routes import ServedView, served_view
-from fp8serve.server.api.routing import Answer, BoundedRoute, JsonObject, StateDep
+from fp8serve.server.api.routing import BoundedRoute, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
@@ -29,19 +28,19 @@ from fp8serve.server.serving.generation import Generation
 from fp8serve.server.vllm_metrics import VllmMetrics
 
 log = logging.getLogger("fp8serve.server")
-LISTED = 200
+MAX_LISTED_REQUESTS = 200
 
 
-class Health(Answer):
+class Health(ResponseModel):
     ok: bool
     state: str
 
 
-class Version(Answer):
+class Version(ResponseModel):
     version: str = fp8serve.__version__
 
 
-class Info(Answer):
+class Info(ResponseModel):
     model_id: str
     model_sha: str
     model_pipeline_tag: str = "text-generation"
@@ -65,8 +64,9 @@ class Info(Answer):
     limits: dict[str, int | float]
 
 
-class LayerScale(Answer):
-    """The input of one FP8 layer; numbers are null if its scale follows every input (docs/numerics.md)."""
+class LayerScale(ResponseModel):
+    """The input of one FP8 layer. The numbers are null for current scaling, whose scale is computed from each input
+    (docs/numerics.md)."""
 
     name: str
     input: str
@@ -82,13 +82,14 @@ class LayerScale(Answer):
     drifts: bool
 
 
-class Scales(Answer):
+class Scales(ResponseModel):
     weight_version: str
     layers: list[LayerScale]
 
 
-class ScaleEntry(Answer):
-    """`at`: Unix time of its last sample. `window_amax`: of the last window, null until one has ended."""
+class ScaleEntry(ResponseModel):
+    """A sample of a layer's scale. `at` is the Unix time of its last observation. `window_amax` is the amax of the last
+    complete window."""
 
     at: float
     amax: float | None
@@ -96,16 +97,17 @@ class ScaleEntry(Answer):
     scale: float | None
 
 
-class ScaleHistory(Answer):
-    """Oldest first; empty until the engine was first asked."""
+class ScaleHistory(ResponseModel):
+    """The samples of one layer, oldest first. The list is empty before the first sample."""
 
     weight_version: str
     layer: str
     entries: list[ScaleEntry]
 
 
-class SavedScales(Answer):
-    """`name`: of the directory, beside the model. `scales`: how many follow the traffic."""
+class SaveScalesResponse(ResponseModel):
+    """`name` is the new directory, which lies beside the model directory. `scales` is the number of scales that
+    follow the traffic."""
 
     name: str
     scales: int
@@ -114,12 +116,10 @@ class SavedScales(Answer):
 RequestState = Literal["queued", "prefill", "decode"]
 
 
-class RequestView(Answer):
-    """One HTTP request that the engine computes, with all its answers, but without their texts.
-
-    `id`: made here, for these routes. `request_id`: that of the log and the answer's header, which a client may choose.
-    `model`: the name that answers. `age`: seconds since it was admitted. `state`: decode from its first token on.
-    """
+class RequestView(ResponseModel):
+    """An active HTTP request with all its choices. `id` identifies it in these routes. `request_id` is the id in the
+    log and in the response header, which the client may set. `age` is in seconds since admission. `state` is `decode`
+    from the first token on. `answers` is the number of choices."""
 
     id: str
     request_id: str
@@ -133,32 +133,32 @@ class RequestView(Answer):
     max_new_tokens: int
 
 
-class RequestList(Answer):
-    """The oldest `requests`, and how many there are in all."""
+class RequestList(ResponseModel):
+    """The oldest active requests, and the number of all active requests."""
 
     requests: list[RequestView]
     total: int
 
 
 router = APIRouter(tags=["server"], route_class=BoundedRoute)
-ModelName = Annotated[str | None, Query(max_length=512, description="A name of /v1/models; the default's if left out.")]
-LayerName = Annotated[str, Query(max_length=512, description="A name of /scales.")]
+ModelName = Annotated[str | None, Query(max_length=512, description="A model's name; the default model if omitted.")]
+LayerName = Annotated[str, Query(max_length=512, description="The name of a layer in GET /scales.")]
 NO_STORE = {"Cache-Control": "no-store"}
 HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health, "description": "Not ready"}}}
 
 
-@router.get("/health/live", summary="Whether the process should be left alone (200) or restarted (503)", **HEALTH)
+@router.get("/health/live", summary="Liveness: a process that returns 503 should be restarted", **HEALTH)
 async def live(state: StateDep) -> Response:
     return _health(state.models.default.live, state.status)
 
 
-@router.get("/health/ready", summary="Whether to send requests here", **HEALTH)
+@router.get("/health/ready", summary="Readiness: a server that returns 503 should get no requests", **HEALTH)
 async def ready(state: StateDep) -> Response:
     return _health(state.ready, state.status)
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", summary="As /health/ready", **HEALTH)
+@router.get("/health", summary="Readiness, as GET /health/ready", **HEALTH)
 async def health(state: StateDep) -> Response:
     return _health(state.ready, state.status)
 
@@ -174,13 +174,13 @@ def _health(ok: bool, state: str) -> Response:
     return Response(content, 200 if ok else 503, headers, media_type="application/json")
 
 
-@router.get("/info", summary="A model, its configuration, and the limits in force")
+@router.get("/info", summary="A model, its configuration, and the limits of this server")
 async def info(state: StateDep, model: ModelName = None) -> Info:
     settings, limits = state.settings, state.settings.limits
     served = state.models.resolve(model)
     longest = served.engine.limits.max_model_len
     return Info(
-        model_id=state.models.default.name if model is None else state.models.own_name(model),
+        model_id=state.models.default.name if model is None else state.models.canonical_name(model),
         model_sha=served.weight_version,
         max_concurrent_requests=served.admission.capacity.max_requests,
         max_best_of=limits.n,
@@ -200,7 +200,7 @@ async def info(state: StateDep, model: ModelName = None) -> Info:
 
 
 def public_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """The engine's own description, without places on the server's disk."""
+    """Returns the engine's information without paths on the server's disk."""
     return {k: v for k, v in facts.items() if not (isinstance(v, str) and v.startswith("/"))}
 
 
@@ -219,27 +219,27 @@ async def scales(state: StateDep, model: ModelName = None) -> Scales:
     return Scales(weight_version=served.weight_version, layers=layers)
 
 
-@router.get("/scales/history", summary="How the inputs of one FP8 layer have moved since its weights began to serve")
+@router.get("/scales/history", summary="Samples of the input of one FP8 layer since its weights began to serve")
 async def history(state: StateDep, layer: LayerName, model: ModelName = None) -> ScaleHistory:
-    """One sample about every five seconds; over a long time neighbouring entries are merged and keep the larger
-    inputs."""
-    chosen = state.models.default if model is None else state.models.find(model, "model")
-    served, past = chosen.resolve(), chosen.history
-    entries = past.of(layer) if past.weight_version == served.weight_version else []
+    """Returns a sample for about every five seconds. In a long history, neighbouring samples are merged into their
+    maximum."""
+    served_model = state.models.default if model is None else state.models.require(model, "model")
+    served, scale_history = served_model.resolve(), served_model.history
+    entries = scale_history.entries(layer) if scale_history.weight_version == served.weight_version else []
     if entries is None:
         message = "No FP8 layer of that name has a stored scale."
-        raise Fault(Code.INVALID_PARAMETER, message, param="layer", hint="GET /scales has their names.")
+        raise Fault(Code.INVALID_PARAMETER, message, param="layer", hint="GET /scales lists the layers.")
     samples = [ScaleEntry.model_validate(entry) for entry in entries]
     return ScaleHistory(weight_version=served.weight_version, layer=layer, entries=samples)
 
 
-@router.post("/scales/save", summary="Write the served weights with their present scales to a new directory")
-async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> SavedScales:
-    """Only with --roll-history. It continues to its end even if the client that asked for it goes away."""
+@router.post("/scales/save", summary="Write the served weights with their current scales to a new directory")
+async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> SaveScalesResponse:
+    """Needs --roll-history. The server completes the write even if the client disconnects."""
     name = None if body is None else body.name
-    chosen = state.models.default if model is None else state.models.find(model, "model")
-    saved, count = await asyncio.shield(asyncio.ensure_future(state.rolled.save(chosen, name)))
-    return SavedScales(name=saved, scales=count)
+    served_model = state.models.default if model is None else state.models.require(model, "model")
+    saved_name, count = await asyncio.shield(asyncio.ensure_future(state.scale_saver.save(served_model, name)))
+    return SaveScalesResponse(name=saved_name, scales=count)
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
@@ -250,29 +250,29 @@ async def metrics(state: StateDep) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-@router.get("/requests", summary="The requests that are being answered, oldest first")
+@router.get("/requests", summary="Active requests, oldest first")
 async def requests(state: StateDep) -> RequestList:
-    active = _under_way(state)
-    return RequestList(requests=list(map(request_view, active[:LISTED])), total=len(active))
+    active = _active_generations(state)
+    return RequestList(requests=list(map(request_view, active[:MAX_LISTED_REQUESTS])), total=len(active))
 
 
-@router.post("/requests/{request_id}/cancel", summary="End a request that is being answered")
+@router.post("/requests/{request_id}/cancel", summary="Cancel an active request")
 async def cancel(request_id: str, state: StateDep) -> RequestView:
-    """Its client gets an error with the code request_cancelled. `request_id`: the `id` of GET /requests."""
-    for generation in _under_way(state):
+    """The client of the request gets an error with the code request_cancelled. `request_id` is an `id` of GET
+    /requests."""
+    for generation in _active_generations(state):
         if generation.id == request_id:
             view = request_view(generation)
             generation.fail(Fault(Code.REQUEST_CANCELLED, "An operator of this server cancelled the request."))
-            facts = view.request_id, view.tenant, view.generated_tokens
-            log.info("cancelled request %s of tenant %s after %d tokens", *facts)
+            details = view.request_id, view.tenant, view.generated_tokens
+            log.info("cancelled request %s of tenant %s after %d tokens", *details)
             return view
-    raise Fault(
-        Code.REQUEST_NOT_FOUND, "No request of that id is being answered; it may have ended.", param="request_id"
-    )
+    raise Fault(Code.REQUEST_NOT_FOUND, "No active request has this id; it may have ended.", param="request_id")
 
 
-def _under_way(state: ServerState) -> list[Generation]:
-    return sorted((one for one in state.active if one.under_way), key=lambda one: one.started)
+def _active_generations(state: ServerState) -> list[Generation]:
+    active = [generation for generation in state.active if generation.is_running]
+    return sorted(active, key=lambda generation: generation.started)
 
 
 def request_view(generation: Generation) -> RequestView:
@@ -286,6 +286,6 @@ def request_view(generation: Generation) -> RequestView:
         state=generation.state,
         answers=len(generation.requests),
         prompt_tokens=generation.prompt_tokens,
-        generated_tokens=generation.generated,
+        generated_tokens=generation.generated_tokens,
         max_new_tokens=sum(request.params.max_new_tokens for request in generation.requests),
     )

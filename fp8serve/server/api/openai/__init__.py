@@ -1,1 +1,1 @@
-"""OpenAI's routes, under /v1."""
+"""The routes of OpenAI's API under /v1."""

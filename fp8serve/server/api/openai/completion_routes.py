@@ -1,8 +1,8 @@
-"""`/v1/completions`, and what its answers have in common with those of `/v1/chat/completions`: OpenAI's wire.
+"""The route `/v1/completions`, and the renderer that it shares with `/v1/chat/completions`.
 
-Choices of one request run at the same time and their chunks interleave by `index`. A stream's failures after the 200
-arrive as `data: {"error": ...}` and then `data: [DONE]`, which OpenAI's own client raises as an APIError.
-`system_fingerprint` is the version of the weights that answered.
+The choices of a request run concurrently, and their chunks interleave. If a stream fails after the status 200, it ends
+with `data: {"error": ...}` and `data: [DONE]`, which OpenAI's client raises as an APIError. `system_fingerprint` is the
+version of the weights.
 """
 
 import time
@@ -16,26 +16,26 @@ from starlette.responses import Response
 
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.server.api.answer_pipeline import Renderer, Whole, generate_texts, model_for, respond
+from fp8serve.server.api.generation_pipeline import Renderer, ResponseT, generate_texts, resolve_model, respond
 from fp8serve.server.api.openai.logprobs import (
     LogprobStream,
-    Placed,
+    PositionedToken,
     PromptLogprobs,
     TextLogprobs,
-    placed_prompt,
-    prompt_table,
-    text_logprobs,
+    completion_logprobs,
+    position_prompt_tokens,
+    prompt_logprobs_by_id,
 )
-from fp8serve.server.api.routing import STREAM, Answer, BoundedRoute, CachedTokens, JsonObject, StateDep
+from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
-from fp8serve.server.http.streams import DONE
-from fp8serve.server.schemas.openai_bodies import CompletionBody, SampledBody
+from fp8serve.server.http.streams import DONE, to_json
+from fp8serve.server.schemas.openai_bodies import CompletionBody, SamplingBody
 from fp8serve.server.serving.generation import Generation
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 
 
-class TextChoice(Answer):
+class TextChoice(ResponseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -44,14 +44,14 @@ class TextChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class Completion(Answer):
+class Completion(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -62,89 +62,114 @@ class Completion(Answer):
 
 
 @dataclass
-class Choice:
-    """One choice as it grows. `logprobs`: None when they were not asked for."""
+class ChoiceState:
+    """The outputs of one choice so far. `logprobs` is None if the request does not ask for them."""
 
-    stream: LogprobStream
+    logprob_stream: LogprobStream
     text: str = ""
-    logprobs: list[Placed] | None = None
-    finish: str | None = None
+    logprobs: list[PositionedToken] | None = None
+    finish_reason: str | None = None
     stop_reason: str | int | None = None
     tokens: int = 0
     prompt_logprobs: list[JsonObject | None] | None = None
-    total: float = 0.0  # of its tokens' log-probabilities, where these are known
+    cumulative_logprob: float = 0.0
 
     @property
-    def mean(self) -> float:
-        return self.total / max(self.tokens, 1)
+    def mean_logprob(self) -> float:
+        return self.cumulative_logprob / max(self.tokens, 1)
 
-    def take(self, output: RequestOutput) -> list[Placed]:
-        """Adds an output; returns its log-probabilities."""
+    def add(self, output: RequestOutput) -> list[PositionedToken]:
+        """Adds an output and returns its tokens with log-probabilities."""
         self.text += output.text_delta
         self.tokens = output.num_generated
-        self.total += sum(item.logprob for item in output.logprobs or ())
-        self.finish, self.stop_reason = output.finish_reason, output.stop_reason
-        new = self.stream.take(output)
-        if output.logprobs is not None or new:
-            self.logprobs = (self.logprobs or []) + new
-        return new
+        self.cumulative_logprob += sum(token.logprob for token in output.logprobs or ())
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        tokens = self.logprob_stream.add(output)
+        if output.logprobs is not None or tokens:
+            self.logprobs = (self.logprobs or []) + tokens
+        return tokens
 
 
-class CompletionRenderer(Renderer[list[Placed], Whole]):
-    """The common part of both routes. The choices are prompt 0's n, then prompt 1's n, ..."""
+class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
+    """The shared part of the renderers of both routes. The choices of prompt 0 come first, then those of prompt 1."""
 
     END = DONE
     PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]
     CHUNK: ClassVar[str]
+    TEXT_FIELD: ClassVar[str]
+    """The field of a chunk that has the new text."""
 
-    def __init__(self, body: SampledBody, generation: Generation) -> None:
+    def __init__(self, body: SamplingBody, generation: Generation) -> None:
         super().__init__(generation)
         self.body = body
         self.created = int(time.time())
         self.tokenizer = generation.served.tokenizer
         self.params = generation.requests[0].params
-        self.choices = [Choice(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
+        self.choices = [ChoiceState(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
+        self._plain_chunk: tuple[bytes, bytes] | None = None  # around the text of a chunk that has only text
 
     @abstractmethod
-    def choice(self, index: int, choice: Choice) -> JsonObject:
-        """A choice that is complete."""
+    def choice(self, index: int, choice: ChoiceState) -> JsonObject:
+        """Returns the JSON of a complete choice."""
 
-    def returned(self) -> Iterable[Choice]:
-        """The choices to return, in their order."""
+    def returned_choices(self) -> Iterable[ChoiceState]:
         return self.choices
 
-    def add(self, index: int, output: RequestOutput) -> list[Placed]:
+    def add(self, index: int, output: RequestOutput) -> list[PositionedToken]:
         if output.prompt_logprobs is not None and self.body.prompt_logprobs is not None:
-            table = prompt_table(output.prompt_logprobs, self.body.prompt_logprobs, self.tokenizer)
-            self.choices[index].prompt_logprobs = table
-        return self.choices[index].take(output)
+            prompt_logprobs = prompt_logprobs_by_id(output.prompt_logprobs, self.body.prompt_logprobs, self.tokenizer)
+            self.choices[index].prompt_logprobs = prompt_logprobs
+        return self.choices[index].add(output)
 
-    def _ended(self) -> JsonObject:
-        """The answer that is not streamed, for its model."""
-        choices = [self.choice(i, choice) for i, choice in enumerate(self.returned())]
-        return self._frame(self.OBJECT, choices) | {"usage": self._usage()}
+    @property
+    def has_plain_chunks(self) -> bool:
+        """Whether an output of text alone adds nothing but text to the stream, so that its chunk is always the same."""
+        return len(self.choices) == 1 and self.params.logprobs is None and not self.body.continuous_usage
+
+    @abstractmethod
+    def text_choice(self, text: str) -> JsonObject:
+        """Returns the choice of a chunk that has only text, if the stream `has_plain_chunks`."""
+
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
+        """Writes outputs of text alone as one chunk, whose bytes around the text are made once."""
+        if not (self.has_plain_chunks and all(output.has_only_text for _, output in outputs)):
+            return None
+        text = "".join(output.text_delta for _, output in outputs)
+        self.choices[0].tokens = outputs[-1][1].num_generated
+        if not text:
+            return b""
+        if self._plain_chunk is None:
+            field = f'"{self.TEXT_FIELD}":'
+            before, after = to_json(self._chunk(self.text_choice(""))).split(f'{field}""')
+            self._plain_chunk = f"data: {before}{field}".encode(), f"{after}\n\n".encode()
+        before_text, after_text = self._plain_chunk
+        return before_text + to_json(text).encode() + after_text
+
+    def _response_fields(self) -> JsonObject:
+        choices = [self.choice(i, choice) for i, choice in enumerate(self.returned_choices())]
+        return self._object(self.OBJECT, choices) | {"usage": self._usage()}
 
     def closing(self) -> Iterator[JsonObject]:
-        """The usage, if it was asked for."""
+        """Yields the chunk with the usage if the request asks for it."""
         if self.body.include_usage:
-            yield self._frame(self.CHUNK, []) | {"usage": self._usage()}
+            yield self._object(self.CHUNK, []) | {"usage": self._usage()}
 
     def failure(self, fault: Fault) -> JsonObject:
         return fault.openai()
 
     def _chunk(self, choice: JsonObject) -> JsonObject:
-        """`choice` as a chunk; its usage, if every chunk has one, is that of this choice so far."""
+        """Returns a chunk with `choice`. With continuous usage, the chunk also has the usage of this choice so far."""
         index = choice["index"]
         tokens = len(self.generation.requests[index].prompt_token_ids), self.choices[index].tokens
-        usage = _counts(*tokens) if self.body.continuous_usage else None
-        return self._frame(self.CHUNK, [choice]) | ({"usage": usage} if self.body.include_usage else {})
+        usage = _token_counts(*tokens) if self.body.continuous_usage else None
+        return self._object(self.CHUNK, [choice]) | ({"usage": usage} if self.body.include_usage else {})
 
-    def _frame(self, kind: str, choices: list[JsonObject]) -> JsonObject:
+    def _object(self, object_type: str, choices: list[JsonObject]) -> JsonObject:
         served = self.generation.served
         return {
             "id": f"{self.PREFIX}-{self.generation.id}",
-            "object": kind,
+            "object": object_type,
             "created": self.created,
             "model": self.body.model or served.source.model_id,
             "choices": choices,
@@ -152,108 +177,108 @@ class CompletionRenderer(Renderer[list[Placed], Whole]):
         }
 
     def _usage(self) -> JsonObject:
-        prompt, new = self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices)
-        cached = {"cached_tokens": self.generation.cached_tokens}
-        return _counts(prompt, new) | {"prompt_tokens_details": cached}
+        counts = _token_counts(self.generation.prompt_tokens, sum(choice.tokens for choice in self.choices))
+        return counts | {"prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens}}
 
 
-def _counts(prompt: int, new: int) -> JsonObject:
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+def _token_counts(prompt: int, completion: int) -> JsonObject:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class TextRenderer(CompletionRenderer[Completion]):
-    """`text_completion` objects."""
+    """Writes `text_completion` objects."""
 
-    PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+    PREFIX, OBJECT, CHUNK, TEXT_FIELD = "cmpl", "text_completion", "text_completion", "text"
 
     def __init__(self, body: CompletionBody, generation: Generation) -> None:
         super().__init__(body, generation)
-        self._hides_answer = body.max_tokens == 0
-        self._shows_logprobs = body.logprobs is not None
-        self._shows_prompt = bool(body.echo) and self._shows_logprobs
-        self._top = body.logprobs or 0
+        self._hides_completion = body.max_tokens == 0
+        self._has_logprobs = body.logprobs is not None
+        self._has_echoed_logprobs = bool(body.echo) and self._has_logprobs
+        self._num_alternatives = body.logprobs or 0
         self._echoes = [echo for echo in generation.echoes for _ in range(generation.n)]
-        self._unsent_prompts = set(range(len(self._echoes)))  # prompts that are still to be streamed
+        self._unsent_echoes = set(range(len(self._echoes)))  # indexes of choices whose prompt is not streamed yet
         for echo, choice in zip(self._echoes, self.choices, strict=False):
             choice.text = echo.text
-            choice.stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
+            choice.logprob_stream = LogprobStream(self.tokenizer, self.params, len(choice.text))
 
-    def whole(self) -> Completion:
-        return Completion.model_validate(self._ended())
+    def response(self) -> Completion:
+        return Completion.model_validate(self._response_fields())
 
-    def add(self, index: int, output: RequestOutput) -> list[Placed]:
-        if output.prompt_logprobs is not None and self._shows_prompt:
-            self.choices[index].logprobs = self._placed(index, output.prompt_logprobs)
+    def add(self, index: int, output: RequestOutput) -> list[PositionedToken]:
+        if output.prompt_logprobs is not None and self._has_echoed_logprobs:
+            self.choices[index].logprobs = self._prompt_tokens(index, output.prompt_logprobs)
         return super().add(index, self._visible(output))
 
-    def events(self, index: int, output: RequestOutput, new: list[Placed]) -> Iterator[JsonObject]:
-        if index in self._unsent_prompts:
-            self._unsent_prompts.remove(index)
+    def events(self, index: int, output: RequestOutput, delta: list[PositionedToken]) -> Iterator[JsonObject]:
+        if index in self._unsent_echoes:
+            self._unsent_echoes.remove(index)
             yield self._chunk(self._echo(index, output))
         visible = self._visible(output)
-        if visible.text_delta or new or visible.finish_reason is not None:
-            yield self._chunk(self._delta(index, visible, new))
+        if visible.text_delta or delta or visible.finish_reason is not None:
+            reasons = {"finish_reason": visible.finish_reason, "stop_reason": visible.stop_reason}
+            logprobs = self._logprobs(delta or None)
+            yield self._chunk({"index": index, "text": visible.text_delta, "logprobs": logprobs} | reasons)
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        return super().has_plain_chunks and not self._unsent_echoes and not self._hides_completion
+
+    def text_choice(self, text: str) -> JsonObject:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
-        """The output, without the token of an answer if none was requested."""
-        if not self._hides_answer:
+        """Returns the output, without its token if the request asks for no new tokens (`max_tokens: 0`)."""
+        if not self._hides_completion:
             return output
-        finish = "length" if output.finish_reason == "stop" else output.finish_reason
+        reason = "length" if output.finish_reason == "stop" else output.finish_reason
         logprobs = output.prompt_logprobs
-        return RequestOutput(output.request_id, finish_reason=finish, error=output.error, prompt_logprobs=logprobs)
+        return RequestOutput(output.request_id, finish_reason=reason, error=output.error, prompt_logprobs=logprobs)
 
     def _echo(self, index: int, output: RequestOutput) -> JsonObject:
-        """The prompt as a part of a stream."""
-        placed = None
+        """Returns the prompt as the first delta of a choice."""
+        tokens = None
         if output.prompt_logprobs is not None:
-            placed = self._placed(index, output.prompt_logprobs)
-        text, rest = self._echoes[index].text, {"finish_reason": None, "stop_reason": None}
-        return {"index": index, "text": text, "logprobs": self._logprobs(placed), **rest}
+            tokens = self._prompt_tokens(index, output.prompt_logprobs)
+        text, reasons = self._echoes[index].text, {"finish_reason": None, "stop_reason": None}
+        return {"index": index, "text": text, "logprobs": self._logprobs(tokens), **reasons}
 
-    def _placed(self, index: int, logprobs: Sequence[TokenLogprob]) -> list[Placed]:
-        cut = [TokenLogprob(item.token_id, item.logprob, item.top[: self._top]) for item in logprobs]
-        first = self.generation.requests[index].prompt_token_ids[0]
-        hidden = self.tokenizer.special_ids if self.params.skip_special_tokens else frozenset()
-        return placed_prompt(first, cut, self._echoes[index].lengths, hidden)
+    def _prompt_tokens(self, index: int, logprobs: Sequence[TokenLogprob]) -> list[PositionedToken]:
+        top = self._num_alternatives
+        requested = [TokenLogprob(token.token_id, token.logprob, token.top[:top]) for token in logprobs]
+        first_id = self.generation.requests[index].prompt_token_ids[0]
+        hidden_ids = self.tokenizer.special_ids if self.params.skip_special_tokens else frozenset()
+        return position_prompt_tokens(first_id, requested, self._echoes[index].lengths, hidden_ids)
 
-    def returned(self) -> Iterator[Choice]:
-        """The most probable of each prompt's answers, by the mean over their tokens; equal ones in their order."""
-        each, returned = self.generation.n, self.body.returned
-        for start in range(0, len(self.choices), each):
-            group = self.choices[start : start + each]
-            yield from (sorted(group, key=lambda choice: -choice.mean) if each > returned else group)[:returned]
+    def returned_choices(self) -> Iterator[ChoiceState]:
+        """Yields the `n` choices of each prompt. With `best_of`, they are those with the highest mean log-probability;
+        equal choices keep their order."""
+        candidates, n = self.generation.n, self.body.num_choices
+        for start in range(0, len(self.choices), candidates):
+            group = self.choices[start : start + candidates]
+            yield from (sorted(group, key=lambda choice: -choice.mean_logprob) if candidates > n else group)[:n]
 
-    def choice(self, index: int, choice: Choice) -> JsonObject:
-        logprobs = choice.logprobs if self._shows_logprobs else None
+    def choice(self, index: int, choice: ChoiceState) -> JsonObject:
+        logprobs = choice.logprobs if self._has_logprobs else None
         return {
             "index": index,
             "text": choice.text,
             "logprobs": self._logprobs(logprobs),
-            "finish_reason": choice.finish,
+            "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "prompt_logprobs": choice.prompt_logprobs,
         }
 
-    def _delta(self, index: int, output: RequestOutput, new: list[Placed]) -> JsonObject:
-        """What `output` adds to a choice."""
-        return {
-            "index": index,
-            "text": output.text_delta,
-            "logprobs": self._logprobs(new or None),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-
-    def _logprobs(self, placed: list[Placed] | None) -> JsonObject | None:
-        return None if placed is None else text_logprobs(placed, self.tokenizer)
+    def _logprobs(self, tokens: list[PositionedToken] | None) -> JsonObject | None:
+        return None if tokens is None else completion_logprobs(tokens, self.tokenizer)
 
 
 @router.post("/completions", summary="Continue a text", response_model=Completion, responses=STREAM)
 async def completions(body: CompletionBody, request: Request, state: StateDep) -> Response | Completion:
-    """One choice for each of `n` and each prompt."""
-    served = model_for(body, state)
+    """Generates `n` completions of each prompt."""
+    served = await resolve_model(body, state)
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
     generation = await generate_texts(
-        served, body.prompts(), params, request, state, choices=body.generated, echo=bool(body.echo)
+        served, body.prompts(), params, request, state, choices=body.num_candidates, echo=bool(body.echo)
     )
     return await respond(TextRenderer(body, generation), request, state, body.stream)

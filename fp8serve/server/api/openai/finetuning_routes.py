@@ -1,9 +1,8 @@
-"""`/v1/files` and `/v1/fine_tuning/jobs`: OpenAI's view of uploaded training data and of the job table.
+"""The routes `/v1/files` and `/v1/fine_tuning/jobs`: uploaded training data and fine-tune jobs in OpenAI's format.
 
-A file is uploaded once and used by any number of jobs. Its bytes lie in `files/<id>.jsonl` (`.csv`, `.parquet` and so
-on) under the data directory; of the name that a client gave only its end counts, which says how the file is read
-(docs/data.md). What is in the file is checked when a job uses it, not here, as OpenAI's service does; a file with bad
-rows does not fail the request for a job.
+A file is uploaded once and used by any number of jobs. It is stored as `files/<id>.jsonl` (`.csv`, `.parquet`, ...) in
+the data directory. The suffix of its name decides how it is parsed (docs/data.md). As in OpenAI's service, the rows are
+validated when a job starts to use them: invalid rows fail the job, not the request that creates it.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
-from fp8serve.server.api.routing import Answer, BoundedRoute, IdempotencyKey, JsonObject, PageSize, StateDep
+from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, JsonObject, PageSize, ResponseModel, StateDep
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_directory import file_path
 from fp8serve.server.finetuning.job_records import Event, Job, Status, StoredFile, new_file_id
@@ -27,7 +26,7 @@ from fp8serve.server.server_state import ServerState
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BoundedRoute)
 JOBS = "/fine_tuning/jobs"
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 PURPOSE = "fine-tune"
 FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": ["file", "purpose"],
@@ -35,7 +34,7 @@ FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 }}}}}  # fmt: skip
 
 
-class FileObject(Answer):
+class FileObject(ResponseModel):
     id: str
     object: Literal["file"] = "file"
     status: str = "processed"
@@ -47,13 +46,13 @@ class FileObject(Answer):
     purpose: str
 
 
-class DeletedFile(Answer):
+class DeletedFile(ResponseModel):
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True
 
 
-class OpenAIJob(Answer):
+class OpenAIJob(ResponseModel):
     created_at: int
     finished_at: int | None
     estimated_finish: int | None = None
@@ -75,7 +74,7 @@ class OpenAIJob(Answer):
     metadata: dict[str, str] | None
 
 
-class OpenAIEvent(Answer):
+class OpenAIEvent(ResponseModel):
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
     id: str
     created_at: int
@@ -85,7 +84,7 @@ class OpenAIEvent(Answer):
     data: JsonObject
 
 
-class OpenAICheckpoint(Answer):
+class OpenAICheckpoint(ResponseModel):
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
@@ -98,8 +97,8 @@ class OpenAICheckpoint(Answer):
 Item = TypeVar("Item", FileObject, OpenAIJob, OpenAIEvent, OpenAICheckpoint)
 
 
-class Page(Answer, Generic[Item]):
-    """OpenAI's list object, a page at a time."""
+class Page(ResponseModel, Generic[Item]):
+    """A page of OpenAI's list object."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -109,10 +108,10 @@ class Page(Answer, Generic[Item]):
 
     @classmethod
     def of(cls, items: list[Item], limit: int) -> Self:
-        """The first `limit` of `items`, which hold one more if there are more."""
-        shown = items[:limit]
-        first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-        return cls(data=shown, has_more=len(items) > limit, first_id=first, last_id=last)
+        """Returns a page with the first `limit` items. Further items mean that there is another page."""
+        data = items[:limit]
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, has_more=len(items) > limit, first_id=first_id, last_id=last_id)
 
 
 class FilePage(Page[FileObject]): ...
@@ -132,38 +131,39 @@ class OpenAICheckpointPage(Page[OpenAICheckpoint]): ...
 
 @router.post("/files", summary="Upload training data", openapi_extra=FORM)
 async def upload(request: Request, state: StateDep) -> FileObject:
-    """JSON lines, or by the end of its name text, JSON, CSV, TSV or Parquet; all but Parquet also with .gz."""
+    """Stores a file of JSON lines, or of text, JSON, CSV, TSV or Parquet if its name has this suffix. All formats but
+    Parquet may be compressed (.gz)."""
     folder = state.data_dir / "files"
     make_private(folder)
     file_id = new_file_id()
-    arrived = await receive_upload(request, folder / f".{file_id}.part", state.settings.limits)
-    return file_view(await asyncio.to_thread(_store, state, arrived, file_id))
+    upload = await receive_upload(request, folder / f".{file_id}.part", state.settings.limits)
+    return file_view(await asyncio.to_thread(_store, state, upload, file_id))
 
 
-def _store(state: ServerState, arrived: Upload, file_id: str) -> StoredFile:
-    """Gives the file its name and its row; a file that is not accepted leaves nothing."""
+def _store(state: ServerState, upload: Upload, file_id: str) -> StoredFile:
+    """Renames the uploaded file and adds it to the file table. Deletes the file if it is not accepted."""
     try:
-        _check_form(arrived)
-        final = arrived.path.with_name(file_id + ending_of(arrived.filename or ""))
-        arrived.path.rename(final)
+        _check_form(upload)
+        path = upload.path.with_name(file_id + ending_of(upload.filename or ""))
+        upload.path.rename(path)
         try:
-            fsync(final.parent)
-            return state.jobs.add_file(file_id, arrived.filename or "", arrived.size, arrived.sha256, PURPOSE)
+            fsync(path.parent)
+            return state.jobs.add_file(file_id, upload.filename or "", upload.size, upload.sha256, PURPOSE)
         except BaseException:
-            final.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
     finally:
-        arrived.path.unlink(missing_ok=True)
+        upload.path.unlink(missing_ok=True)
 
 
-def _check_form(arrived: Upload) -> None:
-    if unknown := sorted(set(arrived.fields) - {"purpose"}):
+def _check_form(upload: Upload) -> None:
+    if unknown := sorted(set(upload.fields) - {"purpose"}):
         raise Fault(
             Code.UNSUPPORTED_PARAMETER, f"This server does not implement {unknown[0]}; leave it out.", param=unknown[0]
         )
-    if arrived.fields.get("purpose") != PURPOSE:
+    if upload.fields.get("purpose") != PURPOSE:
         raise Fault(Code.INVALID_PARAMETER, f"purpose must be {PURPOSE}.", param="purpose")
-    if arrived.size == 0:
+    if upload.size == 0:
         raise Fault(Code.INVALID_PARAMETER, "The file is empty.", param="file")
 
 
@@ -179,7 +179,7 @@ async def list_files(
     return FilePage.of(list(map(file_view, files)), limit)
 
 
-@router.get("/files/{file_id}", summary="Information about one file")
+@router.get("/files/{file_id}", summary="One file")
 async def get_file(file_id: str, state: StateDep) -> FileObject:
     return file_view(await asyncio.to_thread(state.jobs.file, file_id))
 
@@ -188,20 +188,20 @@ class FileBytes(StreamingResponse):
     media_type = "application/octet-stream"
 
 
-@router.get("/files/{file_id}/content", summary="A file's bytes", response_class=FileBytes)
+@router.get("/files/{file_id}/content", summary="Content of a file", response_class=FileBytes)
 async def content(file_id: str, state: StateDep) -> Response:
-    stored = await asyncio.to_thread(state.jobs.file, file_id)
-    path = file_path(state.data_dir, stored.id)
+    stored_file = await asyncio.to_thread(state.jobs.file, file_id)
+    path = file_path(state.data_dir, stored_file.id)
 
     def chunks() -> Iterator[bytes]:
         with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(CHUNK_BYTES):
                 yield chunk
 
-    return FileBytes(chunks(), headers={"Content-Length": str(stored.bytes)})
+    return FileBytes(chunks(), headers={"Content-Length": str(stored_file.bytes)})
 
 
-@router.delete("/files/{file_id}", summary="Delete a file; jobs that used it keep their copy")
+@router.delete("/files/{file_id}", summary="Delete a file; jobs that use it have a copy")
 async def delete(file_id: str, state: StateDep) -> DeletedFile:
     await asyncio.to_thread(state.jobs.delete_file, file_id)
     for path in (state.data_dir / "files").glob(f"{file_id}.*"):
@@ -220,7 +220,7 @@ def file_view(item: StoredFile) -> FileObject:
 
 @router.post(JOBS, summary="Start a fine-tune job")
 async def create(body: JobBody, state: StateDep, idempotency_key: IdempotencyKey = None) -> OpenAIJob:
-    job, _ = await state.submissions.submit(body.native(), idempotency_key, check_files=False)
+    job, _ = await state.submissions.submit(body.to_native(), idempotency_key, check_files=False)
     return job_view(state, job)
 
 
@@ -235,7 +235,7 @@ async def get_job(job_id: str, state: StateDep) -> OpenAIJob:
     return job_view(state, await asyncio.to_thread(state.jobs.get, job_id))
 
 
-@router.post(JOBS + "/{job_id}/cancel", summary="End a job")
+@router.post(JOBS + "/{job_id}/cancel", summary="Cancel a job")
 async def cancel(job_id: str, state: StateDep) -> OpenAIJob:
     return job_view(state, await state.submissions.cancel(job_id))
 
@@ -250,28 +250,29 @@ async def resume(job_id: str, state: StateDep) -> OpenAIJob:
     return job_view(state, await state.submissions.resume(job_id))
 
 
-@router.get(JOBS + "/{job_id}/events", summary="What happened to a job, newest first")
+@router.get(JOBS + "/{job_id}/events", summary="Events of a job, newest first")
 async def events(
     job_id: str, state: StateDep, limit: PageSize = 20, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAIEventPage:
     await asyncio.to_thread(state.jobs.get, job_id)
-    newest = await asyncio.to_thread(state.jobs.newest_events, job_id, limit + 1, _number(after, "ftevent-"))
+    before = _event_number(after, "ftevent-")
+    newest = await asyncio.to_thread(state.jobs.newest_events, job_id, limit + 1, before)
     return OpenAIEventPage.of(list(map(event_view, newest)), limit)
 
 
-@router.get(JOBS + "/{job_id}/checkpoints", summary="Checkpoints that are whole and on the disk, newest first")
+@router.get(JOBS + "/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
 async def checkpoints(
     job_id: str, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAICheckpointPage:
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    bound = _number(after, "ftckpt_")
-    written = await asyncio.to_thread(state.sources.checkpoints, job)
-    older = [checkpoint_view(job, item) for item in written if bound is None or item.seq < bound]
+    before = _event_number(after, "ftckpt_")
+    saved = await asyncio.to_thread(state.sources.checkpoints, job)
+    older = [checkpoint_view(job, item) for item in saved if before is None or item.seq < before]
     return OpenAICheckpointPage.of(older, limit)
 
 
-def _number(cursor: str | None, prefix: str) -> int | None:
-    """The event number inside a cursor. Fault for one that we did not make."""
+def _event_number(cursor: str | None, prefix: str) -> int | None:
+    """Returns the event number in a cursor. Raises Fault if the cursor is no id of an event or checkpoint."""
     if cursor is None:
         return None
     digits = cursor.removeprefix(prefix)
@@ -307,7 +308,7 @@ def job_view(state: ServerState, job: Job) -> OpenAIJob:
 
 
 def _method(config: Mapping[str, Any], hyperparameters: JsonObject) -> JsonObject:
-    """OpenAI's `method`; a job of an older version has none in its configuration and is supervised."""
+    """Returns OpenAI's `method`. Jobs of older versions have no method in their configuration and are supervised."""
     if config.get("method", "sft") == "dpo":
         beta = "auto" if config["beta"] is None else config["beta"]
         return {"type": "dpo", "dpo": {"hyperparameters": {**hyperparameters, "beta": beta}}}

@@ -1,13 +1,12 @@
-"""Log-probabilities as OpenAI's two routes write them, aligned with the text of the answer.
+"""The log-probabilities of OpenAI's two routes, aligned with the returned text.
 
-`LogprobStream` gives each token its place in the returned text, in characters, and returns it together with its
-text, streamed or not: a token is held back as long as its text may begin a stop string, and the tokens
-of the stop string that ended the text are not a part of the answer.
+`LogprobStream` assigns each token its offset in the returned text. It returns a token together with the token's text. A
+token is withheld while its text may begin a stop string, and the tokens of a stop string are not returned.
 
-A token is written as the text of its bytes, or as `bytes:\\xe2\\x98` when it is part of a character, as OpenAI does.
-`bytes` of all tokens, joined, are the text's UTF-8 bytes; it is null for a token that has no text in the answer, such
-as end-of-text. `/v1/completions` has a map keyed by text: if two alternatives have the same text, the less probable one
-is called `token_id:N`. Values are clamped (`wire.finite`), because JSON has no infinity.
+A token is written as text, or as `bytes:\\xe2\\x98` if it is only a part of a character, as OpenAI does. The `bytes` of
+all tokens are the UTF-8 bytes of the text. They are null for a token without text, such as end-of-text. In
+`/v1/completions` the alternatives are keyed by text; of two alternatives with the same text, the less probable one has
+the key `token_id:N`. Minus infinity is clamped (`routing.finite`), because JSON has no infinity.
 """
 
 from collections import deque
@@ -20,169 +19,180 @@ from typing_extensions import TypedDict
 from fp8serve.engine.output import RequestOutput, TokenLogprob
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
-from fp8serve.server.api.routing import Answer, JsonObject, closed, finite
+from fp8serve.server.api.routing import JsonObject, ResponseModel, finite, forbid_extra
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float | None]  # null for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-@closed
+@forbid_extra
 class PromptLogprob(TypedDict):
     logprob: float
-    rank: int | None  # null if it is not among the requested alternatives
+    rank: int | None  # null if the token is not among the requested alternatives
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, for each place of a prompt; null for the first. Present when the request asks for it."""
+"""The log-probabilities of each token of a prompt and of its alternatives by token id; None for the first token."""
 
 
-@closed
+@forbid_extra
 class TopLogprob(TypedDict):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-@closed
+@forbid_extra
 class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     content: list[ChatLogprob]
     refusal: None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A token and its place. `offset`: characters of the answer before it; `shown`: it has text in the answer;
-    `first`: no text is before it; `known`: it has a log-probability, unlike the first token of a prompt.
+class PositionedToken:
+    """A token and its position in the returned text.
+
+    Args:
+        token: the token id, its log-probability and the alternatives.
+        offset: the number of characters before the token.
+        has_text: whether the token has text in the response.
+        is_first: whether no text is before the token.
+        has_logprob: False for the first token of a prompt.
     """
 
-    item: TokenLogprob
+    token: TokenLogprob
     offset: int
-    shown: bool
-    first: bool
-    known: bool = True
+    has_text: bool
+    is_first: bool
+    has_logprob: bool = True
 
 
 class LogprobStream:
-    """The tokens of one answer, in order; see the module. `offset`: characters that are returned before it."""
+    """Assigns the tokens of one choice their positions. `offset` is the length of the text before the first token."""
 
     def __init__(self, tokenizer: TokenizerFacts, params: SamplingParams, offset: int = 0) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._settled = offset  # characters that the tokens seen so far make certain
-        self._sent = offset  # characters that were returned
-        self._begun = False
-        self._waiting: deque[Placed] = deque()
+        self._decoded_length = offset  # characters that follow from the tokens so far
+        self._sent_length = offset  # characters that were returned
+        self._has_text_before = False
+        self._withheld: deque[PositionedToken] = deque()
 
-    def take(self, output: RequestOutput) -> list[Placed]:
-        """The tokens whose text is out with this output."""
-        items = zip(output.logprobs or (), output.settled_chars, strict=True)
-        self._waiting += [self._place(item, settled, output) for item, settled in items]
-        self._sent += len(output.text_delta)
-        whole = output.finish_reason is not None and not isinstance(output.stop_reason, str)
-        due = []
-        while self._waiting and (whole or self._waiting[0].offset < self._sent):
-            due.append(self._waiting.popleft())
-        return due
+    def add(self, output: RequestOutput) -> list[PositionedToken]:
+        """Adds an output and returns the tokens whose text has been returned by now."""
+        tokens = zip(output.logprobs or (), output.settled_chars, strict=True)
+        self._withheld += [self._position(token, length, output) for token, length in tokens]
+        self._sent_length += len(output.text_delta)
+        is_complete = output.finish_reason is not None and not isinstance(output.stop_reason, str)
+        returned = []
+        while self._withheld and (is_complete or self._withheld[0].offset < self._sent_length):
+            returned.append(self._withheld.popleft())
+        return returned
 
-    def _place(self, item: TokenLogprob, settled: int, output: RequestOutput) -> Placed:
-        placed = Placed(item, self._settled, self._has_text(item.token_id, output), not self._begun)
-        if placed.shown:
-            self._settled += settled
-            self._begun = True
-        return placed
+    def _position(self, token: TokenLogprob, length: int, output: RequestOutput) -> PositionedToken:
+        has_text = self._has_text(token.token_id, output)
+        positioned = PositionedToken(token, self._decoded_length, has_text, not self._has_text_before)
+        if has_text:
+            self._decoded_length += length
+            self._has_text_before = True
+        return positioned
 
     def _has_text(self, token_id: int, output: RequestOutput) -> bool:
-        """Whether a token has text: special tokens and the one that ended the text have none, unless asked for."""
+        """Returns False for special tokens and for the token that ended the text, unless the request includes them."""
         if self._params.skip_special_tokens and token_id in self._tokenizer.special_ids:
             return False
         if self._params.include_stop_str_in_output:
             return True
-        ends = output.finish_reason == "stop" and output.token_ids[-1:] == (token_id,)
-        return not ends or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
+        is_last = output.finish_reason == "stop" and output.token_ids[-1:] == (token_id,)
+        return not is_last or (output.stop_reason != token_id and token_id not in self._tokenizer.eos_ids)
 
 
-def placed_prompt(
-    first: int, logprobs: Sequence[TokenLogprob], lengths: Sequence[int], hidden: Collection[int]
-) -> list[Placed]:
-    """A prompt's tokens, of which the first has no log-probability; `lengths`: how much text each makes certain."""
-    items = (TokenLogprob(first, 0.0), *logprobs)
+def position_prompt_tokens(
+    first_id: int, logprobs: Sequence[TokenLogprob], lengths: Sequence[int], hidden_ids: Collection[int]
+) -> list[PositionedToken]:
+    """Returns the tokens of a prompt with their positions. The first token has no log-probability. `lengths` are the
+    characters that each token adds to the text."""
+    tokens = (TokenLogprob(first_id, 0.0), *logprobs)
     offsets = accumulate(lengths, initial=0)
     return [
-        Placed(item, offset, item.token_id not in hidden, offset == 0, known=number > 0)
-        for number, (item, offset) in enumerate(zip(items, offsets, strict=False))
+        PositionedToken(token, offset, token.token_id not in hidden_ids, offset == 0, has_logprob=number > 0)
+        for number, (token, offset) in enumerate(zip(tokens, offsets, strict=False))
     ]
 
 
-def prompt_table(logprobs: Sequence[TokenLogprob], top: int, tokenizer: TokenizerFacts) -> list[JsonObject | None]:
-    """vLLM's `prompt_logprobs`: for each place, its token and the `top` best ones, by token id."""
-    return [None, *(_by_id(item, top, tokenizer) for item in logprobs)]
+def prompt_logprobs_by_id(
+    logprobs: Sequence[TokenLogprob], top: int, tokenizer: TokenizerFacts
+) -> list[JsonObject | None]:
+    """Returns vLLM's `prompt_logprobs`: for each position, the prompt's token and the `top` best ones by token id."""
+    return [None, *(_by_id(token, top, tokenizer) for token in logprobs)]
 
 
-def _by_id(item: TokenLogprob, top: int, tokenizer: TokenizerFacts) -> JsonObject:
-    best = item.top[:top]
-    ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(best, 1)}
-    values = dict(best)
+def _by_id(token: TokenLogprob, top: int, tokenizer: TokenizerFacts) -> JsonObject:
+    alternatives = token.top[:top]
+    ranks: dict[int, int | None] = {token_id: rank for rank, (token_id, _) in enumerate(alternatives, 1)}
+    values = dict(alternatives)
     return {
         str(token_id): {
-            "logprob": finite(values.get(token_id, item.logprob)),
+            "logprob": finite(values.get(token_id, token.logprob)),
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.texts.text(token_id),
         }
-        for token_id in dict.fromkeys((item.token_id, *ranks))
+        for token_id in dict.fromkeys((token.token_id, *ranks))
     }
 
 
-def text_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject:
-    """The object of /v1/completions."""
+def completion_logprobs(tokens: list[PositionedToken], tokenizer: TokenizerFacts) -> JsonObject:
+    """Returns the `logprobs` of a choice of /v1/completions."""
     return {
-        "tokens": [_name(tokenizer, p.item.token_id, p) for p in placed],
-        "token_logprobs": [finite(p.item.logprob) if p.known else None for p in placed],
-        "top_logprobs": [_by_text(p, tokenizer) if p.known else None for p in placed],
-        "text_offset": [p.offset for p in placed],
+        "tokens": [_token_text(tokenizer, t.token.token_id, t) for t in tokens],
+        "token_logprobs": [finite(t.token.logprob) if t.has_logprob else None for t in tokens],
+        "top_logprobs": [_by_text(t, tokenizer) if t.has_logprob else None for t in tokens],
+        "text_offset": [t.offset for t in tokens],
     }
 
 
-def _by_text(placed: Placed, tokenizer: TokenizerFacts) -> dict[str, float]:
-    """The most likely tokens, in descending order of probability, and the token itself, as OpenAI describes it: "up to
-    logprobs+1 elements"."""
-    logprobs = dict(placed.item.top)
-    logprobs.setdefault(placed.item.token_id, placed.item.logprob)
+def _by_text(positioned: PositionedToken, tokenizer: TokenizerFacts) -> dict[str, float]:
+    """Returns the most likely tokens in descending order of probability, and the sampled token. OpenAI documents this
+    as "up to logprobs+1 elements"."""
+    logprobs = dict(positioned.token.top)
+    logprobs.setdefault(positioned.token.token_id, positioned.token.logprob)
     by_text: dict[str, float] = {}
     for token_id, logprob in logprobs.items():
-        name = _name(tokenizer, token_id, placed)
-        by_text[f"token_id:{token_id}" if name in by_text else name] = finite(logprob)
+        text = _token_text(tokenizer, token_id, positioned)
+        by_text[f"token_id:{token_id}" if text in by_text else text] = finite(logprob)
     return by_text
 
 
-def chat_logprobs(placed: list[Placed], tokenizer: TokenizerFacts) -> JsonObject:
-    """The object of /v1/chat/completions."""
-    return {"content": [_entry(p, tokenizer) for p in placed], "refusal": None}
+def chat_logprobs(tokens: list[PositionedToken], tokenizer: TokenizerFacts) -> JsonObject:
+    """Returns the `logprobs` of a choice of /v1/chat/completions."""
+    return {"content": [_chat_logprob(token, tokenizer) for token in tokens], "refusal": None}
 
 
-def _entry(placed: Placed, tokenizer: TokenizerFacts) -> JsonObject:
-    item = placed.item
-    entry = _one(item.token_id, item.logprob, placed, tokenizer)
-    entry["bytes"] = list(tokenizer.texts.utf8(item.token_id, placed.first)) if placed.shown else None
-    return entry | {"top_logprobs": [_one(i, logprob, placed, tokenizer) for i, logprob in item.top]}
+def _chat_logprob(positioned: PositionedToken, tokenizer: TokenizerFacts) -> JsonObject:
+    token = positioned.token
+    entry = _top_logprob(token.token_id, token.logprob, positioned, tokenizer)
+    utf8 = list(tokenizer.texts.utf8(token.token_id, positioned.is_first)) if positioned.has_text else None
+    entry["bytes"] = utf8
+    return entry | {"top_logprobs": [_top_logprob(i, logprob, positioned, tokenizer) for i, logprob in token.top]}
 
 
-def _one(token_id: int, logprob: float, placed: Placed, tokenizer: TokenizerFacts) -> JsonObject:
-    shown = token_id not in tokenizer.special_ids
-    content = list(tokenizer.texts.utf8(token_id, placed.first)) if shown else None
-    return {"token": _name(tokenizer, token_id, placed), "logprob": finite(logprob), "bytes": content}
+def _top_logprob(token_id: int, logprob: float, positioned: PositionedToken, tokenizer: TokenizerFacts) -> JsonObject:
+    has_text = token_id not in tokenizer.special_ids
+    utf8 = list(tokenizer.texts.utf8(token_id, positioned.is_first)) if has_text else None
+    return {"token": _token_text(tokenizer, token_id, positioned), "logprob": finite(logprob), "bytes": utf8}
 
 
-def _name(tokenizer: TokenizerFacts, token_id: int, placed: Placed) -> str:
-    content = tokenizer.texts.utf8(token_id, placed.first)
+def _token_text(tokenizer: TokenizerFacts, token_id: int, positioned: PositionedToken) -> str:
+    utf8 = tokenizer.texts.utf8(token_id, positioned.is_first)
     try:
-        return content.decode()
+        return utf8.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)

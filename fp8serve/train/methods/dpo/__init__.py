@@ -1,1 +1,1 @@
-"""Direct preference optimisation (Rafailov et al. 2023) and its variants: better answers become likelier."""
+"""Direct preference optimisation (Rafailov et al. 2023) and its variants: preferred completions become more likely."""

@@ -1,8 +1,9 @@
-"""Group relative policy optimisation (Shao et al. 2024): answers that were better than their siblings become likelier.
+"""Group relative policy optimisation (Shao et al. 2024): completions with a higher reward than the other completions of
+the same prompt become more likely.
 
-data           rows of files -> prompts, as token ids
-rollouts       the engine that answers them with this step's weights
-grading        answers -> rewards, by a Python file in a process of its own or by a URL
-reward_process that process
-method         what the trainer calls, and the losses
+data            reads rows of files as prompts and tokenizes them
+rollouts        generates completions with the engine and the weights of the current step
+grading         computes rewards with a user's Python file or a URL
+reward_process  the child process that runs the user's Python file
+method          the losses, and the method that the trainer calls
 """

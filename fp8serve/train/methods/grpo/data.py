@@ -1,12 +1,11 @@
-"""Rows to answer become prompts, as token ids: a prompt, and the columns that its reward needs. No torch here.
+"""Reads rows as prompts and tokenizes them. All columns of a row go to the reward function. This module needs no torch.
 
-    {"prompt": "...", ...}              text, as it is
-    {"prompt": [...], ...}              messages, through the model's chat template
-    {"messages": [...], ...}            likewise, with `tools` or without; OpenAI's form
+    {"prompt": "...", ...}              text, tokenized without changes
+    {"prompt": [...], ...}              messages, rendered by the model's chat template
+    {"messages": [...], ...}            messages in OpenAI's format, with or without `tools`
 
-A conversation ends before the assistant's turn, which is the answer. The grader gets all columns. A prompt that leaves
-no room for an answer within the longest row, or has one token only, from which the first pass predicts nothing, is
-dropped, and counted.
+A conversation must end before the assistant's turn, which the model generates. A prompt is dropped and counted if it
+leaves no room for a completion within seq_len. A prompt of one token is dropped, too, because it has no target.
 """
 
 import json
@@ -18,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from fp8serve.errors import DataError, Fp8ServeError, shown
-from fp8serve.model.text.chat_rows import conversation_of, for_template, tools_of, valid_unicode
+from fp8serve.model.text.chat_rows import for_template, parse_conversation, parse_tools, valid_unicode
 from fp8serve.model.text.data_files import LIMITS, DataLimits
-from fp8serve.model.text.examples import object_of, read_rows
+from fp8serve.model.text.examples import parse_row, read_rows
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Row, RowCounts
 
 
 @dataclass(frozen=True)
 class PromptExample:
-    """text: the prompt, unless it is a conversation. where: "file:line"."""
+    """A prompt before tokenization: `text`, or `messages` if `text` is None. `where` is "file:line"."""
 
     row: Mapping[str, Any]
     where: str
@@ -36,7 +35,7 @@ class PromptExample:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The token ids that a request would have. DataError: the template refuses the conversation."""
+        """Returns the token ids that a server computes for this prompt. Raises DataError if the template refuses it."""
         try:
             if self.text is not None:
                 return tokenizer.encode(self.text)
@@ -47,14 +46,14 @@ class PromptExample:
 
 
 def read_prompts(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
-    """All prompts of a source (`model.text.data_files`), in order. DataError while iterating: it has none, is too
-    large, or has a broken row."""
+    """Yields all prompts of a source (`model.text.data_files`) in order. Raises DataError while iterating if the source
+    has no prompts, is too large, or has an invalid row."""
     return read_rows(source, prompt_of, "holds no prompts; give rows of `prompt`.", None, limits)
 
 
 def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:
-    """The prompt in a row or in a line of JSON; DataError names `where` and what is wrong."""
-    result = object_of(row, where)
+    """Returns the prompt in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
+    result = parse_row(row, where)
     present = [name for name in ("prompt", "messages") if result.get(name) is not None]
     if len(present) != 1:
         has = "both `prompt` and `messages`" if present else f"only {shown(sorted(result))}"
@@ -64,17 +63,17 @@ def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:
         if not value:
             raise DataError(f"{where}: `prompt` is empty.")
         return PromptExample(result, where, valid_unicode(value, f"{where}: `prompt`"))
-    messages = conversation_of(value, where, present[0])
+    messages = parse_conversation(value, where, present[0])
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{where}: `{present[0]}` ends with the assistant's answer, which the model is to write itself."
+            f"{where}: `{present[0]}` ends with the assistant's turn, which the model must generate; remove it."
         )
-    return PromptExample(result, where, None, messages, tools_of(result, where))
+    return PromptExample(result, where, None, messages, parse_tools(result, where))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to answer; `row` is the prompt alone, of which nothing is learnt."""
+    """A tokenized prompt. No token of `row` is in the loss mask."""
 
     row: Row
     example: PromptExample
@@ -88,50 +87,52 @@ class Prompt:
         return self.row.tokens
 
     @property
-    def trainable(self) -> int:
+    def trainable_tokens(self) -> int:
         return 0
 
     @property
     def extra(self) -> bytes:
-        """What the reward is told, which also decides the run."""
+        """The row that the reward function receives, as bytes: it is part of the data's fingerprint."""
         return json.dumps(self.example.row, sort_keys=True, default=str).encode()
 
 
 class GrpoReader:
-    """See `interface.Reader`. longest: tokens of an answer."""
+    """Reads prompts. It implements `interface.Reader`."""
 
     columns: Collection[str] | None = None
-    lacks = "a prompt of at least two tokens with room for an answer"
+    requirement = "a prompt of at least two tokens with room for a completion"
     advice = "raise seq_len, lower max_completion_length, or give longer prompts"
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
+    def __init__(self, max_completion_tokens: int) -> None:
+        self.max_completion_tokens = max_completion_tokens
 
-    def row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
+    def parse_row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
         return prompt_of(row, where)
 
-    def file(self, source: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
+    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
         return read_prompts(source, limits)
 
-    def items(
+    def tokenize(
         self, examples: Iterable[PromptExample], tokenizer: Tokenizer, seq_len: int
     ) -> tuple[list[Prompt], RowCounts]:
-        results = [(example, example.ids(tokenizer)) for example in examples]
-        prompts = [Prompt(_row(ids), example) for example, ids in results if 1 < len(ids) <= seq_len - self.longest]
-        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(results) - len(prompts)
-        return prompts, RowCounts(len(results), len(prompts), tokens, 0, dropped, 0)
+        tokenized = [(example, example.ids(tokenizer)) for example in examples]
+        max_prompt_tokens = seq_len - self.max_completion_tokens
+        prompts = [
+            Prompt(Row(np.asarray(ids, np.int32), np.zeros(len(ids), np.bool_)), example)
+            for example, ids in tokenized
+            if 1 < len(ids) <= max_prompt_tokens
+        ]
+        tokens, dropped = sum(prompt.tokens for prompt in prompts), len(tokenized) - len(prompts)
+        return prompts, RowCounts(len(tokenized), len(prompts), tokens, 0, dropped, 0)
 
-    def kept(self, item: Prompt) -> bytes:
-        """The row, which the reward is told, and where it is. Dates and maps of Parquet files are not JSON."""
-        reported = [item.example.row, item.example.where]
-        if json.loads(text := json.dumps(reported)) != reported:
-            raise TypeError(f"{item.example.where} is not the same after it was written as JSON.")
+    def encode_fields(self, item: Prompt) -> bytes:
+        """Returns the row and its place as JSON. Raises TypeError for values that JSON changes, such as the dates and
+        maps of Parquet files."""
+        fields = [item.example.row, item.example.where]
+        if json.loads(text := json.dumps(fields)) != fields:
+            raise TypeError(f"{item.example.where} has a value that JSON cannot represent exactly.")
         return text.encode()
 
-    def recalled(self, rows: tuple[Row, ...], kept: bytes) -> Prompt:
-        row, where = json.loads(kept)
+    def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> Prompt:
+        row, where = json.loads(fields)
         return Prompt(rows[0], prompt_of(row, where))
-
-
-def _row(ids: list[int]) -> Row:
-    return Row(np.asarray(ids, np.int32), np.zeros(len(ids), np.bool_))

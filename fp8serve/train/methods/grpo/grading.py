@@ -1,7 +1,7 @@
-"""Grades answers by `reward(prompt, completion, row)` of a Python file, or by a URL. No torch here.
+"""Computes the rewards of completions with `reward(prompt, completion, row)` in a Python file, or with a URL.
 
-The file runs in a process of its own (reward_process.py). A reward that fails, hangs, ends its process or is not a
-number ends the run with one sentence that names the row.
+The file runs in a child process (reward_process.py). The run ends with JobError, which names the row, if a reward
+function raises, takes too long, ends its process, or returns no finite number. This module needs no torch.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ from fp8serve.errors import JobError, one_line, shown
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.train.config import TrainConfig
 
-MAX_REPLY = 16 << 20  # bytes
-TRIES, PAUSE = 3, 1.0  # of a URL, seconds
+MAX_REPLY_BYTES = 16 << 20
+MAX_ATTEMPTS = 3  # requests to a URL that cannot be reached or fails
+RETRY_SECONDS = 1.0  # before the second attempt; twice as long before the third
 _COMMAND = module_command("fp8serve.train.methods.grpo.reward_process")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer to grade: the row's own `prompt` or `messages`, the answer's text, and the row. where: "file:line"."""
+class RewardInput:
+    """The arguments of a reward function. `prompt` is the row's `prompt` or `messages`; `where` is "file:line"."""
 
     prompt: Any
     completion: str
@@ -43,72 +44,73 @@ class Answer:
 
 
 class Grader(Protocol):
-    """Grades answers. JobError: an answer cannot be graded."""
+    """Computes rewards. Raises JobError if a completion cannot be graded."""
 
-    def rewards(self, answers: Sequence[Answer]) -> list[float]: ...
+    def rewards(self, inputs: Sequence[RewardInput]) -> list[float]: ...
     def close(self) -> None: ...
 
 
 def grader_of(config: TrainConfig) -> Grader:
-    """The job's grader. JobError: its file cannot be read or run."""
+    """Returns the job's grader. Raises JobError if the reward file cannot be read or run."""
     if config.reward is not None:
         return FileGrader(Path(config.reward), config.reward_seconds)
     return UrlGrader(str(config.grader_url), config.reward_seconds)
 
 
-def _number(value: Any, who: str, where: str) -> float:
+def _checked_reward(value: Any, grader: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise JobError(f"{who} gave {shown(value)} for an answer to {where}; a reward is a finite number.")
+        raise JobError(f"{grader} returned {shown(value)} for a completion of {where}; a reward is a finite number.")
     return float(value)
 
 
 class FileGrader:
-    """seconds: for one answer, and to import the file."""
+    """Calls `reward` of a Python file in a child process. `seconds` limits each call, and the import of the file."""
 
     def __init__(self, file: Path, seconds: float) -> None:
         if not file.is_file():
-            raise JobError(f"There is no reward file {file}; name a Python file with a function `reward`.")
+            raise JobError(f"The reward file {file} does not exist; name a Python file with a function `reward`.")
         self._file, self.seconds = file, seconds
         self._process = subprocess.Popen(
             [*_COMMAND, str(file)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._unread = b""
-        reply = self._reply("when it was imported")
+        reply = self._read_reply("when it was imported")
         if "error" in reply:
             self.close()
             raise JobError(f"The reward file {file} cannot be used: {one_line(reply['error'])}.")
 
-    def rewards(self, answers: Sequence[Answer]) -> list[float]:
-        return [self._reward(answer) for answer in answers]
+    def rewards(self, inputs: Sequence[RewardInput]) -> list[float]:
+        return [self._reward(input_) for input_ in inputs]
 
-    def _reward(self, answer: Answer) -> float:
+    def _reward(self, input_: RewardInput) -> float:
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the reply says that it has ended
-            stdin.write(json.dumps(answer.payload, default=str).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # `_read_reply` reports a process that has ended
+            stdin.write(json.dumps(input_.payload, default=str).encode() + b"\n")
             stdin.flush()
-        reply = self._reply(f"on an answer to {answer.where}")
+        reply = self._read_reply(f"on a completion of {input_.where}")
         if "error" in reply:
             self.close()
-            raise JobError(f"reward in {self._file} failed on an answer to {answer.where}: {one_line(reply['error'])}.")
-        return _number(reply["reward"], f"reward in {self._file}", answer.where)
+            error = one_line(reply["error"])
+            raise JobError(f"reward in {self._file} failed on a completion of {input_.where}: {error}.")
+        return _checked_reward(reply["reward"], f"reward in {self._file}", input_.where)
 
-    def _reply(self, when: str) -> dict[str, Any]:
-        stdout, end = self._process.stdout, time.monotonic() + self.seconds
+    def _read_reply(self, when: str) -> dict[str, Any]:
+        stdout, deadline = self._process.stdout, time.monotonic() + self.seconds
         assert stdout is not None
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([stdout], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
                 raise JobError(f"reward in {self._file} took more than {self.seconds:g} seconds {when}.")
-            if not (more := os.read(stdout.fileno(), 1 << 16)):
+            if not (chunk := os.read(stdout.fileno(), 1 << 16)):
                 self.close()
                 raise JobError(f"The process of {self._file} ended {when} ({describe_exit(self._process.returncode)}).")
-            self._unread += more
-            if len(self._unread) > MAX_REPLY:
+            self._unread += chunk
+            if len(self._unread) > MAX_REPLY_BYTES:
                 self.close()
-                raise JobError(f"The process of {self._file} wrote more than {MAX_REPLY} bytes {when}.")
+                raise JobError(f"The process of {self._file} wrote more than {MAX_REPLY_BYTES} bytes {when}.")
         line, _, self._unread = self._unread.partition(b"\n")
         try:
             return dict(json.loads(line))
@@ -118,7 +120,7 @@ class FileGrader:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of its process; None: it is running."""
+        """The exit status of the child process, or None while it runs."""
         return self._process.poll()
 
     def close(self) -> None:
@@ -131,63 +133,64 @@ class FileGrader:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: only the allowed address is asked."""
+    """Follows no redirect, so that only the allowed address receives requests."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class UrlGrader:
-    """POSTs {"answers": [{"prompt", "completion", "row"}, ...]} and wants {"rewards": [number, ...]} of equal length.
+    """POSTs {"answers": [{"prompt", "completion", "row"}, ...]} and expects {"rewards": [number, ...]} of equal length.
 
-    seconds: for a reply. It is asked again when it cannot be reached or fails (5xx).
+    `seconds` limits each response. Requests that fail to connect or return a status of 5xx are repeated.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
-    def rewards(self, answers: Sequence[Answer]) -> list[float]:
-        body = json.dumps({"answers": [answer.payload for answer in answers]}, default=str).encode()
-        result = self._rewards_of(self._ask(body))
-        if len(result) != len(answers):
-            raise JobError(f"{self._url} gave {len(result)} rewards for {len(answers)} answers.")
-        return [_number(value, self._url, answer.where) for value, answer in zip(result, answers, strict=True)]
+    def rewards(self, inputs: Sequence[RewardInput]) -> list[float]:
+        body = json.dumps({"answers": [input_.payload for input_ in inputs]}, default=str).encode()
+        rewards = self._parse_rewards(self._post(body))
+        if len(rewards) != len(inputs):
+            raise JobError(f"{self._url} returned {len(rewards)} rewards for {len(inputs)} completions.")
+        return [_checked_reward(value, self._url, i.where) for value, i in zip(rewards, inputs, strict=True)]
 
-    def _ask(self, body: bytes) -> bytes:
+    def _post(self, body: bytes) -> bytes:
         request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                with self._opener.open(request, timeout=self._seconds) as reply:
-                    return self._read(reply)
+                with self._opener.open(request, timeout=self._seconds) as response:
+                    return self._read_body(response)
             except urllib.error.HTTPError as problem:
-                why, again = f"it answered with status {problem.code}", problem.code >= 500
+                reason, is_retryable = f"it answered with status {problem.code}", problem.code >= 500
             except (OSError, HTTPException, UnicodeError) as problem:
-                why, again = one_line(getattr(problem, "reason", None) or problem), True
-            if not again or attempt == TRIES:
-                raise JobError(f"The grader {self._url} gave no rewards: {why}.")
-            time.sleep(PAUSE * attempt)
+                reason, is_retryable = one_line(getattr(problem, "reason", None) or problem), True
+            if not is_retryable or attempt == MAX_ATTEMPTS:
+                raise JobError(f"The grader {self._url} returned no rewards: {reason}.")
+            time.sleep(RETRY_SECONDS * attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _read(self, reply: HTTPResponse) -> bytes:
-        """Reads a reply, within the time even if it arrives slowly."""
-        end, parts = time.monotonic() + self._seconds, [b""]
-        while part := reply.read1(1 << 16):
-            parts.append(part)
-            if time.monotonic() > end or sum(map(len, parts)) > MAX_REPLY:
+    def _read_body(self, response: HTTPResponse) -> bytes:
+        """Returns the body. The time limit also holds for a body that arrives slowly."""
+        deadline, chunks = time.monotonic() + self._seconds, [b""]
+        while chunk := response.read1(1 << 16):
+            chunks.append(chunk)
+            if time.monotonic() > deadline or sum(map(len, chunks)) > MAX_REPLY_BYTES:
                 raise JobError(
-                    f"The grader {self._url} took more than {self._seconds:g} seconds, or {MAX_REPLY} bytes."
+                    f"The response of the grader {self._url} took more than {self._seconds:g} seconds, or has more "
+                    f"than {MAX_REPLY_BYTES} bytes."
                 )
-        return b"".join(parts)
+        return b"".join(chunks)
 
-    def _rewards_of(self, reply: bytes) -> list[Any]:
+    def _parse_rewards(self, body: bytes) -> list[Any]:
         try:
-            result = json.loads(reply)["rewards"]
+            rewards = json.loads(body)["rewards"]
         except (ValueError, TypeError, KeyError, RecursionError):
-            result = None
-        if not isinstance(result, list):
+            rewards = None
+        if not isinstance(rewards, list):
             raise JobError(f'{self._url} did not answer with JSON such as {{"rewards": [0.5, 1]}}.')
-        return result
+        return rewards
 
     def close(self) -> None:
-        """Does nothing: nothing is open between two calls."""
+        """Does nothing: no connection stays open between two calls."""

@@ -1,8 +1,10 @@
-"""`python -m fp8serve.train.methods.grpo.reward_process FILE`: runs a user's `reward` where it cannot harm the run.
+"""`python -m fp8serve.train.methods.grpo.reward_process FILE` runs a user's `reward` function in a process of its
+own, so that its faults cannot harm the trainer.
 
-Lines of JSON: out {"ready": true} or {"error"}; then for each line in, {"prompt", "completion", "row"}, one out,
-{"reward"} or {"error"}. What the user's code prints goes to standard error. The process ends when its standard input
-does, even in the middle of a call. The file finds modules that lie beside it, as a script would (docs/training.md).
+The protocol is one JSON object a line. After the import, the process writes {"ready": true} or {"error"} to standard
+output. It then reads {"prompt", "completion", "row"} from standard input and answers each line with {"reward"} or
+{"error"}. Output that the user's code prints goes to standard error. The process ends as soon as its standard input is
+closed, even during a call. The user's file can import modules of its own directory, like a script (docs/training.md).
 """
 
 import json
@@ -17,26 +19,26 @@ from typing import IO, Any
 
 
 def main(file: Path) -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
-    sys.path.insert(0, str(file.resolve().parent))  # its neighbours, and nothing of the current directory
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    sys.path.insert(0, str(file.resolve().parent))
     try:
         reward = runpy.run_path(str(file), run_name="reward").get("reward")
         if not callable(reward):
             raise TypeError("it has no function `reward(prompt, completion, row)`")
     except BaseException as problem:
-        _say(answers, error=_sentence(problem))
+        _write_reply(replies, error=_error_text(problem))
         return
-    _say(answers, ready=True)
+    _write_reply(replies, ready=True)
     while True:
-        _say(answers, **_grade(reward, json.loads(inbox.get())))
+        _write_reply(replies, **_grade(reward, json.loads(requests.get())))
 
 
-def _read(inbox: "SimpleQueue[bytes]") -> None:
+def _read_requests(requests: "SimpleQueue[bytes]") -> None:
     for line in sys.stdin.buffer:
-        inbox.put(line)
+        requests.put(line)
     os._exit(0)
 
 
@@ -45,16 +47,16 @@ def _grade(reward: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any
         result = reward(request["prompt"], request["completion"], request["row"])
         return {"reward": float(result)}
     except BaseException as problem:
-        return {"error": _sentence(problem)}
+        return {"error": _error_text(problem)}
 
 
-def _sentence(problem: BaseException) -> str:
+def _error_text(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}"
 
 
-def _say(answers: IO[str], **fields: Any) -> None:
-    answers.write(json.dumps(fields) + "\n")
-    answers.flush()
+def _write_reply(replies: IO[str], **fields: Any) -> None:
+    replies.write(json.dumps(fields) + "\n")
+    replies.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,243 @@
+"""Monitors whether the inputs of FP8 layers still fit their calibrated scales while the engine serves requests.
+
+The monitor works in windows of `drift_window` computed tokens. At the end of a window it reads and resets the counters
+of every FP8 layer (fp8/frozen.py), in one transfer. The drift of a layer is the amax of the last window divided by the
+amax in calibration. If the drift of a layer exceeds `drift_alarm`, the monitor logs a warning that names the layer, and
+it logs a message when the drift is below the limit again.
+
+With `roll_history`, the monitor also updates the scales: the end of a window is one step of delayed scaling
+(docs/numerics.md), which appends the window's amax to the calibrated amax history and computes the next scale from the
+history. Then inputs that exceed the calibrated range no longer saturate. But the same request may get another output
+later, and cached prefixes still have the values of older scales.
+
+Layers that read the same input share a scale, a pair of counters and a scaling state. Dynamic scales (current, rowwise,
+block) are computed from every input, so these layers cannot drift and are not monitored.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.engine.options import EngineOptions
+from fp8serve.errors import RequestError
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.fp8.scaling import Entry, ScalingState, update
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale
+
+log = logging.getLogger("fp8serve.engine")
+E4M3_MAX = FP8_MAX[torch.float8_e4m3fn]
+MAX_LOGGED_LAYERS = 3  # layers that a log message names
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The recipe of stored scales, and the amax history, FP32 [N], of each layer's input, by the name of the layer."""
+
+    recipe: DelayedScaling
+    histories: Mapping[str, Tensor]
+
+
+@dataclass
+class InputMonitor:
+    """The statistics of one layer's input. `amax`, `saturated` and `rows` cover the time from the start to the end of
+    the last window."""
+
+    layer: FrozenLinear
+    calibrated_amax: float
+    amax: float = 0.0
+    saturated: int = 0  # elements
+    rows: int = 0
+    window_amax: float | None = None
+    window_saturation: float | None = None  # fraction of elements
+
+    @property
+    def drift(self) -> float | None:
+        """The amax of the last window divided by the amax in calibration, or None if there is no such window."""
+        return self.window_amax / self.calibrated_amax if self.window_amax and self.calibrated_amax else None
+
+    def close_window(self, amax: float, saturated: int, rows: int) -> None:
+        """Adds the counters of a window. `rows` is the number of rows that the layer has read since the start."""
+        elements = (rows - self.rows) * self.layer.in_features
+        self.amax, self.saturated, self.rows = max(self.amax, amax), self.saturated + saturated, rows
+        self.window_amax, self.window_saturation = amax, saturated / elements if elements else 0.0
+
+    def reset(self, calibrated_amax: float, saturated: int) -> None:
+        """Resets the statistics after the weights were replaced, except the number of saturated elements."""
+        self.calibrated_amax, self.amax, self.saturated = calibrated_amax, 0.0, self.saturated + saturated
+        self.window_amax = self.window_saturation = None
+
+    def record(self, rows: int) -> dict[str, Any]:
+        """Returns the numbers of `Engine.scales`, including the current window."""
+        scale = float(self.layer.input_scale)  # type: ignore[arg-type]  # a monitored layer has a scale
+        amax = max(self.amax, float(self.layer.amax))
+        saturated, elements = self.saturated + int(self.layer.saturated), rows * self.layer.in_features
+        return {
+            "amax": amax,
+            "scale": scale,
+            "headroom": E4M3_MAX / (amax * scale) if amax else None,
+            "saturated": saturated,
+            "saturation": saturated / elements if elements else 0.0,
+            "calibrated_amax": self.calibrated_amax,
+            "window_amax": self.window_amax,
+            "window_saturation": self.window_saturation,
+            "drift": self.drift,
+        }
+
+
+class ScaleMonitor:
+    """Monitors the inputs of the FP8 layers of one engine. Raises RequestError if the option roll_history is set and
+    the model has no stored scales."""
+
+    def __init__(self, layers: Mapping[str, FrozenLinear], calibration: Calibration, options: EngineOptions) -> None:
+        self._layers, self._options = layers, options
+        static = {name: layer for name, layer in layers.items() if layer.input_scale is not None}
+        if options.roll_history and not static:
+            raise RequestError("roll_history needs stored scales of inputs, and this model has none; leave it out.")
+        self._inputs = {name: InputMonitor(x, _calibrated_amax(x, name, calibration)) for name, x in static.items()}
+        self._recipe = calibration.recipe
+        self._states = _scaling_states(static, calibration) if options.roll_history else []
+        self._window_tokens = 0  # computed in the current window
+        self._drifting: set[str] = set()  # layers whose drift exceeds drift_alarm
+        self.num_windows = 0
+        if self._states:
+            log.warning("Scales of inputs follow the traffic: the same request may get another output later.")
+
+    def reset(self, calibration: Calibration) -> None:
+        """Starts a new window after the weights and scales were replaced. Not possible with roll_history."""
+        self._window_tokens, self._drifting = 0, set()
+        for name, _, saturated in self._read_counters() if self._inputs else ():
+            monitor = self._inputs[name]
+            monitor.reset(_calibrated_amax(monitor.layer, name, calibration), saturated)
+        for monitor in self._inputs.values():
+            monitor.layer.reset_counters()
+
+    def ends_window(self, tokens: int) -> bool:
+        """Counts computed tokens. Returns whether the window is complete."""
+        self._window_tokens += tokens
+        return bool(self._inputs) and self._window_tokens >= self._options.drift_window
+
+    def close_window(self, rows: Mapping[str, int]) -> None:
+        """Ends a window: updates scales that follow the traffic, reads and resets the counters, and logs changes of the
+        set of drifting layers. `rows` is the number of rows that each layer has read since the start."""
+        self._window_tokens = 0
+        self.num_windows += 1
+        self._update_scales()
+        for name, amax, saturated in self._read_counters():
+            self._inputs[name].close_window(amax, saturated, rows[name])
+        for monitor in self._inputs.values():
+            monitor.layer.reset_counters()
+        self._log_drift()
+
+    def records(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Returns the records of `Engine.scales`."""
+        return [self._record(name, layer, rows[name]) for name, layer in self._layers.items()]
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the numbers that `Engine.stats` has about windows and drift."""
+        monitors = self._inputs.values()
+        drifts = [drift for monitor in monitors if (drift := monitor.drift) is not None]
+        saturations = [fraction for monitor in monitors if (fraction := monitor.window_saturation) is not None]
+        numbers: dict[str, Any] = {"scale_windows_total": self.num_windows, "layers_drifting": len(self._drifting)}
+        numbers |= {"input_saturation_max": max(saturations)} if saturations else {}
+        return numbers | ({"input_drift_max": max(drifts)} if drifts else {})
+
+    def current_scales(self) -> ScalingCheckpoint:
+        """Returns the scales that follow the traffic, with their amax histories up to the last window. Raises
+        RequestError if no scale follows the traffic."""
+        if not self._states:
+            raise RequestError("The scales of this server do not follow the traffic; start it with --roll-history.")
+        states = {id(layer.input_scale): state for layer, state in self._states}
+        by_layer = {name: states[id(monitor.layer.input_scale)] for name, monitor in self._inputs.items()}
+        return ScalingCheckpoint(
+            self._recipe, {f"{name}.input": TensorScale(s.scale, s.amax_history) for name, s in by_layer.items()}
+        )
+
+    def _record(self, name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
+        monitor = self._inputs.get(name)
+        numbers = dict.fromkeys(RECORDED) if monitor is None else monitor.record(rows)
+        return {"name": name, "input": describe_input_scale(layer), **numbers, "drifts": name in self._drifting}
+
+    def _read_counters(self) -> Iterable[tuple[str, float, int]]:
+        """Returns the name, the amax and the number of saturated elements of each monitored layer."""
+        layers = [monitor.layer for monitor in self._inputs.values()]
+        amaxes = torch.stack([layer.amax for layer in layers]).tolist()
+        saturated = torch.stack([layer.saturated for layer in layers]).tolist()
+        return zip(self._inputs, amaxes, saturated, strict=True)
+
+    @torch.no_grad()
+    def _update_scales(self) -> None:
+        """Runs one step of delayed scaling in place, because other layers and CUDA graphs read the same tensors."""
+        for layer, state in self._states:
+            state.stage(layer.amax)
+        update([Entry(state, E4M3_MAX) for _, state in self._states], self._recipe)
+        for layer, state in self._states:
+            layer.input_scale_inv.copy_(state.scale.reciprocal())  # type: ignore[union-attr]
+
+    def _log_drift(self) -> None:
+        """Logs the layers whose drift has exceeded the limit or fallen below it since the last window."""
+        limit = self._options.drift_alarm
+        drifting = {name for name, monitor in self._inputs.items() if (monitor.drift or 0) > limit}
+        if started := sorted(drifting - self._drifting, key=lambda name: -(self._inputs[name].drift or 0)):
+            worst = ", ".join(f"{name} ({self._inputs[name].drift:.3g} times)" for name in started[:MAX_LOGGED_LAYERS])
+            log.warning(
+                "The inputs of %d FP8 layers exceed %g times the calibrated maximum: %s%s. Calibrate on text like the "
+                "traffic, or serve with --roll-history.",
+                len(started), limit, worst, ", ..." if len(started) > MAX_LOGGED_LAYERS else "",
+            )  # fmt: skip
+        if ended := sorted(self._drifting - drifting):
+            names = ", ".join(ended[:MAX_LOGGED_LAYERS]) + (", ..." if len(ended) > MAX_LOGGED_LAYERS else "")
+            log.info("The inputs of %d FP8 layers are in the calibrated range again: %s.", len(ended), names)
+        self._drifting = drifting
+
+
+RECORDED = (
+    "amax", "scale", "headroom", "saturated", "saturation", "calibrated_amax", "window_amax", "window_saturation",
+    "drift",
+)  # fmt: skip
+"""The numbers of a record, which are None for a dynamic scale."""
+
+
+def describe_input_scale(layer: FrozenLinear) -> str:
+    """Returns the kind of a layer's input scale, for example "stored" or "per row"."""
+    spec = layer.input_spec
+    if not spec.is_fp8:
+        return "unquantized"
+    return "stored" if spec.source == "stored" else f"per {spec.granularity}"
+
+
+def _calibrated_amax(layer: FrozenLinear, name: str, calibration: Calibration) -> float:
+    """Returns the largest amax of a layer's calibrated history. Without a history, returns the largest magnitude that
+    does not saturate."""
+    history = calibration.histories.get(name)
+    amax = 0.0 if history is None else float(history.amax())
+    return amax or E4M3_MAX / float(layer.input_scale)  # type: ignore[arg-type]
+
+
+def _scaling_states(
+    layers: Mapping[str, FrozenLinear], calibration: Calibration
+) -> list[tuple[FrozenLinear, ScalingState]]:
+    """Returns a scaling state for each distinct input scale, with the first layer that has this scale."""
+    first_layers: dict[int, str] = {}
+    for name, layer in layers.items():
+        first_layers.setdefault(id(layer.input_scale), name)
+    return [(layers[name], _scaling_state(layers[name], name, calibration)) for name in first_layers.values()]
+
+
+def _scaling_state(layer: FrozenLinear, name: str, calibration: Calibration) -> ScalingState:
+    """Returns a scaling state that shares the layer's scale tensor and continues its calibrated history."""
+    scale, length = layer.input_scale, calibration.recipe.amax_history_len
+    assert scale is not None  # the layer has a stored scale
+    state = ScalingState.create(length, scale.device)
+    history = calibration.histories.get(name)
+    if history is None or not bool(history.any()):
+        history = torch.tensor([0.0, E4M3_MAX / 2.0**calibration.recipe.margin / float(scale)])
+    state.amax_history = history.to(scale.device, torch.float32).clone()
+    state.resize(length)
+    state.scale = scale
+    return state

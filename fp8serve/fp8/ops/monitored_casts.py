@@ -1,0 +1,165 @@
+"""Casts of inputs that record amaxes and count saturated elements, with which a server monitors calibrated scales."""
+
+from functools import partial
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.activation import silu_mul
+from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
+from fp8serve.fp8.ops.gemm import mm_case
+from fp8serve.fp8.ops.inputs import dense_like, random_normal
+from fp8serve.fp8.ops.norm import rms_norm
+from fp8serve.fp8.ops.registry import Case, define, reference
+
+E4M3 = torch.float8_e4m3fn
+_Cast = tuple[Tensor, Tensor]  # FP8 data and their amax
+
+
+def _compute_input(x: Tensor, other: Tensor | None, eps: float | None) -> Tensor:
+    if other is None:
+        return x
+    return silu_mul(x, other) if eps is None else rms_norm(x, other, eps)
+
+
+def _make_quantize_watched(ops: Any) -> Any:
+    """Returns quantize_watched as a composition of `ops`."""
+
+    def quantize_watched(
+        x: Tensor,
+        other: Tensor | None,
+        eps: float | None,
+        scale: Tensor,
+        running_amax: Tensor,
+        saturated: Tensor,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Casts an input [T, K] to E4M3 by scale [] and records its amax and the number of saturated elements.
+
+        The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [],
+        rises to the amax. `saturated`, int64 [], rises by the number of saturated elements in the first `rows` rows,
+        int64 [], or in all rows if it is None.
+        """
+        q, amax = _cast(ops, x, other, eps, scale)
+        _count(x, other, eps, scale, amax, running_amax, saturated, rows)
+        return q
+
+    return quantize_watched
+
+
+def _count(
+    x: Tensor,
+    other: Tensor | None,
+    eps: float | None,
+    scale: Tensor,
+    amax: Tensor,
+    running_amax: Tensor,
+    saturated: Tensor,
+    rows: Tensor | None,
+) -> None:
+    torch.fmax(running_amax, amax, out=running_amax)  # ignores NaN
+    limit = SATURATION_LIMIT[E4M3]
+    if amax.device.type == "cpu" and not bool(amax * scale > limit):
+        return
+    is_saturated = (_compute_input(x, other, eps).float() * scale).abs() > limit
+    if rows is not None:
+        is_saturated = is_saturated & (torch.arange(x.shape[0], device=x.device) < rows).unsqueeze(1)
+    saturated += is_saturated.sum()
+
+
+def _cast(ops: Any, x: Tensor, other: Tensor | None, eps: float | None, scale: Tensor) -> _Cast:
+    if other is None:
+        return cast(_Cast, ops.quantize(x, scale, E4M3))
+    if eps is None:
+        return cast(_Cast, ops.silu_mul_quantize(x, other, scale, E4M3))
+    return cast(_Cast, ops.rms_norm_quantize(x, other, eps, scale, E4M3))
+
+
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=E4M3, device=x.device)
+
+
+def _watch_case(
+    rows: int, cols: int, source: str, dtype: torch.dtype, scale: float, live_rows: int | None
+) -> tuple[Any, ...]:
+    """Arguments with rows that are not adjacent in memory; `source` is "plain", "norm" or "gated"."""
+    x, up = torch.chunk(random_normal(rows, 2 * cols, dtype, 1), 2, 1)
+    weight = random_normal(1, cols, dtype, 2)[0]
+    other, eps = {"plain": (None, None), "norm": (weight, 1e-5), "gated": (up, None)}[source]
+    counters = torch.tensor(0.5), torch.tensor(5)
+    return x, other, eps, torch.tensor(scale), *counters, None if live_rows is None else torch.tensor(live_rows)
+
+
+def _watch_cases() -> list[Case]:
+    sizes, dtypes = ((3, 64), (70, 130), (130, 1032), (0, 16)), (torch.float32, torch.bfloat16, torch.float16)
+    grid = product(sizes, ("plain", "norm", "gated"), dtypes, (1.0, 230.0), (None, 2))
+    return [Case(f"{s} {k} {d} scale {f} rows {n}", partial(_watch_case, *s, k, d, f, n)) for s, k, d, f, n in grid]
+
+
+define(
+    "quantize_watched(Tensor x, Tensor? other, float? eps, Tensor scale, Tensor(a!) running_amax, Tensor(b!) saturated,"
+    " Tensor? rows) -> Tensor",
+    _make_quantize_watched(reference),
+    composition=_make_quantize_watched(torch.ops.fp8serve),
+    fake=_fake,
+    cases=_watch_cases,
+)
+
+
+def _make_watched_mm_add(ops: Any) -> Any:
+    """Returns watched_mm_add as a composition of `ops`."""
+
+    def watched_mm_add(
+        x: Tensor,
+        scale: Tensor,
+        running_amax: Tensor,
+        saturated: Tensor,
+        rows: Tensor | None,
+        b: Tensor,
+        scale_inv: Tensor,
+        b_scale_inv: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+    ) -> Tensor:
+        """Casts x [M, K] with quantize_watched and returns scaled_mm_add of the result, with scale_inv [] for a."""
+        q = ops.quantize_watched(x, None, None, scale, running_amax, saturated, rows)
+        return ops.scaled_mm_add(q, b, scale_inv, b_scale_inv, bias, residual)  # type: ignore[no-any-return]
+
+    return watched_mm_add
+
+
+def _fake_mm_add(*args: Any) -> Tensor:
+    return dense_like(args[-1])
+
+
+def _mm_add_case(
+    sizes: tuple[int, int, int], by: str, dtype: torch.dtype, scale: float, live_rows: int | None
+) -> tuple[Any, ...]:
+    rows, n, k = sizes
+    _, b, _, b_scale_inv, bias, _ = mm_case(rows, n, k, E4M3, E4M3, ("tensor", by), dtype)
+    scales, counters = (torch.tensor(scale), torch.tensor(1 / scale)), (torch.tensor(0.5), torch.tensor(5))
+    counted = None if live_rows is None else torch.tensor(live_rows)
+    x, residual = random_normal(rows, k, dtype, 1), random_normal(rows, n, dtype, 3)
+    return x, scales[0], *counters, counted, b, scales[1], b_scale_inv, bias, residual
+
+
+def _mm_add_cases() -> list[Case]:
+    """Cases with few rows, with more rows than the fused kernel casts, and with a K that is no multiple of 16."""
+    sizes = ((1, 40, 1200), (5, 11, 64), (12, 24, 272), (33, 16, 144), (64, 9, 128), (70, 24, 144), (3, 11, 70))
+    grid = product(sizes, ("tensor", "row", "128x128"), (torch.bfloat16, torch.float32), ((64.0, None), (250.0, 2)))
+    return [
+        Case(f"{s} {by} {d} scale {f} rows {n}", partial(_mm_add_case, s, by, d, f, n)) for s, by, d, (f, n) in grid
+    ]
+
+
+define(
+    "watched_mm_add(Tensor x, Tensor scale, Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows, Tensor b,"
+    " Tensor scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual) -> Tensor",
+    _make_watched_mm_add(reference),
+    composition=_make_watched_mm_add(torch.ops.fp8serve),
+    fake=_fake_mm_add,
+    cases=_mm_add_cases,
+    kernels=("cuda",),
+)

@@ -1,0 +1,346 @@
+"""Opens a model directory as a mapping from parameter names to tensors, and checks that nothing is missing or unknown.
+
+Every tensor in the files must be a parameter with the expected shape, a known scale, or a buffer that old programs
+wrote. Opening reads the files' headers, and of the tensors only a head that must equal the embedding.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fp8serve.errors import ModelError, ScalesError
+from fp8serve.fp8 import ops
+from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
+from fp8serve.fp8.stateful import state_key
+from fp8serve.model.building import Model, build_any_on_meta
+from fp8serve.model.config.decoder import read_any_config
+from fp8serve.model.config.encoder import EncoderConfig
+from fp8serve.model.config.model_config import AnyConfig, ModelConfig
+from fp8serve.model.config.wrappers import open_text_shards, read_text_config
+from fp8serve.model.formats import interop
+from fp8serve.model.formats.interop import Quantization, ScaleKey
+from fp8serve.model.formats.microscaling import MxShards, dequantize_mx
+from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
+from fp8serve.model.formats.stacked_experts import split_stacked_experts
+from fp8serve.model.formats.torchao import with_canonical_names
+from fp8serve.model.network.encoder import Encoder
+from fp8serve.model.storage.files import present
+from fp8serve.model.storage.shards import Shards, type_name
+
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.masked_bias")  # buffers in old files
+# buffers and pre-training heads of encoders
+_IGNORED_ENCODER_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.",
+                             "head.", "decoder.")  # fmt: skip
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+TOLERANCE = 0.01  # relative difference of scales in scales.safetensors and in the checkpoint
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """A linear layer, or another matrix, that a directory stores in FP8."""
+
+    weight_q: Tensor  # E4M3 [N, K], a view of the mapped file
+    weight_scale_inv: Tensor  # dequantizing FP32 scales: [], [N, 1] or [ceil(N / 128), ceil(K / 128)]
+    input_scale: Tensor | None  # quantizing FP32 scale []; None if inputs are quantized dynamically or not at all
+    input_spec: QuantSpec  # how inputs are quantized
+    is_embedding: bool = False
+
+    def weight(self) -> Tensor:
+        """Returns the weight dequantized to FP32 [N, K]."""
+        return ops.dequantize(self.weight_q, self.weight_scale_inv)
+
+    @property
+    def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
+        """Returns how inputs and weight are quantized; the first is None for an embedding."""
+        shape = tuple(self.weight_scale_inv.shape)
+        weight = next(spec for spec in WEIGHTS if spec.scale_shape(*self.weight_q.shape) == shape)
+        return None if self.is_embedding else self.input_spec, weight
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """A mapping from parameter names to the tensors of a model directory; FP8 weights are dequantized to FP32.
+
+    Attributes:
+        left_out: names of parts that are not loaded, such as a vision tower
+        fp8_linears: names of the linear layers that are stored in FP8 and run in FP8
+        fp8_matrices: names of other matrices in FP8 (embedding, output layer, routers), which run in high precision
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: AnyConfig,
+        shards: Shards,
+        quantization: Quantization | None,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
+        self.left_out = left_out
+        model = build_any_on_meta(config)
+        self._tied_names = () if isinstance(model, Encoder) else _head_and_embedding(model)
+        self._embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        self.linears = model.linear_names()
+        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        self._scales: dict[ScaleKey, str] = {}
+        for key in shards:
+            self._classify(key)
+        if missing := [name for name in self.shapes if name not in shards]:
+            raise self._incomplete(missing)
+        self._check_head()
+        fp8_names = dict.fromkeys(n.removesuffix(".weight") for n in self.shapes if self._is_fp8(n))
+        linears = frozenset(self.linears)
+        self.fp8_linears = [name for name in fp8_names if name in linears]
+        self.fp8_matrices = [name for name in fp8_names if name not in linears]
+        self.high_precision_linears = [n for n in self.linears if self.fp8_linears and n not in fp8_names]
+
+    def _classify(self, key: str) -> None:
+        """Checks that a tensor of the file is a parameter, a scale or ignored; records its key if it is a scale."""
+        state = state_key(key)
+        if state is not None and f"{state[0].rpartition('.')[0]}.weight" in self.shapes:
+            return  # a scaling state that `save_pretrained` of a model converted for FP8 training wrote
+        if key in self.shapes:
+            shape = self.shards.entries[key].shape
+            if shape != self.shapes[key]:
+                expected = list(self.shapes[key])
+                raise ModelError(f"{self.path}: {key} has the shape {list(shape)}; config.json requires {expected}.")
+            return
+        scale = interop.parse_scale_key(key)
+        if scale is not None:
+            if scale in self._scales:
+                raise ModelError(f"{self.path} holds both {self._scales[scale]} and {key}, which mean the same scale.")
+            self._scales[scale] = key
+        elif not self._is_ignored(key):
+            raise ModelError(f"{self.path} holds the tensor {key}, which {self.any_config.architecture} does not have.")
+
+    def _incomplete(self, missing: list[str]) -> ModelError:
+        if missing == [*self._tied_names[:1]]:  # embedding models are published without a head, and with a modules.json
+            return ModelError(
+                f"{self.path} lacks the output layer {missing[0]}: the checkpoint is incomplete or, if it is an "
+                "embedding model, lacks the modules.json of sentence-transformers."
+            )
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return ModelError(f"{self.path} lacks the tensor {missing[0]}{more}; the checkpoint is incomplete.")
+
+    def _is_ignored(self, key: str) -> bool:
+        config = self.any_config
+        if isinstance(config, EncoderConfig):
+            return key.startswith(_IGNORED_ENCODER_PREFIXES)
+        return key.endswith(_IGNORED_SUFFIXES) or (key == self._tied_names[0] and config.tie_word_embeddings)
+
+    def _check_head(self) -> None:
+        """Raises ModelError if a stored head differs from the embedding to which it is tied. Some programs would
+        read the head and others the embedding."""
+        if isinstance(self.any_config, EncoderConfig) or not self.any_config.tie_word_embeddings:
+            return
+        head, embedding = self._tied_names
+        if head not in self.shards:
+            return
+        scales = [self.scale_key(name.removesuffix(".weight"), "weight") for name in self._tied_names]
+        is_equal = self.shards.bits_equal(head, embedding)
+        if not is_equal or not (None in scales or self.shards.bits_equal(*map(str, scales))):
+            raise ModelError(
+                f"{self.path}: {head} differs from {embedding}, to which config.json ties it; set tie_word_embeddings "
+                "to false, or remove the tensor."
+            )
+
+    def _is_fp8(self, name: str) -> bool:
+        dtype = self.shards.entries[name].dtype
+        if dtype is torch.float8_e4m3fn:
+            if ScaleKey(name.removesuffix(".weight"), "weight") not in self._scales:
+                raise ModelError(f"{self.path}: {name} is FP8 but has no weight_scale.")
+            if len(self.shapes[name]) != 2:
+                raise ModelError(f"{self.path}: {name} is FP8 and not a matrix; store it in BF16.")
+            return True
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{self.path}: {name} is stored as {type_name(dtype)}, which is not supported.")
+        return False
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Returns the parameter in its stored dtype, or dequantized to FP32 if it is FP8."""
+        if name not in self.shapes:
+            raise KeyError(name)
+        stored = self.fp8_matrix(name.removesuffix(".weight"))
+        return self.shards[name] if stored is None else stored.weight()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of a language model. Raises ModelError if the model is an encoder."""
+        if isinstance(self.any_config, EncoderConfig):
+            raise ModelError(
+                f"{self.path} holds {self.any_config.architecture}, an encoder, which cannot generate text."
+            )
+        return self.any_config
+
+    @property
+    def runs_in_high_precision(self) -> bool:
+        """Whether the directory is quantized but its linear layers run in high precision.
+
+        That is so if only the KV cache or matrices that are no linear layers are FP8, or if weights are in MX blocks.
+        """
+        quantization, only_matrices = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
+        if quantization is None:
+            return False
+        return not quantization.groups or only_matrices or isinstance(self.shards, MxShards)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the recipe "stored" can serve the directory without a file of scales from elsewhere."""
+        return bool(self.fp8_linears) or self.runs_in_high_precision or present(self.path / FILE_NAME)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def check_scales(self) -> None:
+        """Reads the scales of all FP8 tensors, and no weights. Raises ModelError if a scale is unusable."""
+        for name in (*self.fp8_linears, *self.fp8_matrices):
+            self.fp8_matrix(name)
+        if isinstance(self.shards, MxShards):
+            self.shards.check_exponents()
+
+    def scale_key(self, owner: str, role: interop.Role) -> str | None:
+        """Returns the name of the tensor that holds this scale, or None."""
+        return self._scales.get(ScaleKey(owner, role))
+
+    def cache_scales(self) -> Iterator[tuple[str, str]]:
+        """Yields (owner, tensor name) of every KV-cache scale, even of layers that the model does not have."""
+        return ((scale.owner, key) for scale, key in self._scales.items() if scale.role in interop.KV)
+
+    def fp8_matrix(self, linear: str) -> StoredLinear | None:
+        """Returns the FP8 matrix of that name, or None if it is in high precision. Raises ModelError if its scales
+        are missing or unusable."""
+        name = f"{linear}.weight"
+        if name not in self.shards.entries or self.shards.entries[name].dtype is not torch.float8_e4m3fn:
+            return None
+        if self.quantization is None:
+            raise ModelError(f"{self.path}: {name} is FP8 but config.json has no quantization_config.")
+        is_embedding = linear in self._embeddings
+        spec = UNQUANTIZED if is_embedding else self.quantization.require_scheme(linear).input_spec
+        key = self._scales[ScaleKey(linear, "weight")]
+        scale_inv = interop.to_weight_scale_inv(key, self.shards[key], *self.shapes[name])
+        return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
+
+    def _input_scale(self, linear: str, spec: QuantSpec) -> Tensor | None:
+        key = self.scale_key(linear, "input")
+        if spec.source != "stored":
+            return None
+        if key is None:
+            raise ModelError(f"{self.path}: {linear} has no input_scale, which static activation quantization needs.")
+        return interop.to_quantizing_scale(key, self.shards[key], self.shards.entries[key].note)
+
+
+def _head_and_embedding(model: Model) -> tuple[str, ...]:
+    """Returns the parameter names of the head and of the embedding, which may be tied."""
+    embedding = next(name for name, module in model.named_modules() if module is model.embedding)
+    return f"{model.head_name}.weight", f"{embedding}.weight"
+
+
+def open_checkpoint(model_dir: Path | str) -> Checkpoint:
+    """Opens and checks a Hugging Face directory.
+
+    Raises ModelError if the configuration is unsupported, a file is damaged, or a tensor is missing, unknown or has the
+    wrong shape.
+    """
+    path = Path(model_dir)
+    config = read_any_config(path)
+    quantization = interop.read_quantization(path, read_text_config(path))
+    shards, left_out = open_text_shards(path)
+    shards = with_canonical_names(shards)
+    if isinstance(config, ModelConfig):
+        shards, predictors = without_predictors(shards, config)
+        left_out += predictors
+    shards = _with_parameter_names(shards, config)
+    _check_number_of_experts(path, config, shards)
+    return Checkpoint(path, config, dequantize_mx(shards), quantization, left_out)
+
+
+def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
+    """Returns a note about FP8 matrices that are no linear layers, if the model has any.
+
+    `rewritten` is True if the caller's command is about to write the model with only linear layers in FP8.
+    """
+    names = checkpoint.fp8_matrices
+    if not names:
+        return ()
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    subject = ", ".join(names[:2]) if more else " and ".join(names)
+    plural = len(names) > 1
+    output = ", and will be written in BF16; only convert and merge preserve FP8 here" if rewritten else ""
+    return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
+
+
+def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:
+    """Raises ModelError if config.json has more experts than the files have tensors, before a network is built."""
+    experts = config.experts if isinstance(config, ModelConfig) else None
+    if experts is not None and experts.count * len(experts.layers) > len(shards):
+        raise ModelError(
+            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
+            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
+        )
+
+
+def _with_parameter_names(shards: Shards, config: AnyConfig) -> Shards:
+    """Renames the tensors to the names of the network's parameters, and splits stacked experts."""
+    if isinstance(config, EncoderConfig):  # our encoders have no head, so no prefix
+        names = {key: key.removeprefix(config.prefix) for key in shards}
+        return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
+    shards = _with_prefix(shards)
+    if config.computed_by is not None:
+        from fp8serve.model.transformers_backend.files import with_class_names
+
+        shards = with_class_names(shards, config)
+    return split_stacked_experts(shards, config)
+
+
+def _with_prefix(shards: Shards) -> Shards:
+    """Adds the prefix `model.` to the names in a file of a model without a head, such as `Qwen3Model`."""
+    if "embed_tokens.weight" not in shards:
+        return shards
+    parts = ("embed_tokens.", "layers.", "norm.")
+    return shards.renamed({key: f"model.{key}" if key.startswith(parts) else key for key in shards})
+
+
+def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
+    """Returns the tensors without DeepSeek's layers for multi-token prediction, and the names of these layers."""
+    predictors = [f"model.layers.{config.num_layers + i}" for i in range(config.num_predictors)]
+    layers = {_layer(key) for key in shards}
+    omitted = tuple(layer for layer in predictors if layer in layers)
+    return (shards.renamed({key: key for key in shards if _layer(key) not in omitted}) if omitted else shards), omitted
+
+
+def _layer(key: str) -> str:
+    match = _LAYER.match(key)
+    return "" if match is None else match.group(0)[:-1]
+
+
+def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:
+    """Raises ScalesError if a scale in `state`, which was read from `where`, differs from the checkpoint's scale."""
+    for key, problem in contradictions(checkpoint, state):
+        raise ScalesError(f"{where}: {key} {problem}; write the directory again.")
+
+
+def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+    """Yields (tensor in `state`, description of the difference) for scales that differ from the checkpoint's."""
+    for key, entry in state.tensors.items():
+        owner, _, role = key.rpartition(".")
+        if role not in ("input", "weight", "k", "v"):
+            continue
+        name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
+        if name is None or checkpoint.shards[name].numel() != 1:
+            continue
+        stored = float(checkpoint.shards[name])  # dequantizes; an invalid scale is refused where it is used
+        ratio = float(entry.scale) * stored
+        if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
+            yield key, f"has a scale that is {ratio:.4g} times the scale of {name} in the weight files"

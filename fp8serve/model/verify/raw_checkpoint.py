@@ -1,0 +1,318 @@
+"""Reads a checkpoint for the checks: its tensors, what each scale belongs to, and the errors of reading.
+
+A file that cannot be read becomes a finding, so that the checks still see the other files. The codes of an FP8 weight
+are counted once, a few million at a time, into 256 counts and the largest magnitude of each part with a scale.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8serve.errors import ModelError
+from fp8serve.fp8.spec import WEIGHTS, Granularity
+from fp8serve.fp8.stateful import state_key
+from fp8serve.model.formats import interop, microscaling
+from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
+from fp8serve.model.formats.scales import FILE_NAME
+from fp8serve.model.formats.torchao import canonical_name, with_canonical_names
+from fp8serve.model.storage.files import present, read_json
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Shards, StoredTensor, read_header
+from fp8serve.model.transformers_backend.files import transpose_gpt2
+
+Severity = Literal["error", "warning"]
+_MAGNITUDE_BITS = 0x7F
+_CODES_PER_STEP = 2**22
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+AGAIN = "download or write it again"
+# The suffixes of the scales of stacked experts, and what they scale.
+_STACK_SUFFIXES: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
+                                    "_scale": "weight"}  # fmt: skip
+_EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
+               "token_type_embeddings")  # fmt: skip
+_NO_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem of a checkpoint. It is an error if the model would give wrong answers, or if a reader refuses it."""
+
+    severity: Severity
+    check: str  # the kind of problem in one word
+    tensor: str  # the name of a tensor, of a file, or of a key of config.json
+    what: str  # the problem, which follows the tensor's name: "holds the scale nan"
+    do: str  # the remedy: "quantize the model again"
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.tensor} {self.what}; {self.do}."
+
+
+def error(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("error", check, tensor, what, do)
+
+
+def warning(check: str, tensor: str, what: str, do: str) -> Finding:
+    return Finding("warning", check, tensor, what, do)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Statistics of the codes of an FP8 weight."""
+
+    counts: Tensor  # int64 [256], the number of codes with each byte
+    largest: Tensor  # FP32, the largest magnitude in each part with a scale, without NaN
+    values: Tensor  # FP32 [256], the value of each byte
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_nan(self) -> int:
+        return int(self.counts[self.values.isnan()].sum())
+
+    @property
+    def rms(self) -> float:
+        squares = self.values.double().square() * self.counts
+        return float((squares[squares.isfinite()].sum() / max(self.total, 1)).sqrt())
+
+    def count(self, magnitude: float) -> int:
+        """Returns the number of codes with this magnitude."""
+        return int(self.counts[self.values.abs() == magnitude].sum())
+
+
+def count_codes(stored: Tensor, kind: Granularity) -> Codes:
+    """Returns the statistics of an FP8 weight [N, K], or a stack of weights, with scales of this granularity."""
+    values = byte_values(stored.dtype)
+    raw = stored.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
+    counts, rows = torch.zeros(256, dtype=torch.int64), []
+    step = max(1, _CODES_PER_STEP // max(raw.shape[1], 1))
+    for part in (raw[start : start + step] for start in range(0, len(raw), step)):
+        counts += torch.bincount(part.flatten(), minlength=256)
+        if kind != "tensor":
+            rows.append(_largest_per_row(part, values, kind))
+    if kind == "tensor" or not rows:
+        magnitudes = values.abs()[(counts > 0) & ~values.isnan()]
+        return Codes(counts, magnitudes.amax().reshape(1) if len(magnitudes) else torch.zeros(1), values)
+    largest = torch.cat(rows)
+    if kind == "block128x128":
+        per_row = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
+        largest = _largest_per_block(per_row).flatten()
+    return Codes(counts, largest, values)
+
+
+def _largest_per_row(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
+    """Returns the largest magnitudes [rows] or, for scales per block, [rows, blocks]."""
+    magnitudes = torch.nan_to_num(values[: _MAGNITUDE_BITS + 1], nan=0.0)[(raw & _MAGNITUDE_BITS).long()]
+    return magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes)
+
+
+def _largest_per_block(values: Tensor, size: int = 128) -> Tensor:
+    """Returns the largest value of each block of `size` in the last dimension. The last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
+
+
+@cache
+def byte_values(dtype: torch.dtype) -> Tensor:
+    """Returns the value of each byte in this FP8 type, FP32 [256]."""
+    return torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+
+
+@dataclass
+class RawCheckpoint:
+    """The parts of a checkpoint that can be read, and the errors of the others."""
+
+    path: Path
+    shards: Shards
+    config: Mapping[str, Any] | None = None  # None if config.json is missing or unreadable
+    quantization: Quantization | None = None
+    weight_map: Mapping[str, str] | None = None  # of the index; None if it is missing or unreadable
+    format_error: Finding | None = None  # the quantization format is not supported
+    read_errors: list[Finding] = field(default_factory=list)
+    _codes: dict[str, Codes] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> Mapping[str, StoredTensor]:
+        return self.shards.entries
+
+    @cached_property
+    def weights(self) -> dict[str, str]:
+        """The keys of FP8 weights, without those in MX blocks, by the names of their modules."""
+        entries = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
+        return {key.removesuffix(".weight"): key for key in entries}
+
+    @cached_property
+    def mx(self) -> dict[str, str]:
+        """The key of every MX weight's scales, by the key of the weight."""
+        return microscaling.find_mx_scales(self.entries)
+
+    @cached_property
+    def scales(self) -> dict[ScaleKey, list[str]]:
+        """The keys of all known scales. If the checkpoint spells one scale in two ways, it has two keys."""
+        scales: dict[ScaleKey, list[str]] = {}
+        for key in self.entries:
+            if (scale_key := self._scale_key(key)) is not None:
+                scales.setdefault(scale_key, []).append(key)
+        return scales
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """The keys that are named like a scale and have no known meaning."""
+        return [key for key in self.entries if not self._scale_key(key) and not self._is_no_scale(key)
+                and _parse_key(key)[1]]  # fmt: skip
+
+    def scale_of(self, owner: str, role: Role) -> str | None:
+        return next(iter(self.scales.get(ScaleKey(owner, role), ())), None)
+
+    def of_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
+        """Yields (owner, key) of every scale with one of these roles."""
+        return ((scale.owner, key) for scale, keys in self.scales.items() if scale.role in roles for key in keys)
+
+    def value(self, key: str) -> Tensor:
+        """Returns a scale in FP32. Exponents of MX blocks become powers of two."""
+        stored = self.shards[key]
+        is_exponent = key in self.mx.values() and stored.dtype is torch.uint8
+        return (stored.view(torch.float8_e8m0fnu) if is_exponent else stored).float()
+
+    def codes(self, owner: str) -> Codes:
+        """Returns the statistics of an FP8 weight's codes, which are counted once."""
+        if owner not in self._codes:
+            kind = self.granularity(owner) or "tensor"
+            self._codes[owner] = count_codes(self.shards[self.weights[owner]], kind)
+        return self._codes[owner]
+
+    def granularity(self, owner: str) -> Granularity | None:
+        """Returns the granularity of this FP8 weight's scales, or None if it has no scale or one with a wrong shape."""
+        key = self.scale_of(owner, "weight")
+        if key is None:
+            return None
+        return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
+
+    def _scale_key(self, key: str) -> ScaleKey | None:
+        if self._is_no_scale(key):
+            return None
+        if key in self.mx.values():
+            return ScaleKey(key.rpartition(".")[0], "weight")
+        for suffix, role in _STACK_SUFFIXES.items():
+            stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
+            if stack is not None and len(stack.shape) == 3:
+                return ScaleKey(key.removesuffix(suffix), role)
+        return _parse_key(key)[0]
+
+    def _is_no_scale(self, key: str) -> bool:
+        """Returns whether the tensor is no scale despite its name: training state, gpt-oss' exponents, or a limit."""
+        blocks = f"{key.removesuffix('_scales')}_blocks"
+        return state_key(key) is not None or key.endswith(_NO_SCALES) or blocks in self.entries
+
+
+def _parse_key(key: str) -> tuple[ScaleKey | None, bool]:
+    """Returns what the tensor scales, and whether it is named like a scale of unknown meaning."""
+    try:
+        return interop.parse_scale_key(key), False
+    except ModelError:
+        return None, True
+
+
+def is_embedding(owner: str) -> bool:
+    """Returns whether the matrix is an embedding by its name. Embeddings have no inputs to quantize."""
+    return owner.rpartition(".")[2] in _EMBEDDINGS
+
+
+def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity | None:
+    """Returns the granularity of scales with this shape, for a weight [N, K] or a stack of experts [E, N, K].
+
+    Returns None if the shape of the scales fits no granularity.
+    """
+    *stack, rows, columns = weight
+    scale_pairs = [(*stack, 2, 1)] if stack else []  # for gate and up in one tensor
+    if scale in ((), (1,), tuple(stack), (*stack, 1, 1), *scale_pairs):
+        return "tensor"
+    if scale[: len(stack)] != tuple(stack):
+        return None
+    for spec in WEIGHTS:
+        if scale[len(stack) :] in interop.equivalent_shapes(spec, spec.scale_shape(rows, columns)):
+            return spec.granularity
+    return None
+
+
+def read(path: Path) -> RawCheckpoint:
+    """Returns the checkpoint at `path`. Raises ModelError if there is none."""
+    if path.is_file():
+        return _read_files(RawCheckpoint(path, Shards({})), [path])
+    if not path.is_dir():
+        raise ModelError(f"There is no {path}; give a model directory or a .safetensors file.")
+    checkpoint = RawCheckpoint(path, Shards({}))
+    checkpoint.config = _json(checkpoint, "config.json")
+    if checkpoint.config is not None:
+        checkpoint.quantization = _quantization(checkpoint, checkpoint.config)
+    index = _json(checkpoint, SAFE_WEIGHTS_INDEX)
+    checkpoint.weight_map = None if index is None else _weight_map(checkpoint, index)
+    files = _files(path, checkpoint.weight_map)
+    if not files:
+        raise ModelError(f"{path} holds no .safetensors file; give a model directory or a .safetensors file.")
+    return _read_files(checkpoint, files)
+
+
+def _files(folder: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
+    """Returns the files with weights, as a reader of the checkpoint finds them."""
+    if weight_map is not None:
+        return [folder / name for name in sorted(set(weight_map.values())) if name == Path(name).name]
+    if (folder / SAFE_WEIGHTS).is_file():
+        return [folder / SAFE_WEIGHTS]
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != FILE_NAME]
+
+
+def _read_files(checkpoint: RawCheckpoint, files: list[Path]) -> RawCheckpoint:
+    entries: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            header = read_header(file)[0]
+        except ModelError as exception:
+            checkpoint.read_errors.append(_unreadable(file.name, exception))
+            continue
+        for key in sorted(header.keys() & entries.keys()):
+            what = f"lies in {entries[key].file.name} and in {file.name}"
+            checkpoint.read_errors.append(error("duplicate", key, what, "keep one of the two"))
+        entries |= header
+    checkpoint.shards = transpose_gpt2(with_canonical_names(Shards(entries)), checkpoint.config or {})
+    return checkpoint
+
+
+def _unreadable(name: str, exception: ModelError) -> Finding:
+    return error("unreadable", name, f"cannot be read ({str(exception).removesuffix('.')})", AGAIN)
+
+
+def _json(checkpoint: RawCheckpoint, name: str) -> Mapping[str, Any] | None:
+    try:
+        return read_json(checkpoint.path / name) if present(checkpoint.path / name) else None
+    except ModelError as exception:
+        checkpoint.read_errors.append(_unreadable(name, exception))
+        return None
+
+
+def _quantization(checkpoint: RawCheckpoint, config: Mapping[str, Any]) -> Quantization | None:
+    """Returns the quantization of the model or, in a multimodal model, of its language model."""
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) and not config.get("quantization_config") else {}
+    try:
+        return interop.read_quantization(checkpoint.path, {**config, **inner})
+    except ModelError as exception:
+        what = f"is of a format that cannot be judged ({str(exception).removesuffix('.')})"
+        checkpoint.format_error = error("format", "quantization_config", what, "write the model in another format")
+        return None
+
+
+def _weight_map(checkpoint: RawCheckpoint, index: Mapping[str, Any]) -> Mapping[str, str] | None:
+    weight_map = index.get("weight_map")
+    if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        return {canonical_name(key, weight_map): name for key, name in weight_map.items()}
+    checkpoint.read_errors.append(
+        error("index", SAFE_WEIGHTS_INDEX, "has no weight_map from tensor names to files", AGAIN)
+    )
+    return None

@@ -1,0 +1,262 @@
+"""Checks for invalid values of scales and weights, and for implausible scales.
+
+A weight's codes times its scale are the weight, and 448 times an input's scale is the largest input of the calibration.
+These checks compare both with the values of known models, and with the other layers of the checkpoint. They find
+reciprocals, outliers, and scales that do not fit the codes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fp8serve.model.formats.interop import KV, SCALE_DTYPES, Role, is_extreme
+from fp8serve.model.storage.shards import type_name
+from fp8serve.model.verify.raw_checkpoint import FP8, Finding, RawCheckpoint, error, warning
+
+_AGAIN = "quantize or calibrate the model again"
+_MAX_CHECKED_ELEMENTS = 2**20  # larger tensors in high precision, which are not norms or biases, are not checked
+_BAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "nan": torch.isnan,
+    "infinite": torch.isinf,
+    "zero": lambda scale: scale == 0,
+    "negative": lambda scale: scale < 0,
+}
+_WORDS = {"nan": "NaN", "infinite": "an infinity", "zero": "zero", "negative": "a negative number"}
+FP8_MAX = 448.0
+WEIGHT_RMS_RANGE = (1e-6, 3.0)  # of the weights of known models
+MAX_RMS_RATIO = 2.0**8  # of a weight's root mean square to the median of the model's weights
+INPUT_AMAX_RANGE = (1e-5, 1e7)  # of the inputs of known models
+MAX_MEDIAN_INPUT_AMAX = 8192.0  # the median over the layers of a known model is smaller
+WARNING_RATIO = 2.0**10  # of a scale to the median of the same weight, or of an input's amax to the layers' median
+ERROR_RATIO = 2.0**14  # of an input's amax to the layers' median
+RECIPROCAL_RATIO = 2.0**6  # the reciprocal of a wrong scale is at most this far from the layers' median
+HALF = FP8_MAX / 2  # with smaller codes, at least one bit of the range is unused
+COARSE = FP8_MAX / 2**7  # with smaller codes, most of the precision is lost
+_INVERT = "store its reciprocal: a stored scale dequantizes, that is, it multiplies the codes"
+
+
+def check_bad_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds scales that are NaN, infinite, zero or negative."""
+    for keys in checkpoint.scales.values():
+        for key in keys:
+            value = checkpoint.value(key)
+            for kind, is_bad in _BAD.items():
+                if count := int(is_bad(value).sum()):
+                    what = f"holds {_WORDS[kind]}, {count} of {value.numel()}"
+                    yield error(kind, key, what, _AGAIN)
+
+
+def check_empty_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for keys in checkpoint.scales.values():
+        for key in keys:
+            if not math.prod(checkpoint.entries[key].shape):
+                yield error("shape", key, "holds no number", _AGAIN)
+
+
+def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds scales of an unsupported type. Only scales of MX blocks may be uint8."""
+    for keys in checkpoint.scales.values():
+        for key in keys:
+            dtype = checkpoint.entries[key].dtype
+            if dtype not in SCALE_DTYPES and key not in checkpoint.mx.values():
+                what = f"is of the type {type_name(dtype)}"
+                yield error("dtype", key, what, "store it as FP32, BF16, FP16 or E8M0")
+
+
+def check_weight_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for key in checkpoint.weights.values():
+        dtype = checkpoint.entries[key].dtype
+        if dtype is not torch.float8_e4m3fn:
+            what = f"is of the type {type_name(dtype)}, whose two bits of mantissa are for gradients"
+            yield error("dtype", key, what, "quantize weights to E4M3")
+
+
+def check_bad_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds FP8 weights with NaN, or with only zeros."""
+    for owner, key in checkpoint.weights.items():
+        codes = checkpoint.codes(owner)
+        if codes.num_nan:
+            yield error("nan", key, f"holds NaN, {codes.num_nan} of {codes.total} numbers", "quantize the model again")
+        elif codes.total and codes.rms == 0:
+            yield warning("zero", key, "is all zeros", "see whether it was written whole")
+
+
+def check_bad_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds small tensors in high precision, such as norms and biases, with NaN or an infinity."""
+    scales = {key for keys in checkpoint.scales.values() for key in keys}
+    for key, entry in checkpoint.entries.items():
+        is_small = math.prod(entry.shape) <= _MAX_CHECKED_ELEMENTS
+        is_checked = is_small and entry.dtype.is_floating_point and entry.dtype not in FP8
+        if is_checked and key not in scales and not bool(checkpoint.shards[key].float().isfinite().all()):
+            yield error("nan", key, "holds NaN or an infinity", "write the model again; it may have diverged")
+
+
+def check_cache_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds KV-cache scales that are not one number for each layer, or that are too small or large."""
+    for owner, key in checkpoint.of_role(*KV):
+        shape = checkpoint.entries[key].shape
+        if math.prod(shape) > 1:
+            yield error("shape", key, f"has the shape {list(shape)}", f"store one number for {owner}")
+        elif math.prod(shape) == 1 and is_extreme(value := checkpoint.value(key)):
+            size = "small" if float(value) < 1 else "large"
+            yield error("implausible", key, f"holds {float(value):.3g}, which is too {size} for a scale", _AGAIN)
+
+
+def check_input_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds input scales that are not one number for a layer, or for each expert of a stack."""
+    for owner, key in checkpoint.of_role("input"):
+        shape, weight = checkpoint.entries[key].shape, checkpoint.entries.get(owner)
+        experts = weight.shape[:1] if weight is not None and len(weight.shape) == 3 else ()
+        if math.prod(shape) > 1 and shape != experts:
+            yield error("shape", key, f"has the shape {list(shape)}", "store one number for the layer")
+
+
+def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for owner, key in checkpoint.weights.items():
+        scale = checkpoint.scale_of(owner, "weight")
+        if scale is not None and checkpoint.granularity(owner) is None:
+            shapes = list(checkpoint.entries[scale].shape), list(checkpoint.entries[key].shape)
+            what = f"has the shape {shapes[0]}, which fits no weight of {shapes[1]}"
+            yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
+
+
+def check_reciprocal_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    for owner, size in _weight_sizes(checkpoint).items():
+        if _is_reciprocal(checkpoint, owner, size):
+            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
+            yield error("reciprocal", str(checkpoint.scale_of(owner, "weight")), what, _INVERT)
+
+
+def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds weights whose root mean square no known model has, or is far from that of the other weights."""
+    sizes = _weight_sizes(checkpoint)
+    middle = median(sizes.values()) if len(sizes) > 2 else None
+    smallest, largest = WEIGHT_RMS_RANGE
+    for owner, size in sizes.items():
+        is_outlier = middle is not None and not middle / MAX_RMS_RATIO <= size <= middle * MAX_RMS_RATIO
+        if not _is_reciprocal(checkpoint, owner, size) and (is_outlier or not smallest <= size <= largest):
+            others = f", that of the others {middle:.3g}" if is_outlier else ""
+            what = f"makes the weight's mean size {size:.3g}{others}"
+            yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
+
+
+def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds weights with one row or block whose scale is far above the median of the weight."""
+    for owner in checkpoint.weights:
+        scale = _valid_scale(checkpoint, owner, "weight")
+        if scale is not None and scale.numel() > 2:
+            middle, largest = float(scale.median()), float(scale.max())
+            if largest > middle * WARNING_RATIO:
+                what = f"holds {largest:.3g} where its median is {middle:.3g}"
+                yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
+
+
+def check_reciprocal_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    sizes = _input_sizes(checkpoint)
+    for owner, size in sizes.items():
+        if _is_reciprocal_input(size, sizes):
+            what = f"looks like the reciprocal of a scale: the largest input would be {size:.3g}"
+            yield error("reciprocal", str(checkpoint.scale_of(owner, "input")), what, _INVERT)
+
+
+def check_implausible_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds input scales far from those of other layers. Real models have massive activations, so some are warnings."""
+    sizes = _input_sizes(checkpoint)
+    middle = median(sizes.values()) if sizes else 0.0
+    for owner, size in sizes.items():
+        ratio = max(size / middle, middle / size)
+        is_impossible = not INPUT_AMAX_RANGE[0] <= size <= INPUT_AMAX_RANGE[1]
+        if not _is_reciprocal_input(size, sizes) and (is_impossible or ratio > WARNING_RATIO):
+            make_finding = error if is_impossible or ratio > ERROR_RATIO else warning
+            what = f"stands for a largest input of {size:.3g}, the median of the layers for {middle:.3g}"
+            yield make_finding(
+                "implausible", str(checkpoint.scale_of(owner, "input")), what, "calibrate the model again"
+            )
+
+
+def check_underused_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds weights whose codes are all small, because they were quantized with a scale for larger weights."""
+    for owner, key in checkpoint.weights.items():
+        largest = checkpoint.codes(owner).largest
+        if _is_one_scale(checkpoint, owner):
+            largest = largest.max().reshape(1)
+        nonzero = largest[largest > 0]
+        small = nonzero[nonzero <= HALF]
+        if len(small) <= 0.01 * len(nonzero):
+            continue
+        smallest = float(small.min())
+        counts = f"{len(small)} of its {len(nonzero)}"
+        what = f"has codes up to {smallest:g} of {FP8_MAX:g} in {counts} parts with a scale each"
+        make_finding = error if smallest <= COARSE else warning
+        yield make_finding("stale", key, what, "quantize the weight again, by its own largest value")
+
+
+def _is_one_scale(checkpoint: RawCheckpoint, owner: str) -> bool:
+    """Returns whether all parts of the weight have the same scale, which some formats repeat for each part."""
+    key = checkpoint.scale_of(owner, "weight")
+    values = None if key is None else checkpoint.value(key).flatten()
+    return values is not None and len(values) > 0 and bool((values == values[0]).all())
+
+
+def check_clipped_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds weights with many codes of 448, because they were quantized with a scale for smaller weights."""
+    for owner, key in checkpoint.weights.items():
+        codes = checkpoint.codes(owner)
+        clipped = codes.count(FP8_MAX) - 2 * len(codes.largest)  # each part with a scale has this code once or twice
+        fraction = clipped / max(codes.total, 1)
+        if fraction > 0.001 and clipped > 1.5 * codes.count(416.0):  # without clipping, the code below is more frequent
+            make_finding = error if fraction > 0.01 else warning
+            what = f"has {100 * fraction:.2g} % of its numbers cut off at {FP8_MAX:g}"
+            yield make_finding("stale", key, what, "quantize the weight again, by its own largest value")
+
+
+def check_default_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds checkpoints in which all scales of one kind are 1, as if they were never calibrated."""
+    kinds: dict[str, tuple[Role, ...]] = {"weight": ("weight",), "input": ("input",), "KV-cache": KV}
+    for kind, roles in kinds.items():
+        keys = [key for _, key in checkpoint.of_role(*roles)]
+        if keys and all(bool((checkpoint.value(key) == 1).all()) for key in keys):
+            what = f"is 1, as are all {len(keys)} {kind} scales: they were not calibrated"
+            yield warning("default", keys[0], what, "calibrate the model, or quantize its weights again")
+
+
+def _weight_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
+    """Returns the approximate root mean square of every FP8 weight: that of its codes times the median scale."""
+    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
+    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
+    return {owner: size for owner, size in sizes.items() if size > 0}
+
+
+def _is_reciprocal(checkpoint: RawCheckpoint, owner: str, size: float) -> bool:
+    rms = checkpoint.codes(owner).rms
+    smallest, largest = WEIGHT_RMS_RANGE
+    return size > largest and smallest <= rms * rms / size <= largest
+
+
+def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
+    """Returns the amax of every layer's input that its scale represents."""
+    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.of_role("input")}
+    return {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
+
+
+def _is_reciprocal_input(size: float, sizes: dict[str, float]) -> bool:
+    """Returns whether the scale of this input, or most scales of the model, are reciprocals.
+
+    The inverted scale must be close to the other layers, or the median of all inverted scales must be plausible.
+    """
+    middle, inverted = median(sizes.values()), FP8_MAX * FP8_MAX / size
+    if middle > MAX_MEDIAN_INPUT_AMAX > FP8_MAX * FP8_MAX / middle:
+        return size > MAX_MEDIAN_INPUT_AMAX
+    is_plausible = middle / RECIPROCAL_RATIO <= inverted <= middle * RECIPROCAL_RATIO
+    return max(size / middle, middle / size) > WARNING_RATIO and is_plausible
+
+
+def _valid_scale(checkpoint: RawCheckpoint, owner: str, role: Role) -> Tensor | None:
+    """Returns the scale, or None if a value is invalid, which other checks report."""
+    key = checkpoint.scale_of(owner, role)
+    value = None if key is None else checkpoint.value(key)
+    is_valid = value is not None and value.numel() and bool((value.isfinite() & (value > 0)).all())
+    return value if is_valid else None

@@ -1,1 +1,0 @@
-"""Turns the text of a model into an answer: reasoning, content and tool calls, streamed or at the end."""

@@ -1,0 +1,270 @@
+"""The pipeline from a validated request body to a response, shared by all routes that generate text.
+
+    body -> served model -> prompts as token ids, and parameters -> Generation -> outputs -> one object, or a stream
+
+A route parses its body, calls `generate_texts` or `generate_chat` (chat_generation.py), and passes a `Renderer` to
+`respond`, which writes the response. All refusals come before the status 200, also for streams. A failure after that is
+the last event of the stream.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from fp8serve import logs
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.errors import RequestError
+from fp8serve.server.access.limits import TenantRequest
+from fp8serve.server.faults import Code, Fault
+from fp8serve.server.http.streams import EventStream, WriteChunk, event, until_disconnect
+from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
+from fp8serve.server.server_state import ServerState
+from fp8serve.server.serving.admission import Reservation
+from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.served_weights import ServedWeights
+
+JsonObject = dict[str, Any]
+
+
+class GenerationBody(Protocol):
+    """The field that the bodies of all these routes have."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+# -- from a body to a generation ---------------------------------------------------------------------------------------
+
+
+async def resolve_model(body: GenerationBody, state: ServerState) -> ServedWeights:
+    """Returns the model for a request, after a swap of its weights if one is under way. The caller leases it before it
+    waits for anything.
+
+    Raises Fault if the model generates no text or the request exceeds a limit of this server.
+    """
+    await state.models.wait_for_swap(body.model, ("generate",))
+    served = state.served(body.model, "generate")
+    try:
+        served.engine.limits.check_generates()
+    except RequestError as error:
+        raise Fault(Code.INVALID_PARAMETER, str(error), param="model") from None
+    state.parser.size_limits(served.engine.limits.max_model_len).check(body)
+    return served
+
+
+@contextlib.contextmanager
+def reserve(served: ServedWeights, state: ServerState, choices: int, prompts: int = 1) -> Iterator[Reservation]:
+    """Leases the model and reserves slots for `choices` outputs of each prompt, before the prompts are tokenized."""
+    limit = state.settings.limits.n
+    if choices > limit:
+        message = f"{choices} choices for a prompt are more than this server's limit of {limit}."
+        raise Fault(Code.INVALID_PARAMETER, message, param="n")
+    with served.lease(), served.admission.reserve(choices * prompts) as reservation:
+        yield reservation
+
+
+async def generate_texts(
+    served: ServedWeights,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    request: Request,
+    state: ServerState,
+    *,
+    choices: int = 1,
+    truncate: int | None = None,
+    echo: bool = False,
+) -> Generation:
+    """Starts the generation of `choices` outputs for each prompt. If `truncate` is given, only this many last tokens of
+    each prompt are used. `echo` says whether the response includes the prompts.
+    """
+    with reserve(served, state, choices, len(prompts)) as reservation:
+        ids = await until_disconnect(request, state.parser.encode_prompts(served, prompts, truncate))
+        return await admit(served, ids, params, choices, reservation, request, state, echo=echo)
+
+
+async def admit(
+    served: ServedWeights,
+    prompts: list[Ids],
+    params: SamplingParams,
+    choices: int,
+    reservation: Reservation,
+    request: Request,
+    state: ServerState,
+    *,
+    echo: bool = False,
+    tool_schemas: Mapping[str, str] | None = None,
+) -> Generation:
+    """Checks the tokenized prompts and the grammar, counts the tokens for the tenant, and returns the generation.
+    `tool_schemas` are the argument schemas by tool, so that an error can name the tool whose schema is invalid.
+    """
+    _check_prompt_logprobs(prompts, params, choices, state.settings.limits.prompt_logprobs)
+    if params.has_grammar:
+        await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        await until_disconnect(request, state.parser.load_token_texts(served))
+    echoes = []
+    if echo:
+        echoes = await until_disconnect(
+            request, state.parser.render_echoes(served, prompts, params.skip_special_tokens)
+        )
+    tenant_request: TenantRequest = request.scope["tenant_request"]
+    tenant_request.reserve_tokens(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
+    generation = state.generation(
+        served, prompts, params, reservation, choices, request.scope["tenant"], tenant_request.usage
+    )
+    generation.echoes = echoes
+    return generation
+
+
+def _check_prompt_logprobs(prompts: list[Ids], params: SamplingParams, choices: int, limit: int) -> None:
+    """Raises Fault for more log-probabilities than the server can serialize without delaying other requests."""
+    if params.prompt_logprobs is None:
+        return
+    tokens, values = sum(map(len, prompts)) * choices, params.prompt_logprobs + 1
+    if tokens * values > limit:
+        message = (
+            f"The log-probabilities of {tokens} tokens of prompts, {values} for each token, are more than this "
+            f"server's limit of {limit} in one request."
+        )
+        hint = "Request fewer alternatives or choices, or send the prompts in several requests."
+        raise Fault(Code.INVALID_PARAMETER, message, hint=hint)
+
+
+async def _check_grammar(params: SamplingParams, tool_schemas: Mapping[str, str], parser: RequestParser) -> None:
+    """Raises Fault or RequestError if the grammar or schema of the parameters is invalid. The error names a tool if the
+    tool's schema is invalid."""
+    try:
+        await parser.check_grammar(params.grammar_by_kind)
+    except RequestError:
+        for name, schema in tool_schemas.items():
+            try:
+                await parser.check_grammar({"json_schema": schema})
+            except RequestError as error:
+                message = f"The schema of the arguments of {name} in tools cannot be enforced: {error}"
+                raise Fault(Code.INVALID_PARAMETER, message, param="tools") from None
+        raise
+
+
+# -- from a generation to a response -----------------------------------------------------------------------------------
+
+DeltaT = TypeVar("DeltaT")
+ResponseT = TypeVar("ResponseT")
+
+
+class Renderer(ABC, Generic[DeltaT, ResponseT]):
+    """Writes the outputs of one generation as the response of one protocol.
+
+    `add` stores an output and returns its delta. A stream writes `events` for each delta. A response that is not
+    streamed is `response`, after the last output.
+    """
+
+    END: ClassVar[bytes] = b""
+    """The last bytes of a stream, even of a failed one."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    @abstractmethod
+    def add(self, index: int, output: RequestOutput) -> DeltaT:
+        """Stores an output of the choice `index` and returns its delta."""
+
+    @abstractmethod
+    def events(self, index: int, output: RequestOutput, delta: DeltaT) -> Iterable[JsonObject]:
+        """Returns the events of a stream for an output and the delta that `add` returned for it."""
+
+    @abstractmethod
+    def response(self) -> ResponseT:
+        """Returns the response that is not streamed."""
+
+    @abstractmethod
+    def failure(self, fault: Fault) -> JsonObject:
+        """Returns the event that ends a failed stream."""
+
+    def opening(self) -> Iterable[JsonObject]:
+        """Returns the events before the first output. Clients must not mistake one of them for the first token."""
+        return ()
+
+    def closing(self) -> Iterable[JsonObject]:
+        """Returns the events after the last output."""
+        return ()
+
+    def encode(self, item: JsonObject) -> bytes:
+        """Returns an event as the bytes of the stream."""
+        return event(item)
+
+    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
+        """Returns the bytes of outputs of text alone, or None if `encode_outputs` must write them. Stores nothing that
+        a second call would not store again."""
+        return None
+
+    def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
+        """Stores outputs with their indexes and returns their events as the bytes of the stream."""
+        return b"".join(
+            self.encode(item)
+            for index, output in outputs
+            for item in self.events(index, output, self.add(index, output))
+        )
+
+
+async def respond(
+    renderer: Renderer[Any, ResponseT], request: Request, state: ServerState, stream: bool | None
+) -> Response | ResponseT:
+    """Returns a stream of events or the complete response. Raises Fault if the generation fails, and ClientGoneError if
+    the client disconnects."""
+    if stream:
+        return _stream(renderer, state)
+    return await until_disconnect(request, _collect(renderer))
+
+
+async def _collect(renderer: Renderer[Any, ResponseT]) -> ResponseT:
+    async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+        async for outputs in batches:
+            for index, output in outputs:
+                renderer.add(index, output)
+    return renderer.response()
+
+
+def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
+    generation = renderer.generation
+    try:
+        state.streams.acquire()
+    except Fault:
+        generation.discard()
+        raise
+
+    def close() -> None:
+        generation.discard()  # the client may disconnect before the first output is read
+        state.streams.release()
+
+    def write_plain(write: WriteChunk) -> None:
+        def write_directly(outputs: list[tuple[int, RequestOutput]]) -> bool:
+            events = renderer.encode_plain(outputs)
+            return events == b"" or (events is not None and write(events))
+
+        generation.write_directly = write_directly
+
+    keep_alive = state.settings.limits.keep_alive_seconds
+    return EventStream(_encoded_events(renderer), keep_alive, close, on_start=write_plain)
+
+
+async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes, None]:
+    """Yields the bytes of a stream. Events of outputs that arrived together are one chunk."""
+    try:
+        if opening := b"".join(map(renderer.encode, renderer.opening())):
+            yield opening
+        async with contextlib.aclosing(renderer.generation.outputs()) as batches:
+            async for outputs in batches:
+                plain = renderer.encode_plain(outputs)
+                if events := renderer.encode_outputs(outputs) if plain is None else plain:
+                    yield events
+        closing = b"".join(map(renderer.encode, renderer.closing()))
+    except Fault as fault:
+        logs.bind(error=fault.code.value)
+        closing = renderer.encode(renderer.failure(fault))
+    if closing or renderer.END:
+        yield closing + renderer.END

@@ -1,0 +1,188 @@
+"""A directory of weights that can be served (`WeightSource`), and weights with a running engine (`ServedWeights`)."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from fp8serve.engine.client import Deliver, EngineClient
+from fp8serve.engine.options import EngineOptions
+from fp8serve.engine.output import RequestOutput
+from fp8serve.engine.request import EngineLimits, Request
+from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.logs import LogFormat
+from fp8serve.model.config.decoder import check_any_config
+from fp8serve.model.storage.opening import open_member
+from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
+from fp8serve.server.output_parsers.output_format import OutputFormat
+from fp8serve.server.serving.admission import Admission
+
+SAMPLE_BYTES = 1 << 16
+MAX_SECONDS_PER_UPDATE = 1.0
+log = logging.getLogger("fp8serve.server")
+PLAIN = OutputFormat("none", "none")
+AUTO_FORMAT = OutputFormat("auto", "auto")
+
+
+class HeartbeatMonitor:
+    """Measures for how long an engine process has sent no heartbeat, in `silence` seconds.
+
+    An update adds at most MAX_SECONDS_PER_UPDATE: if the server itself was suspended, the engine is not blamed for it.
+    """
+
+    def __init__(self) -> None:
+        self.silence = 0.0
+
+    def update(self, heartbeat_age: float, since_last_update: float) -> None:
+        """Updates `silence`. Both arguments are seconds; the supervisor calls this several times a second."""
+        self.silence = min(self.silence + min(since_last_update, MAX_SECONDS_PER_UPDATE), heartbeat_age)
+
+
+class EngineHandle(Protocol):
+    """The part of `fp8serve.engine.client.EngineClient` that the server uses."""
+
+    limits: EngineLimits
+    info: dict[str, Any]
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age(self) -> float: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+    def check(self, request: Request) -> None: ...
+    def submit(self, request: Request, deliver: Deliver) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]: ...
+    async def classify(
+        self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]
+    ) -> list[list[float]]: ...
+    async def stats(self) -> dict[str, Any]: ...
+    async def scales(self) -> list[dict[str, Any]]: ...
+    async def save_scales(self, path: Path) -> int: ...
+    async def load_weights(self, directory: Path) -> int: ...
+    async def stage_weights(self, directory: Path) -> None: ...
+    async def swap_weights(self) -> None: ...
+    async def discard_staged_weights(self) -> None: ...
+    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    async def drain(self, deadline: float) -> None: ...
+    async def close(self) -> None: ...
+    async def kill(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A directory of weights that can be served.
+
+    `key` is "base", a job id, or a job id with a checkpoint's step. `model_id` is the name for exactly these weights.
+    `output_format` says how tool calls and reasoning are parsed, with "auto" where the operator chose nothing.
+    """
+
+    key: str
+    model_id: str
+    directory: Path
+    options: EngineOptions
+    output_format: OutputFormat = AUTO_FORMAT
+
+
+@dataclass(eq=False)
+class ServedWeights:
+    """Weights with a running engine process. `admission` counts their requests.
+
+    `weight_version` identifies the bytes of the weights. `output_format` says how tool calls and reasoning are parsed.
+    `adapter` is the name that the engine has for the adapter, if requests use one.
+    """
+
+    source: WeightSource
+    engine: EngineHandle
+    tokenizer: TokenizerFacts
+    admission: Admission
+    weight_version: str
+    output_format: OutputFormat = PLAIN
+    heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    has_reported: bool = False  # whether the engine has reported statistics since it began to serve
+    prefilling_ids: frozenset[str] = frozenset()  # requests that were in prefill at the engine's last report
+    leases: int = 0
+    unleased: asyncio.Event = field(default_factory=asyncio.Event)
+    adapter: str | None = None
+    overwritten_from: Path | None = None  # the directory whose weights were copied over those of `source`
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator["ServedWeights"]:
+        """Keeps the engine of these weights open, even if other weights replace them meanwhile."""
+        self.leases += 1
+        self.unleased.clear()
+        try:
+            yield self
+        finally:
+            self.leases -= 1
+            if self.leases == 0:
+                self.unleased.set()
+
+
+Launch = Callable[[WeightSource], Awaitable[tuple[EngineHandle, TokenizerFacts]]]
+
+
+async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple[EngineHandle, TokenizerFacts]:
+    """Starts an engine process, and meanwhile reads the tokenizer in a limited process. Raises Fp8ServeError if either
+    fails."""
+    await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory
+    size = sum(file.stat().st_size for file in source.directory.glob("*.safetensors") if file.is_file())
+    log.info("loading %s (%.1f GiB) on %s", source.model_id, size / 2**30, source.options.device)
+    engine = asyncio.create_task(EngineClient.start(source.directory, source.options, log_format))
+    try:
+        tokenizer = await asyncio.to_thread(describe, source.directory)
+        return await engine, tokenizer
+    except BaseException:
+        engine.cancel()  # which kills the process
+        with contextlib.suppress(asyncio.CancelledError, Fp8ServeError, OSError):
+            await (await engine).kill("The tokenizer cannot be read.")
+        raise
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+              "chat_template.jinja", "chat_template.json")  # fmt: skip
+
+
+def have_same_text_files(a: Path, b: Path) -> bool:
+    """Whether two directories have the same tokenizer, chat template and generation config, byte for byte."""
+    return all(_read_if_present(a / name) == _read_if_present(b / name) for name in TEXT_FILES)
+
+
+def _read_if_present(path: Path) -> bytes | None:
+    try:
+        with open_member(path, error=ModelError) as file:
+            return file.read()
+    except (OSError, ModelError):
+        return None
+
+
+def weight_version(directory: Path) -> str:
+    """Returns 12 hexadecimal digits that identify the config and the weights of `directory`.
+
+    They are a hash of each file's size, beginning, middle and end, because hashing whole files would take minutes.
+    """
+    digest = hashlib.sha256()
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        if path.is_file():
+            with open_member(path, error=ModelError) as file:
+                _hash_samples(file, path.name, digest)
+    return digest.hexdigest()[:12]
+
+
+def _hash_samples(file: BinaryIO, name: str, digest: "hashlib._Hash") -> None:
+    size = os.fstat(file.fileno()).st_size
+    digest.update(f"{name}:{size}".encode())
+    for offset in sorted({0, max(0, size // 2), max(0, size - SAMPLE_BYTES)}):
+        file.seek(offset)
+        digest.update(file.read(SAMPLE_BYTES))

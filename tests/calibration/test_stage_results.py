@@ -1,0 +1,116 @@
+"""A calibration that is killed at any point continues, and ends with the bytes of one that was not."""
+
+import json
+import os
+import signal
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8serve.calibration.pipeline import calibrate
+from fp8serve.errors import Fp8ServeError, ModelError
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.model.storage.files import acquire_lock
+
+SMALL = {"samples": 8, "seq_len": 32, "batch_size": 3}
+CASES = {
+    "delayed": (DelayedScaling(amax_history_len=3), {"rounding": "gptq", "kv_cache": True}),
+    "most recent": (DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"), {"gradients": True}),
+    "rowwise": (from_name("rowwise"), {"smoothing": 0.5, "rounding": "gptq", "max_shard_size": "64kB"}),
+}
+
+
+def run(model: Path, out: Path, case: str, **options: object) -> None:
+    recipe, chosen = CASES[case]
+    calibrate(model, out=out, recipe=recipe, **SMALL | chosen | options)  # type: ignore[arg-type]
+
+
+def _die(model: Path, out: Path, case: str, steps: int, resume: bool) -> None:
+    left = steps
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    run(model, out, case, progress=progress, resume=resume)
+
+
+def survives(model: Path, out: Path, case: str, steps: int, resume: bool) -> bool:
+    """Whether a calibration in another process comes to its end before the step at which it is killed."""
+    process = get_context("fork").Process(target=_die, args=(model, out, case, steps, resume))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
+
+
+def content(out: Path) -> dict[str, object]:
+    found: dict[str, object] = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".html"}
+    report = json.loads((out / "calibration.json").read_text())
+    return found | {"calibration.json": {k: v for k, v in report.items() if k not in ("out", "seconds", "made")}}
+
+
+@pytest.fixture
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_every_step(case: str, model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "whole", case)
+    out, steps = tmp_path / "again" / "out", 3
+    while not out.exists():  # each run gets a step farther; the last one dies when all is written
+        survives(model_dir, out, case, steps, resume=True)
+        steps += 1
+    assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_is_finished_is_not_computed_again(model_dir: Path, tmp_path: Path) -> None:
+    assert not survives(model_dir, tmp_path / "out", "delayed", 7, resume=False)  # in the midst of rounding
+    (unfinished,) = tmp_path.iterdir()
+    assert {p.name for p in unfinished.iterdir()} >= {"run.json", "observed.safetensors"}
+    told: list[str] = []
+    run(model_dir, tmp_path / "out", "delayed", resume=True, progress=lambda stage, done, total: told.append(stage))
+    assert "observe" not in told
+    assert "round" in told
+
+
+def test_going_on_is_asked_for_and_only_with_what_it_began_with(model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert not survives(model_dir, out, "delayed", 7, resume=False)
+    with pytest.raises(ModelError, match=r"was interrupted; continue it with --resume, or remove .*out.calibrating"):
+        run(model_dir, out, "delayed")
+    with pytest.raises(ModelError, match="began with kv_cache=true, not false"):
+        run(model_dir, out, "delayed", resume=True, kv_cache=False)
+    with pytest.raises(ModelError, match="began with samples=8, not 4"):
+        run(model_dir, out, "delayed", resume=True, samples=4)
+    with pytest.raises(ModelError, match="began with recipe="):
+        run(model_dir, out, "rowwise", resume=True, kv_cache=True, max_shard_size="5GiB")
+    with (
+        acquire_lock(tmp_path / ".out.calibrating" / "lock", "held"),
+        pytest.raises(ModelError, match="Another process is calibrating"),
+    ):
+        run(model_dir, out, "delayed", resume=True)
+    assert not out.exists()
+
+
+def test_resume_with_nothing_to_go_on_from_begins(model_dir: Path, tmp_path: Path) -> None:
+    run(model_dir, tmp_path / "out", "delayed", resume=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("size", ["much", "-1GB", ""])
+def test_a_size_that_is_none(size: str, model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fp8ServeError, match="max_shard_size must be a number of bytes"):
+        run(model_dir, tmp_path / "out", "delayed", max_shard_size=size)
+    assert list(tmp_path.iterdir()) == []

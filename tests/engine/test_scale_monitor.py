@@ -1,0 +1,135 @@
+"""Windows of traffic: counts, the layers named in the log, and scales that follow."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8serve.engine.engine import Engine
+from fp8serve.errors import RequestError
+from fp8serve.fp8.recipe import DelayedScaling
+from fp8serve.model.config.decoder import read_config
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
+from fp8serve.model.network.decoder import Decoder
+
+from .tiny import write_model
+
+PROMPTS = [list(range(40, 60)), list(range(100, 140)), list(range(7))]
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 272}
+KINDS = {"llama": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 48}}
+
+
+def with_scales(path: Path, rules: DelayedScaling, histories: dict[str, float] | float) -> Path:
+    """A file in which every linear's input has seen one amax, its own of `histories` or the one."""
+    names = Decoder(read_config(path), device="meta").linear_names()
+    tensors = {}
+    for name in names:
+        amax = histories if isinstance(histories, float) else histories[name]
+        history = torch.zeros(rules.amax_history_len)
+        history[-1] = amax
+        tensors[f"{name}.input"] = TensorScale(torch.tensor(448 / 2.0**rules.margin) / torch.tensor(amax), history)
+        tensors[f"{name}.weight"] = TensorScale(torch.tensor(400.0))
+    out = path / "made-up"
+    save_scales(out, ScalingCheckpoint(rules, tensors, fingerprint(path)))
+    return out
+
+
+def made(path: Path, kind: str = "llama", amax: dict[str, float] | float = 4.0, **options: Any) -> Engine:
+    if not path.exists():
+        write_model(path, kind, **KINDS[kind])
+    rules = options.pop("rules", DelayedScaling(amax_history_len=4))
+    return Engine(path, recipe=rules, scales=with_scales(path, rules, amax), **options)
+
+
+def answer(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    return engine.generate(prompts, temperature=0.0, max_new_tokens=12, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_change_no_answer_and_lose_no_count(kind: str, tmp_path: Path) -> None:
+    one, many = (made(tmp_path / kind, kind, 0.5, drift_window=size) for size in (10**9, 5))
+    assert answer(one) == answer(many)
+    totals = ("name", "amax", "scale", "headroom", "saturated", "saturation")
+    assert [[r[key] for key in totals] for r in many.scales()] == [[r[key] for key in totals] for r in one.scales()]
+    assert sum(record["saturated"] for record in many.scales()) > 0
+    assert (one.stats()["scale_windows_total"], one.scales()[0]["drift"]) == (0, None)
+    assert many.stats()["scale_windows_total"] > 5
+
+
+def test_drift_is_the_last_window_over_what_calibration_saw(tmp_path: Path) -> None:
+    engine = made(tmp_path / "model", amax=0.5, rules=DelayedScaling(margin=2, amax_history_len=4), drift_window=1)
+    answer(engine)
+    for record in engine.scales():
+        assert record["calibrated_amax"] == 0.5
+        assert record["drift"] == record["window_amax"] / 0.5
+        assert record["window_amax"] <= record["amax"]
+    assert engine.stats()["input_drift_max"] == max(record["drift"] for record in engine.scales())
+
+
+def test_a_layer_is_named_when_it_begins_to_drift_and_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = made(tmp_path / "model", amax=2.0, drift_window=1, drift_alarm=1e-6)
+    with caplog.at_level(logging.INFO, "fp8serve.engine"):
+        answer(engine)
+        assert len([r for r in caplog.records if "exceed 1e-06 times the calibrated maximum" in r.message]) == 1
+        assert (engine.stats()["layers_drifting"], all(r["drifts"] for r in engine.scales())) == (14, True)
+        for monitor in engine.loaded.scale_monitor._inputs.values():
+            monitor.calibrated_amax = 1e9
+        answer(engine)
+    assert "The inputs of 14 FP8 layers are in the calibrated range again" in caplog.messages[-1]
+    assert (engine.stats()["layers_drifting"], any(r["drifts"] for r in engine.scales())) == (0, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("margin", [0, 1])
+def test_scales_that_follow_are_those_of_delayed_scaling(kind: str, margin: int, tmp_path: Path) -> None:
+    """One window: the next scale is made of the larger of the calibrated and the seen amax, and is what layers use."""
+    rules = DelayedScaling(margin=margin, amax_history_len=4)
+    still = made(tmp_path / kind, kind, 1.0, rules=rules, drift_window=10**9)
+    engine = made(tmp_path / kind, kind, 1.0, rules=rules, drift_window=90, roll_history=True)
+    answer(engine)
+    assert engine.stats()["scale_windows_total"] == 1
+    answer(still)
+    seen = {record["name"]: record["window_amax"] for record in engine.scales()}
+    assert any(amax > 1 for amax in seen.values())
+    for record in engine.scales():
+        expected = torch.tensor(448 / 2.0**margin) / torch.tensor(max(1.0, seen[record["name"]]))
+        assert record["scale"] == float(expected)
+    reached = {name: max(1.0, amax) for name, amax in seen.items()}
+    fresh = made(tmp_path / kind, kind, reached, rules=rules)
+    other = [list(range(200, 230))]  # of no cached prefix
+    assert answer(engine, other) == answer(fresh, other)
+    assert answer(engine, other) != answer(still, other)
+
+
+def test_calibration_leaves_the_history_after_its_length(tmp_path: Path) -> None:
+    rules = DelayedScaling(amax_history_len=3)  # the slot that is filled, and two rows
+    engine = made(tmp_path / "model", amax=100.0, rules=rules, drift_window=1, roll_history=True)
+    scale = engine.scales()[0]["scale"]
+    answer(engine)
+    assert all(record["scale"] > scale for record in engine.scales())
+
+
+def test_scales_made_on_the_fly_cannot_follow(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model")
+    with pytest.raises(RequestError, match="roll_history needs stored scales of inputs, and this model has none"):
+        Engine(path, recipe="rowwise", roll_history=True)
+    engine = Engine(path, recipe="rowwise", drift_window=1)
+    answer(engine)
+    assert (engine.scales()[0]["drift"], engine.scales()[0]["drifts"]) == (None, False)
+    assert engine.stats()["scale_windows_total"] == 0
+
+
+def test_without_histories_the_range_of_the_scale_counts(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", "llama", **SIZES)
+    names = Decoder(read_config(path), device="meta").linear_names()
+    tensors = {f"{name}.{role}": TensorScale(torch.tensor(28.0)) for name in names for role in ("input", "weight")}
+    save_scales(path / "bare", ScalingCheckpoint(DelayedScaling(), tensors, fingerprint(path)))
+    engine = Engine(path, recipe=DelayedScaling(), scales=path / "bare", drift_window=1, roll_history=True)
+    answer(engine)
+    for record in engine.scales():
+        assert record["calibrated_amax"] == 16.0
+        assert record["scale"] == float(torch.tensor(448.0) / torch.tensor(max(16.0, record["amax"])))

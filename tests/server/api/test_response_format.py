@@ -1,0 +1,166 @@
+"""`response_format` and `grammar` become the engine's json_schema and regex, or are refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fp8serve.server.api.native.generation_routes import to_sampling_params
+from fp8serve.server.parsing import parser_process
+from fp8serve.server.schemas.generation_bodies import GenerateParameters
+from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
+from tests.server.conftest import Start
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"name": "n", "schema": SCHEMA, "strict": True, "description": "d"}
+FORM = {"type": "json_schema", "json_schema": NAMED}
+TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, '{"type": "object"}'),
+        ({"type": "json_object", "value": SCHEMA}, TEXT),
+        ({"type": "json_object", "schema": SCHEMA}, TEXT),
+        ({"type": "json_object", "schema": None, "value": None}, '{"type": "object"}'),
+        ({"type": "json_schema", "json_schema": NAMED}, TEXT),
+        ({"type": "json_schema", "value": NAMED}, TEXT),
+        ({"type": "json", "value": SCHEMA}, TEXT),
+    ],
+)
+def test_openai(form: Any, expected: str | None) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+    for body in (
+        ChatBody.model_validate(said),
+        CompletionBody.model_validate({"prompt": "x", "response_format": form}),
+    ):
+        params = body.params(5)
+        assert (params.json_schema, params.regex) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (None, (None, None)),
+        ({"type": "json", "value": SCHEMA}, (TEXT, None)),
+        ({"type": "json_schema", "value": NAMED}, (TEXT, None)),
+        ({"type": "regex", "value": "[0-9]+"}, (None, "[0-9]+")),
+    ],
+)
+def test_native(form: Any, expected: Any) -> None:
+    params = to_sampling_params(GenerateParameters.model_validate({"grammar": form}))
+    assert (params.json_schema, params.regex) == expected
+
+
+FORMS: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
+    ({"guided_json": TEXT}, {"json_schema": TEXT}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["é\n", 'b"']}, {"grammar": 'start: "é\\n" | "b\\""'}),
+    ({"guided_grammar": "start: x"}, {"grammar": "start: x"}),
+    ({"grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": TEXT}),
+    ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"grammar": "start: x", "json_object": False}}, {"grammar": "start: x"}),
+    (
+        {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+        {"json_schema": '{"type": "object"}'},
+    ),
+    ({"structured_outputs": {}}, {}),
+]
+
+
+@pytest.mark.parametrize(("asked", "form"), FORMS)
+def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]} | asked
+    assert ChatBody.model_validate(chat).params(5).grammar_by_kind == form
+    assert CompletionBody.model_validate({"prompt": "x"} | asked).params(5).grammar_by_kind == form
+    assert to_sampling_params(GenerateParameters.model_validate(asked)).grammar_by_kind == form
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_json": SCHEMA, "guided_regex": "a"},
+        {"response_format": {"type": "json_object"}, "grammar": "start: x"},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"structured_outputs": {"regex": ""}},
+        {"guided_choice": []},
+        {"guided_choice": ["a", 1]},
+        {"guided_json": 5},
+        {"guided_json": "["},
+        {"guided_regex": "("},
+        {"guided_grammar": "start: nothing"},
+        {"grammar": "::="},
+        {"grammar": {"type": "lark", "value": "start: x"}},
+        {"guided_grammar": "start: " + "x" * 70_000},
+    ],
+)
+async def test_what_cannot_be_followed_is_refused_before_the_200(start: Start, asked: dict[str, Any]) -> None:
+    """The parser process refuses it if it has to read the text."""
+    async with start() as server:
+        for route, body in (
+            ("/v1/completions", {"prompt": "x"} | asked),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True} | asked),
+            ("/generate", {"inputs": "x", "parameters": asked}),
+        ):
+            answer = await server.client.post(route, json=body)
+            assert answer.status_code == (422 if route == "/generate" else 400), answer.text
+
+
+async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start() as server:
+        jobs: list[str] = []
+        read = server.state.parser.pool.run
+
+        async def counted(head: Any, *rest: Any) -> Any:
+            jobs.append(head["op"])
+            return await read(head, *rest)
+
+        monkeypatch.setattr(server.state.parser.pool, "run", counted)
+        for _ in range(3):
+            await server.client.post("/v1/completions", json={"prompt": "x", "guided_regex": "[ab]+"})
+        assert jobs.count("check_grammar") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        ("openai_bodies:CompletionBody", {"prompt": "x", "response_format": FORM}),
+        ("openai_bodies:ChatBody", {"messages": [{"role": "user", "content": "x"}], "response_format": FORM}),
+        (
+            "generation_bodies:GenerateBody",
+            {"inputs": "x", "parameters": {"grammar": {"type": "json_schema", "value": NAMED}}},
+        ),
+    ],
+)
+def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
+    """The parser process checks long bodies and writes them again."""
+    model = f"fp8serve.server.schemas.{model}"
+    head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99, "texts": 9}}
+    answer, written = parser_process._check(head, json.dumps(body).encode())
+    assert answer == {}
+    assert json.loads(written) == body
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "yaml"}, "response_format"),
+        ({"type": "json_schema"}, "response_format"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
+        ({"type": "json_object", "schema": 3}, "response_format.schema"),
+        ({"type": "json_object", "schema": SCHEMA, "value": SCHEMA}, "response_format"),
+        ("json_object", "response_format"),
+    ],
+)
+async def test_what_is_no_form_is_refused_by_name(form: Any, param: str, start: Start) -> None:
+    async with start() as server:
+        answer = await server.client.post("/v1/completions", json={"prompt": "x", "response_format": form})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param

@@ -1,0 +1,126 @@
+"""Grammars of calls: a random walk over the tokens that they allow gives valid calls."""
+
+import json
+import random
+from typing import Any
+
+import llguidance
+import pytest
+import tokenizers
+
+from fp8serve.server.output_parsers.call_grammars import CallGrammar, ReasoningTags
+from fp8serve.server.output_parsers.family_parsers import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from fp8serve.server.output_parsers.output_format import TOOL_FAMILIES, OutputFormat, ToolFormat
+from tests.server.fakes import byte_backend
+from tests.server.output_parsers.test_parsers import joined
+
+SYNTAXES = {name: family.syntax for name, family in TOOL_FAMILIES.items() if family.syntax is not None}
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["Paris", "Rome"]}},
+    },
+    "now": {"properties": {}, "additionalProperties": False},
+}
+TAGS = {
+    "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "granite": ["<|tool_call|>"],
+    "deepseek": [CALLS, CALLS_END, CALL, CALL_END, SEPARATOR],
+    "gpt-oss": ["<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>"],
+}  # fmt: skip
+
+
+def walk(grammar: str, backend: tokenizers.Tokenizer, seed: int, first: str = "") -> str:
+    """Text that the grammar allows: `first`, then one random token after the other."""
+    size = backend.get_vocab_size()
+    llg = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=[256])
+    matcher = llguidance.LLMatcher(llg, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    draw, ids = random.Random(seed), backend.encode(first, add_special_tokens=False).ids
+    for token in ids:
+        assert matcher.consume_token(token), (first, backend.id_to_token(token))
+    while not matcher.is_stopped() and len(ids) < 2000:
+        bits = matcher.compute_bitmask()
+        allowed = [i for i in range(size) if bits[i // 8] >> (i % 8) & 1]
+        ids.append(256 if 256 in allowed else draw.choice(allowed))
+        assert matcher.consume_token(ids[-1])
+    return backend.decode([i for i in ids if i != 256], skip_special_tokens=False)
+
+
+def backend(form: str, as_tokens: bool) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    made = byte_backend()
+    tags = TAGS.get(form, []) if as_tokens else []
+    made.add_special_tokens(tags)
+    return made, {tag: made.token_to_id(tag) for tag in tags}
+
+
+def check(calls: list[tuple[str, str]]) -> None:
+    """Each fits the schema of its tool."""
+    for name, text in calls:
+        arguments = json.loads(text)
+        assert arguments.keys() <= TOOLS[name]["properties"].keys()
+        assert name == "now" or arguments["city"] in ("Paris", "Rome")
+        assert isinstance(arguments.get("days", 0), int)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("form", sorted(SYNTAXES))
+def test_a_forced_answer_is_calls_and_nothing_else(form: ToolFormat, as_tokens: bool) -> None:
+    made, tokens = backend(form, as_tokens)
+    for seed in range(4):
+        text = walk(CallGrammar(SYNTAXES[form], TOOLS, tokens).calls_only(), made, seed)
+        parser = OutputFormat(form).parser(TOOLS)
+        reasoning, content, calls = joined(parser.push(text) + parser.finish())
+        assert (reasoning, content) == ("", "")
+        assert calls, text
+        check(calls)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("form", [form for form in sorted(SYNTAXES) if SYNTAXES[form].trigger])
+def test_free_text_goes_over_into_a_valid_call(form: ToolFormat, as_tokens: bool) -> None:
+    made, tokens = backend(form, as_tokens)
+    grammar = CallGrammar(SYNTAXES[form], TOOLS, tokens).text_with_calls()
+    assert walk(grammar, made, 0) == ""  # ends as soon as it may
+    text = walk(grammar, made, 0, "Let me look. " + SYNTAXES[form].trigger)
+    parser = OutputFormat(form).parser(TOOLS)
+    _, content, calls = joined(parser.push(text) + parser.finish())
+    assert content == "Let me look."
+    assert calls
+    check(calls)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_model_may_think_before_it_calls(opened: bool, as_tokens: bool) -> None:
+    made, tokens = backend("hermes", as_tokens)
+    tags = ReasoningTags(("<think>",), ("</think>",), opened)
+    grammar = CallGrammar(SYNTAXES["hermes"], TOOLS, tokens, tags).calls_only(parallel=False)
+    text = walk(grammar, made, 0, ("" if opened else "<think>") + "Hm.</think>\n\n")
+    parser = OutputFormat("hermes", "think").parser(TOOLS, "<think>" if opened else "")
+    reasoning, content, calls = joined(parser.push(text) + parser.finish())
+    assert (reasoning, content, len(calls)) == ("Hm.", "", 1)
+    check(calls)
+
+
+def test_gpt_oss_may_analyse_before_it_calls() -> None:
+    made, tokens = backend("gpt-oss", as_tokens=True)
+    grammar = OutputFormat("gpt-oss", "gpt-oss").call_grammar(TOOLS, tokens, "").calls_only()
+    text = walk(grammar, made, 0, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
+    parser = OutputFormat("gpt-oss", "gpt-oss").parser(TOOLS)
+    reasoning, content, calls = joined(parser.push(text) + parser.finish())
+    assert (reasoning, content, len(calls)) == ("Hm.", "", 1)
+    check(calls)
+
+
+def test_json_of_a_form_may_stand_for_calls() -> None:
+    made, _ = backend("hermes", as_tokens=False)
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False}
+    grammar = CallGrammar(SYNTAXES["hermes"], TOOLS, {}).calls_only(or_json=json.dumps(schema))
+    assert json.loads(walk(grammar, made, 0, "{")) == {"a": None}
+    check(joined(OutputFormat("hermes").parser(TOOLS).push(walk(grammar, made, 0, "<")))[2])
