@@ -203,8 +203,8 @@ async def timings(port: int, pid: int, options: argparse.Namespace) -> dict[str,
     engine = child(pid, "--engine")
     await asyncio.gather(*(stream(port, options.route, 10) for _ in range(options.clients)))
     streams = asyncio.gather(*(stream(port, options.route, options.tokens) for _ in range(options.streams)))
-    found, (server, engine_time), seconds = await measure(_result(streams), [pid, engine])
-    events, tokens = sum(events for events, _ in found), options.streams * options.tokens
+    counts, (server, engine_time), seconds = await measure(_result(streams), [pid, engine])
+    events, tokens = sum(events for events, _ in counts), options.streams * options.tokens
     each = options.requests // options.clients
     short = asyncio.gather(*(stream(port, options.route, 1, each) for _ in range(options.clients)))
     _, (request_time, _), request_wall = await measure(_result(short), [pid, engine])

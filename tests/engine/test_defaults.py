@@ -41,13 +41,13 @@ def on_gpu(**options: Any) -> EngineOptions:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_number_of_sequences_follows_memory(gpu: str) -> None:
     """Before a model is loaded, as `fp8serve doctor` shows it."""
-    found = {}
+    num_seqs = {}
     for model in SEQUENCES[gpu]:
         weights, token_bytes = MODELS[model]
         options = defaults.estimated_options(on_gpu(), int(GPUS[gpu] * GIB), int(weights * 1e9), token_bytes, 8192)
-        found[model] = options.num_seqs
+        num_seqs[model] = options.num_seqs
         assert (options.gpu_memory, options.threads) == (0.92, 2)
-    assert found == SEQUENCES[gpu]
+    assert num_seqs == SEQUENCES[gpu]
 
 
 def test_the_tokens_of_a_step_follow_memory() -> None:
@@ -57,8 +57,8 @@ def test_the_tokens_of_a_step_follow_memory() -> None:
 
 
 def test_prompt_tokens_take_25_milliseconds() -> None:
-    found = {model: defaults.prefill_tokens(8192, 8192 / rate) for model, rate in RATES.items()}
-    assert found == {"135 M": 8192, "1.1 B": 3072, "8 B": 1024, "70 B": 128}
+    tokens = {model: defaults.prefill_tokens(8192, 8192 / rate) for model, rate in RATES.items()}
+    assert tokens == {"135 M": 8192, "1.1 B": 3072, "8 B": 1024, "70 B": 128}
     assert defaults.prefill_tokens(64, 1.0) == 64
     assert defaults.prefill_tokens(1000, 0.001) == 768
 
@@ -114,17 +114,17 @@ def test_a_directory_declares_an_fp8_cache(file_format: str, tmp_path: Path) -> 
     scales = str(write_scales(model_dir, tmp_path / "scales", kv=True))
     config = json.loads((model_dir / "config.json").read_text())
 
-    def found(kv_cache: bool, has_stored_weights: bool = True, **options: Any) -> str:
+    def dtype(kv_cache: bool, has_stored_weights: bool = True, **options: Any) -> str:
         files = quantization_files(file_format, DelayedScaling(), kv_cache)
         (model_dir / "config.json").write_text(json.dumps(config | {k: v for k, v in files.items() if "." not in k}))
         return loading.derive_kv_cache_dtype(model_dir, EngineOptions(**options), has_stored_weights)
 
-    assert found(True, device="cuda", scales=scales) == "fp8"
-    assert found(False, device="cuda", scales=scales) == "bf16"
-    assert found(True, device="cuda") == "bf16"
-    assert found(True, device="cuda", scales=scales, recipe="bf16") == "bf16"
-    assert found(True, False, device="cuda", scales=scales) == "bf16"
-    assert found(True, device="cpu", scales=scales) == "bf16"
+    assert dtype(True, device="cuda", scales=scales) == "fp8"
+    assert dtype(False, device="cuda", scales=scales) == "bf16"
+    assert dtype(True, device="cuda") == "bf16"
+    assert dtype(True, device="cuda", scales=scales, recipe="bf16") == "bf16"
+    assert dtype(True, False, device="cuda", scales=scales) == "bf16"
+    assert dtype(True, device="cpu", scales=scales) == "bf16"
 
 
 @pytest.fixture

@@ -156,8 +156,8 @@ def test_options_whose_state_belongs_to_the_weights(tmp_path: Path, options: dic
     base = write_model(tmp_path / "model")
     write_scales(base, base / "scales.safetensors")
     paths = {"tmp": tmp_path, "scales": base / "scales.safetensors"}
-    given = {name: value.format(**paths) if isinstance(value, str) else value for name, value in options.items()}
-    engine = Engine(base, recipe=DelayedScaling(), **given)
+    settings = {name: value.format(**paths) if isinstance(value, str) else value for name, value in options.items()}
+    engine = Engine(base, recipe=DelayedScaling(), **settings)
     with pytest.raises(RequestError, match=message):
         engine.stage_weights(base)
 

@@ -101,9 +101,9 @@ async def test_many_streams_at_once_say_what_one_answer_says(server: Process) ->
     texts = [whole(server, body_of(number))["choices"][0]["text"] for number in range(len(PROMPTS))]
     stops = [text[len(text) // 2 :][:5] for text in texts]
     bodies = [body_of(n, **({"stop": [stops[n % len(PROMPTS)]]} if n % 2 else {})) for n in range(STREAMS)]
-    found = await asyncio.gather(*(stream(server, body, slow=n % 16 == 0) for n, body in enumerate(bodies)))
+    streams = await asyncio.gather(*(stream(server, body, slow=n % 16 == 0) for n, body in enumerate(bodies)))
     expected = [whole(server, body) for body in bodies[: 2 * len(PROMPTS)]]
-    for number, each in enumerate(found):
+    for number, each in enumerate(streams):
         answer = expected[number % (2 * len(PROMPTS))]
         (choice,) = answer["choices"]
         assert (each.text, each.finish_reasons) == (choice["text"], [choice["finish_reason"]])
@@ -113,14 +113,14 @@ async def test_many_streams_at_once_say_what_one_answer_says(server: Process) ->
 
 async def test_choices_and_log_probabilities_are_those_of_one_answer(server: Process) -> None:
     body = body_of(0, n=3, logprobs=2, seed=7, temperature=1.0)
-    found, answer = await stream(server, body), whole(server, body)
-    choices = [choice for event in found.events for choice in event["choices"]]
+    streamed, answer = await stream(server, body), whole(server, body)
+    choices = [choice for event in streamed.events for choice in event["choices"]]
     for expected in answer["choices"]:
         mine = [choice for choice in choices if choice["index"] == expected["index"]]
         assert "".join(choice["text"] for choice in mine) == expected["text"]
         tokens = [token for choice in mine if choice["logprobs"] for token in choice["logprobs"]["token_logprobs"]]
         assert tokens == expected["logprobs"]["token_logprobs"]
-    assert found.usage == 3 * TOKENS
+    assert streamed.usage == 3 * TOKENS
 
 
 async def test_clients_that_leave_free_their_places(server: Process) -> None:

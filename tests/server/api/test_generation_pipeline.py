@@ -201,11 +201,11 @@ def told(stream: bytes) -> list[Any]:
             result += [line] if line.startswith("data: ") else []
             continue
         text = list[str]()
-        found = without_text(json.loads(line.removeprefix("data: ")), text)
-        if result and text and result[-1][0] == found and "choices" in found:
+        event = without_text(json.loads(line.removeprefix("data: ")), text)
+        if result and text and result[-1][0] == event and "choices" in event:
             result[-1][1].extend(text)
         else:
-            result.append((found, text))
+            result.append((event, text))
     return [(item[0], "".join(item[1])) if isinstance(item, tuple) else item for item in result]
 
 
@@ -215,8 +215,8 @@ def without_text(value: Any, texts: list[str]) -> Any:
     if not isinstance(value, dict):
         return value
     texts += [value[key] for key in ("text", "content") if isinstance(value.get(key), str)]
-    kept = {key: each for key, each in value.items() if key not in (*VARYING, "text", "content")}
-    return {key: without_text(each, texts) for key, each in kept.items()} | (
+    fields = {key: each for key, each in value.items() if key not in (*VARYING, "text", "content")}
+    return {key: without_text(each, texts) for key, each in fields.items()} | (
         {"choice": value["index"]} if "finish_reason" in value and "index" in value else {}
     )
 

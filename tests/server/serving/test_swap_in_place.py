@@ -102,16 +102,16 @@ async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) 
                 ask = {"inputs": "abc", "parameters": {"max_new_tokens": 20}, "stream": user % 2 == 1}
                 answer = await server.client.post("/generate", json=ask)
                 assert answer.status_code == 200, answer.text
-                said = answer.json() if user % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
-                assert said["generated_text"] == ("abc" * 7)[:20]
+                body = answer.json() if user % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
+                assert body["generated_text"] == ("abc" * 7)[:20]
                 if len(engine.swaps) == swaps:
-                    assert said["weight_version"].startswith("base" if swaps % 2 == 0 else sources[0])
-                seen.add(said["weight_version"])
+                    assert body["weight_version"].startswith("base" if swaps % 2 == 0 else sources[0])
+                seen.add(body["weight_version"])
 
         users = [asyncio.create_task(load(user)) for user in range(8)]
         for turn in range(6):
-            said = (await activate(server, sources[turn % 2])).json()
-            assert said["served"]["source"] == sources[turn % 2]
+            activated = (await activate(server, sources[turn % 2])).json()
+            assert activated["served"]["source"] == sources[turn % 2]
         stop.set()
         await asyncio.gather(*users)
         assert len(engine.swaps) == 6
@@ -129,9 +129,9 @@ async def test_requests_in_flight_end_with_the_old_weights_and_new_ones_wait(sta
         activation = asyncio.create_task(activate(server, job))
         await eventually(lambda: model.holds_requests, "the drain")
         waiting = asyncio.create_task(server.client.post("/generate", json={"inputs": "x"}))
-        said = (await activation).json()
-        assert (await running).json()["weight_version"] == said["previous"]["weight_version"]
-        assert (await waiting).json()["weight_version"] == said["served"]["weight_version"]
+        activated = (await activation).json()
+        assert (await running).json()["weight_version"] == activated["previous"]["weight_version"]
+        assert (await waiting).json()["weight_version"] == activated["served"]["weight_version"]
         assert (len(server.launcher.engines), engine.aborted) == (1, [])
 
 
@@ -145,11 +145,11 @@ async def test_a_long_request_is_not_waited_for(
         ask = {"inputs": "abc", "parameters": {"max_new_tokens": 100}}
         running = asyncio.create_task(server.client.post("/generate", json=ask))
         await eventually(lambda: engine.running)
-        said = (await activate(server, job)).json()
-        assert said["served"]["source"] == job
+        activated = (await activate(server, job)).json()
+        assert activated["served"]["source"] == job
         assert (len(server.launcher.engines), engine.swaps, engine.staged) == (2, [], [])
-        assert (await running).json()["weight_version"] == said["previous"]["weight_version"]
-        assert await version(server) == said["served"]["weight_version"]
+        assert (await running).json()["weight_version"] == activated["previous"]["weight_version"]
+        assert await version(server) == activated["served"]["weight_version"]
         assert "starting a new engine process" in caplog.text
         assert "1 requests were still running" in caplog.text
         await eventually(lambda: engine.closed, "the end of the replaced engine")
