@@ -220,7 +220,7 @@ class EngineClient:
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._start(request, items.put_nowait)
+        stream = self._start(request, items.put_nowait)
         try:
             while True:
                 item = await items.get()
@@ -230,15 +230,17 @@ class EngineClient:
                 if item.finish_reason is not None:
                     return
         finally:
-            self.cancel(request.request_id)
+            if self._streams.get(request.request_id) is stream:  # and no later request with the same id
+                self.cancel(request.request_id)
 
-    def _start(self, request: Request, deliver: Deliver) -> None:
+    def _start(self, request: Request, deliver: Deliver) -> _Stream:
         stream = _Stream(request, deliver, next(self._ids) % 2**32)
         self._streams[request.request_id] = self._streams_by_number[stream.number] = stream
         if self._exit_message is None:
             self._write("generate", stream=stream.number, request=request.to_json())
         else:
             self._fail(stream)
+        return stream
 
     def _forget(self, request_id: str) -> None:
         """Removes a request that has ended."""

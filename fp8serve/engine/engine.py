@@ -255,7 +255,6 @@ class Engine:
         weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
         """
         self._check_replaceable()
-        self._land()  # a step of requests that were aborted
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
         self.loaded = self.loaded.after_replaced_weights(None if isinstance(weights, Mapping) else Path(weights))
@@ -280,7 +279,7 @@ class Engine:
         CUDA graphs remain valid. The prefix cache becomes empty. After an error, nothing has changed. Raises
         RequestError if no weights are staged or requests are running.
         """
-        self._check_no_requests()
+        self._finish_steps()
         self._check_exchangeable()
         if self._staged is None:
             raise RequestError("No weights are staged; call stage_weights first.")
@@ -305,14 +304,16 @@ class Engine:
         if self.options.scales is not None:
             raise RequestError("The scales are those of another file (scales).")
 
-    def _check_no_requests(self) -> None:
+    def _finish_steps(self) -> None:
+        """Lands a step of requests that were aborted. Raises RequestError if requests are running."""
         if self._live:
             raise RequestError(
                 f"{len(self._live)} requests are running; weights can only be replaced while no request runs."
             )
+        self._land()
 
     def _check_replaceable(self) -> None:
-        self._check_no_requests()
+        self._finish_steps()
         if self.adapters.by_name:
             name = next(iter(self.adapters.by_name))
             raise RequestError(f"The adapter {name!r} is loaded; unload it before the weights are replaced.")
@@ -465,7 +466,6 @@ class Engine:
         for item in work.others:
             end = row + item.num_samples
             if item.needs_sample and item.seq.status is not Status.FINISHED:
-                self._totals["prompt"] += item.seq.num_prompt if item.seq.num_generated == 0 else 0
                 outputs += self._verify_draft(item, [(tokens[i], logprobs.get(i)) for i in range(row, end)])
             row = end
         self._totals["generated"] += len(outputs)
@@ -493,6 +493,8 @@ class Engine:
 
     def _append_token(self, seq: Sequence, token: int, logprob: TokenLogprob | None) -> RequestOutput:
         """Appends a sampled token to its sequence, and ends the request if a stop condition is met."""
+        if seq.first_token is None:
+            self._totals["prompt"] += seq.num_prompt
         if token == NOT_FINITE:
             return self._fail(
                 seq,

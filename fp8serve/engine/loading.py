@@ -256,7 +256,7 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise MachineError(f"There is no device {name!r}; use cpu or cuda.") from None
+        raise MachineError(f"There is no device {name!r}; use auto, cpu or cuda.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"The device {name} was requested, but PyTorch finds no GPU here; use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -228,7 +228,7 @@ class Scheduler:
 
     def may_preempt(self) -> bool:
         """Returns whether the next `schedule` may preempt a sequence. No step may be in flight then."""
-        if self._find_victim() is not None:
+        if (pair := self._find_victim()) is not None and not self._has_room(pair[0]):
             return True
         free = self.pool.num_free
         return free < len(self.running) and free < sum(self.pool.needs_block(seq) for seq in self.running)

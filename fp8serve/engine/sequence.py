@@ -112,14 +112,9 @@ class Sequence:
         return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     @property
-    def num_promised(self) -> int:
-        """The number of tokens that steps in flight sample, and that are not in token_ids yet. A step that computes the
-        last token samples the next one."""
-        return max(0, self.num_launched + 1 - len(self.token_ids))
-
-    @property
     def num_tokens(self) -> int:
-        """The number of tokens, including promised ones."""
+        """The number of tokens, including those that a step in flight samples. A step that computes the last token
+        samples the next one."""
         return max(len(self.token_ids), self.num_launched + 1)
 
     @property

@@ -95,6 +95,21 @@ async def test_closing_the_iterator_aborts_the_request(alive: EngineClient) -> N
     await eventually(freed)
 
 
+async def test_closing_an_iterator_that_has_ended_leaves_a_later_request_of_its_id(alive: EngineClient) -> None:
+    first = alive.generate(request("x", SamplingParams(max_new_tokens=1, ignore_eos=True)))
+    assert [output.finish_reason async for output in aiter_once(first)] == ["length"]
+    second = alive.generate(request("x", SamplingParams(max_new_tokens=3, ignore_eos=True)))
+    output = await anext(second)
+    await first.aclose()
+    outputs = [output, *[output async for output in second]]
+    assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", 3)
+
+
+async def aiter_once(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+    """Yields the first output and leaves the iterator open."""
+    yield await anext(outputs)
+
+
 async def test_a_cancelled_task_aborts_its_request(alive: EngineClient) -> None:
     task = asyncio.create_task(collect(alive, request("cancelled")))
 

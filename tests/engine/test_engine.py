@@ -190,6 +190,14 @@ def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatc
     assert "not finite" in (found["broken"][-1].error or "")
 
 
+@pytest.mark.parametrize("length", [1, 8, 9, 10, 17])
+def test_a_prompt_of_any_length_is_counted_once(model_dir: Path, length: int) -> None:
+    """Also one whose last chunk is a single token, which runs beside the decoded tokens."""
+    engine = Engine(model_dir, recipe="bf16", max_num_seqs=2, max_batch_tokens=8, max_prefill_tokens=8)
+    engine.generate([list(range(1, length + 1))], max_new_tokens=2, ignore_eos=True)
+    assert engine.stats()["prompt_tokens_total"] == length
+
+
 def test_what_it_says_about_itself(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="bf16", num_blocks=20)
     engine.generate([PROMPT, PROMPT], temperature=0.0, max_new_tokens=4)

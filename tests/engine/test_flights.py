@@ -223,6 +223,37 @@ def test_an_id_can_be_used_again_while_its_old_sequence_is_in_flight(model_dir: 
     assert texts(drive(made, request)) == texts(drive(engine(model_dir, flights=False), request))
 
 
+def test_a_sequence_that_waits_though_there_is_room_lands_no_step(model_dir: Path, device: Device) -> None:
+    """The second request of tenant b waits for the prefix that the first one computes, so nothing is preempted."""
+    made = engine(model_dir, num_blocks=64, max_batch_tokens=12, max_prefill_tokens=4, block_size=4)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    for number in range(3):
+        made.add_request(Request(f"a{number}", (number + 1, 2, 3), params, "a"))
+    for _ in range(4):
+        made.step()
+    for number in range(2):
+        made.add_request(Request(f"b{number}", tuple(range(40)), params, "b"))
+    in_flight = list[int]()
+    for _ in range(6):
+        made.step()
+        in_flight.append(device.in_flight)
+        assert not made.scheduler.may_preempt()
+        assert len(made.scheduler.waiting) == 1
+    assert in_flight == [1] * 6
+    made.abort_all()
+
+
+def test_a_swap_of_weights_lands_the_step_in_flight(model_dir: Path, device: Device) -> None:
+    made = engine(model_dir)
+    made.stage_weights(model_dir)
+    made.add_request(Request("r", (1, 2, 3), SamplingParams(max_new_tokens=20, ignore_eos=True)))
+    made.step()
+    made.abort("r")
+    assert device.in_flight == 1
+    made.swap_weights()
+    assert device.in_flight == 0
+
+
 def test_no_sequence_in_flight_is_preempted(model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for its blocks nor for fairness."""
     made = engine(model_dir, max_num_seqs=2, block_size=4, num_blocks=8)

@@ -164,7 +164,14 @@ class Generation:
         self._flush = None
         if not self._arrived or self._waiter is None or self._waiter.done():
             return  # `outputs` is about to yield them, or its caller is busy with earlier ones
-        if self.write_directly is not None and self._fault is None and self.write_directly(self._arrived):
+        try:
+            is_written = self.write_directly is not None and self._fault is None and self.write_directly(self._arrived)
+        except Exception:
+            log.exception("a stream could not be written")
+            self._arrived, self.write_directly = [], None
+            self.fail(Fault(Code.INTERNAL, "The server failed while it was generating."))
+            return
+        if is_written:
             self._arrived = []
         else:
             self._wake()

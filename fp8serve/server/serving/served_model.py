@@ -316,7 +316,11 @@ class ServedModel:
     async def _drain_and_swap(self, old: ServedWeights) -> None:
         try:
             await self._wait_until_unleased(old, MAX_DRAIN_SECONDS)
-            await old.engine.swap_weights()
+            try:
+                await old.engine.swap_weights()
+            except asyncio.CancelledError:  # the engine may exchange them nevertheless
+                await asyncio.shield(old.engine.kill("The exchange of its weights was interrupted."))
+                raise
         except Fault as fault:
             raise _NotInPlaceError(fault.message) from None
         except (Fp8ServeError, OSError) as error:

@@ -16,6 +16,7 @@ from fp8serve.server.api.openai.chat_routes import ChatRenderer
 from fp8serve.server.api.openai.completion_routes import CompletionRenderer, TextRenderer
 from fp8serve.server.http.streams import WRITE_CHUNK
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
+from fp8serve.server.serving.generation import Generation
 from fp8serve.server.settings import ServerLimits
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
@@ -188,6 +189,27 @@ async def test_chunks_that_are_written_directly_tell_the_same(start: Start, name
         await post(server, path, body, send)
         await post(server, path, body, send_mixed, {"extensions": {WRITE_CHUNK: write_chunk}})
     assert told(b"".join(mixed)) == told(b"".join(sent))
+
+
+async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = list[bytes]()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    def write(outputs: Any) -> bool:
+        raise ValueError("a defect")
+
+    writer = property(lambda generation: write, lambda generation, value: None)
+    monkeypatch.setattr(Generation, "write_directly", writer, raising=False)
+    async with start() as server:
+        path, body = DIRECT["chat"]
+        await post(server, path, body, send)
+        assert b"The server failed while it was generating." in b"".join(sent)
+        assert "a stream could not be written" in caplog.text
+        assert (await server.client.get("/requests")).json()["requests"] == []
 
 
 VARYING = ("id", "created", "created_at", "item_id", "request_id", "sequence_number", "index", "output_index")

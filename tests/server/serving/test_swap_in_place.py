@@ -119,6 +119,30 @@ async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) 
         assert len(server.launcher.engines) == 1
 
 
+async def test_an_engine_whose_exchange_is_cancelled_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have exchanged its weights or not."""
+    async with start(Launcher(SwappingEngine)) as server:
+        engine, model, before = server.launcher.engine, server.state.models.default, await version(server)
+        reached = asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        async def save(key: str) -> None:
+            raise AssertionError("this activation was not completed")
+
+        monkeypatch.setattr(engine, "swap_weights", hang)
+        activation = asyncio.create_task(model.activate(model.base_source, save))
+        await reached.wait()
+        activation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await activation
+        assert not engine.alive
+        await eventually(lambda: server.launcher.engine is not engine and model.state == "ready", "another engine")
+        assert await version(server) == before
+
+
 async def test_requests_in_flight_end_with_the_old_weights_and_new_ones_wait(start: Start) -> None:
     async with start(Launcher(lambda: SwappingEngine(delay=0.01))) as server:
         job, engine, model = await fine_tuned(server), server.launcher.engine, server.state.models.default
