@@ -139,7 +139,7 @@ def test_a_server_saves_beside_the_model_and_serves_what_it_saved(plain: Path, t
         assert server.client.post("/scales/save", json={"path": "/tmp/x"}).status_code == 422
         assert not list((tmp_path / "data").glob("rolled-*"))
     log = (tmp_path / "log").read_text()
-    assert "saved 14 scales as they are now" in log
+    assert "saved the model with 14 current scales" in log
     assert {path.name for path in tmp_path.iterdir()} == {
         "mine", "mine-as-of-today", unnamed.json()["name"], "data", "log"
     }  # fmt: skip
