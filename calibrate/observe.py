@@ -222,6 +222,21 @@ def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None =
     return states
 
 
+@torch.no_grad()
+def share_weight_scales(states: Mapping[str, ScalingState], groups: Iterable[Sequence[str]]) -> None:
+    """Gives the weights of each group of linears one scale: the smallest, which is that of the largest amax.
+
+    Their histories become equal, too, because the scale of a state must represent its history.
+    """
+    for group in groups:
+        members = [states[f"{linear}.weight"] for linear in group]
+        scale = torch.stack([state.scale for state in members]).amin()
+        history = torch.stack([state.amax_history for state in members]).amax(0)
+        for state in members:
+            state.scale.copy_(scale)
+            state.amax_history.copy_(history)
+
+
 def scale_of(largest: float, name: str, recipe: DelayedScaling) -> Tensor:
     """Returns the scale, FP32 [], that delayed scaling computes for the tensor `name` from the amax `largest`."""
     state = ScalingState.create(2, torch.device("cpu"))

@@ -40,6 +40,7 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
             raise ModelError(f"{alias} is {name} in this model, and the new weights differ between the two.")
     scales = {name for name in current if name.endswith(".input_scale")}
     _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
+    _write_shared_weight_scales(model, tensors)
     others = current.keys() - scales
     model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
 
@@ -77,6 +78,8 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
     if current.dim() == 3 and name.endswith((".weight_q", ".weight")) and _is_packed(layer):
         shape = GROUP * current.shape[0], RUN * current.shape[1]
     is_scalar = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # `_expand_scalar`
+    if name.endswith(".weight_scale_inv") and isinstance(layer, FrozenLinear) and layer.shares_weight_scale:
+        shape = shape if is_scalar else (layer.out_features, 1)  # the layer gets scales of its own
     if not (is_scalar or tuple(new.shape) == shape) or new.dtype is not dtype:
         expected = f"{type_name(dtype)} {list(shape)}"
         raise ModelError(f"{name} must be {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
@@ -116,6 +119,19 @@ def _write_input_scales(model: Model, scales: Mapping[str, Tensor]) -> None:
         are_equal = all(torch.equal(group[0][1], scale) for _, scale in group)
         for layer, scale in group:
             _write_input_scale(layer, scale, in_place=are_equal)
+
+
+def _write_shared_weight_scales(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Writes weight scales that joined layers share (joined.py) in place, where the new ones are equal."""
+    sharing: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, FrozenLinear) and layer.shares_weight_scale:
+            pair = layer.weight_scale_inv, tensors[f"{name}.weight_scale_inv"]
+            sharing.setdefault(layer.weight_scale_inv.data_ptr(), []).append(pair)
+    for group in sharing.values():
+        current, first = group[0]
+        if first.numel() == 1 and all(torch.equal(new, first) for _, new in group):
+            current.copy_(first.reshape(()))
 
 
 def _write_input_scale(layer: FrozenLinear, scale: Tensor, *, in_place: bool) -> None:
