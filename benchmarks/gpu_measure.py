@@ -1,6 +1,7 @@
 """What gpu.py measures, one group in a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
 
-    casts  skinny  attention  gemm  experts  linear  decode        tiles --tune: the table of csrc/cuda/gemm_tiles.h
+    casts  skinny  attention  gemm  experts  linear  decode
+    tiles --tune [--kinds mixed,tensor]      writes these lines of the table in csrc/cuda/gemm_tiles.h
 
 Times are medians of CUDA events around replays of a CUDA graph, which holds a call for each of several inputs that are
 together larger than the caches; so they do not contain the host's time to launch. Work that cannot be captured is timed
@@ -168,9 +169,13 @@ def drawing(bench: Bench, rows: int) -> Iterator[Row]:
 # --- multiplications ------------------------------------------------------------------------------------------------
 
 
-def operands(bench: Bench, m: int, n: int, k: int, by_row: bool) -> tuple[Tensor, ...]:
-    quantized = partial(OPS.quantize_rowwise if by_row else OPS.quantize_current, dtype=E4M3, power_2=False)
-    (a, a_scale), (b, b_scale) = quantized(bench.noise(m, k)), quantized(bench.noise(n, k))
+def operands(bench: Bench, m: int, n: int, k: int, scales: str) -> tuple[Tensor, ...]:
+    """`scales`: a kind of csrc/cuda/tile_choice.h other than "block"; "mixed" is one of a, and one of each row of b."""
+    ops_of_kind = {"tensor": OPS.quantize_current, "row": OPS.quantize_rowwise}
+    quantize_b = ops_of_kind["tensor" if scales == "tensor" else "row"]
+    quantize_a = ops_of_kind["row" if scales == "row" else "tensor"]
+    a, a_scale = quantize_a(bench.noise(m, k), E4M3, False)
+    b, b_scale = quantize_b(bench.noise(n, k), E4M3, False)
     return a, b, a_scale, b_scale
 
 
@@ -233,7 +238,8 @@ def multiplying(bench: Bench, shape: tuple[int, int, int], by_row: bool) -> Iter
     """Ours against cuBLASLt through torch, accurate and fast, on the same operands; then every tile."""
     m, n, k = map(bench.size, shape)
     what = f"gemm {'x'.join(map(str, shape))} {'row' if by_row else 'tensor'}"
-    x = [operands(bench, m, n, k, by_row) for _ in range(max(2, min(16, (1 << 29) // (m * k + n * k))))]
+    scales = "row" if by_row else "tensor"
+    x = [operands(bench, m, n, k, scales) for _ in range(max(2, min(16, (1 << 29) // (m * k + n * k))))]
     times: dict[str, float] = {}
     for kind, multiply in attempts(bench, by_row).items():
         try:
@@ -259,7 +265,8 @@ def decoding_gemm(bench: Bench, shape: tuple[int, int, int], by_row: bool) -> It
     copy = bench.copy_bandwidth()
     m, n, k = map(bench.size, shape)
     what = f"gemm {'x'.join(map(str, shape))} {'row' if by_row else 'tensor'}"
-    x = [operands(bench, m, n, k, by_row) for _ in range(max(2, min(16, (1 << 29) // (n * k))))]
+    scales = "row" if by_row else "tensor"
+    x = [operands(bench, m, n, k, scales) for _ in range(max(2, min(16, (1 << 29) // (n * k))))]
     took = timed(bench, ours, x)
     yield {"what": what, "us": took * 1e6, "of copy": n * k / took / copy}
     if m == 16 and not by_row:
@@ -403,41 +410,52 @@ def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None
 
 
 def tile_inputs(bench: Bench, scales: str, m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
-    """Operands that no cache serves twice."""
+    """Operands that no cache serves twice: together at least 128 MiB, if 32 products have as much."""
     m, n, k = map(bench.size, (m, n, k))
 
     def one() -> tuple[Tensor, ...]:
         if scales != "block":
-            return operands(bench, m, n, k, scales == "row")
+            return operands(bench, m, n, k, scales)
         a, a_scale = OPS.quantize_block(bench.noise(m, k), E4M3, 1, False)
         b, b_scale = OPS.quantize_block(bench.noise(n, k), E4M3, 128, False)
         return a, b, a_scale, b_scale
 
-    return [one() for _ in range(max(2, min(8, (1 << 27) // (m * k + n * k))))]
+    return [one() for _ in range(max(2, min(4 if bench.dry else 32, -(-(1 << 27) // (m * k + n * k)))))]
 
 
 class TileTimes:
-    """Seconds of one tile on one shape; RuntimeError if the tile refuses it. Keeps the inputs of the last shape."""
+    """Seconds of one tile on one shape; RuntimeError if the tile refuses it. Keeps the inputs of the last shape.
+
+    `rows` has the microseconds of every kernel on every shape, and of what the table says today ("fp8serve").
+    """
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.shape = bench, ("", 0, 0, 0)
         self.inputs: list[tuple[Tensor, ...]] = []
+        self.rows: list[Row] = []
 
     def __call__(self, scales: str, m: int, n: int, k: int, choice: gpu_tiles.TileChoice) -> float:
         if self.shape != (scales, m, n, k):
             self.shape, self.inputs = (scales, m, n, k), tile_inputs(self.bench, scales, m, n, k)
-        return timed(self.bench, partial(rehearsed_tile if self.bench.dry else by_tile, choice), self.inputs, 10)
+            today = timed(self.bench, ours, self.inputs, 10)
+            self.rows.append({"what": f"gemm {m}x{n}x{k} {scales}", "us": {"fp8serve": today * 1e6}})
+        took = timed(self.bench, partial(rehearsed_tile if self.bench.dry else by_tile, choice), self.inputs, 10)
+        self.rows[-1]["us"]["/".join(map(str, choice))] = took * 1e6
+        return took
 
 
-def tuned(bench: Bench, header: Path) -> list[str]:
-    """Measures the table of this machine's chip, writes it into the header, and returns its lines."""
+def tuned(bench: Bench, kinds: list[str], header: Path, save: Callable[[dict[str, Any]], None]) -> None:
+    """Measures the tables of this machine's chip for these kinds of scales and writes them into the header, kind by
+    kind. Saves their lines, and the times of every kernel on every shape."""
     number = 90 if bench.dry else capability()
     name = "a dry run" if bench.dry else torch.cuda.get_device_name()
-    entries = gpu_tiles.table(chip(bench), TileTimes(bench))
-    origin = f"measured on {name}, {date.today().isoformat()}"
-    text = header.read_text()
-    header.write_text(gpu_tiles.rewritten(text, gpu_tiles.parsed(text) | {number: (origin, entries)}))
-    return gpu_tiles.lines(number, entries, origin)
+    origin, times, written = f"measured on {name}, {date.today().isoformat()}", TileTimes(bench), list[str]()
+    for scales in kinds:
+        measured = gpu_tiles.Table(origin, gpu_tiles.table(chip(bench), times, scales))
+        text = header.read_text()
+        header.write_text(gpu_tiles.rewritten(text, gpu_tiles.parsed(text) | {(number, scales): measured}))
+        written += gpu_tiles.lines(number, scales, measured)
+        save({"rows": times.rows, "table": written})
 
 
 def main(words: list[str] | None = None) -> None:
@@ -446,15 +464,19 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("group", choices=groups)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--tune", action="store_true", help="with tiles: measure the table and write --header")
+    kinds = partial(str.split, sep=",")
+    parser.add_argument("--kinds", type=kinds, default=gpu_tiles.SCALES, help="of scales, joined by commas")
     parser.add_argument("--header", type=Path, default=gpu_tiles.HEADER)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(words)
+    if unknown := set(options.kinds) - set(gpu_tiles.SCALES):
+        parser.error(f"--kinds: {', '.join(sorted(unknown))} must be of {', '.join(gpu_tiles.SCALES)}")
     if options.tune != (options.group == "tiles"):
         parser.error("--tune and the group tiles belong together")
     bench = Bench(options.dry_run)
     save: Callable[[dict[str, Any]], Any] = lambda found: options.out.write_text(json.dumps(found))  # noqa: E731
     if options.tune:
-        save({"rows": [], "table": tuned(bench, options.header)})
+        tuned(bench, options.kinds, options.header, save)
     else:
         measurements(bench, options.group, save)
 

@@ -1,12 +1,12 @@
 """Chooses the CUTLASS tile, or cuBLASLt, for each shape: writes a chip's lines of csrc/cuda/gemm_tiles.h.
 
-    python benchmarks/gpu_measure.py --tune [OUT.h]     times every compiled tile on this machine's GPU
-    python benchmarks/gpu_tiles.py                      predicts the lines of chips that have not been measured
+    python -m benchmarks.gpu_measure tiles --tune --out OUT.json     times every compiled tile on this machine's GPU
+    python benchmarks/gpu_tiles.py                                   predicts the lines of chips that were not measured
 
 A prediction counts waves of tiles over the multiprocessors; a wave takes the products of a tile divided by the rate of
 tiles of that size. Thin tiles, of 128 rows of the weights and few of the activations, are cut along K, so that the
-multiprocessors share them evenly. A line is left out if its shape gets the same answer without it. The tiles themselves
-are in csrc/cuda/gemm_sm*.cu; this module does not use torch.
+multiprocessors share them evenly. A line is left out if its shape gets the same answer from the others of its kind of
+scales. The tiles themselves are in csrc/cuda/gemm_sm*.cu; this module does not use torch.
 """
 
 import re
@@ -68,15 +68,23 @@ CHIPS = {
     100: Chip(148, {"large": (256, 128, 1.0), "small": (128, 128, 0.85)}, ("large", "small")),
     120: Chip(188, {"large": (128, 128, 1.0), "small": (64, 128, 0.85)}, ("large",)),
 }
+Shape = tuple[int, int, int]
 # Tokens by the linears of Llama 8B (query, key and value as one; gate and up as one) and of wider models.
-SHAPES = [
+SHAPES: list[Shape] = [
     (m, n, k)
     for m, (n, k) in product(
         (32, 64, 128, 256, 1024, 4096, 8192), ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
     )
 ]
+# Tokens by the joined linears of models of 1.1 and 8 billion parameters: query, key and value; gate and up.
+JOINED_SHAPES: list[Shape] = [
+    (m, n, k)
+    for m, (n, k) in product(
+        (1, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096), ((2560, 2048), (11264, 2048), (6144, 4096), (28672, 4096))
+    )
+]
 SWIZZLES = (1, 2, 4, 8)
-SCALES = ("tensor", "row", "block")  # as in csrc/cuda/tile_choice.h
+SCALES = ("tensor", "row", "mixed", "block")  # as in csrc/cuda/tile_choice.h
 THIN_ROWS = 128  # the most that a thin tile's kernel takes, of activations
 Measure = Callable[[str, int, int, int, TileChoice], float]  # seconds; raises RuntimeError if the kernel refuses
 
@@ -87,32 +95,46 @@ def sixteenths(value: int) -> int:
     return 16 * octave + (value * 16 >> octave) - 16
 
 
-def chosen(entries: list[TileEntry], scales: str, m: int, n: int, k: int) -> TileChoice:
-    """The choice that the kernels will look up: that of the nearest entry, the first among equally near ones.
-
-    Without entries for scales by row, that of one scale a tensor.
-    """
+def nearest(entries: list[TileEntry], scales: str, m: int, n: int, k: int) -> TileChoice | None:
+    """The choice of the nearest entry of a kind of scales, the first among equally near ones; None without entries."""
 
     def distance(entry: TileEntry) -> int:
         apart = [abs(sixteenths(a) - sixteenths(b)) for a, b in ((m, entry.m), (n, entry.n), (k, entry.k))]
         return 2 * apart[0] + 2 * apart[1] + apart[2]
 
     of_kind = [e for e in entries if e.scales == scales]
-    if not of_kind and scales == "row":
-        return chosen(entries, "tensor", m, n, k)
-    return min(of_kind, key=distance, default=TileEntry(scales, 1, 1, 1, DEFAULT)).choice
+    return min(of_kind, key=distance).choice if of_kind else None
 
 
-DEFAULT = TileChoice("large", 1)
-BLAS = TileChoice("cublaslt", 1)
+def by_shape(number: int, m: int, n: int) -> TileChoice:
+    """The choice for a shape whose entry's kernel does not take it, as in the header."""
+    if number == 90 and m <= THIN_ROWS:
+        return TileChoice("thin32" if m <= THIN_ROWS // 2 else "thin64", 1)
+    fills = -(-m // 128) * -(-n // 128) >= CHIPS[number].multiprocessors
+    larger = "medium" if number == 90 else "large"
+    return TileChoice(larger if fills else "small", 1)
+
+
+def chosen(entries: list[TileEntry], number: int, scales: str, m: int, n: int, k: int) -> TileChoice:
+    """The choice that the kernels of a chip look up: that of the nearest entry, or of another kind's, as in the
+    header."""
+    if best := nearest(entries, scales, m, n, k):
+        return best
+    if scales == "mixed":
+        of_rows = chosen(entries, number, "row", m, n, k)
+        return by_shape(number, m, n) if of_rows == BLAS and m <= THIN_ROWS else of_rows
+    return chosen(entries, number, "tensor", m, n, k) if scales == "row" else by_shape(number, m, n)
+
+
+BLAS, SKINNY = TileChoice("cublaslt", 1), TileChoice("skinny", 1)
 
 
 def predicted(chip: Chip) -> Measure:
     """A time, in products of one multiprocessor, for every tile that was compiled."""
 
     def cost(scales: str, m: int, n: int, k: int, choice: TileChoice) -> float:
-        if choice == BLAS:
-            raise RuntimeError("nobody knows cuBLASLt's tiles")
+        if choice in (BLAS, SKINNY):
+            raise RuntimeError("only tiles are predicted")
         if is_thin(choice.tile) and m > THIN_ROWS:
             raise RuntimeError(f"thin tiles take at most {THIN_ROWS} rows")
         many = not is_thin(choice.tile) and chip.waves(choice.tile, m, n) > 4
@@ -123,9 +145,9 @@ def predicted(chip: Chip) -> Measure:
 
 
 def candidates(chip: Chip, scales: str) -> list[TileChoice]:
-    """Our tiles, and cuBLASLt, which does not take block scales."""
+    """Our tiles, the skinny kernel, and cuBLASLt, which does not take block scales."""
     tiles = chip.inside if scales == "block" else chip.tiles
-    ours = [TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)]
+    ours = [*(TileChoice(tile, swizzle) for tile, swizzle in product(tiles, SWIZZLES)), SKINNY]
     return ours if scales == "block" else [*ours, BLAS]
 
 
@@ -144,58 +166,73 @@ def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -
 
 
 def thinned(entries: list[TileEntry]) -> list[TileEntry]:
-    """The entries without those that the others already imply."""
+    """The entries without those that the others of their kind already imply."""
     kept = list(entries)
     for entry in entries:
         rest = [e for e in kept if e != entry]
-        if all(chosen(rest, *e[:4]) == e.choice for e in entries):
+        if all(nearest(rest, *e[:4]) == e.choice for e in entries):
             kept = rest
     return kept
 
 
-def table(chip: Chip, measure: Measure, kinds: tuple[str, ...] = SCALES) -> list[TileEntry]:
-    entries = [fastest(chip, measure, scales, *shape) for scales in kinds for shape in SHAPES]
-    return thinned(entries)
+def table(chip: Chip, measure: Measure, scales: str) -> list[TileEntry]:
+    """The entries of one kind of scales."""
+    shapes = JOINED_SHAPES if scales == "mixed" else SHAPES
+    return thinned([fastest(chip, measure, scales, *shape) for shape in shapes])
 
 
-def predicted_table(chip: Chip) -> list[TileEntry]:
-    """Scales by row change no prediction: their lines are left out."""
-    return table(chip, predicted(chip), ("tensor", "block"))
+class Table(NamedTuple):
+    """Of one chip and one kind of scales. `origin`: "measured on ..." or "predicted ..."."""
+
+    origin: str
+    entries: list[TileEntry]
 
 
-def lines(number: int, entries: list[TileEntry], origin: str) -> list[str]:
-    """The lines of one chip, as they stand in the header."""
-    found = [f"    // sm_{number}: {origin}\n"]
-    for scales, m, n, k, (tile, swizzle) in entries:
+Tables = dict[tuple[int, str], Table]
+"""By chip and kind of scales."""
+
+
+def predicted_tables() -> Tables:
+    """Of every chip. Scales by row, of one operand or both, change no prediction: they have no lines."""
+    origin = "predicted by waves, not measured"
+    return {
+        (number, scales): Table(origin, table(chip, predicted(chip), scales))
+        for number, chip in CHIPS.items()
+        for scales in ("tensor", "block")
+    }
+
+
+def lines(number: int, scales: str, known: Table) -> list[str]:
+    """The lines of one chip and kind, as they stand in the header."""
+    found = [f"    // sm_{number}, {scales}: {known.origin}\n"]
+    for _, m, n, k, (tile, swizzle) in known.entries:
         found.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
     return found
 
 
-def parsed(text: str) -> dict[int, tuple[str, list[TileEntry]]]:
-    """For each chip, the origin of its lines and their entries."""
-    found: dict[int, tuple[str, list[TileEntry]]] = {}
-    for chip, origin in re.findall(r"// sm_(\d+): (.*)", text):
-        found[int(chip)] = (origin, [])
+def parsed(text: str) -> Tables:
+    found = {
+        (int(chip), scales): Table(origin, []) for chip, scales, origin in re.findall(r"// sm_(\d+), (\w+): (.*)", text)
+    }
     for chip, scales, *shape, tile, swizzle in re.findall(
         r"\{(\d+), Scales::(\w+), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
     ):
         m, n, k = map(int, shape)
-        found[int(chip)][1].append(TileEntry(scales, m, n, k, TileChoice(tile, int(swizzle))))
+        found[int(chip), scales].entries.append(TileEntry(scales, m, n, k, TileChoice(tile, int(swizzle))))
     return found
 
 
-def rewritten(text: str, tables: dict[int, tuple[str, list[TileEntry]]]) -> str:
+def rewritten(text: str, tables: Tables) -> str:
     """The header with these tables in place of its own."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    body = [line for chip, (origin, entries) in sorted(tables.items()) for line in lines(chip, entries, origin)]
-    return text[:begin] + "".join(body) + text[end:]
+    order = sorted(tables, key=lambda key: (key[0], SCALES.index(key[1])))
+    return text[:begin] + "".join(line for key in order for line in lines(*key, tables[key])) + text[end:]
 
 
 def main() -> None:
     text = HEADER.read_text()
-    known = {chip: found for chip, found in parsed(text).items() if not found[0].startswith("predicted")}
-    guesses = {n: ("predicted by waves, not measured", predicted_table(chip)) for n, chip in CHIPS.items()}
-    HEADER.write_text(rewritten(text, guesses | known))
+    known = {key: found for key, found in parsed(text).items() if not found.origin.startswith("predicted")}
+    HEADER.write_text(rewritten(text, predicted_tables() | known))
 
 
 if __name__ == "__main__":

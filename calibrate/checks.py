@@ -90,6 +90,8 @@ def check_model(config: ModelConfig, settings: CalibrationOptions) -> None:
 def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
     if settings.input_scales != "history" and as_delayed(recipe) is None:
         raise RecipeError(f"The recipe {name_of(recipe)!r} stores no scales for inputs; leave out input_scales.")
+    if settings.share_scales and recipe.specs.linear["weight"].source != "delayed":
+        raise RecipeError("share_scales needs one stored scale for each weight (delayed, per tensor); leave it out.")
     if settings.gradients and as_delayed(recipe) is None:
         raise RecipeError(
             f"The recipe {name_of(recipe)!r} computes the scales of gradients while training; leave out gradients."

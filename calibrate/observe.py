@@ -250,6 +250,21 @@ def scales_of(amaxes: Mapping[str, float], recipe: DelayedScaling, device: torch
     return dict(zip(amaxes, scales.to(device).unbind(), strict=True))
 
 
+@torch.no_grad()
+def share_weight_scales(states: Mapping[str, ScalingState], groups: Iterable[Sequence[str]]) -> None:
+    """Gives the weights of each group of linears one scale: the smallest, which is that of the largest amax.
+
+    Their histories become equal, too, because the scale of a state must represent its history.
+    """
+    for group in groups:
+        members = [states[f"{linear}.weight"] for linear in group]
+        scale = torch.stack([state.scale for state in members]).amin()
+        history = torch.stack([state.amax_history for state in members]).amax(0)
+        for state in members:
+            state.scale.copy_(scale)
+            state.amax_history.copy_(history)
+
+
 def check_records(records: Mapping[str, TensorRecord], needed: Collection[str], batches: int) -> None:
     """Raises ScalesError if a tensor was not finite, or if a tensor in `needed` was always zero or never observed."""
     for name, record in records.items():

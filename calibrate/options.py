@@ -130,6 +130,10 @@ class CalibrationOptions(SampleOptions):
         InputScales,
         About("How the range of input scales is chosen: the maximum, or a search for the smallest error (delayed)."),
     ] = "history"
+    share_scales: Annotated[
+        bool,
+        About("Give linear layers that read the same input one weight scale; a GPU multiplies them faster (delayed)."),
+    ] = False
     generated_samples: Annotated[
         int, Ge(0), Le(64), About("Held-out prompts that both models continue for the report.")
     ] = 4

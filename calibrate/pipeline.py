@@ -43,7 +43,13 @@ from fp8serve.calibration.checks import (
 from fp8serve.calibration.data import Batches, calibration_batches
 from fp8serve.calibration.embedding import EmbeddingReport
 from fp8serve.calibration.job import EmbeddingTask, GenerationTask, Job
-from fp8serve.calibration.observe import Observer, final_states, make_observer, unreached_experts_note
+from fp8serve.calibration.observe import (
+    Observer,
+    final_states,
+    make_observer,
+    share_weight_scales,
+    unreached_experts_note,
+)
 from fp8serve.calibration.options import HEAL_RATE, CalibrationOptions
 from fp8serve.calibration.output import call_text, make_origin, versions, write_output
 from fp8serve.calibration.progress import Progress, Stages
@@ -58,7 +64,7 @@ from fp8serve.calibration.stage_results import (
 )
 from fp8serve.calibration.techniques.healing import Schedule, heal
 from fp8serve.calibration.techniques.input_scales import searched_amaxes
-from fp8serve.calibration.techniques.precision import excluded_linears, unmeasured_groups
+from fp8serve.calibration.techniques.precision import excluded_linears, input_groups, unmeasured_groups
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing_pairs
 from fp8serve.fp8.conversion import convert
@@ -151,6 +157,8 @@ def _calibrate(
     load_observer(job.observer, observed)
     job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
     job.states = final_states(job.observer, _searched_amaxes(job))
+    if job.options.share_scales:
+        share_weight_scales(job.states, input_groups(job.linears))
     if job.options.rounding == "gptq":
         job.rounded = round_weights(
             job.model, job.linears, job.batches.calibration, job.recipe, job.states, job.stages, load_or_compute, ranks
@@ -261,7 +269,8 @@ def _heal(job: Job) -> None:
     reference = load_servable(job.source, "bf16", device=options.device)
     healed, losses = heal(
         job.decoder, job.linears, reference, job.batches.calibration, job.recipe, schedule, observer,
-        rounded=job.rounded, seed=options.seed, stages=job.stages,
+        rounded=job.rounded, shared=input_groups(job.linears) if options.share_scales else (),
+        seed=options.seed, stages=job.stages,
     )  # fmt: skip
     kl_after = task.compare(job, rounded=healed)[0].kl_divergence
     job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)

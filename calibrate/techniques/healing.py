@@ -10,7 +10,7 @@ quantized again.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -22,7 +22,7 @@ from torch.nn.functional import log_softmax
 from fp8serve.calibration.compare import freeze_function
 from fp8serve.calibration.data import IGNORE_INDEX, Batch
 from fp8serve.calibration.measure import LOGITS_PER_SLICE
-from fp8serve.calibration.observe import Observer, scales_of
+from fp8serve.calibration.observe import Observer, scales_of, share_weight_scales
 from fp8serve.calibration.passes import Linears, backpropagate, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
@@ -60,14 +60,16 @@ def heal(
     observer: Observer,
     *,
     rounded: Mapping[str, FrozenLinear] | None = None,
+    shared: Iterable[Sequence[str]] = (),
     seed: int = 0,
     stages: Stages | None = None,
 ) -> tuple[dict[str, FrozenLinear], list[float]]:
     """Trains `linears` of `decoder`; returns them in FP8 for serving, and the loss of every step in nats per token.
 
     Training starts from the weights in `rounded`, if given. The weights of `linears` are restored at the end. The
-    scaling states of `linears`, and the scales of keys and values in `observer`, are those of the last step. Batches
-    are repeated in an order that depends on the seed. Raises ModelError if a loss is not finite.
+    scaling states of `linears`, and the scales of keys and values in `observer`, are those of the last step; each group
+    of linears in `shared` then gets one weight scale. Batches are repeated in an order that depends on the seed. Raises
+    ModelError if a loss is not finite.
     """
     order = list(_repeat_batches(batches, schedule.steps, seed))
     with _master_weights(linears, rounded) as masters:
@@ -89,6 +91,7 @@ def heal(
             observer.kv[name].scale.copy_(scale)
         for state in (states := observer.states()).values():
             state.resize(observer.target.amax_history_len)
+        share_weight_scales(states, shared)
         freeze = freeze_function(recipe, states)
         return {name: freeze(name, linear) for name, linear in linears.items()}, losses
 

@@ -6,7 +6,7 @@
 //
 //   rows                        Ada, sm_120                 Hopper, sm_100
 //   1..16   (E4M3 x E4M3)       skinny                      skinny
-//   17..64  (E4M3 x E4M3)       skinny                      CUTLASS, else skinny
+//   17..64  (E4M3 x E4M3)       skinny                      CUTLASS or skinny, by the table of tiles
 //   more, or E5M2               sm_120: CUTLASS, else mma   CUTLASS, else mma
 //
 // CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
@@ -58,17 +58,23 @@ namespace {
 bool is_on(Tile tile) { return gemm_switches.on(static_cast<GemmKernel>(1 + static_cast<int>(tile))); }
 static_assert(kGemmKernels[1 + static_cast<int>(Tile::thin32)] == "thin32");
 
-TileChoice looked_up(const Gemm& g, const OnDevice& device) {
-  const bool inside = g.a_scale.inside() || g.b_scale.inside(), one = g.a_scale.one() && g.b_scale.one();
-  const Scales scales = inside ? Scales::block : one ? Scales::tensor : Scales::row;
-  return tile_for(family_of(device.capability()), scales, g.m, g.n, g.k);
+Scales scales_of(const Gemm& g) {
+  if (g.a_scale.inside() || g.b_scale.inside()) return Scales::block;
+  if (g.a_scale.one() != g.b_scale.one()) return Scales::mixed;
+  return g.a_scale.one() ? Scales::tensor : Scales::row;
 }
 
-// The tile of the table, or another that was compiled for these types.
-bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator) {
-  const TileChoice best = looked_up(g, device);
-  for (const Tile tile : {best.tile, Tile::medium, Tile::large, Tile::small}) {  // these take every size
-    if (tile == Tile::cublaslt || !is_on(tile)) continue;
+TileChoice looked_up(const Gemm& g, const OnDevice& device) {
+  const int chip = family_of(device.capability());
+  return tile_for(chip, scales_of(g), g.m, g.n, g.k, device.multiprocessors());
+}
+
+// The tile of the table, that of the shape, or another that was compiled for these types.
+bool gemm_first_tile(const Gemm& g, TileChoice best, const OnDevice& device, const Tensor& allocator) {
+  const int chip = family_of(device.capability());
+  const TileChoice by_shape = tile_by_shape(chip, g.m, g.n, device.multiprocessors());
+  for (const Tile tile : {best.tile, by_shape.tile, Tile::medium, Tile::large, Tile::small}) {
+    if (tile == Tile::cublaslt || tile == Tile::skinny || !is_on(tile)) continue;
     if (gemm_cutlass(g, {tile, best.swizzle}, device, allocator)) return true;
   }
   return false;
@@ -77,35 +83,39 @@ bool gemm_cutlass(const Gemm& g, const OnDevice& device, const Tensor& allocator
 bool decoding(const Gemm& g) { return g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
 
 // False when cuBLASLt is off or does not take this.
-bool gemm_cublaslt_if_on(const Product& p) {
+bool gemm_cublaslt_if_on(const Product& p, const OnDevice& device) {
   const auto kernel = cublaslt_for(p);
-  return kernel && gemm_switches.on(*kernel) && (gemm_cublaslt(p), true);
+  if (!kernel || !gemm_switches.on(*kernel)) return false;
+  gemm_cublaslt(p, device);
+  return true;
 }
 
 bool skinny_takes(const Gemm& g) { return decoding(g) && gemm_switches.on(GemmKernel::skinny); }
 
-// Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: it is asked first
-// for few rows only.
+// Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: from 17 rows on it
+// is first only where the table says so.
 bool skinny_is_first(const Gemm& g, const OnDevice& device) {
+  if (!skinny_takes(g)) return false;
   const int chip = family_of(device.capability());
-  return skinny_takes(g) && g.m <= (chip == 90 || chip == 100 ? 16 : kSkinnyRows);
+  return g.m <= 16 || (chip != 90 && chip != 100) || looked_up(g, device).tile == Tile::skinny;
 }
 
 // False when no kernel that is on takes this.
 bool run(const Gemm& g, const OnDevice& device, const Product& p) {
   if (skinny_is_first(g, device)) return gemm_skinny(g, device), true;
-  if (looked_up(g, device).tile == Tile::cublaslt && gemm_cublaslt_if_on(p)) return true;
-  if (gemm_cutlass(g, device, p.out)) return true;
+  const TileChoice best = looked_up(g, device);
+  if (best.tile == Tile::cublaslt && gemm_cublaslt_if_on(p, device)) return true;
+  if (gemm_first_tile(g, best, device, p.out)) return true;
   if (skinny_takes(g)) return gemm_skinny(g, device), true;
   if (gemm_switches.on(GemmKernel::mma)) return gemm_mma(g, device), true;
-  return gemm_cublaslt_if_on(p);
+  return gemm_cublaslt_if_on(p, device);
 }
 
 // The kernel of that name, or false.
 bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device, const Product& p) {
   if (kernel == "mma") return gemm_mma(g, device), true;
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
-  if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p), true);
+  if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p, device), true);
   constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // as in Tile
   for (size_t i = 0; i < kTiles.size(); ++i) {
     if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);

@@ -87,7 +87,6 @@ __device__ __forceinline__ void tell_amax(const Gemm& g, float seen) {
 }
 
 constexpr int kSkinnyRows = 64;
-constexpr int kThinRows = 128;  // of CUTLASS's thin tiles
 
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows

@@ -3,6 +3,7 @@
 
 #include "cuda/gemm.h"
 #include "cuda/gemm_switches.h"
+#include "cuda/layout.h"
 
 namespace fp8serve {
 
@@ -31,9 +32,9 @@ inline bool scaled_by_rows(const Tensor& scale, int64_t rows) {
 }  // namespace by_torch
 
 // Which of cuBLASLt's kernels multiplies this; none for products outside torch's contract: two operands in
-// E5M2, scales by blocks or of two kinds, rows of the output that are no multiple of 16 elements, a bias of
-// another type than the output or beside FP32; with scales by row, an output that is not BF16, and scales
-// that do not begin on 16 bytes.
+// E5M2, scales by blocks, rows of the output that are no multiple of 16 elements, a bias of another type than
+// the output or beside FP32; with scales by row of one operand or both, an output that is not BF16, and
+// scales that do not begin on 16 bytes.
 inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
   const int64_t m = p.out.size(0), n = p.out.size(1);
   const ScalarType type = p.out.scalar_type();
@@ -46,19 +47,25 @@ inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
   }
   if (p.bias && !aligned(p.bias->data_ptr(), 16)) return std::nullopt;
   if (p.a_scale.numel() == 1 && p.b_scale.numel() == 1) return GemmKernel::cublaslt;
-  const bool by_rows = by_torch::scaled_by_rows(p.a_scale, m) && by_torch::scaled_by_rows(p.b_scale, n);
-  if (by_rows && type == ScalarType::BFloat16) return GemmKernel::cublaslt_rows;
+  const bool a_takes = p.a_scale.numel() == 1 || by_torch::scaled_by_rows(p.a_scale, m);
+  const bool b_takes = p.b_scale.numel() == 1 || by_torch::scaled_by_rows(p.b_scale, n);
+  if (a_takes && b_takes && type == ScalarType::BFloat16) return GemmKernel::cublaslt_rows;
   return std::nullopt;
 }
 
 // With sums in FP32 ("accurate"), as our own kernels. Where torch itself refuses, its exception comes out.
-inline void gemm_cublaslt(const Product& p) {
+// Of mixed scales, the single one is repeated for every row: cuBLASLt takes a vector for both operands or for
+// neither.
+inline void gemm_cublaslt(const Product& p, const OnDevice& device) {
   using by_torch::from;
   const Tensor b = torch::stable::transpose(p.b, 0, 1);
-  const Tensor b_scale = p.b_scale.numel() == 1 ? p.b_scale : torch::stable::transpose(p.b_scale, 0, 1);
+  const bool mixed = (p.a_scale.numel() == 1) != (p.b_scale.numel() == 1);
+  const Tensor a_scale = mixed ? scales_of_rows(p.a_scale, p.out.size(0), device) : p.a_scale;
+  const Tensor rows_of_b = mixed ? scales_of_rows(p.b_scale, p.out.size(1), device) : p.b_scale;
+  const Tensor b_scale = rows_of_b.numel() == 1 ? rows_of_b : torch::stable::transpose(rows_of_b, 0, 1);
   by_torch::call<9>(
       "aten::_scaled_mm", "out",
-      {from(p.a), from(b), from(p.a_scale), from(b_scale), from(p.bias), from(std::optional<Tensor>()),
+      {from(p.a), from(b), from(a_scale), from(b_scale), from(p.bias), from(std::optional<Tensor>()),
        from(std::optional(p.out.scalar_type())), from(false), from(p.out)});
 }
 

@@ -137,6 +137,12 @@ Tensor transpose_fp8(const Tensor& q_in) {
   return out;
 }
 
+__global__ void __launch_bounds__(kThreads) repeat(const float* value, float* out, int64_t count) {
+  after_earlier_kernels();
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at < count) out[at] = *value;
+}
+
 Tensor transpose_half(const Tensor& x_in) {
   const DeviceContract check("transpose_half", x_in);
   check.rank("x", x_in, 2);
@@ -177,6 +183,14 @@ Tensor rows_padded(const Tensor& matrices, const OnDevice& device) {
   Tensor out = empty(held, {width * held.numel() / bytes, padded}, ScalarType::Byte);
   if (out.numel() == 0) return out;
   launch_gather(held.data_ptr(), bytes, 1, out, bytes, device);
+  return out;
+}
+
+Tensor scales_of_rows(const Tensor& scale, int64_t rows, const OnDevice& device) {
+  if (scale.numel() != 1) return scale;
+  Tensor out = empty(scale, {rows, 1}, ScalarType::Float);
+  launch_early(repeat, static_cast<unsigned>(ceil_over(rows, kThreads)), kThreads, 0, device.stream(),
+               data<float>(scale), data<float>(out), rows);
   return out;
 }
 

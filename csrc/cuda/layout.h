@@ -14,4 +14,7 @@ Tensor k_contiguous(const Tensor& q, const OnDevice& device);
 // of 16: [all rows, bytes]. The tensor itself where it already is so.
 Tensor rows_padded(const Tensor& matrices, const OnDevice& device);
 
+// Scales [rows, 1]: the tensor itself, or its only number repeated for every row.
+Tensor scales_of_rows(const Tensor& scale, int64_t rows, const OnDevice& device);
+
 }  // namespace fp8serve

@@ -6,11 +6,14 @@
 
 namespace fp8serve {
 
-// Of which size a tile is, is said in gemm_sm90.cu ...; `cublaslt`: none of ours, torch's product is faster.
-enum class Tile : int8_t { large, medium, small, thin128, thin64, thin32, cublaslt };
+// gemm_sm90.cu ... define the sizes of tiles. `cublaslt` is torch's product, and `skinny` the kernel of
+// gemm_skinny.cu; both stand in the table where they are faster than every tile.
+enum class Tile : int8_t { large, medium, small, thin128, thin64, thin32, cublaslt, skinny };
+constexpr int kThinRows = 128;  // the most rows of activations that thin tiles take
 
-// How operands are scaled: by a number, by a number for each row (of one operand at least), inside the sum.
-enum class Scales : int8_t { tensor, row, block };
+// How the operands are scaled: each by a number, each by a number a row, one by a number and one by rows
+// (joined projections: a scale of their input, and one of each row of the weights), or by blocks in the sum.
+enum class Scales : int8_t { tensor, row, mixed, block };
 
 struct TileChoice {
   Tile tile;

@@ -17,6 +17,7 @@ from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
+from fp8serve.engine.input_counters import InputCounters
 from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.packing import Packer, create_packer
@@ -43,7 +44,7 @@ from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats.microscaling import mx_notes
 from fp8serve.model.formats.scales import FILE_NAME, load_scales
 from fp8serve.model.network.encoder import Encoder
-from fp8serve.model.network.experts import expert_row_counts, reset_token_counts
+from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored_checkpoint import matrices_note
@@ -188,6 +189,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
         )
     model.set_max_length(sizes.max_model_len)
     runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    counters = InputCounters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
     graphs = _capture_graphs(runner, frozen, options, sizes)
     phases.end("graphs")
@@ -215,7 +217,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
         frozen=frozen,
         graphs=graphs,
         packer=Packer([]) if device.type == "cuda" else create_packer(model, *([draft.runner.model] if draft else [])),
-        scale_monitor=ScaleMonitor(frozen, calibration, options),
+        scale_monitor=ScaleMonitor(frozen, counters, calibration, options),
         prefixes=open_prefixes(model_dir, config, options, sizes),
         draft=draft,
         differences=differences,

@@ -1,9 +1,9 @@
 """Monitors whether the inputs of FP8 layers still fit their calibrated scales while the engine serves requests.
 
-The monitor works in windows of `drift_window` computed tokens. At the end of a window it reads and resets the counters
-of every FP8 layer (fp8/frozen.py), in one transfer. The drift of a layer is the amax of the last window divided by the
-amax in calibration. If the drift of a layer exceeds `drift_alarm`, the monitor logs a warning that names the layer, and
-it logs a message when the drift is below the limit again.
+The monitor works in windows of `drift_window` computed tokens. At the end of a window it takes the counters of every
+FP8 layer (input_counters.py). On a GPU it reads them in a later step, when the device has copied them. The drift of a
+layer is the amax of the last window divided by the amax in calibration. If the drift of a layer exceeds `drift_alarm`,
+the monitor logs a warning that names the layer, and it logs a message when the drift is below the limit again.
 
 With `roll_history`, the monitor also updates the scales: the end of a window is one step of delayed scaling
 (docs/numerics.md), which appends the window's amax to the calibrated amax history and computes the next scale from the
@@ -15,13 +15,14 @@ block) are computed from every input, so these layers cannot drift and are not m
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8serve.engine.input_counters import InputCounters
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import RequestError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -72,11 +73,11 @@ class InputMonitor:
         self.calibrated_amax, self.amax, self.saturated = calibrated_amax, 0.0, self.saturated + saturated
         self.window_amax = self.window_saturation = None
 
-    def record(self, rows: int) -> dict[str, Any]:
-        """Returns the numbers of `Engine.scales`, including the current window."""
-        scale = float(self.layer.input_scale)  # type: ignore[arg-type]  # a monitored layer has a scale
-        amax = max(self.amax, float(self.layer.amax))
-        saturated, elements = self.saturated + int(self.layer.saturated), rows * self.layer.in_features
+    def record(self, scale: float, amax: float, saturated: int, rows: int) -> dict[str, Any]:
+        """Returns the numbers of `Engine.scales`. `amax` and `saturated` are of the current window, and `rows` is the
+        number of rows that the layer has read since the start."""
+        amax = max(self.amax, amax)
+        saturated, elements = self.saturated + saturated, rows * self.layer.in_features
         return {
             "amax": amax,
             "scale": scale,
@@ -94,8 +95,14 @@ class ScaleMonitor:
     """Monitors the inputs of the FP8 layers of one engine. Raises RequestError if the option roll_history is set and
     the model has no stored scales."""
 
-    def __init__(self, layers: Mapping[str, FrozenLinear], calibration: Calibration, options: EngineOptions) -> None:
-        self._layers, self._options = layers, options
+    def __init__(
+        self,
+        layers: Mapping[str, FrozenLinear],
+        counters: InputCounters,
+        calibration: Calibration,
+        options: EngineOptions,
+    ) -> None:
+        self._layers, self._counters, self._options = layers, counters, options
         static = {name: layer for name, layer in layers.items() if layer.input_scale is not None}
         if options.roll_history and not static:
             raise RequestError("roll_history needs stored scales of inputs, and this model has none; leave it out.")
@@ -103,6 +110,7 @@ class ScaleMonitor:
         self._recipe = calibration.recipe
         self._states = _scaling_states(static, calibration) if options.roll_history else []
         self._window_tokens = 0  # computed in the current window
+        self._closed_rows: Mapping[str, int] | None = None  # at the end of the window that has not been read yet
         self._drifting: set[str] = set()  # layers whose drift exceeds drift_alarm
         self.num_windows = 0
         if self._states:
@@ -110,33 +118,52 @@ class ScaleMonitor:
 
     def reset(self, calibration: Calibration) -> None:
         """Starts a new window after the weights and scales were replaced. Not possible with roll_history."""
+        self._read_closed_window()
         self._window_tokens, self._drifting = 0, set()
-        for name, _, saturated in self._read_counters() if self._inputs else ():
-            monitor = self._inputs[name]
-            monitor.reset(_calibrated_amax(monitor.layer, name, calibration), saturated)
-        for monitor in self._inputs.values():
-            monitor.layer.reset_counters()
+        self._counters.take()
+        saturated = self._counters.taken().saturated
+        for name, monitor in self._inputs.items():
+            monitor.reset(_calibrated_amax(monitor.layer, name, calibration), saturated[name])
 
     def ends_window(self, tokens: int) -> bool:
-        """Counts computed tokens. Returns whether the window is complete."""
+        """Counts computed tokens. Returns whether the window is complete. Call it after every step."""
+        if self._closed_rows is not None and self._counters.are_taken():
+            self._read_closed_window()
         self._window_tokens += tokens
         return bool(self._inputs) and self._window_tokens >= self._options.drift_window
 
     def close_window(self, rows: Mapping[str, int]) -> None:
-        """Ends a window: updates scales that follow the traffic, reads and resets the counters, and logs changes of the
-        set of drifting layers. `rows` is the number of rows that each layer has read since the start."""
+        """Ends a window: updates scales that follow the traffic, and takes the counters. When they have arrived, which
+        is at once on a CPU, logs changes of the set of drifting layers. `rows` is the number of rows that each layer
+        has read since the start."""
+        self._read_closed_window()
         self._window_tokens = 0
-        self.num_windows += 1
         self._update_scales()
-        for name, amax, saturated in self._read_counters():
-            self._inputs[name].close_window(amax, saturated, rows[name])
-        for monitor in self._inputs.values():
-            monitor.layer.reset_counters()
-        self._log_drift()
+        self._counters.take()
+        self._closed_rows = rows
+        if self._counters.are_taken():
+            self._read_closed_window()
 
     def records(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Returns the records of `Engine.scales`."""
-        return [self._record(name, layer, rows[name]) for name, layer in self._layers.items()]
+        """Returns the records of `Engine.scales`. Waits for the device."""
+        self._read_closed_window()
+        amaxes, saturated = self._counters.current()
+        monitors = self._inputs.items()
+        scales = torch.stack([_input_scale(x.layer) for _, x in monitors]).tolist() if self._inputs else []
+        numbers = {
+            name: monitor.record(scale, amaxes[name], saturated[name], rows[name])
+            for (name, monitor), scale in zip(monitors, scales, strict=True)
+        }
+        unknown = dict.fromkeys(RECORDED)
+        return [
+            {
+                "name": name,
+                "input": describe_input_scale(layer),
+                **numbers.get(name, unknown),
+                "drifts": name in self._drifting,
+            }
+            for name, layer in self._layers.items()
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Returns the numbers that `Engine.stats` has about windows and drift."""
@@ -158,17 +185,16 @@ class ScaleMonitor:
             self._recipe, {f"{name}.input": TensorScale(s.scale, s.amax_history) for name, s in by_layer.items()}
         )
 
-    def _record(self, name: str, layer: FrozenLinear, rows: int) -> dict[str, Any]:
-        monitor = self._inputs.get(name)
-        numbers = dict.fromkeys(RECORDED) if monitor is None else monitor.record(rows)
-        return {"name": name, "input": describe_input_scale(layer), **numbers, "drifts": name in self._drifting}
-
-    def _read_counters(self) -> Iterable[tuple[str, float, int]]:
-        """Returns the name, the amax and the number of saturated elements of each monitored layer."""
-        layers = [monitor.layer for monitor in self._inputs.values()]
-        amaxes = torch.stack([layer.amax for layer in layers]).tolist()
-        saturated = torch.stack([layer.saturated for layer in layers]).tolist()
-        return zip(self._inputs, amaxes, saturated, strict=True)
+    def _read_closed_window(self) -> None:
+        """Reads the counters of a window that was closed and not read yet, for which it waits."""
+        rows, self._closed_rows = self._closed_rows, None
+        if rows is None:
+            return
+        self.num_windows += 1
+        amaxes, saturated = self._counters.taken()
+        for name, monitor in self._inputs.items():
+            monitor.close_window(amaxes[name], saturated[name], rows[name])
+        self._log_drift()
 
     @torch.no_grad()
     def _update_scales(self) -> None:
@@ -216,7 +242,12 @@ def _calibrated_amax(layer: FrozenLinear, name: str, calibration: Calibration) -
     does not saturate."""
     history = calibration.histories.get(name)
     amax = 0.0 if history is None else float(history.amax())
-    return amax or E4M3_MAX / float(layer.input_scale)  # type: ignore[arg-type]
+    return amax or E4M3_MAX / float(_input_scale(layer))
+
+
+def _input_scale(layer: FrozenLinear) -> Tensor:
+    assert layer.input_scale is not None  # a monitored layer has a scale
+    return layer.input_scale
 
 
 def _scaling_states(

@@ -36,7 +36,7 @@ reason). Graphs run the same kernels, so logits have the same bits with and with
 import itertools
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -49,6 +49,14 @@ from torch import Tensor, nn
 from fp8serve.engine.defaults import graph_sizes
 from fp8serve.engine.flights import PinnedBuffer
 from fp8serve.engine.scheduler import StepWork, Work
+from fp8serve.fp8.change_tracking import (
+    MODULE_DICTIONARIES,
+    TrackedDict,
+    TrackedTensor,
+    stop_tracking,
+    track_dictionary,
+    track_tensor,
+)
 
 IntArray = NDArray[np.int64]
 NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
@@ -187,22 +195,50 @@ class GraphReport:
 
 
 class CapturedModel:
-    """The modules and tensors of a model at the time of a capture. While this object exists, the memory of the tensors
-    is not freed."""
+    """The modules, tensors and hooks of a model at the time of a capture. While this object exists, the memory of the
+    tensors is not freed.
+
+    They are compared only after a listener was notified of a change (fp8/change_tracking.py). What cannot notify is
+    compared at every call: the addresses of parameters, which a served model has few of, and the hooks that a module
+    has already.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        tables = [table for m in model.modules() for table in (m._modules, m._parameters, m._buffers)]
-        self._entries = [(table, name, value) for table in tables for name, value in table.items()]
-        tensors = [value for _, _, value in self._entries if isinstance(value, Tensor)]
+        self._changed: set[int] = set()
+        self._listener = listener = self._changed, 0
+        for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES):
+            track_dictionary(module, name, listener)
+        tables = [module.__dict__[name] for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES)]
+        values = [value for table in tables for value in table.values()]
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}.values()
+        for tensor in tensors:
+            track_tensor(tensor, listener)
+        self._tables = [(table, dict(table)) for table in tables]
         self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._silent_tables = [pair for pair in self._tables if not isinstance(pair[0], TrackedDict)]
+        self._silent_addresses = [pair for pair in self._addresses if not isinstance(pair[0], TrackedTensor)]
         self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
 
     def is_current(self) -> bool:
-        """Returns whether the model still consists of the same modules and tensors."""
-        for table, name, value in self._entries:
-            if table.get(name) is not value:
-                return False
-        return all(tensor.data_ptr() == address for tensor, address in self._addresses)
+        """Returns whether the model still consists of the same modules, tensors and hooks."""
+        if not self._changed:
+            return _are_same(self._silent_tables, self._silent_addresses)
+        if _are_same(self._tables, self._addresses):
+            self._changed.clear()
+            return True
+        for tracked, _ in (*self._tables, *self._addresses):
+            stop_tracking(tracked, self._listener)  # an outdated capture stays outdated
+        return False
+
+
+def _are_same(
+    tables: Sequence[tuple[Mapping[Any, Any], Mapping[Any, Any]]], addresses: Sequence[tuple[Tensor, int]]
+) -> bool:
+    """Returns whether each table has the entries beside it, and each tensor the address."""
+    for table, entries in tables:
+        if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
+            return False
+    return all(tensor.data_ptr() == address for tensor, address in addresses)
 
 
 @dataclass(slots=True)

@@ -34,9 +34,7 @@ def replace_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Replaces all weights of `model` by `tensors`. Raises ModelError or ScalesError if they do not suit the model."""
     check_weights(model, tensors)
     current, _ = _current_tensors(model)
-    scales = {name for name in current if name.endswith(".input_scale")}
-    _write_input_scales(model, {name.removesuffix(".input_scale"): tensors[name] for name in scales})
-    others = current.keys() - scales
+    others = current.keys() - _write_scales(model, tensors)
     model.load_state_dict({name: _expand_scalar(tensors[name], current[name]) for name in others}, strict=False)
 
 
@@ -61,20 +59,20 @@ def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tens
     model gets its old weights back, and the error is raised.
     """
     current, _ = _current_tensors(model)
-    scales = {name: tensor for name, tensor in current.items() if name.endswith(".input_scale")}
-    previous = {name: tensor.clone() for name, tensor in scales.items()}
+    scales = {name for group in _shared_scales(model).values() for _, name in group}
+    previous = {name: current[name].clone() for name in scales}
     try:
-        _write_input_scales(model, {name.removesuffix(".input_scale"): tensors.pop(name) for name in scales})
-        for name in current.keys() - scales.keys():
+        _write_scales(model, tensors)
+        for name in current.keys() - scales:
             new = tensors.pop(name)
             previous[name] = torch.empty_like(current[name], device=new.device).copy_(current[name])
             _write_tensor(model, name, _expand_scalar(new, current[name]))
     except BaseException:
-        _write_input_scales(model, {name.removesuffix(".input_scale"): previous[name] for name in scales})
-        for name in previous.keys() - scales.keys():
+        _write_scales(model, previous)
+        for name in previous.keys() - scales:
             _write_tensor(model, name, previous[name])
         raise
-    tensors.clear()  # of aliases
+    tensors.clear()  # of aliases and scales
     return previous
 
 
@@ -117,6 +115,8 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
     if current.dim() == 3 and name.endswith((".weight_q", ".weight")) and _is_packed(layer):
         shape = GROUP * current.shape[0], RUN * current.shape[1]
     is_scalar = name.endswith(".weight_scale_inv") and new.numel() == 1 and shape[1:] in ((), (1,))  # `_expand_scalar`
+    if name.endswith(".weight_scale_inv") and isinstance(layer, FrozenLinear) and layer.shares_weight_scale:
+        shape = shape if is_scalar else (layer.out_features, 1)  # the layer gets scales of its own
     if not (is_scalar or tuple(new.shape) == shape) or new.dtype is not dtype:
         expected = f"{type_name(dtype)} {list(shape)}"
         raise ModelError(f"{name} must be {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
@@ -145,17 +145,33 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
     return is_comparable and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
-def _write_input_scales(model: Model, scales: Mapping[str, Tensor]) -> None:
-    """Writes the input scales of FP8 layers. Layers that read the same input share a scale tensor. If their new scales
+def _write_scales(model: Model, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Writes the scales that layers can share and returns their names. If the new scales of the layers that share one
     are equal, the shared tensor is overwritten. Otherwise each layer gets a tensor of its own."""
-    sharing: dict[int, list[tuple[FrozenLinear, Tensor]]] = {}
-    for name, scale in scales.items():
-        layer = cast(FrozenLinear, model.get_submodule(name))
-        sharing.setdefault(id(layer.input_scale), []).append((layer, scale))
+    sharing = _shared_scales(model)
     for group in sharing.values():
-        are_equal = all(torch.equal(group[0][1], scale) for _, scale in group)
-        for layer, scale in group:
-            _write_input_scale(layer, scale, in_place=are_equal)
+        first = tensors[group[0][1]]
+        are_equal = all(torch.equal(first, tensors[name]) for _, name in group)
+        for layer, name in group:
+            if name.endswith(".input_scale"):
+                _write_input_scale(layer, tensors[name], in_place=are_equal)
+            elif are_equal and first.numel() == 1:
+                layer.weight_scale_inv.copy_(first.reshape(()))
+            else:
+                _write_tensor(model, name, tensors[name])
+    return {name for group in sharing.values() for _, name in group}
+
+
+def _shared_scales(model: Model) -> dict[int, list[tuple[FrozenLinear, str]]]:
+    """Returns all input scales, and the weight scales that joined layers share (joined.py): the layers that have one
+    tensor, with the name of the tensor in each."""
+    sharing: dict[int, list[tuple[FrozenLinear, str]]] = {}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, FrozenLinear) and layer.input_scale is not None:
+            sharing.setdefault(layer.input_scale.data_ptr(), []).append((layer, f"{prefix}.input_scale"))
+        if isinstance(layer, FrozenLinear) and layer.shares_weight_scale:
+            sharing.setdefault(layer.weight_scale_inv.data_ptr(), []).append((layer, f"{prefix}.weight_scale_inv"))
+    return sharing
 
 
 def _write_input_scale(layer: FrozenLinear, scale: Tensor, *, in_place: bool) -> None:

@@ -1,9 +1,13 @@
 """Change tracking: dictionaries and tensors of a module that notify listeners when an entry or a tensor is replaced.
 
-torch holds a module's tensors, children and hooks in dictionaries. Code that has joined the tensors of many modules
-must know before every call whether a tensor was replaced. A check of all modules in every decoding step is slow,
-because their objects are not in the processor's caches. These classes record changes, so the code checks only after a
-change.
+torch holds a module's tensors, children and hooks in dictionaries. Code that has joined the tensors of many modules, or
+has captured their addresses in a CUDA graph, must know before every call whether a tensor was replaced. A check of all
+modules in every decoding step is slow, because their objects are not in the processor's caches. These classes record
+changes, so the code checks only after a change.
+
+Writing to a tensor's elements is no change. Two things are not noticed: a storage that is resized
+(`tensor.untyped_storage().resize_`), and a dictionary of a module that another dictionary replaces
+(`module.__dict__["_buffers"] = ...`). torch does neither to a module that is not sharded.
 """
 
 from collections import OrderedDict
@@ -15,7 +19,9 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.torch_private import plain_torch_function
 
-_TRACKED_DICTIONARIES = "_buffers", "_forward_hooks", "_forward_pre_hooks"  # attributes of nn.Module
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"  # attributes of nn.Module
+_TRACKED_DICTIONARIES = "_buffers", *_HOOKS
+MODULE_DICTIONARIES = "_modules", "_parameters", *_TRACKED_DICTIONARIES
 
 Listener = tuple[set[int], int]
 """A set and a number that is added to the set on a change."""
@@ -47,12 +53,11 @@ class TrackedDict(OrderedDict[Any, Any]):
         _notify(self.listeners)
 
 
-class TrackedView(Tensor):
-    """A view of a joined tensor that notifies its listeners when it may have moved to other memory.
+class TrackedTensor(Tensor):
+    """A tensor that notifies its listeners when it may have moved to other memory.
 
-    `tensor.data = other` and `torch.utils.swap_tensors` both set an attribute; `set_` is a method. Ops treat the view
-    as a plain tensor and return plain tensors. Writing to the elements notifies nobody, because the joined tensor has
-    the same memory.
+    `tensor.data = other` and `torch.utils.swap_tensors` both set an attribute; `set_` and `resize_` are methods. Ops
+    treat it as a plain tensor and return plain tensors.
     """
 
     listeners: Sequence[Listener] = ()
@@ -67,18 +72,34 @@ class TrackedView(Tensor):
         _notify(self.listeners)
         return super().set_(*args, **options)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TrackedView":
+    def resize_(self, *args: Any, **options: Any) -> Any:
+        _notify(self.listeners)
+        return super().resize_(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrackedTensor":
         """Returns a view of the copied tensor, with copied listeners."""
-        memo[id(self)] = view = deepcopy(self.detach(), memo).as_subclass(TrackedView)
+        memo[id(self)] = view = deepcopy(self.detach(), memo).as_subclass(TrackedTensor)
         view.listeners = deepcopy(self.listeners, memo)
         return view
 
 
-def track_view(tensor: Tensor, listener: Listener) -> TrackedView:
-    """Returns the same view as a TrackedView that notifies this listener."""
-    view = tensor.as_subclass(TrackedView)
+def track_view(tensor: Tensor, listener: Listener) -> TrackedTensor:
+    """Returns the same view as a TrackedTensor that notifies this listener."""
+    view = tensor.as_subclass(TrackedTensor)
     view.listeners = [listener]
     return view
+
+
+def track_tensor(tensor: Tensor, listener: Listener) -> None:
+    """Makes the tensor itself a TrackedTensor that notifies this listener, too.
+
+    An instance of another subclass is not changed. Parameters are of one, because `nn.Parameter(x)` accepts no x of a
+    subclass whose `detach` returns a plain tensor.
+    """
+    if type(tensor) is Tensor:
+        tensor.__class__ = TrackedTensor
+    if isinstance(tensor, TrackedTensor) and not any(_is_same(listener, other) for other in tensor.listeners):
+        object.__setattr__(tensor, "listeners", [*tensor.listeners, listener])  # which notifies nobody
 
 
 def _notify(listeners: Sequence[Listener]) -> None:
@@ -89,7 +110,7 @@ def _notify(listeners: Sequence[Listener]) -> None:
 def track_children(parent: nn.Module, names: Sequence[str], listener: Listener) -> None:
     """Adds a listener for replaced children of `parent` and for replaced tensors and new hooks of its children `names`.
 
-    It does not track whether a tensor moves to other memory; see `TrackedView`.
+    It does not track whether a tensor moves to other memory; see `TrackedTensor`.
     """
     track_dictionary(parent, "_modules", listener)
     for name in names:
@@ -98,9 +119,25 @@ def track_children(parent: nn.Module, names: Sequence[str], listener: Listener) 
 
 
 def track_dictionary(module: nn.Module, name: str, listener: Listener) -> None:
-    """Adds a listener for changes of the module's dictionary of this name."""
+    """Adds a listener for changes of the module's dictionary of this name.
+
+    A dictionary that has hooks already is not changed, because their handles remove them from this very dictionary.
+    """
     tracked = module.__dict__[name]
     if not isinstance(tracked, TrackedDict):
+        if name in _HOOKS and tracked:
+            return
         tracked = module.__dict__[name] = TrackedDict(tracked)
-    if not any(changed is listener[0] and number == listener[1] for changed, number in tracked.listeners):
+    if not any(_is_same(listener, other) for other in tracked.listeners):
         tracked.listeners = [*tracked.listeners, listener]
+
+
+def _is_same(one: Listener, other: Listener) -> bool:
+    return one[0] is other[0] and one[1] == other[1]
+
+
+def stop_tracking(tracked: Any, listener: Listener) -> None:
+    """Removes a listener of a TrackedDict or TrackedTensor. Anything else is not changed."""
+    if isinstance(tracked, TrackedDict | TrackedTensor):
+        rest = [other for other in tracked.listeners if not _is_same(listener, other)]
+        object.__setattr__(tracked, "listeners", rest)

@@ -95,6 +95,7 @@ class FrozenLinear(nn.Module):
     """
 
     adapters: Optional["ServedAdapters"] = None
+    shares_weight_scale = False  # whether other layers have the same weight_scale_inv [] (joined.py)
 
     weight_q: Tensor
     weight_scale_inv: Tensor
@@ -274,13 +275,16 @@ class FrozenLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Loads a state dict. The weight is packed and its scale is expanded to rows if this layer's are.
 
-        The input scale is replaced and not written in place, because other layers may share it (joined.py).
+        The input scale, and a weight scale that other layers share and that differs, are replaced and not written in
+        place (joined.py).
         """
         scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
         if self.is_packed:
             pack_state_dict_weight(state_dict, f"{prefix}weight_q")
         if scale is not None and scale.dim() == 0 and self.weight_scale_inv.shape == (self.out_features, 1):
             state_dict[f"{prefix}weight_scale_inv"] = scale.expand(self.out_features, 1).clone()
+        if scale is not None and self.shares_weight_scale and not torch.equal(scale, self.weight_scale_inv.to(scale)):
+            self.weight_scale_inv, self.shares_weight_scale = scale.to(self.weight_scale_inv, copy=True), False
         if input_scale is not None and self.input_scale is not None:
             self.input_scale = _validate_scale(f"{prefix}input_scale", input_scale).to(self.input_scale.device)
             self.input_scale_inv = self.input_scale.reciprocal()

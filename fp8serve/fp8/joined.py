@@ -3,8 +3,10 @@
 The layers stay modules with their names, tensors and counters. Their weights, weight scales and biases become views of
 the joined tensors. So no tensor is in memory twice, and a value that is written to a layer's tensor takes effect in the
 joined product. Weights that are already adjacent in memory (such as gate and up in a mapped file) are joined in place;
-others are copied once. A weight scale per tensor becomes one per row, which gives the same bits. All layers share the
-input scale and the counters of the first layer, which casts the input.
+others are copied once. All layers share the input scale and the counters of the first layer, which casts the input.
+If every layer has one weight scale and all are equal (calibrate --share-scales), they share it, too. A GPU can then
+multiply by cuBLASLt with one scale for each operand. Otherwise a weight scale per tensor becomes one per row, which
+gives the same bits.
 
 If code replaces a layer or its tensor (by an assignment, `.data` or `.to`) instead of writing to the tensor, the new
 tensor is no view. A listener (change_tracking.py) records that a tensor may have been replaced. Then `is_current`
@@ -69,7 +71,8 @@ class JoinedLinear:
         _pack_all_if_any(joined)
         self.weight = _concat_weights([layer.weight_q for layer in joined])
         scales = [_joinable_scale(layer) for layer in joined]
-        self._scale, self._scale_rows = torch.cat(scales), [len(scale) for scale in scales]
+        self._scale_rows = [len(scale) for scale in scales]
+        self._scale = torch.cat(scales) if (shared := _shared_scale(joined)) is None else shared
         self._ends = None if have_whole_blocks(joined) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
         biases = [layer.bias for layer in joined if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
@@ -126,6 +129,11 @@ class JoinedLinear:
         self._share_tensors()
 
     @property
+    def num_rows(self) -> int:
+        """The number of outputs of all layers."""
+        return sum(self._widths)
+
+    @property
     def layers(self) -> Sequence[FrozenLinear]:
         """The joined layers, in order."""
         return self._layer_list
@@ -137,7 +145,7 @@ class JoinedLinear:
 
     @property
     def scale(self) -> Tensor:
-        """The scale_inv of the weight: FP32 [N, 1], or one per block."""
+        """The scale_inv of the weight: FP32 [] if the layers share one, else [N, 1], or one per block."""
         return self._scale
 
     @property
@@ -163,10 +171,12 @@ class JoinedLinear:
         """Replaces the layers' tensors by views of the joined tensors."""
         unit = GROUP if self.weight.dim() == 3 else 1
         weights = self.weight.split_with_sizes([width // unit for width in self._widths])
-        scales = self._scale.split_with_sizes(self._scale_rows)
+        is_shared = self._scale.dim() == 0
+        scales = [self._scale] * len(weights) if is_shared else self._scale.split_with_sizes(self._scale_rows)
         biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
         for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
             layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
+            layer.shares_weight_scale = is_shared
             layer.bias = None if bias is None else track_view(bias, self._listener)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
@@ -225,6 +235,14 @@ def _joinable_scale(layer: FrozenLinear) -> Tensor:
     """Returns the weight's scale_inv, expanded to one per row if it is one per tensor."""
     scale = layer.weight_scale_inv
     return scale if scale.dim() else scale.expand(layer.out_features, 1)
+
+
+def _shared_scale(layers: Sequence[FrozenLinear]) -> Tensor | None:
+    """Returns the layers' only scale, FP32 [], in memory of its own, or None if they have several."""
+    scales = [layer.weight_scale_inv for layer in layers]
+    if any(scale.dim() for scale in scales) or not all(torch.equal(scale, scales[0]) for scale in scales):
+        return None
+    return scales[0].detach().clone()
 
 
 def _pack_all_if_any(layers: Sequence[FrozenLinear]) -> None:

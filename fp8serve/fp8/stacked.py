@@ -6,7 +6,7 @@ change_tracking.py records replaced layers, replaced tensors and new hooks, and 
 next call.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -65,7 +65,7 @@ class StackedExperts:
         self._experts = stacked = [JoinedLinear(group, (self._changed, i)) for i, group in enumerate(layers)]
         self._first = first = stacked[0].first
         self._matrix = torch.cat([expert.weight.view(torch.uint8) for expert in stacked]).view(first.weight_q.dtype)
-        self._scale = torch.stack([expert.scale for expert in stacked])
+        self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(x.num_rows, 1) for x in stacked])
         biases = [expert.bias for expert in stacked if expert.bias is not None]
         self._bias = torch.stack(biases) if biases else None
         scales = [expert.first.input_scale for expert in stacked if expert.first.input_scale is not None]
@@ -131,6 +131,26 @@ class StackedExperts:
     def pack(self, out: Tensor) -> None:
         """Packs all weights into `out`; see `FrozenLinear.pack`."""
         self._matrix = pack_weight(self._matrix, out)
+        self._share_tensors()
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether the layers have stored input scales, so that their inputs are counted."""
+        return self._input_scale is not None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self._experts)
+
+    def layers(self) -> Iterator[FrozenLinear]:
+        """Yields the layers of all experts."""
+        for expert in self._experts:
+            yield from expert.layers
+
+    @torch.no_grad()
+    def move_counters(self, amax: Tensor, saturated: Tensor) -> None:
+        """Replaces the counters of all experts, FP32 [E] and int64 [E], by tensors in other memory."""
+        self._amax, self._saturated = amax, saturated
         self._share_tensors()
 
     def _quantize(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,14 +82,28 @@ def test_tiles_are_measured_into_a_header(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(gpu_measure, "rehearsed_tile", tile)
     monkeypatch.setattr(gpu_tiles, "SHAPES", [(64, 4096, 4096)])
+    monkeypatch.setattr(gpu_tiles, "JOINED_SHAPES", [(32, 4096, 4096), (64, 4096, 4096)])
     header = tmp_path / "tiles.h"
     header.write_text(gpu_tiles.HEADER.read_text())
+    before = gpu_tiles.parsed(header.read_text())
     out = tmp_path / "out.json"
-    gpu_measure.main(["tiles", "--tune", "--out", str(out), "--dry-run", "--header", str(header)])
-    origin, entries = gpu_tiles.parsed(header.read_text())[90]
-    assert origin.startswith("measured on a dry run, 20")
-    assert [entry.choice for entry in entries] == [gpu_tiles.TileChoice("small", 2)] * 2
-    assert json.loads(out.read_text())["table"] == gpu_tiles.lines(90, entries, origin)
+    words = ["tiles", "--tune", "--kinds", "mixed,tensor", "--out", str(out), "--dry-run", "--header", str(header)]
+    gpu_measure.main(words)
+    tables = gpu_tiles.parsed(header.read_text())
+    assert {key for key in tables if tables[key] != before.get(key)} == {(90, "mixed"), (90, "tensor")}
+    for scales in ("mixed", "tensor"):
+        assert tables[90, scales].origin.startswith("measured on a dry run, 20")
+        assert [entry.choice for entry in tables[90, scales].entries] == [gpu_tiles.TileChoice("small", 2)]
+    result = json.loads(out.read_text())
+    assert result["table"] == [line for s in ("mixed", "tensor") for line in gpu_tiles.lines(90, s, tables[90, s])]
+    assert [row["what"] for row in result["rows"]] == [
+        "gemm 32x4096x4096 mixed",
+        "gemm 64x4096x4096 mixed",
+        "gemm 64x4096x4096 tensor",
+    ]
+    assert all(set(row["us"]) == {"fp8serve", "small/2"} for row in result["rows"])
+    with pytest.raises(SystemExit):
+        gpu_measure.main([*words[:3], "mixed,columns", *words[4:]])
 
 
 def test_tune_and_tiles_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,53 @@ def test_what_was_measured_is_what_is_served(model_dir: Path, tmp_path: Path) ->
     assert served.perplexity == report.quality.perplexity
     assert served.tokens == report.quality.tokens
     assert report.quality.reference_perplexity != report.quality.perplexity
+
+
+JOINED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+
+
+def weight_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Scales and histories of weights by name."""
+    tensors = load_file(folder / "scales.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if ".weight." in name}
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": "gptq"}, {"heal": 2}], ids=str)
+def test_linears_that_read_the_same_input_share_a_weight_scale(
+    model_dir: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """That of the largest amax; the served product then has one scale for each operand."""
+    run(model_dir, tmp_path / "own", **options)
+    run(model_dir, tmp_path / "shared", share_scales=True, **options)
+    own, shared = weight_tensors(tmp_path / "own"), weight_tensors(tmp_path / "shared")
+    assert own.keys() == shared.keys()
+    for name in own:
+        leaf = name.partition(".weight.")[0].rpartition(".")[2]
+        members = next((group for group in JOINED if leaf in group), (leaf,))
+        tensors = [own[name.replace(f"{leaf}.weight.", f"{member}.weight.")] for member in members]
+        expected = torch.stack(tensors).amin(0) if name.endswith(".scale") else torch.stack(tensors).amax(0)
+        assert "heal" in options or torch.equal(shared[name], expected), name
+        assert all(torch.equal(shared[name], shared[name.replace(f"{leaf}.", f"{m}.")]) for m in members), name
+    assert any(not torch.equal(own[name], shared[name]) for name in own)
+    file = load_file(tmp_path / "shared/model.safetensors")  # readers such as vLLM take the largest of the parts
+    stored = [{float(file[f"model.layers.0.self_attn.{leaf}.weight_scale"]) for leaf in JOINED[0]}]
+    assert len(stored[0]) == 1
+    joined = {folder: joined_scales(tmp_path / folder) for folder in ("own", "shared")}
+    assert all(scale.dim() == 0 for scale in joined["shared"])
+    assert all(scale.dim() == 2 for scale in joined["own"])
+
+
+def joined_scales(folder: Path) -> list[torch.Tensor]:
+    model: Any = load_servable(folder)
+    model.join()
+    layers = model.model.layers
+    return [group._joined.scale for layer in layers for group in (layer.self_attn.qkv, layer.mlp.gate_up)]
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(weight_granularity="row"), from_name("rowwise"), from_name("w8a16")])
+def test_only_stored_scales_of_weights_can_be_shared(model_dir: Path, tmp_path: Path, recipe: Any) -> None:
+    with pytest.raises(RecipeError, match="share_scales needs one stored scale for each weight"):
+        run(model_dir, tmp_path / "out", recipe=recipe, share_scales=True)
 
 
 @pytest.mark.parametrize(

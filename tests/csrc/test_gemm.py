@@ -250,8 +250,13 @@ def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def assert_of_far_scales(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
-    """Bit-equal to the reference, and, where FP32 holds it as a normal number, the truth to its roundings."""
+    """Bit-equal to the reference, and the truth to its roundings."""
     assert_bits_equal(found, reference.scaled_mm(*operands, extra, torch.float32))
+    assert_true_to_roundings(found, operands, extra)
+
+
+def assert_true_to_roundings(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
+    """The truth to the roundings of its factors, where FP32 holds it as a normal number."""
     a, b, a_scale, b_scale = (t.double() for t in operands)
     truth = (a @ b.t()) * a_scale * b_scale.t() + extra.double()
     normal = (truth.abs() < 3.4e38) & (truth.abs() > 1.2e-38)

@@ -14,6 +14,7 @@ from tests.csrc.test_gemm import (
     GRANULARITIES,
     assert_as_good_as_naive,
     assert_of_far_scales,
+    assert_true_to_roundings,
     exact,
     far_operands,
     quantized,
@@ -225,9 +226,23 @@ def test_errors_name_the_size_that_is_wrong(kernels):
         kernels.run("scaled_mm", a, b, one, one, torch.zeros(7), torch.float32)
 
 
-@pytest.mark.parametrize("rows", [5, 70])  # skinny, mma (or CUTLASS)
+@pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_scales_far_from_one_that_cancel(kernels, rows, by_row):
-    """Nothing is added to the result, as to the reference's: CUTLASS's -0.0 is then 0.0, as where a bias is added."""
-    operands, nothing = far_operands(rows, by_row), torch.zeros(48)
-    assert_of_far_scales(kernels.run("scaled_mm", *operands, None, torch.float32) + nothing, operands, nothing)
+    """The reference's bits by every kernel of ours, which multiplies by one scale after the other (scaled_by).
+
+    cuBLASLt, which may be first, says nothing about its order, and its last bits are others.
+    Nothing is added to the results, as to the reference's: CUTLASS's -0.0 is then 0.0, as where a bias is added.
+    """
+    operands, nothing, answered = far_operands(rows, by_row), torch.zeros(48), set()
+    for name in NAMED:
+        try:
+            found = kernels.run("scaled_mm_by", *operands, None, torch.float32, name, 1)
+        except RuntimeError as refused:
+            assert f"kernel: is {name}, which does not multiply this here" in str(refused)  # noqa: PT017
+            continue
+        answered.add(name)
+        assert_of_far_scales(found + nothing, operands, nothing)
+    assert answered >= ({"skinny", "mma"} if rows <= 64 else {"mma"})
+    first = kernels.run("scaled_mm", *operands, None, torch.float32)
+    assert_true_to_roundings(first, operands, nothing)

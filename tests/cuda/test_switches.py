@@ -87,7 +87,8 @@ def test_cublaslt_takes_what_its_contract_allows(kernels: Kernels, shape, kinds,
     for out in (BF16, torch.float32, torch.float16):
         for bias in (None, tame(1, n, seed=3)[0].to(out)):
             one_each = all(scale.numel() == 1 for scale in args[2:])  # a single block is one, too
-            by_rows = kinds == ("row", "row") and out == BF16
+            each = zip(args[2:], (m, n), strict=True)  # blocks of 1x128 are rows where K has one
+            by_rows = all(s.numel() == 1 or s.shape == (rows, 1) for s, rows in each) and out == BF16
             biased = bias is None or out != torch.float32
             wanted = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
             if wanted:

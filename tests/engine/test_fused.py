@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason=
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512, "head_dim": 128}
 MODES: dict[str, dict[str, Any]] = {
     "delayed": {"recipe": DelayedScaling()},
+    "weight scales of their own": {"recipe": DelayedScaling()},
     "fp8 cache": {"recipe": DelayedScaling(), "kv_cache_dtype": "fp8"},
     "rowwise": {"recipe": "rowwise"},
     "current": {"recipe": "current"},
@@ -46,7 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
 def make(path: Path, mode: str, model_type: str = "llama", **sizes: Any) -> Engine:
     if not path.exists():
         write_model(path, model_type, **SIZES | sizes)
-        write_scales(path, path / "made-up", kv=True)
+        write_scales(path, path / "made-up", kv=True, shared=mode != "weight scales of their own")
     options = dict(MODES[mode])
     if isinstance(options["recipe"], DelayedScaling):
         options["scales"] = path / "made-up"
@@ -297,6 +298,18 @@ def test_projections_with_scales_of_their_own_are_not_joined(tmp_path: Path) -> 
         save_file(tensors, scales, file.metadata())
     engine = Engine(tmp_path / "model", recipe=DelayedScaling(), scales=scales)
     assert joined(engine) == {"0.qkv": True, "0.gate_up": True, "1.qkv": False, "1.gate_up": True}
+
+
+@pytest.mark.parametrize(("mode", "shape"), [("delayed", ()), ("weight scales of their own", (512, 1))])
+def test_joined_projections_share_a_weight_scale_that_they_agree_on(tmp_path: Path, mode: str, shape: Any) -> None:
+    """Only then it is one number, which a GPU multiplies by cuBLASLt."""
+    layer = make(tmp_path / "model", mode).loaded.runner.model.model.layers[0]  # type: ignore[union-attr, index]
+    group = groups_of(layer)["gate_up"]._joined
+    assert group.scale.shape == shape
+    assert [part.shares_weight_scale for part in group.layers] == [shape == ()] * 2
+    assert {part.weight_scale_inv.untyped_storage().data_ptr() for part in group.layers} == {
+        group.scale.untyped_storage().data_ptr()
+    }
 
 
 def test_a_bf16_model_is_not_joined(tmp_path: Path) -> None:

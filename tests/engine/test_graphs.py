@@ -1,14 +1,17 @@
 """Decoding by replay, with a stand-in for the GPU's graphs: which steps, in which size, on which buffers."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.step import CapturedModel
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -127,3 +130,152 @@ def test_replaced_weights_are_captured_anew(model_dir: Path) -> None:
     moved = answers([1, 2, 3, 4, 5, 6])
     assert graphs.captured == once * 3
     assert all(ours == theirs for ours, theirs in (before, written, replaced, moved))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def small_model() -> Any:
+    """Modules with parameters and buffers, some of them shared; a hook that was there before."""
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[3].weight = model[2].weight
+    model.old_hook = model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def loaded_by_assignment(model: Any) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def swapped(model: Any) -> None:
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(4, 3)))
+
+
+def removed_by_handle(model: Any) -> None:
+    model.old_hook.remove()
+
+
+def child_set(model: Any) -> None:
+    model[2] = nn.Linear(4, 4)
+
+
+def parameter_set(model: Any) -> None:
+    model[0].bias = nn.Parameter(torch.ones(4))
+
+
+def buffer_set(model: Any) -> None:
+    model[1].running_mean = torch.ones(4)
+
+
+def data_set(model: Any) -> None:
+    model[3].weight.data = torch.ones(4, 4)
+
+
+def buffer_data_set(model: Any) -> None:
+    model[1].running_var.data = torch.ones(4)
+
+
+def storage_set(model: Any) -> None:
+    model[0].bias.data.set_(torch.ones(4))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "load_state_dict with assign": loaded_by_assignment,
+    "a child": child_set,
+    "a child deleted": lambda model: delattr(model, "2"),
+    "a child added": lambda model: model.add_module("more", nn.Identity()),
+    "a parameter": parameter_set,
+    "a parameter set to None": lambda model: model[0].register_parameter("bias", None),
+    "a buffer": buffer_set,
+    "a buffer added": lambda model: model[1].register_buffer("more", torch.ones(1)),
+    "to another dtype": lambda model: model.to(torch.float64),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "data": data_set,
+    "data of a buffer": buffer_data_set,
+    "set_": lambda model: model[1].running_var.set_(torch.ones(4)),
+    "resize_": lambda model: model[1].running_var.resize_(1 << 16),
+    "swap_tensors": swapped,
+    "a parametrization": lambda model: parametrize.register_parametrization(model[0], "weight", Doubled()),
+    "weight norm": lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+    "a forward hook": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "a forward hook beside another": lambda model: model[1].register_forward_hook(lambda *_: None),
+    "a forward pre-hook": lambda model: model[2].register_forward_pre_hook(lambda *_: None),
+    "a hook removed by its handle": removed_by_handle,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_a_captured_model_is_noticed(change: Callable[[Any], Any]) -> None:
+    model = small_model()
+    captured, other = CapturedModel(model), CapturedModel(model)
+    assert captured.is_current()
+    change(model)
+    assert [captured.is_current() for captured in (captured, other, captured)] == [False] * 3
+    again = CapturedModel(model)
+    assert again.is_current()
+    assert not captured.is_current()
+
+
+def test_new_values_are_no_change_and_a_change_that_is_undone_is_none() -> None:
+    model = small_model()
+    captured = CapturedModel(model)
+    model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
+    model.to(torch.float32)
+    model[1](torch.ones(2, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert captured.is_current()
+    hook = model[0].register_forward_hook(lambda *_: None)
+    weight, model[0].bias = model[0].bias, None
+    model[0].bias = weight
+    hook.remove()
+    assert captured.is_current()
+
+
+def test_a_captured_model_compares_only_parameters_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    model.old_hook.remove()
+    captured, asked, data_ptr = CapturedModel(model), list[Tensor](), Tensor.data_ptr
+    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: asked.append(tensor) or data_ptr(tensor))
+    assert captured.is_current()
+    assert {id(tensor) for tensor in asked} == {id(tensor) for tensor in model.parameters()}
+    asked.clear()
+    model[1].running_mean = model[1].running_mean
+    assert captured.is_current()
+    assert {id(tensor) for tensor in model.buffers()} < {id(tensor) for tensor in asked}
+    asked.clear()
+    assert captured.is_current()
+    assert len(asked) == len(list(model.parameters()))
+
+
+class Wrapped(Tensor):
+    """A subclass of its own, which notifies nobody."""
+
+
+def test_tensors_of_other_subclasses_are_compared_at_every_step() -> None:
+    model = small_model()
+    model[1].running_mean = model[1].running_mean.as_subclass(Wrapped)
+    captured = CapturedModel(model)
+    assert captured.is_current()
+    assert type(model[1].running_mean) is Wrapped
+    model[1].running_mean.data = torch.ones(4)
+    assert not captured.is_current()
+
+
+def test_a_captured_model_computes_and_copies_as_before() -> None:
+    """A copy of it tells nobody."""
+    model, x = small_model(), torch.ones(2, 3)
+    expected, names = model(x), list(model.state_dict())
+    captured = CapturedModel(model)
+    assert torch.equal(model(x), expected)
+    assert type(model(x)) is Tensor
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    copied = deepcopy(model)
+    copied[0].weight.data = torch.ones(4, 3)
+    copied.double()
+    assert captured.is_current()
+    assert list(model.state_dict()) == names
+    model(x).sum().backward()
+    assert type(model[0].weight.grad) is Tensor

@@ -13,6 +13,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, ModelError, RequestError, ScalesError
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_scales, load_servable
 from fp8serve.model.export import write_calibrated
@@ -83,6 +84,41 @@ def test_scales_that_differ_within_a_joined_group(models: tuple[Path, Path]) -> 
     apart = Engine(models[1])
     apart.loaded.runner.model.load_state_dict(given)
     assert found == answers(apart) != answers(Engine(models[1]))
+    engine.load_weights(models[1])
+    assert answers(engine) == answers(Engine(models[1]))
+
+
+def qkv_of(engine: Engine) -> list[FrozenLinear]:
+    return [engine.loaded.frozen[f"model.layers.0.self_attn.{part}_proj"] for part in "qkv"]
+
+
+def test_a_weight_scale_that_q_k_and_v_share_is_written_in_place(models: tuple[Path, Path]) -> None:
+    """A CUDA graph reads it there."""
+    engine = Engine(models[0])
+    shared = [layer.weight_scale_inv for layer in qkv_of(engine)]
+    given = {name: 2 * t if name.endswith("weight_scale_inv") else t for name, t in state_of(models[1]).items()}
+    engine.load_weights(given)
+    for layer, scale in zip(qkv_of(engine), shared, strict=True):
+        assert layer.weight_scale_inv is scale
+        assert layer.shares_weight_scale
+        assert torch.equal(scale, given["model.layers.0.self_attn.k_proj.weight_scale_inv"])
+    assert answers(engine) != answers(Engine(models[1]))
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_weight_scales_that_differ_within_a_joined_group(
+    models: tuple[Path, Path], by_row: bool, by_engine: bool
+) -> None:
+    """q, k and v share one scale of their weights, until somebody gives them different ones."""
+    engine, apart, given = Engine(models[0]), Engine(models[1]), state_of(models[1])
+    name = "model.layers.0.self_attn.k_proj.weight_scale_inv"
+    scale = given[name] * 64
+    given[name] = scale.expand(qkv_of(engine)[1].out_features, 1).clone() if by_row else scale
+    qkv_of(apart)[1].weight_scale_inv = scale.clone()
+    (engine.load_weights if by_engine else engine.loaded.runner.model.load_state_dict)(given)
+    assert answers(engine) == answers(apart) != answers(Engine(models[1]))
+    assert not any(layer.shares_weight_scale for layer in qkv_of(engine))
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
 

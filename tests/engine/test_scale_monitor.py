@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import RequestError
@@ -56,6 +57,74 @@ def test_windows_change_no_answer_and_lose_no_count(kind: str, tmp_path: Path) -
     assert sum(record["saturated"] for record in many.scales()) > 0
     assert (one.stats()["scale_windows_total"], one.scales()[0]["drift"]) == (0, None)
     assert many.stats()["scale_windows_total"] > 5
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class FakeEvent:
+    """An event that has passed when the test says so, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.recorded, self.passed = 0, False
+
+    def record(self) -> None:
+        self.recorded, self.passed = self.recorded + 1, False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_is_two_copies_and_two_resets(kind: str, tmp_path: Path) -> None:
+    """Of all layers, which share two tensors; stacked experts included."""
+    engine = made(tmp_path / kind, kind, 0.5, drift_window=10**9)
+    answer(engine)
+    monitor = engine.loaded.scale_monitor
+    layers = engine.loaded.frozen.values()
+    assert len({layer.amax.untyped_storage().data_ptr() for layer in layers}) == 1
+    assert len({layer.saturated.untyped_storage().data_ptr() for layer in layers}) == 1
+    assert len({layer.amax.data_ptr() for layer in layers}) == len(monitor._counters._amax)
+    rows, before = engine._rows(), [float(layer.amax) for layer in layers]
+    with Operations() as operations:
+        monitor.close_window(rows)
+    assert operations.names == ["copy_", "copy_", "zero_", "zero_"]
+    assert [record["window_amax"] for record in engine.scales()] == before
+    assert not any(float(layer.amax) or int(layer.saturated) for layer in layers)
+
+
+def test_a_window_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
+    """As on a GPU: no step waits, and the records of all windows are those of a CPU."""
+    options = {"drift_window": 10, "drift_alarm": 1e-6}
+    plain, late = (made(tmp_path / "model", amax=0.5, **options) for _ in range(2))
+    monitor = late.loaded.scale_monitor
+    monitor._counters._event = event = FakeEvent()
+    assert answer(plain) == answer(late)
+    closed = plain.stats()["scale_windows_total"]
+    assert event.recorded == closed > 2
+    assert late.stats()["scale_windows_total"] == closed - 1  # a window that ends waits for the one before
+    assert late.scales() == plain.scales()
+    assert late.stats() == plain.stats()
+    for engine in (plain, late):
+        monitor = engine.loaded.scale_monitor
+        monitor.close_window(engine._rows())
+    assert late.stats()["scale_windows_total"] == closed
+    event.passed = True
+    assert not monitor.ends_window(1)
+    assert late.stats()["scale_windows_total"] == closed + 1
+    assert late.scales() == plain.scales()
 
 
 def test_drift_is_the_last_window_over_what_calibration_saw(tmp_path: Path) -> None:

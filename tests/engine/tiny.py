@@ -84,10 +84,13 @@ def call_each_layer(engine: Engine) -> None:
         layer.register_forward_hook(lambda *_: None)
 
 
-def write_scales(path: Path, out: Path, *, kv: bool = False) -> Path:
-    """Made-up scales for every linear of the model, and for its cache when `kv`."""
+def write_scales(path: Path, out: Path, *, kv: bool = False, shared: bool = True) -> Path:
+    """Made-up scales for every linear of the model, and for its cache when `kv`. Unless `shared`, every weight has
+    another than its neighbours."""
     names = Decoder(read_config(path), device="meta").linear_names()
     keys = {f"{name}.{role}": 20.0 for name in names for role in ("input", "weight")}
+    if not shared:
+        keys |= {f"{name}.weight": 16.0 + index % 7 for index, name in enumerate(names)}
     if kv:
         keys |= {f"model.layers.{i}.self_attn.{role}": 30.0 for i in range(2) for role in "kv"}
     tensors = {key: TensorScale(torch.tensor(scale)) for key, scale in keys.items()}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.change_tracking import TrackedView, track_dictionary, track_view
+from fp8serve.fp8.change_tracking import TrackedTensor, track_dictionary, track_view
 
 
-def made() -> tuple[TrackedView, set[int]]:
+def made() -> tuple[TrackedTensor, set[int]]:
     changed: set[int] = set()
     return track_view(torch.arange(6.0).view(2, 3), (changed, 7)), changed
 

@@ -189,6 +189,10 @@ class Experts(nn.ModuleList):
     def is_stacked(self) -> bool:
         return self._stacks is not None
 
+    def stacks(self) -> Sequence[StackedExperts]:
+        """Returns the stacks of the experts' linears, or nothing if they are not stacked."""
+        return self._stacks or ()
+
     def matrices(self) -> Iterator[nn.Module | StackedExperts]:
         """Yields the modules whose weights a forward pass multiplies by: the stacks, or each linear."""
         if self._stacks is not None:

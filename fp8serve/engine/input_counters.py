@@ -1,0 +1,109 @@
+"""The counters of all FP8 layers that monitor their input, as views of two tensors.
+
+A FrozenLinear counts the amax and the saturated elements of its input (fp8/frozen.py). Reading and resetting the
+counters of each layer on its own would launch four kernels a layer and wait for the device. Here the counters of all
+layers are views of one tensor of amaxes and one of saturated elements. So taking them is two copies to pinned memory,
+behind which an event is recorded, and two `zero_`. Nothing waits: the caller reads the copies when the event has
+passed. On a CPU they can be read at once.
+
+Layers that read the same input share their counters. The counters of stacked experts (fp8/stacked.py) are neighbours,
+because one op updates those of all experts.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.stacked import StackedExperts
+
+
+class Event(Protocol):
+    """A torch.cuda.Event."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Counters(NamedTuple):
+    """The amax and the number of saturated elements of every layer's input, by the name of the layer."""
+
+    amaxes: dict[str, float]
+    saturated: dict[str, int]
+
+
+class InputCounters:
+    """The counters of those `layers` that have a stored input scale. `stacks` are the stacked experts of the model.
+
+    Create it before CUDA graphs are captured, because it replaces the layers' counters by views.
+    """
+
+    @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
+    @torch.no_grad()
+    def __init__(self, layers: Mapping[str, FrozenLinear], stacks: Iterable[StackedExperts] = ()) -> None:
+        static = {name: layer for name, layer in layers.items() if layer.input_scale is not None}
+        stacks = [stack for stack in stacks if stack.has_input_scale]
+        stacked = {id(layer) for stack in stacks for layer in stack.layers()}
+        groups: dict[int, list[FrozenLinear]] = {}
+        for layer in static.values():
+            if id(layer) not in stacked:
+                groups.setdefault(id(layer.amax), []).append(layer)
+        count = len(groups) + sum(stack.num_experts for stack in stacks)
+        device = next((layer.amax.device for layer in static.values()), torch.device("cpu"))
+        self._amax = torch.zeros(count, device=device)
+        self._saturated = torch.zeros(count, dtype=torch.int64, device=device)
+        self._share(groups.values(), stacks)
+        first, size = self._amax.data_ptr(), self._amax.element_size()
+        self._index = {name: (layer.amax.data_ptr() - first) // size for name, layer in static.items()}
+        pinned = device.type == "cuda"
+        self._amax_copy = torch.zeros(count, pin_memory=pinned)
+        self._saturated_copy = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
+        self._event: Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def _share(self, groups: Iterable[list[FrozenLinear]], stacks: Iterable[StackedExperts]) -> None:
+        """Replaces the counters of groups of layers, and of stacks, by views."""
+        start = 0
+        for stack in stacks:
+            end = start + stack.num_experts
+            stack.move_counters(self._amax[start:end], self._saturated[start:end])
+            start = end
+        for index, group in enumerate(groups, start):
+            amax, saturated = self._amax[index], self._saturated[index]
+            for layer in group:
+                layer.amax, layer.saturated = amax, saturated
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Starts copying the counters to the host, and resets them. Does not wait for the device."""
+        self._amax_copy.copy_(self._amax, non_blocking=True)
+        self._saturated_copy.copy_(self._saturated, non_blocking=True)
+        self._amax.zero_()
+        self._saturated.zero_()
+        if self._event is not None:
+            self._event.record()
+
+    def are_taken(self) -> bool:
+        """Returns whether the device has done what the last `take` asked of it."""
+        return self._event is None or self._event.query()
+
+    def taken(self) -> Counters:
+        """Returns the counters of the last `take`, for which it waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._by_name(self._amax_copy, self._saturated_copy)
+
+    def current(self) -> Counters:
+        """Returns the counters since the last `take`. Waits for the device."""
+        return self._by_name(self._amax, self._saturated)
+
+    def _by_name(self, amax: Tensor, saturated: Tensor) -> Counters:
+        amaxes, numbers = amax.tolist(), saturated.tolist()
+        return Counters(
+            {name: amaxes[index] for name, index in self._index.items()},
+            {name: numbers[index] for name, index in self._index.items()},
+        )
