@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.module import _has_any_global_hook
 
 NAMES = {
     "torch._C._current_graph_task_id": "returns the id of the running backward pass",
@@ -31,6 +32,7 @@ NAMES = {
     "torch._C._functorch.peek_interpreter_stack": "detects a running transform of torch.func",
     "torch.autograd.forward_ad._current_level": "detects forward-mode differentiation",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": "excludes a function and its callees from compilation",
+    "torch.nn.modules.module._has_any_global_hook": "detects hooks of all modules",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells whether a device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "exists only if torch was built with CUDA"}
@@ -40,6 +42,9 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]  # pack and unpack of save
 
 plain_torch_function: Any = torch._C._disabled_torch_function_impl
 preserving_version: Callable[[Tensor], AbstractContextManager[None]] = _unsafe_preserve_version_counter
+
+
+has_global_hooks: Callable[[], bool] = _has_any_global_hook
 
 
 def constant_in_graphs(function: Function) -> Function:

@@ -21,6 +21,7 @@ from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join
+from fp8serve.fp8.shared_input import SharedInput
 from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm
 
@@ -44,6 +45,7 @@ class Projections:
     def __init__(self, owner: nn.Module, *names: str, widths: Sequence[int] | None = None) -> None:
         self._owner, self._names, self._widths = owner, names, widths
         self._joined: JoinedLinear | None = None
+        self._shared_input = SharedInput()
         self._changed: set[int] = set()  # not empty if a joined linear or tensor may have been replaced
 
     def __call__(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
@@ -62,7 +64,7 @@ class Projections:
             return joined(x if norm is None else norm(x))
         x = x if norm is None else norm(x)
         modules = self._owner._modules
-        return [modules[name](x) for name in self._names]  # type: ignore[misc]  # none of them is None
+        return self._shared_input([modules[name] for name in self._names], x)  # type: ignore[misc]  # none is None
 
     def join(self) -> None:
         """Joins the linears if possible. Linears that replace them later are joined, too."""
