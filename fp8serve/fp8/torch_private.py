@@ -27,6 +27,7 @@ NAMES = {
     "torch.Tensor._make_wrapper_subclass": "creates a tensor that contains other tensors",
     "torch.utils._pytree.tree_map": "finds tensors inside of arguments",
     "torch._foreach_copy_": "copies many small tensors in one call",
+    "torch._foreach_mul_": "multiplies many tensors in one call",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "lets FSDP2 allocate its shards before the first forward pass",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "releases the process groups that DTensor has cached",
     "torch._C._functorch.peek_interpreter_stack": "detects a running transform of torch.func",
@@ -140,6 +141,11 @@ def map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source to the target of the same index, in one call."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies each tensor by the factor in place, in one call."""
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def has_kernel(op: str, key: str) -> bool:
