@@ -34,6 +34,8 @@ from fp8serve.fp8.casting import (
     cast_delayed,
     cast_recording,
     operand_from_data,
+    operand_of_cast,
+    transposes_data,
     with_nan_scale,
 )
 from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
 
 # Produces the input and quantizes it in one op: (scale, FP8 dtype) -> (FP8 data [M, K], amax).
 FusedQuantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+# Produces the input, quantizes it and records its amax in one op: (scale, history, FP8 dtype, whether to transpose) ->
+# (FP8 data [M, K], transposed data [K, M] or an empty tensor, scale_inv).
+ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
@@ -118,10 +123,23 @@ class LinearCall:
             self._call_observer("input", lambda: compute().reshape(q.shape), operand)
         return operand
 
-    def join_cast(self, x: Tensor, operand: Operand) -> None:
-        """Does what `cast("input", ...)` does besides the cast, for an operand that another layer has cast.
+    def cast_produced(self, produce: ProducedCast, compute: Callable[[], Tensor], device: torch.device) -> Operand:
+        """Quantizes the input in both directions with an op that also produces it and records its amax.
 
-        The layers share the history, so its staging slot has risen to the amax already.
+        `compute` returns the input for an observer.
+        """
+        state = self.states["input"]
+        history = state.amax_history if self.config_id is not None and self.is_recording else None
+        dtype = DTYPES[self.recipe.specs.linear["input"].element]
+        operand = operand_of_cast(*produce(state.scale, history, dtype, transposes_data(device, True)), True)
+        self.join_cast(compute, operand)
+        return operand
+
+    def join_cast(self, compute: Callable[[], Tensor], operand: Operand) -> None:
+        """Does what `cast("input", ...)` does besides the cast and the record of the amax.
+
+        Layers that share an operand share the history, so its staging slot has risen to the amax already. `compute`
+        returns the input for an observer.
         """
         if self.config_id is not None and self.is_recording:
             if torch.compiler.is_compiling():  # the graph's node adds the module to the step; 0 changes no amax
@@ -130,7 +148,7 @@ class LinearCall:
             else:
                 add_to_step("forward", self.module_key, self.config_id)
         if self.observer is not None:
-            self._call_observer("input", lambda: x, operand)
+            self._call_observer("input", compute, operand)
 
     def _call_observer(self, name: str, compute_values: Callable[[], Tensor], operand: Operand) -> None:
         if self.observer is not None and operand.rowwise is not None:
@@ -403,14 +421,16 @@ class Linear(Stateful, nn.Linear):
 
     def _quantize_input(self, input: LinearInput, plan: LinearPlan) -> tuple[Tensor, Operand]:
         """Returns the input as a matrix [M, K] of the autograd graph, and the quantized input."""
+        call, shared = plan.call, input.shared
         fused_quantize = input.fused_quantize if plan.reads_only_fp8_input else None
-        x = input.compute() if fused_quantize is None else input.graph_tensor
+        is_produced = fused_quantize is not None or (shared is not None and shared.produce is not None)
+        x = input.graph_tensor if is_produced else input.compute()
         if x.dim() != 2 or x.shape[1] != self.in_features:
             x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
         with torch.no_grad():
-            if fused_quantize is None:
-                call, directions = plan.call, (plan.input_rowwise, plan.input_columnwise)
-                if input.shared is not None:
-                    return x, input.shared.cast(call, x, *directions)
-                return x, call.cast("input", x, *directions)
-            return x, plan.call.cast_fused(fused_quantize, input.compute, plan.input_columnwise)
+            if shared is not None:
+                compute = input.compute if is_produced else lambda: x
+                return x, shared.cast(call, compute, x.device, plan.input_rowwise, plan.input_columnwise)
+            if fused_quantize is not None:
+                return x, call.cast_fused(fused_quantize, input.compute, plan.input_columnwise)
+            return x, call.cast("input", x, plan.input_rowwise, plan.input_columnwise)

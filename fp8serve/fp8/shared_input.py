@@ -14,7 +14,7 @@ Layers with hooks, of subclasses of Linear (tensor-parallel, parametrized, shard
 (adapters, frozen layers) are called one by one, because a hook may change the input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.autocast import current_frame
 from fp8serve.fp8.casting import Operand
 from fp8serve.fp8.layer_inputs import cast_by_torch_autocast
-from fp8serve.fp8.linear import Linear, LinearCall
+from fp8serve.fp8.linear import Linear, LinearCall, ProducedCast
 from fp8serve.fp8.recipe import DelayedScaling, as_delayed
 from fp8serve.fp8.recompute import running_regions
 from fp8serve.fp8.recording import can_read
@@ -43,40 +43,54 @@ class SharedInput:
         frame = current_frame()
         runs_in_fp8 = frame is not None and frame.enabled
         # The backward pass runs a checkpointed region again, outside of the context.
-        if not (runs_in_fp8 or running_regions()) or not _can_share(layers):
+        if not (runs_in_fp8 or running_regions()) or len(layers) == 1 or not are_plain(layers):
             return [layer(x) for layer in layers]
         if frame is not None and runs_in_fp8 and (delayed := as_delayed(frame.recipe)) is not None:
-            self._share_states(layers, delayed)
+            self.share_states(layers, delayed)
         shared = SharedCast()
         return [layer.run_shared(cast_by_torch_autocast(x), shared) for layer in layers]
 
-    def _share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
+    def share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
         """Makes the layers share the state of their input if their states are equal."""
         if torch.compiler.is_compiling():
             _share_equal_states_by_key([linear.key for linear in linears], delayed.amax_history_len)
             return
         states = [linear.scaling.get("input") for linear in linears]
-        if not _are_one(states) and not _are_same(states, self._different):
+        if not are_one(states) and not _are_same(states, self._different):
             self._different = _share_equal_states(linears, delayed.amax_history_len)
 
 
 class SharedCast:
-    """The quantized input of layers that run one after the other. The first layer casts it for all."""
+    """The quantized input of layers that run one after the other. The first layer casts it for all.
 
-    def __init__(self) -> None:
+    If `produce` is given, it casts the input in both directions and computes it as well (fused_blocks.py).
+    """
+
+    def __init__(self, produce: ProducedCast | None = None) -> None:
+        self.produce = produce
         self._first: LinearCall | None = None
         self._operand = Operand(None, None)
 
-    def cast(self, call: LinearCall, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
-        """Returns what `call.cast("input", ...)` returns for the layers' input x."""
+    def cast(
+        self,
+        call: LinearCall,
+        compute: Callable[[], Tensor],
+        device: torch.device,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> Operand:
+        """Returns what `call.cast("input", ...)` returns for the layers' input, the result of `compute`."""
         if self._first is not None and self._serves(self._first, call, rowwise, columnwise):
             operand = self._operand.only(rowwise, columnwise)
-            call.join_cast(x, operand)
+            call.join_cast(compute, operand)
             return operand
-        operand = call.cast("input", x, rowwise, columnwise)
+        if self.produce is None:
+            operand = call.cast("input", compute(), rowwise, columnwise)
+        else:
+            operand = call.cast_produced(self.produce, compute, device)
         if self._first is None:
             self._first, self._operand = call, operand
-        return operand
+        return operand.only(rowwise, columnwise)
 
     def _serves(self, first: LinearCall, call: LinearCall, rowwise: bool, columnwise: bool) -> bool:
         """Returns whether the first call's operand is what a cast for this call would give."""
@@ -91,9 +105,9 @@ class SharedCast:
         return has_same_state and call.config_id == first.config_id and call.is_recording == first.is_recording
 
 
-def _can_share(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Linear]]:
-    """Returns whether the layers run their own `forward` on the input that they are given."""
-    return len(layers) > 1 and all(map(_is_plain, layers)) and not has_global_hooks()
+def are_plain(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Linear]]:
+    """Returns whether the layers are `Linear`, and run their own `forward` on the input that they are given."""
+    return all(map(_is_plain, layers)) and not has_global_hooks()
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -122,7 +136,8 @@ def _share_equal_states_by_key(keys: list[int], history_len: int) -> bool:
     return True
 
 
-def _are_one(states: Sequence[ScalingState | None]) -> bool:
+def are_one(states: Sequence[ScalingState | None]) -> bool:
+    """Returns whether the layers share one state."""
     return states[0] is not None and all(state is states[0] for state in states)
 
 
@@ -132,7 +147,7 @@ def _are_same(states: Sequence[ScalingState | None], others: Sequence[ScalingSta
 
 def _are_equal(states: Sequence[ScalingState]) -> bool:
     """Compares the values of the states. Waits for the GPU once."""
-    if _are_one(states):
+    if are_one(states):
         return True
     first, *others = states
     equal = [(getattr(first, field) == getattr(other, field)).all() for other in others for field in FIELDS]
