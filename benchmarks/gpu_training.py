@@ -6,9 +6,9 @@ separated by commas; the default is all. Each row has the median time of a step,
 includes compilation, and the peak of allocated memory. A step is a forward and a backward pass; there is no optimizer.
 
 Rows of the trainer have a digest of the last output: those with the same recipe and weights must have the same digest
-("separate": every layer casts its own input, as before casts were shared). "packed" has sequences of many lengths, and
-"packed loop" computes their attention sequence by sequence. "norm" is the norm of 291 gradients, "norm by rows" as it
-was computed before. The device "cpu" takes small sizes; it only shows that the script works.
+("unfused": casts are ops of their own; "separate": also, every layer casts its own input). "packed" has sequences of
+many lengths, and "packed loop" computes their attention sequence by sequence. "norm" is the norm of 291 gradients,
+"norm by rows" as it was computed before. The device "cpu" takes small sizes; it only shows that the script works.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import fp8serve
-from fp8serve.fp8 import attention
+from fp8serve.fp8 import attention, fused_blocks
 from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import Rope
@@ -41,7 +41,8 @@ BF16, LAYERS, GRADIENTS = torch.bfloat16, 2, 291
 CASES = (
     "bf16", "bf16 compiled", "ao tensorwise compiled", "ao rowwise compiled",
     "convert delayed", "convert delayed compiled", "convert rowwise", "convert rowwise compiled",
-    "trainer bf16", "trainer delayed", "trainer delayed separate", "trainer current", "trainer rowwise",
+    "trainer bf16", "trainer delayed", "trainer delayed unfused", "trainer delayed separate", "trainer current",
+    "trainer rowwise",
     "trainer block", "trainer delayed masters", "trainer delayed recompute", "trainer delayed compiled",
     "trainer delayed packed", "trainer delayed packed loop", "norm", "norm by rows",
 )  # fmt: skip
@@ -173,7 +174,11 @@ class Bench:
             for module in model.modules():
                 if isinstance(module, fp8serve.Linear):
                     module.register_forward_hook(lambda *_: None)
-        with without_flash_attention() if "loop" in words else nullcontext():
+        with ExitStack() as stack:
+            if "loop" in words:
+                stack.enter_context(replaced(attention, "_can_use_flash_attention"))
+            if "unfused" in words:
+                stack.enter_context(replaced(fused_blocks, "_is_on_gpu"))
             return self._measure(model, is_compiled, recipe, is_flat=kind == "trainer")
 
     def _llama(self) -> nn.Module:
@@ -240,14 +245,14 @@ def _norm_by_rows(grads: dict[str, Tensor]) -> float:
 
 
 @contextmanager
-def without_flash_attention() -> Iterator[None]:
-    """`causal_attention` calls scaled_dot_product_attention for every sequence."""
-    can_use = attention._can_use_flash_attention
-    attention._can_use_flash_attention = lambda *_: False
+def replaced(module: Any, name: str) -> Iterator[None]:
+    """The condition of this name in a module is never true."""
+    condition = getattr(module, name)
+    setattr(module, name, lambda *_: False)
     try:
         yield
     finally:
-        attention._can_use_flash_attention = can_use
+        setattr(module, name, condition)
 
 
 def digest(x: Tensor) -> str:

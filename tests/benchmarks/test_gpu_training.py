@@ -8,7 +8,8 @@ import pytest
 from benchmarks.gpu_training import Bench
 
 CASES = (
-    "convert delayed", "trainer bf16", "trainer delayed", "trainer delayed separate", "trainer delayed masters",
+    "convert delayed", "trainer bf16", "trainer delayed", "trainer delayed unfused", "trainer delayed separate",
+    "trainer delayed masters",
     "trainer delayed recompute", "trainer delayed packed", "trainer delayed packed loop", "norm", "norm by rows",
 )  # fmt: skip
 
@@ -21,7 +22,9 @@ def test_every_case_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     assert len(capsys.readouterr().out.splitlines()) == len(rows) == len(CASES)
     digests = {name: row["digest"] for name, row in rows.items() if "digest" in row}
-    assert len({digests[f"trainer delayed{how}"] for how in ("", " separate", " masters", " recompute")}) == 1
+    assert (
+        len({digests[f"trainer delayed{how}"] for how in ("", " unfused", " separate", " masters", " recompute")}) == 1
+    )
     assert digests["trainer delayed packed"] == digests["trainer delayed packed loop"] != digests["trainer delayed"]
     assert rows["norm"]["norm"] == pytest.approx(rows["norm by rows"]["norm"])
 
