@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import casting, fused_blocks
+from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.model.checkpoint import load_trainable
+from fp8serve.model.network.fusion import IDENTITY
 from fp8serve.train.forward import Forward, collate, mean_loss, summed_loss
 from fp8serve.train.state import scaling_tensors
 from tests.tiny import write_tiny_model
@@ -148,3 +150,35 @@ def test_an_infinite_gradient_is_not_hidden(model_dir: Path, monkeypatch: pytest
     grad = decoder.model.layers[0].mlp.gate_proj.weight.grad
     assert grad is not None
     assert not grad.isfinite().all()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("tokens", [128, 90])
+def test_a_layers_mlp_and_projections_on_a_gpu(
+    model_dir: Path, device: str, tokens: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, gradients and states with fused ops and with the same modules one by one, on one device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x, fused=fused: fused)
+        decoder = load_trainable(model_dir, dtype=torch.bfloat16, device=device)
+        convert(decoder)
+        layer = decoder.model.layers[0]
+        results: list[Tensor] = []
+        for step in range(3):
+            x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+            x.requires_grad_()
+            with autocast(recipe=DELAYED):
+                q, k, v = layer.self_attn.qkv(x, layer.input_layernorm)
+                y = layer.mlp(x, layer.post_attention_layernorm, IDENTITY)
+            (q.sum() + (k * v).sum() + y.square().sum()).backward()
+            results += [q.detach(), k.detach(), v.detach(), y.detach(), x.grad]  # type: ignore[list-item]
+            results += [p.grad for p in layer.parameters() if p.grad is not None]
+            layer.zero_grad()
+        results += [t for name, t in layer.state_dict().items() if ".input." in name or ".grad_output." in name]
+        found.append(results)
+        assert bool(calls) == fused
+    assert len(found[0]) > 60
+    assert all(map(torch.equal, *found))
