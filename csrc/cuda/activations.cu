@@ -138,18 +138,11 @@ template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads) silu_mul_gradients(Matrix<T> grad, Matrix<T> gate, Matrix<T> up,
                                                                T* d_gate, T* d_up, int64_t rows, int64_t n) {
   for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
-    const Chunk dy = load_chunk<kAligned>(grad.at + row * grad.stride, at, n),
-                x = load_chunk<kAligned>(gate.at + row * gate.stride, at, n),
-                u = load_chunk<kAligned>(up.at + row * up.stride, at, n);
-    Chunk to_gate, to_up;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const float sigmoid = 1.0f / (1.0f + expf(-x.value[i]));
-      to_up.value[i] = dy.value[i] * rounded<T>(x.value[i] * sigmoid);
-      to_gate.value[i] = dy.value[i] * u.value[i] * (sigmoid * (1.0f + x.value[i] * (1.0f - sigmoid)));
-    }
-    store_high<kAligned>(to_up, d_up + row * n, at, n);
-    store_high<kAligned>(to_gate, d_gate + row * n, at, n);
+    const GatedGradients d = gated_gradients<T>(load_chunk<kAligned>(grad.at + row * grad.stride, at, n),
+                                                load_chunk<kAligned>(gate.at + row * gate.stride, at, n),
+                                                load_chunk<kAligned>(up.at + row * up.stride, at, n));
+    store_high<kAligned>(d.up, d_up + row * n, at, n);
+    store_high<kAligned>(d.gate, d_gate + row * n, at, n);
   });
 }
 

@@ -80,6 +80,12 @@ void cast_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& 
 void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& out,
                 const OnDevice& device);
 
+// What delayed scaling does after a cast: the amax [] raises the history's staging slot, if there is a
+// history. Returns the inverse of the scale, NaN for an infinite amax if `infinity_is_nan`.
+Tensor recorded(const Tensor& amax, const Tensor& scale, const std::optional<Tensor>& history,
+                bool infinity_is_nan, const OnDevice& device);
+void check_history(const DeviceContract& check, const char* name, const std::optional<Tensor>& history);
+
 // The op, for others that are made of it (watch.cu).
 Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, const std::optional<double>& eps,
                         const Tensor& scale, const Tensor& seen, const Tensor& saturated,

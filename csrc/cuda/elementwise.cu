@@ -149,18 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   seen = block_max(seen, memory);  // also: the square is whole
   if (threadIdx.x == 0) tell_amax(out, seen);
-  square.for_columns([&](int of, int first, const uint4& bytes) {
-    if (c0 + of >= cols || r0 + first >= rows) return;
-    uint8_t* to = q_t + (c0 + of) * rows + r0 + first;
-    if (rows % 16 == 0) {
-      *reinterpret_cast<uint4*>(to) = bytes;
-    } else {
-      const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-      for (int b = 0; b < 16; ++b) {
-        if (r0 + first + b < rows) to[b] = static_cast<uint8_t>(word[b / 4] >> (8 * (b % 4)));
-      }
-    }
-  });
+  square.store_turned(q_t, r0, c0, rows, cols);
 }
 
 // After a cast: the amax raises a history's staging slot, if one is given, and the scale's inverse is made.
@@ -341,12 +330,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tenso
   check.dtype("x", x, kHigh);
   check.tensor("scale", scale, {ScalarType::Float}, {});
   check_fp8(check, dtype);
-  if (history) {
-    check.here("history", *history);
-    check.dtype("history", *history, {ScalarType::Float});
-    check.rank("history", *history, 1);
-    check.require(history->size(0) > 0, "history", "is empty, must hold at least the staging slot");
-  }
+  check_history(check, "history", history);
   const OnDevice device(x);
   Tensor q, q_t, amax;
   if (turned) {
@@ -357,10 +341,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_delayed(const Tensor& x, const Tenso
     amax = empty(x, {}, ScalarType::Float);
     cast_plain(x, scale, q, {data<float>(amax), true}, device);
   }
-  const Tensor scale_inv = empty(x, {}, ScalarType::Float);
-  launch_early(record, 1, 1, 0, device.stream(), data<float>(amax), data<float>(scale),
-               history ? data<float>(*history) : nullptr, data<float>(scale_inv), infinity_is_nan);
-  return {q, q_t, scale_inv};
+  return {q, q_t, recorded(amax, scale, history, infinity_is_nan, device)};
 }
 
 const float* scale_of(const DeviceContract& check, const char* name, const std::optional<Tensor>& scale) {
@@ -431,6 +412,22 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 }  // namespace
+
+void check_history(const DeviceContract& check, const char* name, const std::optional<Tensor>& history) {
+  if (!history) return;
+  check.here(name, *history);
+  check.dtype(name, *history, {ScalarType::Float});
+  check.rank(name, *history, 1);
+  check.require(history->size(0) > 0, name, "is empty, must hold at least the staging slot");
+}
+
+Tensor recorded(const Tensor& amax, const Tensor& scale, const std::optional<Tensor>& history,
+                bool infinity_is_nan, const OnDevice& device) {
+  const Tensor scale_inv = empty(amax, {}, ScalarType::Float);
+  launch_early(record, 1, 1, 0, device.stream(), data<float>(amax), data<float>(scale),
+               history ? data<float>(*history) : nullptr, data<float>(scale_inv), infinity_is_nan);
+  return scale_inv;
+}
 
 void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale, const Tensor& q,
                const Seen& told, const OnDevice& device) {

@@ -122,19 +122,11 @@ void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const
          static_cast<const uint8_t*>(from), row_stride, k_stride, data<uint8_t>(to), k, to.size(1));
 }
 
-Tensor transpose_fp8(const Tensor& q_in) {
-  const DeviceContract check("transpose_fp8", q_in);
-  check.rank("q", q_in, 2);
-  check.tensor("q", q_in, kFp8, {{"M", q_in.size(0)}, {"K", q_in.size(1)}});
-  const OnDevice device(q_in);
-  const Tensor q = dense(q_in), out = empty(q, {q.size(1), q.size(0)}, q.scalar_type());
-  if (out.numel() == 0) return out;
-  if (q.size(0) % 16 == 0) {
-    launch_transpose(q, out, q.size(1), q.size(0), q.size(1), device);
-  } else {
-    launch_gather(q.data_ptr(), 1, q.size(1), out, q.size(0), device);
-  }
-  return out;
+Tensor transpose_fp8(const Tensor& q) {
+  const DeviceContract check("transpose_fp8", q);
+  check.rank("q", q, 2);
+  check.tensor("q", q, kFp8, {{"M", q.size(0)}, {"K", q.size(1)}});
+  return transposed(dense(q), OnDevice(q));
 }
 
 __global__ void __launch_bounds__(kThreads) repeat(const float* value, float* out, int64_t count) {
@@ -160,6 +152,17 @@ Tensor transpose_half(const Tensor& x_in) {
 }
 
 }  // namespace
+
+Tensor transposed(const Tensor& q, const OnDevice& device) {
+  const Tensor out = empty(q, {q.size(1), q.size(0)}, q.scalar_type());
+  if (out.numel() == 0) return out;
+  if (q.size(0) % 16 == 0) {
+    launch_transpose(q, out, q.size(1), q.size(0), q.size(1), device);
+  } else {
+    launch_gather(q.data_ptr(), 1, q.size(1), out, q.size(0), device);
+  }
+  return out;
+}
 
 Tensor k_contiguous(const Tensor& q, const OnDevice& device) {
   const int64_t rows = q.size(0), k = q.size(1), padded = ceil_over(k, 16) * 16;

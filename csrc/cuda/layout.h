@@ -10,6 +10,9 @@ namespace fp8serve {
 // one kernel.
 Tensor k_contiguous(const Tensor& q, const OnDevice& device);
 
+// The transpose [k, rows] of contiguous FP8 data [rows, k].
+Tensor transposed(const Tensor& q, const OnDevice& device);
+
 // Matrices [..., rows, k] in FP8 or BF16 as the bytes of all their rows, each padded with zeros to a multiple
 // of 16: [all rows, bytes]. The tensor itself where it already is so.
 Tensor rows_padded(const Tensor& matrices, const OnDevice& device);

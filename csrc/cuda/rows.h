@@ -125,6 +125,23 @@ __device__ __forceinline__ Chunk gated(Chunk gate, const Chunk& up) {
   return gate;
 }
 
+// The gradients of gated() for gate and up, not rounded.
+struct GatedGradients {
+  Chunk gate, up;
+};
+template <class T>
+__device__ __forceinline__ GatedGradients gated_gradients(const Chunk& grad, const Chunk& gate,
+                                                          const Chunk& up) {
+  GatedGradients out;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const float sigmoid = 1.0f / (1.0f + expf(-gate.value[i]));
+    out.up.value[i] = grad.value[i] * rounded<T>(gate.value[i] * sigmoid);
+    out.gate.value[i] = grad.value[i] * up.value[i] * (sigmoid * (1.0f + gate.value[i] * (1.0f - sigmoid)));
+  }
+  return out;
+}
+
 // One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds. Said so, or in FP32, where
 // `rounded` does nothing, the compiler would make one operation of a product and the sum.
 template <class T>

@@ -48,6 +48,23 @@ struct Square {
       use(column + c, first, uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]});
     }
   }
+
+  // Stores the columns as rows of q_t [cols, rows]; the square begins at (r0, c0) of a matrix [rows, cols].
+  __device__ __forceinline__ void store_turned(uint8_t* q_t, int64_t r0, int64_t c0, int64_t rows,
+                                               int64_t cols) {
+    for_columns([&](int of, int first, const uint4& bytes) {
+      if (c0 + of >= cols || r0 + first >= rows) return;
+      uint8_t* to = q_t + (c0 + of) * rows + r0 + first;
+      if (rows % 16 == 0) {
+        *reinterpret_cast<uint4*>(to) = bytes;
+      } else {
+        const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+        for (int b = 0; b < 16; ++b) {
+          if (r0 + first + b < rows) to[b] = static_cast<uint8_t>(word[b / 4] >> (8 * (b % 4)));
+        }
+      }
+    });
+  }
 };
 
 }  // namespace fp8serve

@@ -3,10 +3,15 @@
 It calls PyTorch's scaled_dot_product_attention, which is differentiable and has a fused kernel on every device. That
 function supports neither soft caps nor sinks; with these the steps of attention are computed one by one. Serving uses
 our own op `paged_attention`, because no PyTorch op reads a paged, possibly FP8, KV cache.
+
+scaled_dot_product_attention takes sequences of one length. Others take a call each, unless a GPU can run the op below
+it, flash attention, which takes the ends of all sequences.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -14,6 +19,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.attention import attention_mask, attention_weights
 
+_flash_attention = torch.ops.aten._flash_attention_forward.default
+MAX_FLASH_HEAD_DIM = 256
 MIN_QUERIES_PER_CALL = 256  # with a sliding window, a sequence is computed in chunks of at least so many queries
 
 
@@ -29,7 +36,8 @@ def causal_attention(
 ) -> Tensor:
     """Returns the output of causal attention within each sequence, in q's shape. It is differentiable.
 
-    Sequences of equal length are computed as one batch. Raises ValueError if the lengths do not add up to T.
+    Sequences of equal length are computed as one batch, and sequences of any length if flash attention supports the
+    tensors. Raises ValueError if the lengths do not add up to T.
 
     Args:
         q: [T, heads, head_dim], where heads is a multiple of kv_heads.
@@ -44,6 +52,8 @@ def causal_attention(
     attend = partial(_attend_batch, scale=softmax_scale, window=window, softcap=softcap, sinks=sinks)
     if len(set(lengths)) == 1:
         return attend(q, k, v, len(lengths))
+    if softcap is None and sinks is None and _can_use_flash_attention(q, k, v):
+        return _attend_flash(q, k, v, tuple(lengths), softmax_scale, window)
     sequences = zip(*(torch.split(t, list(lengths)) for t in (q, k, v)), strict=True)
     return torch.cat([attend(a, b, c, 1) for a, b, c in sequences])
 
@@ -83,6 +93,48 @@ def _attend_batch(
     else:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _can_use_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Returns whether flash attention supports these tensors, and the caller has not turned it off for
+    scaled_dot_product_attention."""
+    head_dim = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == v.shape[-1]
+        and head_dim % 8 == 0
+        and head_dim <= MAX_FLASH_HEAD_DIM
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _attend_flash(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float, window: int | None
+) -> Tensor:
+    """Computes all sequences in one call of flash attention, which also handles the window."""
+    ends, longest = _ends(lengths, q.device), max(lengths)
+    keys_before = -1 if window is None or window >= longest else window - 1
+    operands = q, k, v, ends, ends, longest, longest, 0.0
+    outputs = _flash_attention(
+        *operands,
+        is_causal=keys_before < 0,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=keys_before,
+        window_size_right=0,
+    )
+    return cast(Tensor, outputs[0])
+
+
+@lru_cache(maxsize=4)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns where sequences begin and end, int32 [count + 1]. All layers of a batch use one copy on the device."""
+    with torch.inference_mode(False):  # a graph may save it
+        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
 
 
 def _attend_windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:

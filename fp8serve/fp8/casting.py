@@ -186,10 +186,20 @@ def cast_recording(
 
     If `infinity_is_nan` is True and x has an infinity, the scale_inv is NaN.
     """
-    is_transposed = columnwise and layout_of(x.device) == "tn"
-    q, q_t, scale_inv = _quantize_delayed(x, scale, history, DTYPES[spec.element], is_transposed, infinity_is_nan)
+    transposes = transposes_data(x.device, columnwise)
+    q, q_t, scale_inv = _quantize_delayed(x, scale, history, DTYPES[spec.element], transposes, infinity_is_nan)
+    return operand_of_cast(q, q_t, scale_inv, columnwise)
+
+
+def transposes_data(device: torch.device, columnwise: bool) -> bool:
+    """Returns whether a cast must also write the transposed data, because a GEMM of the device reads no view."""
+    return columnwise and layout_of(device) == "tn"
+
+
+def operand_of_cast(q: Tensor, q_t: Tensor, scale_inv: Tensor, columnwise: bool) -> Operand:
+    """Returns the operand of what a cast under delayed scaling returns. q_t is empty if the cast wrote none."""
     data = Quantized(q, scale_inv)
-    return Operand(data, Quantized(q_t, scale_inv)) if is_transposed else _with_columnwise(data, columnwise)
+    return Operand(data, Quantized(q_t, scale_inv)) if q_t.shape[0] or not columnwise else _with_columnwise(data, True)
 
 
 def cast_with_amax(x: Tensor, amax: Tensor, spec: QuantSpec) -> Quantized:

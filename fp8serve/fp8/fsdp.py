@@ -225,7 +225,8 @@ class ShardedWeight(torch.Tensor):
     def _cast_rows(self, mesh: DeviceMesh, layer: Linear, recipe: Recipe) -> QuantizedRows:
         spec, rows = recipe.specs.linear["weight"], self.rounded_rows
         if (delayed := as_delayed(recipe)) is not None:
-            operand, amax = cast_delayed(rows, spec, layer.delayed_states(delayed)["weight"].scale, columnwise=False)
+            layer.prepare(delayed.amax_history_len)
+            operand, amax = cast_delayed(rows, spec, layer.scaling["weight"].scale, columnwise=False)
             return QuantizedRows(*cast(Quantized, operand.rowwise), amax)
         amax = self.peers.take_whole_amax(self, cast(DTensor, layer.weight).device_mesh, mesh.get_group())
         return QuantizedRows(*cast_with_amax(rows, amax, spec), None)

@@ -17,7 +17,7 @@ A weight is quantized in every forward pass, unless the caller states that it ha
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
@@ -34,6 +34,8 @@ from fp8serve.fp8.casting import (
     cast_delayed,
     cast_recording,
     operand_from_data,
+    operand_of_cast,
+    transposes_data,
     with_nan_scale,
 )
 from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
@@ -41,14 +43,20 @@ from fp8serve.fp8.microbatch import QuantizedWeightCache, validate_is_first_micr
 from fp8serve.fp8.ops import DTYPES, arithmetic
 from fp8serve.fp8.recipe import Precisions, Recipe, as_delayed
 from fp8serve.fp8.recompute import check_not_reentrant, plan_call
-from fp8serve.fp8.recording import add_to_step, expect_backward, prepare_module, record_amax
+from fp8serve.fp8.recording import add_to_step, expect_backward, prepare_module, record_amax, separate_states
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.session import UpdateConfig
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.fp8.stateful import Stateful
 
+if TYPE_CHECKING:
+    from fp8serve.fp8.shared_input import SharedCast
+
 # Produces the input and quantizes it in one op: (scale, FP8 dtype) -> (FP8 data [M, K], amax).
 FusedQuantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+# Produces the input, quantizes it and records its amax in one op: (scale, history, FP8 dtype, whether to transpose) ->
+# (FP8 data [M, K], transposed data [K, M] or an empty tensor, scale_inv).
+ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
 NAMES = ("input", "weight", "grad_output")
@@ -115,6 +123,33 @@ class LinearCall:
             self._call_observer("input", lambda: compute().reshape(q.shape), operand)
         return operand
 
+    def cast_produced(self, produce: ProducedCast, compute: Callable[[], Tensor], device: torch.device) -> Operand:
+        """Quantizes the input in both directions with an op that also produces it and records its amax.
+
+        `compute` returns the input for an observer.
+        """
+        state = self.states["input"]
+        history = state.amax_history if self.config_id is not None and self.is_recording else None
+        dtype = DTYPES[self.recipe.specs.linear["input"].element]
+        operand = operand_of_cast(*produce(state.scale, history, dtype, transposes_data(device, True)), True)
+        self.join_cast(compute, operand)
+        return operand
+
+    def join_cast(self, compute: Callable[[], Tensor], operand: Operand) -> None:
+        """Does what `cast("input", ...)` does besides the cast and the record of the amax.
+
+        Layers that share an operand share the history, so its staging slot has risen to the amax already. `compute`
+        returns the input for an observer.
+        """
+        if self.config_id is not None and self.is_recording:
+            if torch.compiler.is_compiling():  # the graph's node adds the module to the step; 0 changes no amax
+                history = self.states["input"].amax_history
+                record_amax("forward", history, history.new_zeros(()), self.module_key, self.config_id)
+            else:
+                add_to_step("forward", self.module_key, self.config_id)
+        if self.observer is not None:
+            self._call_observer("input", compute, operand)
+
     def _call_observer(self, name: str, compute_values: Callable[[], Tensor], operand: Operand) -> None:
         if self.observer is not None and operand.rowwise is not None:
             self.observer(name, compute_values(), *operand.rowwise)
@@ -132,11 +167,13 @@ class LinearInput(NamedTuple):
 
     `graph_tensor` is the input in the autograd graph: the input itself or a placeholder without values. `compute`
     returns the input in high precision; it is not called if the plan reads only FP8 data and there is a fused op.
+    `shared` is given if other layers have the same input.
     """
 
     graph_tensor: Tensor
     compute: Callable[[], Tensor]
     fused_quantize: FusedQuantize | None = None
+    shared: "SharedCast | None" = None
 
 
 class Parameters(NamedTuple):
@@ -281,11 +318,16 @@ class Linear(Stateful, nn.Linear):
         x = cast_by_torch_autocast(input)
         return self.run(LinearInput(x, lambda: x), is_first_microbatch)
 
+    def run_shared(self, x: Tensor, shared: "SharedCast") -> Tensor:
+        """Returns the output of the layer for an input that other layers share (shared_input.py)."""
+        return self.run(LinearInput(x, lambda: x, shared=shared))
+
     def run(self, input: LinearInput, is_first_microbatch: bool | None = None) -> Tensor:
         """Returns the output of the layer; see `forward`."""
         x, parameters = input.graph_tensor, Parameters(self.weight, self.bias)
         is_first = validate_is_first_microbatch(is_first_microbatch)
-        plan = plan_call(self.key, lambda: self._create_plan(x, parameters.weight, is_first))
+        is_alone = input.shared is None
+        plan = plan_call(self.key, lambda: self._create_plan(x, parameters.weight, is_first, is_alone))
         if plan is None:
             return self._run_in_high_precision(input.compute(), parameters)
         y = self._run_in_fp8(input, plan, parameters)
@@ -305,8 +347,13 @@ class Linear(Stateful, nn.Linear):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return F.linear(x, weight, bias)
 
-    def _create_plan(self, x: Tensor, weight: Tensor, is_first_microbatch: bool | None) -> LinearPlan | None:
-        """Returns how this call runs under the active recipe, or None if it runs in high precision."""
+    def _create_plan(
+        self, x: Tensor, weight: Tensor, is_first_microbatch: bool | None, is_alone: bool = True
+    ) -> LinearPlan | None:
+        """Returns how this call runs under the active recipe, or None if it runs in high precision.
+
+        `is_alone` is False if the layers with which this one shares states run on the same input.
+        """
         frame, has_graph = current_frame(), torch.is_grad_enabled()
         runs_without_gradients = frame is not None and not has_graph
         if frame is None and has_graph:
@@ -319,6 +366,8 @@ class Linear(Stateful, nn.Linear):
         if frame is None:
             return None
         check_operands(x, weight, self.in_features)
+        if is_alone and self.shared_states:
+            separate_states(self)
         call = self._create_call(frame)
         is_fprop_hp, is_dgrad_hp, is_wgrad_hp = call.high_precision
         rowwise, columnwise = not is_fprop_hp, has_graph and x.requires_grad and not is_dgrad_hp
@@ -372,11 +421,16 @@ class Linear(Stateful, nn.Linear):
 
     def _quantize_input(self, input: LinearInput, plan: LinearPlan) -> tuple[Tensor, Operand]:
         """Returns the input as a matrix [M, K] of the autograd graph, and the quantized input."""
+        call, shared = plan.call, input.shared
         fused_quantize = input.fused_quantize if plan.reads_only_fp8_input else None
-        x = input.compute() if fused_quantize is None else input.graph_tensor
+        is_produced = fused_quantize is not None or (shared is not None and shared.produce is not None)
+        x = input.graph_tensor if is_produced else input.compute()
         if x.dim() != 2 or x.shape[1] != self.in_features:
             x = x.reshape(math.prod(x.shape[:-1]), self.in_features)  # not -1, which is ambiguous for no features
         with torch.no_grad():
-            if fused_quantize is None:
-                return x, plan.call.cast("input", x, plan.input_rowwise, plan.input_columnwise)
-            return x, plan.call.cast_fused(fused_quantize, input.compute, plan.input_columnwise)
+            if shared is not None:
+                compute = input.compute if is_produced else lambda: x
+                return x, shared.cast(call, compute, x.device, plan.input_rowwise, plan.input_columnwise)
+            if fused_quantize is not None:
+                return x, call.cast_fused(fused_quantize, input.compute, plan.input_columnwise)
+            return x, call.cast("input", x, plan.input_rowwise, plan.input_columnwise)

@@ -46,11 +46,29 @@ def _prepare_module(module: ScaledModule, config: UpdateConfig, history_len: int
             current_step().without_history.append(module)
 
 
+def separate_states(module: ScaledModule) -> None:
+    """Gives the module states of its own before it runs alone. torch.compile runs this while it traces."""
+    if torch.compiler.is_compiling():
+        _separate_states_by_key(module.key)
+    else:
+        module.separate_states()
+
+
+@constant_in_graphs
+def _separate_states_by_key(module_key: int) -> bool:
+    MODULES[module_key].separate_states()
+    return True
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Returns whether the program can read the values of a tensor now: it has values, and no CUDA graph is captured."""
+    return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 def _has_history(module: ScaledModule) -> bool:
     """Returns whether any scale of the forward pass was ever set, or True if it cannot be read. Waits for the GPU."""
     states = [module.scaling[name] for name in module.tensors["forward"]]
-    history = states[0].amax_history
-    if history.is_meta or (history.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not can_read(states[0].amax_history):
         return True
     return any(bool(s.amax_history.any()) or float(s.scale) != 1.0 for s in states)
 

@@ -58,6 +58,10 @@ class ScalingState:
         scale = torch.ones((), dtype=torch.float32, device=device)
         return cls(scale, torch.zeros(length, dtype=torch.float32, device=device), count, count.clone())
 
+    def copy(self) -> "ScalingState":
+        """Returns a state with copies of the tensors."""
+        return ScalingState(*(getattr(self, field).clone() for field in FIELDS))
+
     def resize(self, length: int) -> None:
         """Resizes the history to `length` slots. It keeps the staging slot and the newest amaxes and adds zeros."""
         old = self.amax_history
@@ -111,6 +115,10 @@ class ScaledModule(Protocol):
 
     def prepare(self, length: int) -> None:
         """Creates the states, or resizes their histories to `length`."""
+        ...
+
+    def separate_states(self) -> None:
+        """Replaces the states that the module shares with others by copies of its own."""
         ...
 
 

@@ -43,6 +43,7 @@ class Stateful(nn.Module):
     session: Session
     position: Position
     scaling: dict[str, ScalingState]
+    shared_states: tuple[str, ...] = ()  # the names of states that other modules may hold, too (shared_input.py)
     is_evaluated: bool
 
     def _init_states(self) -> None:
@@ -50,6 +51,7 @@ class Stateful(nn.Module):
         self.session = common_session()
         self.position = self.session.add_module(self)
         self.scaling = {}
+        self.shared_states = ()
         self.is_evaluated = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy has its own position and its own states
@@ -82,14 +84,22 @@ class Stateful(nn.Module):
                 state.move(device)
             state.resize(length)
 
+    def separate_states(self) -> None:
+        """Replaces the states that the module shares with others by copies of its own."""
+        if self.shared_states:
+            self.scaling |= {name: self.scaling[name].copy() for name in self.shared_states}
+            self.shared_states = ()
+
     def delayed_states(self, recipe: DelayedScaling) -> dict[str, ScalingState]:
-        """Returns the states by tensor name, with the recipe's history length."""
+        """Returns the module's own states by tensor name, with the recipe's history length."""
+        self.separate_states()
         self.prepare(recipe.amax_history_len)
         return self.scaling
 
     @property
     def states_by_name(self) -> SimpleNamespace:
         """The states as attributes of one object; None for a state that does not exist yet."""
+        self.separate_states()
         return SimpleNamespace(**{name: self.scaling.get(name) for name in self.state_names()})
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -103,6 +113,7 @@ class Stateful(nn.Module):
         buffers = super().named_buffers(prefix, recurse, remove_duplicate)
         if recurse or sys._getframe(1).f_globals.get("__name__") != CHECKPOINT_MODULE:
             return buffers
+        self.separate_states()
         prefix = f"{prefix}." if prefix else ""
         states = ((f"{prefix}{n}.{f}", getattr(state, f)) for n, state in self.scaling.items() for f in FIELDS)
         return chain(buffers, states)
@@ -118,6 +129,7 @@ class Stateful(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.separate_states()
         for name, state in self.scaling.items():
             for field in FIELDS:
                 destination[f"{prefix}{name}.{field}"] = getattr(state, field)
@@ -152,6 +164,7 @@ def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
             f"A {type(module).__name__} has no scaling state of its own; ask an fp8serve.Linear or DotProductAttention "
             "inside of it, after `convert`."
         )
+    module.separate_states()
     return dict(module.scaling)
 
 

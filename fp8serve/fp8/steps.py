@@ -190,13 +190,14 @@ def _update_over_group(direction: Direction, config: UpdateConfig, expects_backw
 
 def _update(modules: Iterable[ScaledModule], direction: Direction, recipe: DelayedScaling) -> None:
     maxima: dict[str, float] = {}
-    entries = []
+    entries: dict[int, Entry] = {}  # by the state's id, because modules may share a state
     for module in modules:
         for name in module.tensors[direction]:
             if name not in maxima:
                 maxima[name] = fp8_max(recipe, name)
-            entries.append(Entry(module.scaling[name], maxima[name]))
-    update(entries, recipe)
+            state = module.scaling[name]
+            entries[id(state)] = Entry(state, maxima[name])
+    update(list(entries.values()), recipe)
 
 
 _BACKWARD_STEPS: WeakValueDictionary[int, Step] = WeakValueDictionary()  # of running backward passes, by their id

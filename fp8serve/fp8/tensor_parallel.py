@@ -192,7 +192,7 @@ class ColumnParallelLinear(ParallelLinear):
         if self.sequence_parallel:
             x = self._to_region(input.compute())
             return super()._run_in_fp8(LinearInput(x, lambda: x), plan, parameters)
-        graph_tensor, compute, fused_quantize = input
+        graph_tensor, compute, fused_quantize, _ = input
         region_input = LinearInput(self._to_region(graph_tensor), lambda: self._to_region(compute()), fused_quantize)
         return super()._run_in_fp8(region_input, plan, parameters)
 

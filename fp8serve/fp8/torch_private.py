@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.module import _has_any_global_hook
 
 NAMES = {
     "torch._C._current_graph_task_id": "returns the id of the running backward pass",
@@ -26,11 +27,13 @@ NAMES = {
     "torch.Tensor._make_wrapper_subclass": "creates a tensor that contains other tensors",
     "torch.utils._pytree.tree_map": "finds tensors inside of arguments",
     "torch._foreach_copy_": "copies many small tensors in one call",
+    "torch._foreach_mul_": "multiplies many tensors in one call",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "lets FSDP2 allocate its shards before the first forward pass",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "releases the process groups that DTensor has cached",
     "torch._C._functorch.peek_interpreter_stack": "detects a running transform of torch.func",
     "torch.autograd.forward_ad._current_level": "detects forward-mode differentiation",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": "excludes a function and its callees from compilation",
+    "torch.nn.modules.module._has_any_global_hook": "detects hooks of all modules",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "tells whether a device has a kernel for an op",
 }
 MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "exists only if torch was built with CUDA"}
@@ -40,6 +43,9 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]  # pack and unpack of save
 
 plain_torch_function: Any = torch._C._disabled_torch_function_impl
 preserving_version: Callable[[Tensor], AbstractContextManager[None]] = _unsafe_preserve_version_counter
+
+
+has_global_hooks: Callable[[], bool] = _has_any_global_hook
 
 
 def constant_in_graphs(function: Function) -> Function:
@@ -135,6 +141,11 @@ def map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source to the target of the same index, in one call."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def multiply_each(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies each tensor by the factor in place, in one call."""
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def has_kernel(op: str, key: str) -> bool:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
+from fp8serve.fp8.torch_private import multiply_each
 from fp8serve.model.storage.shards import release_pages
 from fp8serve.train.config import TrainConfig
 
@@ -171,8 +172,7 @@ class Optimizer:
 
     def _clip_gradients(self, grads: Iterable[Tensor], norm: float) -> None:
         if self._clip is not None and norm > self._clip:
-            for grad in grads:
-                grad.mul_(self._clip / norm)
+            multiply_each(list(grads), self._clip / norm)
 
     def _update(self, rate: float) -> None:
         if self._adam_8bit is not None:
@@ -222,16 +222,27 @@ class Optimizer:
 
 
 def global_norm(grads: Mapping[str, Tensor]) -> float:
-    """Returns the norm of all gradients as one vector, computed in FP32 within a row and in FP64 over rows.
+    """Returns the norm of all gradients as one vector.
+
+    On a CPU it is computed in FP32 within a row and in FP64 over rows. On a GPU it is computed in FP32 by a few kernels
+    for all gradients, because a kernel for each would take longer to launch than to run.
 
     FP64 within rows would copy every gradient. It is used only if a square exceeds FP32, to find out whether the
     gradient itself is finite.
     """
-    norm = norm_of_rows([row_norms(grad) for grad in grads.values()])
+    tensors = list(grads.values())
+    if _are_on_gpu(tensors):
+        norm = float(torch.nn.utils.get_total_norm(tensors, foreach=True))
+    else:
+        norm = norm_of_rows([row_norms(grad) for grad in tensors])
     if math.isfinite(norm):
         return norm
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in tensors]
     return float(torch.stack(norms).square().sum().sqrt())
+
+
+def _are_on_gpu(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def row_norms(grad: Tensor) -> Tensor:

@@ -29,15 +29,26 @@ if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
-    """Yields (`P.input`, its state) for every FP8 layer P and each of its tensors. Creates missing states."""
+    """Yields (`P.input`, its state) for every FP8 layer P and each of its tensors. Creates missing states.
+
+    Layers with the same input may share its state. Call `separate_states` before writing to states.
+    """
     if (rules := as_delayed(forward.recipe)) is not None:
         for name, module in forward.scaled_modules():
-            for kind, state in module.delayed_states(rules).items():
+            module.prepare(rules.amax_history_len)
+            for kind, state in module.scaling.items():
                 yield f"{name}.{kind}", state
 
 
+def separate_states(forward: Forward) -> None:
+    """Gives every FP8 layer states of its own."""
+    for _, module in forward.scaled_modules():
+        module.separate_states()
+
+
 def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
-    return {f"{name}.{part}": getattr(state, part) for name, state in states(forward) for part in FIELDS}
+    """Returns copies of the states' tensors: files cannot store a state that layers share once."""
+    return {f"{name}.{part}": getattr(state, part).clone() for name, state in states(forward) for part in FIELDS}
 
 
 @torch.no_grad()
@@ -49,6 +60,7 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
             f"The checkpoint's scaling state does not fit this model: {min(expected ^ set(tensors))!r} is only in one "
             "of the two; start again in a new output directory."
         )
+    separate_states(forward)
     for name, state in states(forward):
         for part in FIELDS:
             setattr(state, part, tensors[f"{name}.{part}"].to(state.scale.device, copy=True))
@@ -63,6 +75,7 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     """
     path = model_dir / "scales.safetensors"
     has_states = as_delayed(forward.recipe) is not None
+    separate_states(forward)
     stored = load_scales(path, model_dir).tensors if has_states and path.exists() else {}
     seeded = {name: state for name, state in states(forward) if name in stored}
     for name, state in seeded.items():

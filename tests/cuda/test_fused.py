@@ -40,6 +40,53 @@ def test_quantize_delayed(kernels, case):
         assert torch.equal(here[2].cpu(), history)
 
 
+FUSED_DELAYED = ("rms_norm_quantize_delayed", "silu_mul_quantize_delayed", "silu_mul_backward_quantize_delayed")
+
+
+def unfused(kernels, op, arguments):
+    """What the parts of an op give on this device: its casts one after the other."""
+    if op == "rms_norm_quantize_delayed":
+        x, weight, eps, scale, history, *rest = arguments
+        return kernels.ops.quantize_delayed(kernels.ops.rms_norm(x, weight, eps), scale, history, *rest, False)
+    if op == "silu_mul_quantize_delayed":
+        gate, up, scale, history, *rest = arguments
+        return kernels.ops.quantize_delayed(kernels.ops.silu_mul(gate, up), scale, history, *rest, False)
+    grad, gate, up, *states, dtype, transpose = arguments
+    gradients = kernels.ops.silu_mul_backward(grad, gate, up)
+    return [
+        tensor
+        for d, state in zip(gradients, (states[:2], states[2:]), strict=True)
+        for tensor in kernels.ops.quantize_delayed(d, *state, dtype, transpose, True)
+    ]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op in FUSED_DELAYED for case in cases(op)])
+def test_casts_of_training_are_their_parts(kernels, op, case):
+    """To the bit, on the same device, and the same histories."""
+    here, again = kernels.here(case.make()), kernels.here(case.make())
+    found, expected = getattr(kernels.ops, op)(*here), unfused(kernels, op, again)
+    assert len(found) == len(expected)
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.shape == wanted.shape
+        assert_bits_equal(one.cpu(), wanted.cpu())
+    for one, wanted in zip(here, again, strict=True):
+        assert not isinstance(one, torch.Tensor) or one.dim() != 1 or torch.equal(one, wanted)
+
+
+@pytest.mark.parametrize("op", FUSED_DELAYED)
+def test_casts_of_training_are_the_reference(kernels, op):
+    for case in cases(op):
+        expected = getattr(reference, op)(*case.make())
+        found = kernels.run(op, *case.make())
+        for i in range(0, len(found), 3):
+            if case.name != "hostile":
+                assert_last_bit((found[i], found[i + 2]), (expected[i], expected[i + 2]))
+            assert torch.equal(found[i + 2].isnan(), expected[i + 2].isnan())
+            if found[i + 1].numel():
+                assert_bits_equal(found[i + 1], found[i].t().contiguous())
+
+
 @pytest.mark.parametrize("shape", [(128, 256), (144, 136), (131, 300)])
 def test_quantize_transpose_of_many_tiles(kernels, shape):
     args = hostile(*shape, torch.bfloat16, seed=3), torch.tensor(3.0), FORMATS[1]

@@ -46,6 +46,7 @@ SPILLS = {
     "sm_100f gemm_skinny.cu: gemm_stream_casting": 40,
     "sm_100f gemm_sm100.cu: device_kernel": 456,
     "sm_100f gemm_sm89.cu: grouped_tile": 8,
+    "sm_100f training.cu: gated_gradient_casts": 8,
     "sm_120f attention_mma.cu: attend": 136,
     "sm_120f gemm_skinny.cu: gemm_stream": 8,
     "sm_120f gemm_skinny.cu: gemm_stream_casting": 24,

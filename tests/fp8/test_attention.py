@@ -1,12 +1,15 @@
 """Attention: the training path and the paged op agree with the formula, and sequences do not see each other."""
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
+from fp8serve.fp8 import attention
 from fp8serve.fp8.attention import causal_attention
 from fp8serve.fp8.ops import Case, cases, reference
 from fp8serve.fp8.ops import attention as attention_op
@@ -93,6 +96,86 @@ def test_sinks_are_learned() -> None:
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     attend = partial(causal_attention, lengths=[2, 4], softmax_scale=0.5)
     assert torch.autograd.gradcheck(lambda *t: attend(*t[:3], sinks=t[3]), (q, k, v, sinks))
+
+
+def flash_attention_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: int, longest_key: int, dropout: float,
+    *, is_causal: bool, return_debug_mask: bool, scale: float, window_size_left: int, window_size_right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What ATen documents for its op, sequence by sequence. A causal mask and a window are the same mask here."""
+    assert (dropout, window_size_right, return_debug_mask) == (0.0, 0, False)
+    assert is_causal == (window_size_left < 0), "FlashAttention 2 takes a causal mask or a window"
+    assert torch.equal(ends, key_ends)
+    assert ends.dtype == torch.int32
+    parts = []
+    for begin, end in pairwise(ends.tolist()):
+        assert end - begin <= longest == longest_key
+        rows = torch.arange(end - begin)
+        distance = rows[:, None] - rows
+        mask = (distance >= 0) & ((distance <= window_size_left) | (window_size_left < 0))
+        operands = (t[begin:end].transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return (torch.cat(parts),)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+def test_sequences_of_any_length_take_one_call_on_a_gpu(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, noise = [9, 1, 30, 2], torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(42, heads, 16, generator=noise, requires_grad=True) for heads in (4, 2, 2))
+    expected = causal_attention(q, k, v, lengths, 0.3, window)
+    grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    calls: list[int] = []
+    monkeypatch.setattr(attention, "_can_use_flash_attention", lambda *_: True)
+    monkeypatch.setattr(
+        attention, "_flash_attention", lambda *a, **o: (calls.append(1), flash_attention_on_cpu(*a, **o))[1]
+    )
+    found = causal_attention(q, k, v, lengths, 0.3, window)
+    torch.testing.assert_close(found, expected)
+    for grad, other in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), grads, strict=True):
+        torch.testing.assert_close(grad, other)
+    assert len(calls) == 1
+    causal_attention(q, k, v, [21, 21], 0.3, window)
+    causal_attention(q, k, v, lengths, 0.3, window, softcap=5.0)
+    causal_attention(q, k, v, lengths, 0.3, window, sinks=torch.zeros(4))
+    assert len(calls) == 1, "one length, soft caps and sinks take the other ways"
+
+
+def test_atens_flash_attention_has_the_arguments_and_a_gradient() -> None:
+    """Without a GPU: its shapes on "meta"."""
+    q, k, v = (
+        torch.randn(42, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    out = attention._attend_flash(q, k, v, (9, 1, 30, 2), 0.3, 4)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert out.shape == q.shape == q.grad.shape  # type: ignore[union-attr]
+    assert v.grad is not None
+    assert attention._ends((9, 1, 30, 2), torch.device("cpu")).tolist() == [0, 9, 10, 40, 42]
+
+
+def test_a_cpu_keeps_its_way() -> None:
+    q = torch.randn(3, 2, 64, dtype=torch.bfloat16)
+    assert not attention._can_use_flash_attention(q, q, q)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 33])
+def test_flash_attention_on_a_gpu(window: int | None) -> None:
+    lengths, noise = [90, 1, 300, 22], torch.Generator("cuda").manual_seed(1)
+    q, k, v = (
+        torch.randn(413, heads, 64, generator=noise, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    assert attention._can_use_flash_attention(q, k, v)
+    found = causal_attention(q, k, v, lengths, 0.125, window)
+    parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    expected = torch.cat([causal_attention(a, b, c, [len(a)], 0.125, window) for a, b, c in parts])
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    weights = torch.randn_like(found)
+    for name, grad, other in zip(
+        "qkv", *(torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(grad, other, atol=0.05, rtol=0.05, msg=name)
 
 
 def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:

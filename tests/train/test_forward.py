@@ -180,3 +180,31 @@ def test_under_no_recipe_an_outer_context_is_not_inherited(model_dir: Path) -> N
         with autocast(recipe=DelayedScaling()):
             inside = forward.logits(batch)
     assert torch.equal(plain, inside)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, *map(from_name, ("current", "rowwise", "block"))], ids=str)
+def test_sharing_casts_changes_no_bit(model_dir: Path, recipe: Recipe, recompute: bool) -> None:
+    """Layers with hooks cast for themselves: losses, gradients, scales and histories are the same."""
+    found = []
+    for separately in (False, True):
+        decoder = load_trainable(model_dir)
+        convert(decoder)
+        forward = Forward(decoder, recipe, recompute=recompute)
+        hooks = [m.register_forward_hook(lambda *_: None) for m in forward.linears.values() if separately]
+        batches = [collate([row(i, 20), row(i + 9, 7)], "cpu") for i in range(3)]
+        forward.observe(mean_loss(batches[0])) if recipe is SHORT else None
+        results: list[Tensor] = []
+        for _ in range(3):
+            with forward.accumulated_update():
+                for i, batch in enumerate(batches):
+                    loss = summed_loss(forward.logits(batch, is_first_microbatch=i == 0), batch.targets)[0]
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    results.append(loss.detach())
+        results += [p.grad for p in decoder.parameters() if p.grad is not None]
+        results += scaling_tensors(forward).values()
+        shared = [m for m in forward.linears.values() if m.shared_states]
+        assert bool(shared) == (recipe is SHORT and not hooks)
+        found.append(results)
+    assert len(found[0]) > 9
+    assert all(map(torch.equal, *found))

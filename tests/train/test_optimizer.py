@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import JobError
+from fp8serve.train import optimizer as optimizer_module
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.optimizer import Optimizer, global_norm, learning_rate
 
@@ -145,10 +146,13 @@ def test_weights_of_another_model_are_refused() -> None:
         optimizer.load({"other": torch.zeros(1)}, {})
 
 
-def test_a_norm_beyond_fp32_is_still_a_norm() -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_norm_beyond_fp32_is_still_a_norm(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares that overflow FP32 do not make a finite gradient infinite; one infinite element does."""
+    monkeypatch.setattr(optimizer_module, "_are_on_gpu", lambda tensors: on_gpu)
     grads = {"matrix": torch.full((3, 4), 1e30), "vector": torch.full((4,), -1e30)}
     assert global_norm(grads) == pytest.approx(4e30)
     assert global_norm({"matrix": torch.full((2, 8), 3.0)}) == pytest.approx(12)
+    assert global_norm({"matrix": torch.full((2, 8), 3.0), "vector": torch.full((5,), -2.0)}) == pytest.approx(164**0.5)
     assert global_norm({**grads, "other": torch.tensor([torch.inf])}) == math.inf
     assert math.isnan(global_norm({**grads, "other": torch.tensor([torch.nan])}))

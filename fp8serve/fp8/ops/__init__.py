@@ -11,7 +11,7 @@ Importing this package registers all ops as `torch.ops.fp8serve`.
 # Families in the order in which backends() lists their ops. The libraries come last, because ops must be defined first.
 from fp8serve.fp8.ops import casts, gemm, packing, joined, grouped, mixture, delayed  # noqa: F401
 from fp8serve.fp8.ops import norm, activation, row_casts, grouped_mlp, attention, rotary  # noqa: F401
-from fp8serve.fp8.ops import sampling, monitored_casts  # noqa: F401
+from fp8serve.fp8.ops import sampling, monitored_casts, fused_delayed  # noqa: F401
 from fp8serve.fp8.ops.libraries import (
     LEVELS,
     LIBRARIES,

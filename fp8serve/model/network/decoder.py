@@ -174,8 +174,12 @@ class MLP(nn.Module):
         self, x: Tensor, norm: nn.Module | None, transform: OutputTransform, residual: Tensor | None = None
     ) -> Tensor:
         """Returns residual + transform(MLP(norm(x))), [T, hidden]. If `residual` is None, x is the residual."""
-        gate, up = self.gate_up(x, norm)
         residual = x if residual is None else residual
+        if self.activation == "silu" and torch.is_grad_enabled():
+            y = self.gate_up.run_gated_mlp(x, norm, self._modules["down_proj"])
+            if y is not None:
+                return residual + transform(y).to(residual.dtype)
+        gate, up = self.gate_up(x, norm)
         return add_gated(residual, self._modules["down_proj"], gate, up, self.activation, transform)  # type: ignore[arg-type]
 
     def join(self) -> None:

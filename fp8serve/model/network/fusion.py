@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.elementwise import gelu_tanh_mul, silu_mul
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.fused_blocks import NormParameters, project_normed, run_gated_mlp
 from fp8serve.fp8.joined import JoinedLinear, can_join
+from fp8serve.fp8.shared_input import SharedInput
 from fp8serve.model.config.model_config import Activation
 from fp8serve.model.network.norms import RMSNorm
 
@@ -44,6 +46,7 @@ class Projections:
     def __init__(self, owner: nn.Module, *names: str, widths: Sequence[int] | None = None) -> None:
         self._owner, self._names, self._widths = owner, names, widths
         self._joined: JoinedLinear | None = None
+        self._shared_input = SharedInput()
         self._changed: set[int] = set()  # not empty if a joined linear or tensor may have been replaced
 
     def __call__(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
@@ -60,9 +63,20 @@ class Projections:
             if weight is not None:
                 return joined.forward_norm(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
             return joined(x if norm is None else norm(x))
-        x = x if norm is None else norm(x)
-        modules = self._owner._modules
-        return [modules[name](x) for name in self._names]  # type: ignore[misc]  # none of them is None
+        modules = [self._owner._modules[name] for name in self._names]
+        if (parameters := _norm_parameters(norm, x)) is not None:
+            outputs = project_normed(self._shared_input, modules, x, parameters)
+            if outputs is not None:
+                return outputs
+        return self._shared_input(modules, x if norm is None else norm(x))  # type: ignore[arg-type]  # none is None
+
+    def run_gated_mlp(self, x: Tensor, norm: nn.Module | None, down: nn.Module | None) -> Tensor | None:
+        """Returns down(silu(gate) * up) for the projections gate and up, or None if it cannot be fused."""
+        modules = [self._owner._modules[name] for name in self._names]
+        parameters = _norm_parameters(norm, x) if len(modules) == 2 else None
+        if parameters is None:
+            return None
+        return run_gated_mlp(self._shared_input, [*modules, down], x, parameters)
 
     def join(self) -> None:
         """Joins the linears if possible. Linears that replace them later are joined, too."""
@@ -103,6 +117,12 @@ class Projections:
             return joined
         self.join()
         return None if self._joined is joined else self._joined
+
+
+def _norm_parameters(norm: nn.Module | None, x: Tensor) -> NormParameters | None:
+    """Returns the parameters of a norm that training may fuse with the cast after it."""
+    weight = norm.fused_weight(x) if type(norm) is RMSNorm and torch.is_grad_enabled() else None
+    return None if weight is None else NormParameters(weight, norm.eps)  # type: ignore[union-attr, arg-type]
 
 
 def _add_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ FSDP2 divides the first dimension into shards of equal length; the last ones may
 parameter with another first dimension, such as the scales of 8-bit moments, are divided at the corresponding positions.
 Parameters that are not trained are replicated on every rank.
 
-The norm of gradients has the bits that one process computes (`optimizer.global_norm`): it is a sum over the norms of
-rows. Each rank sends the norms of its rows, and one-dimensional gradients as a whole. If the square of a gradient
-exceeds FP32, the norms of the shards are added in FP64 instead; such a norm may differ in its last bit.
+On a CPU the norm of gradients has the bits that one process computes (`optimizer.global_norm`): it is a sum over the
+norms of rows. Each rank sends the norms of its rows, and one-dimensional gradients as a whole. If the square of a
+gradient exceeds FP32, the norms of the shards are added in FP64 instead; such a norm may differ in its last bit.
 
 Rank 0 writes checkpoints. It requests the other ranks' shards of a tensor just before it writes the tensor, so it holds
 one foreign shard at a time. The other ranks answer requests until rank 0 has succeeded or failed.

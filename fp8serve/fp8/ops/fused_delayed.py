@@ -1,0 +1,167 @@
+"""Casts under delayed scaling that are fused with the operation before them, for training on a GPU.
+
+Each op equals `quantize_delayed` of the operation's result, which is rounded to the dtype of activations in between.
+Only the last bit of the operation is open, as in the ops without a cast (norm.py, activation.py).
+"""
+
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8serve.fp8.ops.arithmetic import FP8_MAX
+from fp8serve.fp8.ops.inputs import edge_values, tiled_noise
+from fp8serve.fp8.ops.registry import Case, define, reference
+
+Cast = tuple[Tensor, Tensor, Tensor]  # q [M, K], its transpose [K, M] or an empty tensor, scale_inv []
+Casts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+SIZES = ((5, 64), (33, 300), (128, 256), (144, 136))
+
+
+def _make_rms_norm_quantize_delayed(ops: Any) -> Any:
+    def rms_norm_quantize_delayed(
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        scale: Tensor,
+        history: Tensor | None,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> Cast:
+        """Returns quantize_delayed of rms_norm(x, weight, eps)."""
+        y = ops.rms_norm(x, weight, eps)
+        return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
+
+    return rms_norm_quantize_delayed
+
+
+def _make_silu_mul_quantize_delayed(ops: Any) -> Any:
+    def silu_mul_quantize_delayed(
+        gate: Tensor, up: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool
+    ) -> Cast:
+        """Returns quantize_delayed of silu_mul(gate, up)."""
+        y = ops.silu_mul(gate, up)
+        return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
+
+    return silu_mul_quantize_delayed
+
+
+def _make_silu_mul_backward_quantize_delayed(ops: Any) -> Any:
+    def silu_mul_backward_quantize_delayed(
+        grad: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        gate_scale: Tensor,
+        gate_history: Tensor | None,
+        up_scale: Tensor,
+        up_history: Tensor | None,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> Casts:
+        """Returns quantize_delayed of both results of silu_mul_backward; an infinity makes their scale_inv NaN."""
+        d_gate, d_up = ops.silu_mul_backward(grad, gate, up)
+        return (
+            *ops.quantize_delayed(d_gate, gate_scale, gate_history, dtype, transpose, True),
+            *ops.quantize_delayed(d_up, up_scale, up_history, dtype, transpose, True),
+        )
+
+    return silu_mul_backward_quantize_delayed
+
+
+def _fake(x: Tensor, dtype: torch.dtype, transpose: bool) -> Cast:
+    q = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return q, q.new_empty((x.shape[1], x.shape[0]) if transpose else (0, 0)), x.new_empty((), dtype=torch.float32)
+
+
+def _fake_norm(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool
+) -> Cast:
+    return _fake(x, dtype, transpose)
+
+
+def _fake_gated(
+    gate: Tensor, up: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool
+) -> Cast:
+    return _fake(gate, dtype, transpose)
+
+
+def _fake_gated_backward(grad: Tensor, gate: Tensor, *rest: Any) -> Casts:
+    return *_fake(gate, rest[-2], rest[-1]), *_fake(gate, rest[-2], rest[-1])
+
+
+def _history(staged: float | None) -> Tensor | None:
+    return None if staged is None else torch.tensor([staged, 5.0, 7.0])
+
+
+def _norm_case(dtype: torch.dtype, size: tuple[int, int], *options: Any) -> tuple[Any, ...]:
+    staged, fp8, transpose = options
+    weight = torch.linspace(0.5, 2, size[1]).to(dtype)
+    return tiled_noise(*size, dtype), weight, 1e-6, torch.tensor(64.0), _history(staged), fp8, transpose
+
+
+def _gated_case(dtype: torch.dtype, size: tuple[int, int], *options: Any) -> tuple[Any, ...]:
+    staged, fp8, transpose = options
+    gate, up = tiled_noise(*size, dtype), tiled_noise(*size, dtype, seed=1)
+    return gate, up, torch.tensor(3.0), _history(staged), fp8, transpose
+
+
+def _gated_backward_case(dtype: torch.dtype, size: tuple[int, int], *options: Any) -> tuple[Any, ...]:
+    staged, fp8, transpose = options
+    grad, gate, up = (tiled_noise(*size, dtype, seed=seed) for seed in range(3))
+    scales = torch.tensor(3.0), torch.tensor(0.5)
+    return grad, gate, up, scales[0], _history(staged), scales[1], _history(1e30), fp8, transpose
+
+
+def _hostile_case() -> tuple[Any, ...]:
+    """An infinity and NaN in the gradient."""
+    grad = edge_values(torch.bfloat16)
+    gate, up = torch.full_like(grad, 2.0), torch.full_like(grad, 1.0)
+    scale = torch.tensor(3.0)
+    return grad, gate, up, scale, _history(0.0), scale.clone(), _history(0.0), torch.float8_e5m2, True
+
+
+def _cases(make: Any) -> list[Case]:
+    staged = cycle((0.0, None, 1e30))
+    grid = product((torch.float32, torch.bfloat16), SIZES, FP8_MAX, (True, False))
+    return [
+        Case(f"{d} {s} {fp8} {t} staged {h}", partial(make, d, s, h, fp8, t))
+        for (d, s, fp8, t), h in zip(grid, staged, strict=False)
+    ]
+
+
+def _gated_backward_cases() -> list[Case]:
+    return [*_cases(_gated_backward_case), Case("hostile", _hostile_case)]
+
+
+_SCALE = (
+    "Tensor scale, Tensor(a!)? history, ScalarType dtype, bool transpose) -> (Tensor q, Tensor q_t, Tensor scale_inv)"
+)
+
+define(
+    f"rms_norm_quantize_delayed(Tensor x, Tensor weight, float eps, {_SCALE}",
+    _make_rms_norm_quantize_delayed(reference),
+    composition=_make_rms_norm_quantize_delayed(torch.ops.fp8serve),
+    fake=_fake_norm,
+    cases=partial(_cases, _norm_case),
+    kernels=("cuda",),
+)
+define(
+    f"silu_mul_quantize_delayed(Tensor gate, Tensor up, {_SCALE}",
+    _make_silu_mul_quantize_delayed(reference),
+    composition=_make_silu_mul_quantize_delayed(torch.ops.fp8serve),
+    fake=_fake_gated,
+    cases=partial(_cases, _gated_case),
+    kernels=("cuda",),
+)
+define(
+    "silu_mul_backward_quantize_delayed(Tensor grad, Tensor gate, Tensor up, Tensor gate_scale,"
+    " Tensor(a!)? gate_history, Tensor up_scale, Tensor(b!)? up_history, ScalarType dtype, bool transpose)"
+    " -> (Tensor gate_q, Tensor gate_q_t, Tensor gate_scale_inv, Tensor up_q, Tensor up_q_t, Tensor up_scale_inv)",
+    _make_silu_mul_backward_quantize_delayed(reference),
+    composition=_make_silu_mul_backward_quantize_delayed(torch.ops.fp8serve),
+    fake=_fake_gated_backward,
+    cases=_gated_backward_cases,
+    kernels=("cuda",),
+)
