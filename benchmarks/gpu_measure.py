@@ -42,6 +42,7 @@ GEMMS = {  # M, N, K: (TFLOP/s promised, ours over cuBLASLt predicted)
 PREFILL = {BF16: (250.0, 330.0), E4M3: (220.0, 300.0)}  # cache: (TFLOP/s promised, predicted)
 OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
 SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
+DECODE_SWITCHES = ("overlap", "early_weights")  # of csrc/cuda/gemm_switches.h, each measured by itself
 LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
 
 
@@ -355,9 +356,10 @@ def decode(bench: Bench) -> Iterator[Row]:
     what = f"decode 1.1B batch 1{step.how}, weight bytes over copy bandwidth"
     yield goal(what, 0.6, 0.5, step.bytes / took / copy)
     del step
-    with without("overlap", bench.device):
-        apart = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
-    yield {"what": "decode 1.1B batch 1, launches apart", "us": apart * 1e6, "of overlapping": apart / took}
+    for switch in DECODE_SWITCHES:
+        with without(switch, bench.device):
+            slower = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+        yield {"what": f"decode 1.1B batch 1, without {switch}", "us": slower * 1e6, "of all": slower / took}
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

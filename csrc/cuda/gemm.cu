@@ -197,6 +197,22 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
+// Of weights that the caller's kernels have not written just now; nor has this op, unless it made a copy.
+Gemm with_stored(Gemm g, const Tensor& weights) {
+  g.stored = g.b == weights.data_ptr() && gemm_switches.on(GemmKernel::early_weights);
+  return g;
+}
+
+Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                 const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const DeviceContract check("stored_mm", a);
+  check_high(check, out_dtype);
+  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& g, const OnDevice& device, const Product& p) {
+                     if (!run(with_stored(g, b), device, p)) gemm_reference(p);
+                   });
+}
+
 // scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
 // "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
@@ -323,6 +339,7 @@ Tensor product_onto(const DeviceContract& check, const Operands& in, const Tenso
   check.tensor("residual", residual_in, kHigh, {{"M", in.a.size(0)}, {"N", in.b.size(0)}});
   const Tensor residual = dense(residual_in);
   return with_gemm(check, in, residual.scalar_type(), [&](Gemm g, const OnDevice& device, const Product& p) {
+    g = with_stored(g, in.b);
     const bool skinny = skinny_is_first(g, device);
     if (skinny) g.residual = residual.data_ptr();
     if (skinny && from != nullptr && !g.b_scale.inside()) {
@@ -373,6 +390,7 @@ extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
+  m.impl("stored_mm", TORCH_BOX(&fp8serve::stored_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
   m.impl("gemm_kernels", TORCH_BOX(&fp8serve::gemm_kernels));
   m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));

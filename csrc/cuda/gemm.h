@@ -53,6 +53,7 @@ struct Gemm {
   float* amax = nullptr;             // with out_scale: receives the largest |value|
   Room room = {};                    // where that is brought together; without: in *amax, which holds 0
   bool out_e5m2 = false;
+  bool stored = false;  // the kernel before does not write b: the skinny kernel reads it while that one runs
 };
 
 // Activations that are cast where they are multiplied, and counted there.

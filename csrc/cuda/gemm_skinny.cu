@@ -11,6 +11,10 @@
 // Activations in BF16 can be cast as they are loaded, by every block anew, which is less work than a launch;
 // the first block counts them.
 //
+// A block asks for its first weights before the kernels before it have ended. Stored weights (`g.stored`),
+// which the kernel before does not write, are copied to shared memory; of others only the lines are fetched
+// into the second-level cache.
+//
 // Of experts, a block takes up to 16 rows of one; it is the block of their first row.
 #include "cuda/gemm_grouped.h"
 
@@ -24,7 +28,7 @@ constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
 static_assert(kWarps == kWarpsThatTell);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
-// Asks for the block's first weights, a line a thread, before it is known whether the activations are there.
+// Fetches the block's first weights, a line a thread, into the second-level cache.
 __device__ __forceinline__ void expect_weights(const Gemm& g) {
   const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
   const int at = line / kRows * kLine;
@@ -90,25 +94,29 @@ class Asked {
   static constexpr int kBytes =
       kAhead * (kRows + (kActivations ? 8 * kGroups * From::kPieces : 0)) * kLine;  // of a warp
 
-  __device__ Asked(const Gemm& g, int n0)
+  __device__ explicit Asked(const Gemm& g)
       : g_(g),
-        n0_(n0),
+        n0_(static_cast<int>(blockIdx.x) * kRows),
         lane_(static_cast<int>(threadIdx.x) % 32),
         memory_(dynamic_shared() + static_cast<int>(threadIdx.x) / 32 * kBytes) {}
 
-  // Asks for a block of K; beyond the last for nothing.
-  __device__ __forceinline__ void ask(const From& from, int block, int blocks) {
-    __syncwarp();  // all lanes have read what lay there
-    if (block < blocks) {
-      const int k = block * kScaleBlock;
+  // Before after_earlier_kernels(): asks for the first stored weights, or only for their lines.
+  __device__ __forceinline__ void ask_early() { g_.stored ? ask_first_weights() : expect_weights(g_); }
+  // Asks for the first kAhead blocks of K, apart from what ask_early() has asked for.
+  __device__ __forceinline__ void ask_first(const From& from) {
+    if (!g_.stored) ask_first_weights();
 #pragma unroll
-      for (int i = 0; i < kRows / 4; ++i) {
-        const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
-        const uint8_t* source = g_.b + static_cast<int64_t>(min(n0_ + row, g_.n - 1)) * g_.k;
-        copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
-      }
-      if constexpr (kActivations) ask_activations(from, k);
+    for (int i = 0; i < kAhead; ++i) {
+      ask_activations(from, first_block(i));
+      copy_commit();
+      turn_ ^= 1;
     }
+  }
+  // Asks for a block of K; beyond the last for nothing.
+  __device__ __forceinline__ void ask(const From& from, int block) {
+    __syncwarp();  // all lanes have read what lay there
+    ask_weights(block);
+    ask_activations(from, block);
     copy_commit();
     turn_ ^= 1;
   }
@@ -138,7 +146,30 @@ class Asked {
   }
 
  private:
-  __device__ __forceinline__ void ask_activations(const From& from, int k) {
+  // The warp's i-th block of K.
+  __device__ __forceinline__ int first_block(int i) const {
+    return static_cast<int>(threadIdx.x + i * blockDim.x) / 32;
+  }
+  __device__ __forceinline__ void ask_first_weights() {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      ask_weights(first_block(i));
+      turn_ ^= 1;
+    }
+  }
+  __device__ __forceinline__ void ask_weights(int block) {
+    const int k = block * kScaleBlock;
+    if (k >= g_.k) return;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
+      const uint8_t* source = g_.b + static_cast<int64_t>(min(n0_ + row, g_.n - 1)) * g_.k;
+      copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
+    }
+  }
+  __device__ __forceinline__ void ask_activations(const From& from, int block) {
+    const int k = block * kScaleBlock;
+    if (!kActivations || k >= g_.k) return;
     constexpr int kEach = 8 * From::kPieces;  // pieces of a token
 #pragma unroll
     for (int i = 0; i < 8 * kGroups * kEach / 32; ++i) {
@@ -254,7 +285,7 @@ __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
 }
 
 template <Element kElement, int kGroups, bool kInside, class From>
-__device__ __forceinline__ void compute(const Gemm& g, From from) {
+__device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From>& asked, From from) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
@@ -263,9 +294,7 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
   Mine<kGroups, End> end = {};
   if (kEndIsReadFirst<kGroups> && warp < kWarps)
     for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) { end[t] = end_of(g, token, column); });
-  Pieces asked(g, n0);
-#pragma unroll
-  for (int i = 0; i < Pieces::kAhead; ++i) asked.ask(from, warp + i * stride, blocks);
+  asked.ask_first(from);
   float total[kGroups][4] = {};
   for (int block = warp; block < blocks; block += stride) {
     asked.wait();
@@ -284,7 +313,7 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
         total[j][e] += kInside ? part[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : part[e];
       }
     }
-    asked.ask(from, block + Pieces::kAhead * stride, blocks);
+    asked.ask(from, block + Pieces::kAhead * stride);
   }
   from.tell();
   Mine<kGroups> mine = {};
@@ -306,17 +335,19 @@ __device__ __forceinline__ void compute(const Gemm& g, From from) {
 
 template <Element kElement, int kGroups, bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
-  expect_weights(g);
+  Asked<kGroups, AsTheyAre> asked(g);
+  asked.ask_early();
   after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, AsTheyAre());
+  compute<kElement, kGroups, kInside>(g, asked, AsTheyAre());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
-  expect_weights(g);
+  Asked<kGroups, Casting> asked(g);
+  asked.ask_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, Casting(g, from));
+  compute<Element::e4m3, kGroups, false>(g, asked, Casting(g, from));
 }
 
 template <bool kInside>
@@ -326,7 +357,8 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
             before = row - all.begin(expert);
   if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
   const Gemm g = from_row(all.of(expert), before);
-  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, AsTheyAre());
+  Asked<kGroupsOfExpert, AsTheyAre> asked(g);
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, asked, AsTheyAre());
 }
 
 // A kernel, and the shared memory that a warp of it needs.

@@ -42,6 +42,7 @@ _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
 _silu_mul_rows = torch.ops.fp8serve.silu_mul_quantize_rows.default
 _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
+_stored_mm = torch.ops.fp8serve.stored_mm.default
 _transpose = torch.ops.fp8serve.transpose_fp8.default
 _watched_mm_add = torch.ops.fp8serve.watched_mm_add.default
 
@@ -332,7 +333,8 @@ def multiply(
         return _packed_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if q.is_cuda and q.dtype is torch.bfloat16:
         return _multiply_unquantized(q, weight, weight_scale_inv, bias, out_dtype)
-    return _scaled_mm(q, weight, scale_inv, weight_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
+    product = _stored_mm if _is_on_gpu(q) else _scaled_mm
+    return product(q, weight, scale_inv, weight_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
 
 
 def _multiply_unquantized(

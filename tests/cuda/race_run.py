@@ -1,12 +1,13 @@
 """Runs every kernel on an emulated GPU compiled with ThreadSanitizer, in a process of its own (test_races.py).
 
-    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out
+    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out | written-weights
 
 `as-they-are`: every kernel, in both orders of a block's threads; a race ends the process with a report. `left-out`: the
 kernels that come to a barrier or wait, without it, for each of them; a line for each says how that was found.
+`written-weights`: how it is found that the kernel before writes weights which an op takes for stored ones.
 
 Every launch that can be is early, on a GPU like sm_120, and what it gets is as if an earlier kernel had written it: a
-kernel that reads before it has waited for that one has a race, too.
+kernel that reads before it has waited for that one has a race, too. Only stored weights were there before.
 """
 
 import os
@@ -54,8 +55,11 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transpose_fp8": ("",),
     "transpose_half": ("",),
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
+    "stored_mm": ("(5, 130, 2064) ('tensor', 'row')", "(17, 16, 144) ('1x128'"),
+    "scaled_mm_add": ("",),
     "write_kv": ("",),
 }
+STORED_WEIGHTS = {"stored_mm": 1, "scaled_mm_add": 1, "watched_mm_add": 5}  # which argument they are
 # How a process ends, the first by ThreadSanitizer's own choice; refused by the emulator: threads wait for ever, or use
 # an instruction against its rules.
 RACE, WRONG, REFUSED = 66, 65, 64
@@ -89,15 +93,16 @@ def runs() -> Iterator[Run]:
 
 
 class AfterOthers:
-    """The ops, whose arguments an earlier kernel wrote."""
+    """The ops, whose arguments an earlier kernel wrote, `stored_weights` excepted."""
 
-    def __init__(self, gpu: emulated.Emulator) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: emulated.Emulator, stored_weights: dict[str, int]) -> None:
+        self._gpu, self._stored_weights = gpu, stored_weights
         self.be = gpu.be
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            self._gpu.write_earlier(flatten_tensors(*arguments))
+            stored = self._stored_weights.get(op)
+            self._gpu.write_earlier(flatten_tensors(*(x for i, x in enumerate(arguments) if i != stored)))
             try:
                 return getattr(self._gpu.ops, op)(*arguments)
             finally:
@@ -175,6 +180,14 @@ def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
             say(f"WITHOUT {site} {name}: {how_found(gpu, kernels, site, run)}")
 
 
+def written_weights(gpu: emulated.Emulator, kernels: Kernels) -> None:
+    everything_written = Kernels(AfterOthers(gpu, {}), "cpu")
+    for name, run in runs():
+        if name.partition(" ")[0] in STORED_WEIGHTS:
+            run(kernels)
+            say(f"WRITTEN {name}: {how_found(gpu, everything_written, '', run)}")
+
+
 def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable[[Kernels], Any]) -> str:
     """In a child, which the first race ends."""
     child = os.fork()
@@ -197,6 +210,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
     emulator.be(*CHIP)
-    kernels = Kernels(AfterOthers(emulator), "cpu")
-    {"as-they-are": as_they_are, "left-out": left_out}[sys.argv[1]](emulator, kernels)
+    kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
+    modes = {"as-they-are": as_they_are, "left-out": left_out, "written-weights": written_weights}
+    modes[sys.argv[1]](emulator, kernels)
     say("DONE")

@@ -122,3 +122,12 @@ def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> N
     switch(switched, OWN)
     for one, wanted in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
         assert torch.equal(one.float(), wanted.float())
+
+
+@pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)
+def test_weights_that_are_read_early_give_the_same_bits(switched: Kernels, case) -> None:
+    """Also weights of which the op makes a copy, whose rows do not begin on 16 bytes."""
+    expected = switched.run("scaled_mm", *case.make())
+    assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
+    switch(switched, "early_weights")
+    assert_bits_equal(switched.run("stored_mm", *case.make()), expected)

@@ -7,6 +7,7 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     paged_attention.mma, .wgmma             the kernels for tensor cores; "paged_attention" is the FP32 kernel
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
+    stored_mm.early_weights                 the same, and the second reads its weights while the first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
 Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.
@@ -112,11 +113,14 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     yield Candidate("paged_attention.wgmma", "paged_attention", partial(_run_attention, ops, 2), _prompt_cases())
     for op in ("grouped_mm", "grouped_wgrad"):
         yield Candidate(f"{op}.cutlass", op, partial(_run_grouped, ops, op, True), _large_cases[op]())
-    run = partial(_run_overlapping, ops, _quantize_and_multiply)
+    run = partial(_run_overlapping, ops, {"overlap"}, partial(_quantize_and_multiply, ops.scaled_mm))
     yield Candidate("scaled_mm.overlap", "scaled_mm", run, _gemm_cases("skinny"))
-    run = partial(_run_overlapping, ops, _write_cache_and_attend)
+    run = partial(_run_overlapping, ops, {"overlap"}, _write_cache_and_attend)
     attention_cases = [*_prompt_cases()[:4], *sample_cases(gpu_cases("paged_attention"))]
     yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
+    on = {"overlap", "early_weights"}
+    run = partial(_run_overlapping, ops, on, partial(_quantize_and_multiply, ops.stored_mm))
+    yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))
 
 
 def gpu_cases(op: str) -> list[Case]:
@@ -187,24 +191,24 @@ def _prompt_cases() -> list[Case]:
     ]
 
 
-def _run_overlapping(ops: Any, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs two kernels, of which the second may start before the first has ended. Other checks run without overlap."""
+def _run_overlapping(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Runs two kernels, of which the second may start before the first has ended, with these switches on. Other checks
+    run without overlap."""
     first = arguments[0]
     if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
     off = _switched_off(ops, first)
-    _set_switched_off(ops, first, off - {"overlap"})
+    _set_switched_off(ops, first, off - on)
     try:
         return run(ops, *arguments)
     finally:
         _set_switched_off(ops, first, off)
 
 
-def _quantize_and_multiply(ops: Any, a: Tensor, *arguments: Any) -> Tensor:
+def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor, *arguments: Any) -> Tensor:
     """Quantizes FP8 values with scale 1, which does not change them, and multiplies them."""
     q, _ = ops.quantize(a.float(), torch.ones((), device=a.device), a.dtype)
-    output: Tensor = ops.scaled_mm(q, *arguments)
-    return output
+    return multiply(q, *arguments)
 
 
 def _write_cache_and_attend(ops: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
@@ -255,6 +259,9 @@ _SWITCHES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "gro
 _SWITCHES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
 OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
+_SWITCHES["stored_mm.early_weights"] = "early_weights"
+SEPARATE = (*OVERLAP, "stored_mm.early_weights")
+"""Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 
 def switch_off(device: torch.device, names: Iterable[str]) -> None:
