@@ -20,7 +20,7 @@ EXACT = frozenset({
 })  # fmt: skip
 # GEMMs. The allowed difference of a result is a share of the sum of the magnitudes of its summands.
 _FP8_PRODUCTS = frozenset({
-    "scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
+    "scaled_mm", "stored_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
 })  # fmt: skip
 _PRODUCTS = _FP8_PRODUCTS | {"mm"}
 # The allowed difference from the reference, as a share of the sum of magnitudes, in addition to the rounding of the
