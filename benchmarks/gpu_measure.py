@@ -29,6 +29,7 @@ from benchmarks import gpu_experts, gpu_tiles
 from benchmarks.gpu_switches import without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
+from fp8serve.fp8.ops import reference
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -152,14 +153,18 @@ def updating(bench: Bench) -> Iterator[Row]:
 
 
 def drawing(bench: Bench, rows: int) -> Iterator[Row]:
-    """A token for each row of the vocabulary of Llama 3, without filters and with all."""
+    """A token for each row of the vocabulary of Llama 3: without filters, with all, and the most likely one of logits
+    in BF16, beside torch's ops for that."""
     logits = [3 * torch.randn(rows, bench.size(128256), device=bench.device) for _ in range(8)]
+    in_bf16 = [x.bfloat16() for x in logits]
     one = torch.ones(rows, device=bench.device, dtype=torch.float64)
     plain = 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
     filters = 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
     kinds: dict[str, Work] = {
         "temperature": lambda i: OPS.sample(logits[i], *plain),
         "top_k, top_p, min_p": lambda i: OPS.sample(logits[i], *filters),
+        "greedy": lambda i: OPS.greedy_tokens(in_bf16[i]),
+        "greedy by torch": lambda i: reference.greedy_tokens(in_bf16[i].float()),
     }
     for kind, work in kinds.items():
         took = bench.seconds(work, len(logits))

@@ -53,7 +53,8 @@ class Arrivals {
   unsigned* of(const OnDevice& device, const Tensor& like, int64_t count) {
     const std::lock_guard guard(mutex_);
     Range& range = ranges_[{device.index(), device.stream(), device.capture()}];
-    if (range.count < count) range = {taken(device, like, count), count};
+    if (range.count < count)
+      range = {taken(device, like, count), count};  // null again if there are none left
     return range.first;
   }
 
@@ -63,7 +64,9 @@ class Arrivals {
     unsigned* first = nullptr;
     int64_t count = 0;
   };
-  unsigned* taken(const OnDevice& device, const Tensor& like, int64_t count) {
+  // At a multiple of 16 bytes.
+  unsigned* taken(const OnDevice& device, const Tensor& like, int64_t wanted) {
+    const int64_t count = ceil_over(wanted, 4) * 4;
     Range& free = free_[device.index()];
     const bool capturing = device.capture() != 0;
     if (free.first == nullptr && !capturing) {

@@ -38,6 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         f"(130, 1032) {kind} torch.float32 scale 230.0 rows 2" for kind in ("plain", "norm", "gated")
     ),
     "delayed_update": ("N=1024, 9 states, (0, 1, 'max')",),
+    "greedy_tokens": ("7 x 16384 torch.bfloat16",),
     "grouped_quantize": ("even, 64",),
     "layer_norm_quantize": ("(33, 300)",),
     "quantize": ("tiles 64x256",),

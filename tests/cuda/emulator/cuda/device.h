@@ -177,6 +177,15 @@ inline unsigned atomicInc(unsigned* at, unsigned most) {
 inline int atomicExch(int* at, int value) {
   return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
 }
+inline unsigned long long atomicMax(unsigned long long* at, unsigned long long value) {
+  std::atomic_ref<unsigned long long> memory(*at);
+  const unsigned long long before = memory.load(std::memory_order_relaxed);
+  memory.store(std::max(before, value), std::memory_order_relaxed);
+  return before;
+}
+inline unsigned long long atomicExch(unsigned long long* at, unsigned long long value) {
+  return std::atomic_ref<unsigned long long>(*at).exchange(value, std::memory_order_relaxed);
+}
 inline void __threadfence() {}  // blocks run one after the other
 
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
