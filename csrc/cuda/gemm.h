@@ -63,6 +63,14 @@ struct ToCast {
   Seen out;
 };
 
+// What becomes of a product whose first half of columns is a gate: silu(gate) * up is cast, and nothing else
+// stored.
+struct GatedCast {
+  uint8_t* q;  // [m, n / 2] E4M3
+  const float* scale;
+  Seen out;
+};
+
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
   return g.bias == nullptr ? 0.0f : load(g.bias, column, g.bias_type);
 }
@@ -94,6 +102,11 @@ void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
 // In the place of g.a; block scales are refused by the caller.
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device);
+
+// In the place of g.out, of BF16: m <= kGatedRows, n is a multiple of 32; block scales are refused by the
+// caller.
+constexpr int kGatedRows = 16;
+void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device);
 
 // CUTLASS kernels: false when the problem, or this tile of it, is not theirs. `outside`: scales per tensor or
 // row; `inside`: a per 1x128, b per 1x128 or 128x128.

@@ -58,9 +58,15 @@ WORDS: dict[str, tuple[str, ...]] = {
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
     "stored_mm": ("(5, 130, 2064) ('tensor', 'row')", "(17, 16, 144) ('1x128'"),
     "scaled_mm_add": ("",),
+    "stored_gated_mm": ("(5, 96, 1200)",),
     "write_kv": ("",),
 }
-STORED_WEIGHTS = {"stored_mm": 1, "scaled_mm_add": 1, "watched_mm_add": 5}  # which argument they are
+STORED_WEIGHTS = {
+    "stored_mm": 1,
+    "stored_gated_mm": 1,
+    "scaled_mm_add": 1,
+    "watched_mm_add": 5,
+}  # which argument they are
 # How a process ends, the first by ThreadSanitizer's own choice; refused by the emulator: threads wait for ever, or use
 # an instruction against its rules.
 RACE, WRONG, REFUSED = 66, 65, 64

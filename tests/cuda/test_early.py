@@ -74,8 +74,9 @@ def test_kernels_wait_first() -> None:
     found = kernels_that_wait()
     assert len(found) > 20
     early = {what for what in found.values() if what}
-    assert all(re.fullmatch(r"Asked<kGroups, \w+> asked\(g\);\n  asked\.ask_early\(\);", what) for what in early)
+    assert all(re.fullmatch(r"Asked<kGroups, \w+(, 2)?> asked\(g\);\n  asked\.ask_early\(\);", what) for what in early)
     assert {name for name, what in found.items() if what} == {
         "gemm_skinny.cu: gemm_stream",
         "gemm_skinny.cu: gemm_stream_casting",
+        "gemm_skinny.cu: gemm_stream_gated",
     }

@@ -8,6 +8,7 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     paged_attention.merge                   the kernel for tensor cores whose last blocks merge the parts of the others
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
+    stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
     stored_mm.early_weights                 the same, and the second reads its weights while the first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
@@ -124,6 +125,8 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     run = partial(_run_overlapping, ops, {"overlap"}, _write_cache_and_attend)
     attention_cases = [*_prompt_cases()[:4], *sample_cases(gpu_cases("paged_attention"))]
     yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
+    run = partial(_run_with, ops, {"gated"}, ops.stored_gated_mm)
+    yield Candidate("stored_gated_mm.gated", "stored_gated_mm", run, sample_cases(gpu_cases("stored_gated_mm")))
     on = {"overlap", "early_weights"}
     run = partial(_run_overlapping, ops, on, partial(_quantize_and_multiply, ops.stored_mm))
     yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))
@@ -211,12 +214,17 @@ def _run_overlapping(ops: Any, on: set[str], run: Callable[..., Tensor], *argume
     first = arguments[0]
     if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
-    off = _switched_off(ops, first)
-    _set_switched_off(ops, first, off - on)
+    return _run_with(ops, on, partial(run, ops), *arguments)
+
+
+def _run_with(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Runs a kernel with these switches on."""
+    off = _switched_off(ops, arguments[0])
+    _set_switched_off(ops, arguments[0], off - on)
     try:
-        return run(ops, *arguments)
+        return run(*arguments)
     finally:
-        _set_switched_off(ops, first, off)
+        _set_switched_off(ops, arguments[0], off)
 
 
 def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor, *arguments: Any) -> Tensor:
@@ -274,7 +282,8 @@ _SWITCHES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
 OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 _SWITCHES["stored_mm.early_weights"] = "early_weights"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "paged_attention.merge")
+_SWITCHES["stored_gated_mm.gated"] = "gated"
+SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "paged_attention.merge")
 """Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 

@@ -30,7 +30,7 @@ from fp8serve.fp8.stacked import StackedExperts
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
-from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_gated, add_projection, forward_of
+from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_head_norm, make_norm
 from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding, Rotary, Rotation
@@ -174,9 +174,9 @@ class MLP(nn.Module):
         self, x: Tensor, norm: nn.Module | None, transform: OutputTransform, residual: Tensor | None = None
     ) -> Tensor:
         """Returns residual + transform(MLP(norm(x))), [T, hidden]. If `residual` is None, x is the residual."""
-        gate, up = self.gate_up(x, norm)
         residual = x if residual is None else residual
-        return add_gated(residual, self._modules["down_proj"], gate, up, self.activation, transform)  # type: ignore[arg-type]
+        down: nn.Module = self._modules["down_proj"]  # type: ignore[assignment]
+        return add_mlp(residual, down, self.gate_up, x, norm, self.activation, transform)
 
     def join(self) -> None:
         self.gate_up.join()
