@@ -163,7 +163,8 @@ def add_mlp(
         and (cast := gate_up.cast_gated(x, norm, linear)) is not None
     ):
         return linear.product_add(residual, *cast)
-    return add_gated(residual, linear, *gate_up(x, norm), activation, transform)
+    gate, up = gate_up(x, norm)
+    return add_gated(residual, linear, gate, up, activation, transform)
 
 
 def add_gated(
