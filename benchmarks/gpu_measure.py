@@ -30,6 +30,7 @@ from benchmarks import gpu_experts, gpu_tiles
 from benchmarks.gpu_switches import without
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast
 from fp8serve.fp8 import ops
+from fp8serve.fp8.ops import reference
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -43,6 +44,7 @@ GEMMS = {  # M, N, K: (TFLOP/s promised, ours over cuBLASLt predicted)
 PREFILL = {BF16: (250.0, 330.0), E4M3: (220.0, 300.0)}  # cache: (TFLOP/s promised, predicted)
 OTHER_GEMMS = [(256, 4096, 4096), (8192, 28672, 8192)]
 SKINNY = [(1, 4096, 4096), (1, 28672, 8192), (16, 28672, 8192), (16, 8192, 28672), (64, 28672, 8192)]
+DECODE_SWITCHES = ("overlap", "early_weights", "attention_merge", "gated")  # of gemm_switches.h, each alone
 LINEARS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # of a layer of Llama 8B: out, in features
 
 
@@ -152,14 +154,18 @@ def updating(bench: Bench) -> Iterator[Row]:
 
 
 def drawing(bench: Bench, rows: int) -> Iterator[Row]:
-    """A token for each row of the vocabulary of Llama 3, without filters and with all."""
+    """A token for each row of the vocabulary of Llama 3: without filters, with all, and the most likely one of logits
+    in BF16, beside torch's ops for that."""
     logits = [3 * torch.randn(rows, bench.size(128256), device=bench.device) for _ in range(8)]
+    in_bf16 = [x.bfloat16() for x in logits]
     one = torch.ones(rows, device=bench.device, dtype=torch.float64)
     plain = 0.8 * one, 0 * one.long(), one, 0 * one, 0.5 * one
     filters = 0.8 * one, 50 * one.long(), 0.9 * one, 0.02 * one, 0.5 * one
     kinds: dict[str, Work] = {
         "temperature": lambda i: OPS.sample(logits[i], *plain),
         "top_k, top_p, min_p": lambda i: OPS.sample(logits[i], *filters),
+        "greedy": lambda i: OPS.greedy_tokens(in_bf16[i]),
+        "greedy by torch": lambda i: reference.greedy_tokens(in_bf16[i].float()),
     }
     for kind, work in kinds.items():
         took = bench.seconds(work, len(logits))
@@ -362,9 +368,10 @@ def decode(bench: Bench) -> Iterator[Row]:
     what = f"decode 1.1B batch 1{step.how}, weight bytes over copy bandwidth"
     yield goal(what, 0.6, 0.5, step.bytes / took / copy)
     del step
-    with without("overlap", bench.device):
-        apart = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
-    yield {"what": "decode 1.1B batch 1, launches apart", "us": apart * 1e6, "of overlapping": apart / took}
+    for switch in DECODE_SWITCHES:
+        with without(switch, bench.device):
+            slower = bench.seconds(gpu_decode.DecodeStep(bench.device, bench.dry), 1, 50, replayed=False)
+        yield {"what": f"decode 1.1B batch 1, without {switch}", "us": slower * 1e6, "of all": slower / took}
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

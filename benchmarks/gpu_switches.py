@@ -8,7 +8,8 @@ import torch
 
 @contextmanager
 def without(kernel: str, device: str) -> Iterator[None]:
-    """A kernel of csrc/cuda/gemm_switches.h is off, or "" none besides those that are; only on "cuda" there are any."""
+    """A kernel of csrc/cuda/gemm_switches.h is off, or several joined by "+", or "" none besides those that are; only
+    "cuda" has any."""
     if device != "cuda" or not kernel:
         yield
         return

@@ -108,6 +108,14 @@ __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
   return {pair[0] | static_cast<uint32_t>(pair[1]) << 16, pair[2] | static_cast<uint32_t>(pair[3]) << 16};
 }
 
+// One value of encode_chunk.
+template <class F>
+__device__ __forceinline__ uint8_t encode_one(float x, float scale) {
+  const uint32_t code = encode_pair<is_e5m2<F>>(x * scale, 0.0f) & 0xff;
+  const uint32_t sign = isnan(x) ? __float_as_uint(x) >> 24 & 0x80 : 0;
+  return static_cast<uint8_t>(code | sign);
+}
+
 template <bool kAligned>
 __device__ __forceinline__ void store_chunk(uint2 bytes, uint8_t* row, int64_t begin, int64_t n) {
   if constexpr (kAligned) {

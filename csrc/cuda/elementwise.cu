@@ -176,10 +176,7 @@ struct Rotary {
 template <class U, bool kFp8>
 __device__ __forceinline__ void write_cache(void* cache, int64_t at, float value, const float* scale) {
   if constexpr (kFp8) {
-    const float factor = scale == nullptr ? 1.0f : *scale;
-    const uint32_t code = encode_pair<is_e5m2<U>>(value * factor, 0.0f) & 0xff;
-    const uint32_t sign = isnan(value) ? __float_as_uint(value) >> 24 & 0x80 : 0;
-    static_cast<uint8_t*>(cache)[at] = static_cast<uint8_t>(code | sign);
+    static_cast<uint8_t*>(cache)[at] = encode_one<U>(value, scale == nullptr ? 1.0f : *scale);
   } else {
     store(value, static_cast<U*>(cache) + at);
   }

@@ -207,6 +207,57 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
+// Of weights that the caller's kernels have not written just now; nor has this op, unless it made a copy.
+Gemm with_stored(Gemm g, const Tensor& weights) {
+  g.stored = g.b == weights.data_ptr() && gemm_switches.on(GemmKernel::early_weights);
+  return g;
+}
+
+Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                 const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const DeviceContract check("stored_mm", a);
+  check_high(check, out_dtype);
+  return with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
+                   [&](const Gemm& g, const OnDevice& device, const Product& p) {
+                     if (!run(with_stored(g, b), device, p)) gemm_reference(p);
+                   });
+}
+
+// stored_mm of joined weights of a gate and of up, and the watched cast of silu(gate) * up; in one launch
+// where the skinny kernel multiplies.
+Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                       const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& seen,
+                       const Tensor& saturated, const std::optional<Tensor>& rows) {
+  const DeviceContract check("stored_gated_mm", a);
+  check.rank("a", a, 2);
+  check.rank("b", b, 2);
+  check.require(b.size(0) % 2 == 0, "b", "has ", b.size(0), " rows, must have as many of the gate as of up");
+  check.tensor("scale", scale, {ScalarType::Float}, {});
+  check.tensor("seen", seen, {ScalarType::Float}, {});
+  check.tensor("saturated", saturated, {ScalarType::Long}, {});
+  if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
+  const int64_t width = b.size(0) / 2;
+  const Tensor q = empty(a, {a.size(0), width}, ScalarType::Float8_e4m3fn);
+  const Seen out = counters(seen, saturated, rows);
+  bool done = q.numel() == 0;
+  const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
+    g = with_stored(g, b);
+    const bool fits = g.m <= kGatedRows && g.n % 32 == 0 && !g.a_scale.inside() && !g.b_scale.inside();
+    if (fits && skinny_is_first(g, device) && gemm_switches.on(GemmKernel::gated)) {
+      gemm_skinny_gated(g, {data<uint8_t>(q), data<const float>(scale), out}, device);
+      done = true;
+    } else if (!run(g, device, p)) {
+      gemm_reference(p);
+    }
+  };
+  Tensor y = with_gemm(check, {a, b, a_scale, b_scale, bias}, ScalarType::BFloat16, multiply);
+  if (!done) {
+    cast_gated(torch::stable::narrow(y, 1, 0, width), torch::stable::narrow(y, 1, width, width), scale, q,
+               out, OnDevice(a));
+  }
+  return q;
+}
+
 // scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
 // "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
@@ -333,6 +384,7 @@ Tensor product_onto(const DeviceContract& check, const Operands& in, const Tenso
   check.tensor("residual", residual_in, kHigh, {{"M", in.a.size(0)}, {"N", in.b.size(0)}});
   const Tensor residual = dense(residual_in);
   return with_gemm(check, in, residual.scalar_type(), [&](Gemm g, const OnDevice& device, const Product& p) {
+    g = with_stored(g, in.b);
     const bool skinny = skinny_is_first(g, device);
     if (skinny) g.residual = residual.data_ptr();
     if (skinny && from != nullptr && !g.b_scale.inside()) {
@@ -383,6 +435,8 @@ extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda
 
 STABLE_TORCH_LIBRARY_IMPL(FP8SERVE_OPS, FP8SERVE_DEVICE_KEY, m) {
   m.impl("scaled_mm", TORCH_BOX(&fp8serve::scaled_mm));
+  m.impl("stored_mm", TORCH_BOX(&fp8serve::stored_mm));
+  m.impl("stored_gated_mm", TORCH_BOX(&fp8serve::stored_gated_mm));
   m.impl("scaled_mm_by", TORCH_BOX(&fp8serve::scaled_mm_by));
   m.impl("gemm_kernels", TORCH_BOX(&fp8serve::gemm_kernels));
   m.impl("scaled_mm_quantize", TORCH_BOX(&fp8serve::scaled_mm_quantize));

@@ -53,11 +53,20 @@ struct Gemm {
   float* amax = nullptr;             // with out_scale: receives the largest |value|
   Room room = {};                    // where that is brought together; without: in *amax, which holds 0
   bool out_e5m2 = false;
+  bool stored = false;  // the kernel before does not write b: the skinny kernel reads it while that one runs
 };
 
 // Activations that are cast where they are multiplied, and counted there.
 struct ToCast {
   const BF16* x;  // [m, k], rows 16-byte aligned
+  const float* scale;
+  Seen out;
+};
+
+// What becomes of a product whose first half of columns is a gate: silu(gate) * up is cast, and nothing else
+// stored.
+struct GatedCast {
+  uint8_t* q;  // [m, n / 2] E4M3
   const float* scale;
   Seen out;
 };
@@ -92,6 +101,11 @@ void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
 // In the place of g.a; block scales are refused by the caller.
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device);
+
+// In the place of g.out, of BF16: m <= kGatedRows, n is a multiple of 32; block scales are refused by the
+// caller.
+constexpr int kGatedRows = 16;
+void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device);
 
 // CUTLASS kernels: false when the problem, or this tile of it, is not theirs. `outside`: scales per tensor or
 // row; `inside`: a per 1x128, b per 1x128 or 128x128.

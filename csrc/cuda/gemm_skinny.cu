@@ -11,6 +11,13 @@
 // Activations in BF16 can be cast as they are loaded, by every block anew, which is less work than a launch;
 // the first block counts them.
 //
+// A block asks for its first weights before the kernels before it have ended. Stored weights (`g.stored`),
+// which the kernel before does not write, are copied to shared memory; of others only the lines are fetched
+// into the second-level cache.
+//
+// Gate and up of an MLP end in one launch: a block takes 16 rows of the gate and then the same 16 of up, as
+// one stream of blocks of K, and casts silu(gate) * up.
+//
 // Of experts, a block takes up to 16 rows of one; it is the block of their first row.
 #include "cuda/gemm_grouped.h"
 
@@ -24,7 +31,7 @@ constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
 static_assert(kWarps == kWarpsThatTell);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
-// Asks for the block's first weights, a line a thread, before it is known whether the activations are there.
+// Fetches the block's first weights, a line a thread, into the second-level cache.
 __device__ __forceinline__ void expect_weights(const Gemm& g) {
   const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
   const int at = line / kRows * kLine;
@@ -82,7 +89,10 @@ class Casting {
 // while others are multiplied, and need no registers. They are of whole lines: half lines cost the
 // second-level cache as much. Only the warp itself reads what it has copied. Of many tokens the activations
 // are read when they are used, from the caches.
-template <int kGroups, class From>
+//
+// The warp's steps are its blocks of K, and behind those of the first part of the weights come those of the
+// second (`kParts`), which lies g.n / 2 rows further.
+template <int kGroups, class From, int kParts = 1>
 class Asked {
  public:
   static constexpr int kAhead = 2;
@@ -90,25 +100,34 @@ class Asked {
   static constexpr int kBytes =
       kAhead * (kRows + (kActivations ? 8 * kGroups * From::kPieces : 0)) * kLine;  // of a warp
 
-  __device__ Asked(const Gemm& g, int n0)
+  __device__ explicit Asked(const Gemm& g)
       : g_(g),
-        n0_(n0),
+        n0_(static_cast<int>(blockIdx.x) * kRows),
         lane_(static_cast<int>(threadIdx.x) % 32),
         memory_(dynamic_shared() + static_cast<int>(threadIdx.x) / 32 * kBytes) {}
 
-  // Asks for a block of K; beyond the last for nothing.
-  __device__ __forceinline__ void ask(const From& from, int block, int blocks) {
-    __syncwarp();  // all lanes have read what lay there
-    if (block < blocks) {
-      const int k = block * kScaleBlock;
+  // Steps of all warps for one part: a warp has as many for each.
+  __device__ __forceinline__ int steps() const {
+    const int blocks = (g_.k + kScaleBlock - 1) / kScaleBlock, warps = static_cast<int>(blockDim.x) / 32;
+    return kParts == 1 ? blocks : (blocks + warps - 1) / warps * warps;
+  }
+  // Before after_earlier_kernels(): asks for the first stored weights, or only for their lines.
+  __device__ __forceinline__ void ask_early() { g_.stored ? ask_first_weights() : expect_weights(g_); }
+  // Asks for the first kAhead blocks of K, apart from what ask_early() has asked for.
+  __device__ __forceinline__ void ask_first(const From& from) {
+    if (!g_.stored) ask_first_weights();
 #pragma unroll
-      for (int i = 0; i < kRows / 4; ++i) {
-        const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
-        const uint8_t* source = g_.b + static_cast<int64_t>(min(n0_ + row, g_.n - 1)) * g_.k;
-        copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
-      }
-      if constexpr (kActivations) ask_activations(from, k);
+    for (int i = 0; i < kAhead; ++i) {
+      ask_activations(from, first_step(i));
+      copy_commit();
+      turn_ ^= 1;
     }
+  }
+  // Asks for the block of K of a step; beyond the last for nothing.
+  __device__ __forceinline__ void ask(const From& from, int step) {
+    __syncwarp();  // all lanes have read what lay there
+    ask_weights(step);
+    ask_activations(from, step);
     copy_commit();
     turn_ ^= 1;
   }
@@ -138,7 +157,35 @@ class Asked {
   }
 
  private:
-  __device__ __forceinline__ void ask_activations(const From& from, int k) {
+  __device__ __forceinline__ int part_of(int step) const { return kParts > 1 && step >= steps() ? 1 : 0; }
+  // Where the step's block of K begins; g_.k or more: there is none.
+  __device__ __forceinline__ int begin_of(int step) const {
+    return (step - part_of(step) * steps()) * kScaleBlock;
+  }
+  // The warp's i-th step.
+  __device__ __forceinline__ int first_step(int i) const {
+    return static_cast<int>(threadIdx.x + i * blockDim.x) / 32;
+  }
+  __device__ __forceinline__ void ask_first_weights() {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      ask_weights(first_step(i));
+      turn_ ^= 1;
+    }
+  }
+  __device__ __forceinline__ void ask_weights(int step) {
+    const int k = begin_of(step), first = n0_ + part_of(step) * (g_.n / 2);
+    if (k >= g_.k) return;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int row = lane_ / 8 + 4 * i, at = k + lane_ % 8 * 16;
+      const uint8_t* source = g_.b + static_cast<int64_t>(min(first + row, g_.n - 1)) * g_.k;
+      copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
+    }
+  }
+  __device__ __forceinline__ void ask_activations(const From& from, int step) {
+    const int k = begin_of(step);
+    if (!kActivations || k >= g_.k) return;
     constexpr int kEach = 8 * From::kPieces;  // pieces of a token
 #pragma unroll
     for (int i = 0; i < 8 * kGroups * kEach / 32; ++i) {
@@ -242,81 +289,131 @@ __device__ __forceinline__ void for_mine_of(const Gemm& g, int n0, const F& f) {
   });
 }
 
-template <int kGroups>
-__device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups>& mine,
-                                       const Mine<kGroups, End>& end, int n0) {
-  float seen = 0.0f;
-  for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
-    const End of = kEndIsReadFirst<kGroups> ? end[t] : end_of(g, token, column);
-    seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[t], of), seen);
-  });
-  tell_amax(g, seen);
-}
+// What becomes of a block's sums, of which the first team's threads have one for each part: they are stored,
+struct Stored {
+  template <int kGroups>
+  __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups> (&mine)[1],
+                                         const Mine<kGroups, End> (&end)[1], int n0) const {
+    float seen = 0.0f;
+    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
+      const End of = kEndIsReadFirst<kGroups> ? end[0][t] : end_of(g, token, column);
+      seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[0][t], of), seen);
+    });
+    tell_amax(g, seen);
+  }
+};
+// or those of the gate and of up are multiplied and cast.
+struct Gated {
+  const GatedCast& to;
 
-template <Element kElement, int kGroups, bool kInside, class From>
-__device__ __forceinline__ void compute(const Gemm& g, From from) {
+  template <int kGroups>
+  __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups> (&mine)[2],
+                                         const Mine<kGroups, End> (&end)[2], int n0) const {
+    static_assert(kEndIsReadFirst<kGroups>);
+    const int64_t counted = to.out.counted_rows(g.m);
+    const float scale = *to.scale;
+    float seen = 0.0f;
+    unsigned found = 0;
+    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
+      const float gate = rounded<BF16>(finished(g, mine[0][t], end[0][t]));
+      const float y = gated<BF16>(gate, rounded<BF16>(finished(g, mine[1][t], end[1][t])));
+      to.q[static_cast<int64_t>(token) * (g.n / 2) + column] = encode_one<E4M3>(y, scale);
+      seen = fmaxf(seen, fabsf(y));
+      found += token < counted && is_cut_off<E4M3>(y * scale);
+    });
+    seen = lanes_max<32>(seen);
+    if (threadIdx.x % 32 == 0) raise(to.out.amax, seen);
+    add_cut_off(to.out, found);
+  }
+};
+
+template <Element kElement, int kGroups, bool kInside, class From, int kParts, class Ending>
+__device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From, kParts>& asked, From from,
+                                        const Ending& ending) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
-  using Pieces = Asked<kGroups, From>;
-  Mine<kGroups, End> end = {};
-  if (kEndIsReadFirst<kGroups> && warp < kWarps)
-    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) { end[t] = end_of(g, token, column); });
-  Pieces asked(g, n0);
+  Mine<kGroups, End> end[kParts] = {};
+  if (kEndIsReadFirst<kGroups> && warp < kWarps) {
 #pragma unroll
-  for (int i = 0; i < Pieces::kAhead; ++i) asked.ask(from, warp + i * stride, blocks);
-  float total[kGroups][4] = {};
-  for (int block = warp; block < blocks; block += stride) {
-    asked.wait();
-    float by_row[2] = {1.0f, 1.0f};
-    if constexpr (kInside) {
-      by_row[0] = g.b_scale.inner(row, g.n, block);
-      by_row[1] = g.b_scale.inner(row + 8, g.n, block);
+    for (int part = 0; part < kParts; ++part) {
+      for_mine_of<kGroups>(g, n0 + part * (g.n / 2),
+                           [&](int t, int token, int column) { end[part][t] = end_of(g, token, column); });
     }
+  }
+  asked.ask_first(from);
+  float total[kParts][kGroups][4] = {};
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      float part[4] = {};
-      multiply<kElement>(part, asked, from, j, block);
+  for (int part = 0; part < kParts; ++part) {
+    for (int block = warp; block < asked.steps(); block += stride) {
+      asked.wait();
+      if (kParts == 1 || block < blocks) {
+        float by_row[2] = {1.0f, 1.0f};
+        if constexpr (kInside) {
+          by_row[0] = g.b_scale.inner(row, g.n, block);
+          by_row[1] = g.b_scale.inner(row + 8, g.n, block);
+        }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int of = j * 8 + lane % 4 * 2 + e % 2;
-        total[j][e] += kInside ? part[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : part[e];
+        for (int j = 0; j < kGroups; ++j) {
+          float sum[4] = {};
+          multiply<kElement>(sum, asked, from, j, block);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int of = j * 8 + lane % 4 * 2 + e % 2;
+            total[part][j][e] +=
+                kInside ? sum[e] * (by_row[e / 2] * g.a_scale.inner(of, g.m, block)) : sum[e];
+          }
+        }
       }
+      asked.ask(from, part * asked.steps() + block + asked.kAhead * stride);
     }
-    asked.ask(from, block + Pieces::kAhead * stride, blocks);
   }
   from.tell();
-  Mine<kGroups> mine = {};
-  for (int team = 0; team < stride / kWarps; ++team) {
-    if (team > 0) __syncthreads();  // the team before has been added
-    if (warp / kWarps == team) {
+  Mine<kGroups> mine[kParts] = {};
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+  for (int part = 0; part < kParts; ++part) {
+    for (int team = 0; team < stride / kWarps; ++team) {
+      if (part + team > 0) __syncthreads();  // the team before has been added
+      if (warp / kWarps == team) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          sums[warp % kWarps][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[j][e];
+        for (int j = 0; j < kGroups; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            sums[warp % kWarps][j * 8 + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = total[part][j][e];
+        }
       }
+      __syncthreads();
+      if (warp < kWarps) add_team<kGroups>(mine[part], sums);
     }
-    __syncthreads();
-    if (warp < kWarps) add_team<kGroups>(mine, sums);
   }
-  if (warp < kWarps) finish<kGroups>(g, mine, end, n0);
+  if (warp < kWarps) ending.template finish<kGroups>(g, mine, end, n0);
 }
 
 template <Element kElement, int kGroups, bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
-  expect_weights(g);
+  Asked<kGroups, AsTheyAre> asked(g);
+  asked.ask_early();
   after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, AsTheyAre());
+  compute<kElement, kGroups, kInside>(g, asked, AsTheyAre(), Stored());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
-  expect_weights(g);
+  Asked<kGroups, Casting> asked(g);
+  asked.ask_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, Casting(g, from));
+  compute<Element::e4m3, kGroups, false>(g, asked, Casting(g, from), Stored());
+}
+
+template <int kGroups>
+__global__ void __launch_bounds__(kMostTeams* kThreads)
+    gemm_stream_gated(const __grid_constant__ Gemm g, const __grid_constant__ GatedCast to) {
+  Asked<kGroups, AsTheyAre, 2> asked(g);
+  asked.ask_early();
+  after_earlier_kernels();
+  compute<Element::e4m3, kGroups, false>(g, asked, AsTheyAre(), Gated{to});
 }
 
 template <bool kInside>
@@ -326,7 +423,8 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
             before = row - all.begin(expert);
   if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
   const Gemm g = from_row(all.of(expert), before);
-  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, AsTheyAre());
+  Asked<kGroupsOfExpert, AsTheyAre> asked(g);
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, asked, AsTheyAre(), Stored());
 }
 
 // A kernel, and the shared memory that a warp of it needs.
@@ -382,6 +480,13 @@ void gemm_skinny(const Gemm& g, const OnDevice& device) {
 
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device) {
   launch_stream(casting_kernel_for(g.m), g, blocks_for(g), device, g, from);
+}
+
+void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device) {
+  using Kernel = Launched<void(Gemm, GatedCast)>;
+  const Kernel kernel = g.m <= 8 ? Kernel{gemm_stream_gated<1>, Asked<1, AsTheyAre>::kBytes}
+                                 : Kernel{gemm_stream_gated<2>, Asked<2, AsTheyAre>::kBytes};
+  launch_stream(kernel, g, blocks_for(g) / 2, device, g, to);
 }
 
 void grouped_skinny(const Grouped& g, const OnDevice& device) {

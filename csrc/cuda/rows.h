@@ -117,11 +117,13 @@ __device__ __forceinline__ Chunk normed(Chunk x, const Chunk& weight, float fact
 
 // silu(gate), rounded, times up, rounded.
 template <class T>
+__device__ __forceinline__ float gated(float gate, float up) {
+  return rounded<T>(rounded<T>(gate / (1.0f + expf(-gate))) * up);
+}
+template <class T>
 __device__ __forceinline__ Chunk gated(Chunk gate, const Chunk& up) {
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    gate.value[i] = rounded<T>(rounded<T>(gate.value[i] / (1.0f + expf(-gate.value[i]))) * up.value[i]);
-  }
+  for (int i = 0; i < kChunk; ++i) gate.value[i] = gated<T>(gate.value[i], up.value[i]);
   return gate;
 }
 

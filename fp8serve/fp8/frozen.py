@@ -27,7 +27,7 @@ from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
 if TYPE_CHECKING:
     from fp8serve.fp8.served_adapters import ServedAdapters
 
-E4M3 = torch.float8_e4m3fn
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 # The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _mm = torch.ops.fp8serve.mm.default
@@ -42,6 +42,8 @@ _scaled_mm_add = torch.ops.fp8serve.scaled_mm_add.default
 _silu_mul = torch.ops.fp8serve.silu_mul.default
 _silu_mul_rows = torch.ops.fp8serve.silu_mul_quantize_rows.default
 _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
+_stored_gated_mm = torch.ops.fp8serve.stored_gated_mm.default
+_stored_mm = torch.ops.fp8serve.stored_mm.default
 _transpose = torch.ops.fp8serve.transpose_fp8.default
 _watched_mm_add = torch.ops.fp8serve.watched_mm_add.default
 
@@ -251,6 +253,20 @@ class FrozenLinear(nn.Module):
         weight = tensors["weight_q"], tensors["input_scale_inv"], tensors["weight_scale_inv"], tensors["bias"]
         return _watched_mm_add(x, scale, *counters, *weight, residual)  # type: ignore[no-any-return]
 
+    def can_cast_product(self, x: Tensor) -> bool:
+        """Returns whether `cast_gated_product` supports this layer and activations like x."""
+        return self.is_watched and self._buffers["input_scale"] is not None and x.dtype is BF16 and _is_on_gpu(x)
+
+    def cast_gated_product(
+        self, q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `cast_silu_mul(gate, up)` in one op, where gate and up are the halves of the product of q [M, K] and
+        the joined weight of two FrozenLinears."""
+        tensors = self._buffers
+        counters = tensors["input_scale"], tensors["amax"], tensors["saturated"], self.live_rows
+        cast = _stored_gated_mm(q, weight, scale_inv, weight_scale_inv, bias, *counters)
+        return cast, tensors["input_scale_inv"]  # type: ignore[return-value]
+
     def can_fuse(self, x: Tensor) -> bool:
         """Returns whether the fused calls above are equivalent to calling the layer on activations like x.
 
@@ -336,7 +352,8 @@ def multiply(
         return _packed_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if q.is_cuda and q.dtype is torch.bfloat16:
         return _multiply_unquantized(q, weight, weight_scale_inv, bias, out_dtype)
-    return _scaled_mm(q, weight, scale_inv, weight_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
+    product = _stored_mm if _is_on_gpu(q) else _scaled_mm
+    return product(q, weight, scale_inv, weight_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
 
 
 def _multiply_unquantized(

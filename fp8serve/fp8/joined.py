@@ -86,6 +86,21 @@ class JoinedLinear:
         """Returns the output [M, N_i] of every layer for rms_norm(x [M, K], norm_weight [K], eps)."""
         return self._multiply(*self._first.cast_norm(x, norm_weight, eps), x.dtype)
 
+    def cast_gated(
+        self, x: Tensor, norm_weight: Tensor, eps: float, linear: FrozenLinear
+    ) -> tuple[Tensor, Tensor] | None:
+        """Returns the input of `linear`, silu(gate) * up as it casts it, of rms_norm(x [M, K]), where this layer joins
+        gate and up. Returns None if that takes several ops."""
+        is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
+        dtype = self._first.out_dtype or x.dtype
+        if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):
+            return None
+        q, scale_inv = self._first.cast_norm(x, norm_weight, eps)
+        if q.dtype is not torch.float8_e4m3fn:
+            gate, up = self._multiply(q, scale_inv, x.dtype)
+            return linear.cast_silu_mul(gate, up)
+        return linear.cast_gated_product(q, scale_inv, self.weight, self._scale, self._bias)
+
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         dtype = self._first.out_dtype or dtype
         if self._ends is None:

@@ -1,12 +1,13 @@
 """Runs every kernel on an emulated GPU compiled with ThreadSanitizer, in a process of its own (test_races.py).
 
-    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out
+    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out | written-weights
 
 `as-they-are`: every kernel, in both orders of a block's threads; a race ends the process with a report. `left-out`: the
 kernels that come to a barrier or wait, without it, for each of them; a line for each says how that was found.
+`written-weights`: how it is found that the kernel before writes weights which an op takes for stored ones.
 
 Every launch that can be is early, on a GPU like sm_120, and what it gets is as if an earlier kernel had written it: a
-kernel that reads before it has waited for that one has a race, too.
+kernel that reads before it has waited for that one has a race, too. Only stored weights were there before.
 """
 
 import os
@@ -37,6 +38,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         f"(130, 1032) {kind} torch.float32 scale 230.0 rows 2" for kind in ("plain", "norm", "gated")
     ),
     "delayed_update": ("N=1024, 9 states, (0, 1, 'max')",),
+    "greedy_tokens": ("7 x 16384 torch.bfloat16",),
     "grouped_quantize": ("even, 64",),
     "layer_norm_quantize": ("(33, 300)",),
     "quantize": ("tiles 64x256",),
@@ -57,8 +59,17 @@ WORDS: dict[str, tuple[str, ...]] = {
     "transpose_fp8": ("",),
     "transpose_half": ("",),
     "watched_mm_add": ("(1, 40, 1200) tensor torch.bfloat16", "(33, 16, 144) row torch.bfloat16"),
+    "stored_mm": ("(5, 130, 2064) ('tensor', 'row')", "(17, 16, 144) ('1x128'"),
+    "scaled_mm_add": ("",),
+    "stored_gated_mm": ("(5, 96, 1200)",),
     "write_kv": ("",),
 }
+STORED_WEIGHTS = {
+    "stored_mm": 1,
+    "stored_gated_mm": 1,
+    "scaled_mm_add": 1,
+    "watched_mm_add": 5,
+}  # which argument they are
 # How a process ends, the first by ThreadSanitizer's own choice; refused by the emulator: threads wait for ever, or use
 # an instruction against its rules.
 RACE, WRONG, REFUSED = 66, 65, 64
@@ -85,22 +96,24 @@ def runs() -> Iterator[Run]:
     yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
     yield "grouped_mm of a few rows", multiply_experts
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):  # of FP8, copies may be under way when parts are merged
         yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
+    yield "paged_attention, merged by a launch", attend_apart
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype} of a prompt on Hopper", partial(attend_to_prompt, dtype=dtype)
 
 
 class AfterOthers:
-    """The ops, whose arguments an earlier kernel wrote."""
+    """The ops, whose arguments an earlier kernel wrote, `stored_weights` excepted."""
 
-    def __init__(self, gpu: emulated.Emulator) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: emulated.Emulator, stored_weights: dict[str, int]) -> None:
+        self._gpu, self._stored_weights = gpu, stored_weights
         self.be = gpu.be
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            self._gpu.write_earlier(flatten_tensors(*arguments))
+            stored = self._stored_weights.get(op)
+            self._gpu.write_earlier(flatten_tensors(*(x for i, x in enumerate(arguments) if i != stored)))
             try:
                 return getattr(self._gpu.ops, op)(*arguments)
             finally:
@@ -142,11 +155,21 @@ def multiply_experts(kernels: Kernels) -> None:
     assert bool((found == 1200).all())
 
 
-def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:
+def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 270) -> None:
     """A chunk of a prompt, and decoding over several segments."""
     paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
     paged.attend(kernels, [(0, keys - 1, keys), (1, 39, 40)])
+
+
+def attend_apart(kernels: Kernels) -> None:
+    """As `attend`, without the blocks that merge the parts of others."""
+    off = torch.zeros(1)
+    kernels.ops.gemm_kernels(off, "attention_merge")
+    try:
+        attend(kernels, torch.bfloat16, 32)
+    finally:
+        kernels.ops.gemm_kernels(off, "none")
 
 
 def attend_to_prompt(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -178,6 +201,14 @@ def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
             say(f"WITHOUT {site} {name}: {how_found(gpu, kernels, site, run)}")
 
 
+def written_weights(gpu: emulated.Emulator, kernels: Kernels) -> None:
+    everything_written = Kernels(AfterOthers(gpu, {}), "cpu")
+    for name, run in runs():
+        if name.partition(" ")[0] in STORED_WEIGHTS:
+            run(kernels)
+            say(f"WRITTEN {name}: {how_found(gpu, everything_written, '', run)}")
+
+
 def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable[[Kernels], Any]) -> str:
     """In a child, which the first race ends."""
     child = os.fork()
@@ -200,6 +231,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
     emulator.be(*CHIP)
-    kernels = Kernels(AfterOthers(emulator), "cpu")
-    {"as-they-are": as_they_are, "left-out": left_out}[sys.argv[1]](emulator, kernels)
+    kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
+    modes = {"as-they-are": as_they_are, "left-out": left_out, "written-weights": written_weights}
+    modes[sys.argv[1]](emulator, kernels)
     say("DONE")

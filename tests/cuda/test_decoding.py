@@ -181,7 +181,9 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
     taken = {
         frozen_layers: ("norm rms_norm", "norm_quantize rms_norm_quantize", "silu_mul silu_mul", "quantize quantize",
                         "silu_mul_quantize silu_mul_quantize", "quantize_watched quantize_watched",
-                        "scaled_mm scaled_mm", "scaled_mm_add scaled_mm_add", "watched_mm_add watched_mm_add"),
+                        "scaled_mm scaled_mm", "stored_mm stored_mm",
+                        "stored_gated_mm stored_gated_mm", "scaled_mm_add scaled_mm_add",
+                        "watched_mm_add watched_mm_add"),
         elementwise: ("rms_norm rms_norm",),
         runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
     }  # fmt: skip

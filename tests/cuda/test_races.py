@@ -69,3 +69,9 @@ def test_every_barrier_that_is_left_out_is_found() -> None:
     found = dict(re.findall(r"^WITHOUT (\S+) .*: ([^:]*)$", run("left-out"), re.MULTILINE))
     assert set(found) == sites_in_sources()
     assert [site for site, how in found.items() if how == "not found"] == []
+
+
+def test_an_op_that_takes_written_weights_for_stored_ones_is_found() -> None:
+    """Only a product on tensor cores reads them early, so that the case of many rows has no race."""
+    found = re.findall(r"^WRITTEN (\S+) .*: ([^:]*)$", run("written-weights"), re.MULTILINE)
+    assert {op for op, how in found if how == "race"} == set(race_run.STORED_WEIGHTS)

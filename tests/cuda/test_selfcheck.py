@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for, reference
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MAX_CASES, OVERLAP, TILES, gpu_candidates, switch_off_by_name
+from fp8serve.fp8.selfcheck.candidates import GEMMS, MAX_CASES, SEPARATE, TILES, gpu_candidates, switch_off_by_name
 from fp8serve.fp8.selfcheck.child import check_kernel
 from fp8serve.fp8.selfcheck.verdict import KernelResult
 from tests.cuda import emulated
@@ -17,7 +17,7 @@ from tests.cuda.test_attention import assert_close
 
 CUTLASS = {f"scaled_mm.{tile}" for tile in TILES}
 NAMES = [f"scaled_mm.{name}" for name in GEMMS] + sorted(compiled_for("cuda") & set(OPS))
-NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", "paged_attention.mma", "paged_attention.wgmma", *OVERLAP]
+NAMES += ["grouped_mm.cutlass", "grouped_wgrad.cutlass", "paged_attention.mma", "paged_attention.wgmma", *SEPARATE]
 
 
 @pytest.fixture
@@ -115,19 +115,27 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("name", OVERLAP)
-def test_what_overlaps_is_tried_by_itself_and_switched_off(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [("scaled_mm.overlap", "overlap"), ("paged_attention.overlap", "overlap"),
+     ("stored_mm.early_weights", "early_weights+overlap")],
+)  # fmt: skip
+def test_what_overlaps_is_tried_by_itself_and_switched_off(name: str, switches: str) -> None:
     gpu, here = emulated.emulator(), torch.zeros(1)
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == name)
     gpu.be(90, 4, 227 * 1024)
     try:
-        for off in ("overlap", "overlap+skinny"):
+        for off in (switches, f"{switches}+skinny"):
             gpu.ops.gemm_kernels(here, off)
             gpu.starts()
             assert check_kernel(candidate, "cpu") is not None
             assert any(early for _, early in gpu.starts())
             assert sorted(gpu.ops.gemm_kernels(here, "").split("+")) == off.split("+")
+        gpu.ops.gemm_kernels(here, "none")
         switch_off_by_name(here, [name], gpu.ops)
+        assert gpu.ops.gemm_kernels(here, "") in switches.split("+")
+        if name.endswith(".early_weights"):
+            return
         gpu.ops.quantize(torch.ones(8), torch.tensor(1.0), torch.float8_e4m3fn)
         assert not any(early for _, early in gpu.starts())
     finally:

@@ -10,6 +10,7 @@ import torch
 
 from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import FORMATS, assert_bits_equal, tame
+from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation
 from tests.cuda.conftest import Kernels
 from tests.cuda.test_gemm import BF16, E4M3, E5M2, operands, whole_numbers
@@ -123,3 +124,32 @@ def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> N
     switch(switched, OWN)
     for one, wanted in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
         assert torch.equal(one.float(), wanted.float())
+
+
+@pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)
+def test_weights_that_are_read_early_give_the_same_bits(switched: Kernels, case) -> None:
+    """Also weights of which the op makes a copy, whose rows do not begin on 16 bytes."""
+    expected = switched.run("scaled_mm", *case.make())
+    assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
+    switch(switched, "early_weights")
+    assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
+
+
+@pytest.mark.parametrize("chip", [(89, 4, 99 * 1024), (90, 132, 227 * 1024)], ids=["Ada", "Hopper"])
+@pytest.mark.parametrize("case", cases("stored_gated_mm"), ids=lambda case: case.name)
+def test_gate_and_up_that_are_cast_by_their_product_have_the_same_bits(switched: Kernels, case, chip) -> None:
+    """Also the amax and the number of values cut off; on Hopper two teams of warps share a block's rows."""
+    if switched.device == "cpu":
+        emulated.emulator().be(*chip)
+    results = []
+    try:
+        for off in ("none", "gated"):
+            switch(switched, off)
+            arguments = switched.here(case.make())
+            results.append([t.cpu() for t in (switched.ops.stored_gated_mm(*arguments), *arguments[6:8])])
+    finally:
+        if switched.device == "cpu":
+            emulated.emulator().be(89, 4, 99 * 1024)
+    (q, *counters), (expected, *expected_counters) = results
+    assert_bits_equal(q, expected)
+    assert counters == expected_counters

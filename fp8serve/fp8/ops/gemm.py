@@ -113,6 +113,32 @@ define(
     cases=_mm_cases,
     recipes=("delayed", "current", "rowwise", "block"),
 )
+
+
+def _composed_stored_mm(
+    a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a, b, a_s, b_s, bias, out_dtype))
+
+
+def _stored_mm_cases() -> list[Case]:
+    e4m3 = torch.float8_e4m3fn
+    shapes = [(1, 48, 400), (5, 130, 2064), (17, 16, 144), (3, 24, 200), (64, 40, 272)]
+    grid = product(shapes, [("tensor", "tensor"), ("tensor", "row"), ("1x128", "128x128")])
+    return [Case(f"{s} {kind}", partial(mm_case, *s, e4m3, e4m3, kind, torch.bfloat16)) for s, kind in grid]
+
+
+# scaled_mm by a weight b that the kernel before it on the same stream does not write. A GPU reads such a weight while
+# that kernel still runs. So do scaled_mm_add and watched_mm_add.
+define(
+    "stored_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
+    scaled_mm,
+    composition=_composed_stored_mm,
+    fake=_fake_product,
+    cases=_stored_mm_cases,
+    kernels=("cuda",),
+)
 # The same product with the kernel that the caller names, to measure kernels.
 declare(
     "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"

@@ -163,3 +163,56 @@ define(
     cases=_mm_add_cases,
     kernels=("cuda",),
 )
+
+
+def _make_stored_gated_mm(ops: Any) -> Any:
+    """Returns stored_gated_mm as a composition of `ops`."""
+
+    def stored_gated_mm(
+        a: Tensor,
+        b: Tensor,
+        a_scale_inv: Tensor,
+        b_scale_inv: Tensor,
+        bias: Tensor | None,
+        scale: Tensor,
+        running_amax: Tensor,
+        saturated: Tensor,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Multiplies a [M, K] by b [2 N, K], the rows of a gate and those of up, as stored_mm does, in BF16. Returns
+        quantize_watched of silu_mul(gate, up) [M, N]."""
+        gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).chunk(2, 1)
+        return ops.quantize_watched(gate, up, None, scale, running_amax, saturated, rows)  # type: ignore[no-any-return]
+
+    return stored_gated_mm
+
+
+def _fake_gated(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0] // 2), dtype=E4M3)
+
+
+def _gated_case(shape: tuple[int, int, int], kinds: tuple[str, str], scale: float, rows: int | None) -> tuple[Any, ...]:
+    *arguments, _, _ = mm_case(*shape, E4M3, E4M3, kinds, torch.bfloat16)
+    bias = torch.linspace(-2, 2, shape[1]).bfloat16() if rows is None else None
+    counters = torch.tensor(scale), torch.tensor(0.25), torch.tensor(7)
+    return *arguments, bias, *counters, None if rows is None else torch.tensor(rows)
+
+
+def _gated_cases() -> list[Case]:
+    shapes = [(1, 64, 144), (5, 96, 1200), (16, 32, 2064), (3, 40, 208)]
+    grid = product(shapes, [("tensor", "row"), ("tensor", "tensor")], ((0.02, None), (8.0, 2)))
+    return [
+        Case(f"{shape} {kinds} scale {scale} rows {rows}", partial(_gated_case, shape, kinds, scale, rows))
+        for shape, kinds, (scale, rows) in grid
+    ]
+
+
+define(
+    "stored_gated_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor scale,"
+    " Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows) -> Tensor",
+    _make_stored_gated_mm(reference),
+    composition=_make_stored_gated_mm(torch.ops.fp8serve),
+    fake=_fake_gated,
+    cases=_gated_cases,
+    kernels=("cuda",),
+)

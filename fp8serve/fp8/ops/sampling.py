@@ -137,3 +137,42 @@ define(
     fake=_fake_sample,
     cases=_sample_cases,
 )
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Returns the token with the largest logit of each row of `logits` [rows, vocab], int64 [rows].
+
+    It is the first of equal ones, and -1 if the largest logit is not finite.
+    """
+    best = logits.max(-1)
+    return torch.where(best.values.isfinite(), best.indices, -1)
+
+
+def _fake_greedy(logits: Tensor) -> Tensor:
+    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
+
+
+def _greedy_case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments with equal logits and forbidden tokens; some rows have no finite largest logit, or only one logit."""
+    noise = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=noise).bfloat16()
+    logits[:, 3::7] = -torch.inf
+    logits[1::6] = -torch.inf
+    logits[2::6, vocab // 2] = torch.nan
+    logits[3::6, vocab // 3] = torch.inf
+    logits[4::6] = torch.where(torch.arange(vocab) % 2 == 0, -0.0, 0.0).bfloat16()
+    return (logits.to(dtype),)
+
+
+def _greedy_cases() -> list[Case]:
+    grid = product((0, 1, 7), (1, 37, 9003, 16384), (torch.bfloat16, torch.float32, torch.float16))
+    return [Case(f"{r} x {v} {dtype}", partial(_greedy_case, r, v, dtype)) for r, v, dtype in grid]
+
+
+define(
+    "greedy_tokens(Tensor logits) -> Tensor",
+    greedy_tokens,
+    fake=_fake_greedy,
+    cases=_greedy_cases,
+    kernels=("cuda",),
+)

@@ -16,11 +16,11 @@ from fp8serve.fp8.ops.registry import reference
 EXACT = frozenset({
     "quantize", "quantize_transpose", "quantize_delayed", "quantize_current", "quantize_rowwise", "quantize_block",
     "transpose_fp8", "transpose_half", "grouped_quantize", "delayed_update", "write_kv", "rotary", "rotary_write_kv",
-    "sample", "pack_weight", "look_up", "sort_by_expert", "add_weighted",
+    "sample", "greedy_tokens", "pack_weight", "look_up", "sort_by_expert", "add_weighted",
 })  # fmt: skip
 # GEMMs. The allowed difference of a result is a share of the sum of the magnitudes of its summands.
 _FP8_PRODUCTS = frozenset({
-    "scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
+    "scaled_mm", "stored_mm", "scaled_mm_add", "scaled_mm_quantize", "watched_mm_add", "grouped_mm", "grouped_wgrad",
 })  # fmt: skip
 _PRODUCTS = _FP8_PRODUCTS | {"mm"}
 # The allowed difference from the reference, as a share of the sum of magnitudes, in addition to the rounding of the

@@ -21,7 +21,7 @@ from fp8serve.fp8.ops.registry import Case, reference
 from fp8serve.fp8.selfcheck.agreement import describe_difference, outputs_of
 from fp8serve.fp8.selfcheck.candidates import (
     MAX_CASES,
-    OVERLAP,
+    SEPARATE,
     UNSUPPORTED_CASE,
     Candidate,
     candidates,
@@ -85,7 +85,7 @@ def main() -> None:
     device, known, off = task["device"], set(task["known"]), set(task["off"])
     is_gpu = device != "cpu"
     if is_gpu:
-        switch_off(torch.device(device), {*off, *OVERLAP})  # overlapping launches have candidates of their own
+        switch_off(torch.device(device), {*off, *SEPARATE})
     for candidate in candidates(device):
         if candidate.name in known:
             continue

@@ -30,7 +30,7 @@ from fp8serve.fp8.stacked import StackedExperts
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
-from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_gated, add_projection, forward_of
+from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
 from fp8serve.model.network.latent_attention import LatentAttention
 from fp8serve.model.network.norms import make_embedding, make_head_norm, make_norm
 from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding, Rotary, Rotation
@@ -175,12 +175,12 @@ class MLP(nn.Module):
     ) -> Tensor:
         """Returns residual + transform(MLP(norm(x))), [T, hidden]. If `residual` is None, x is the residual."""
         residual = x if residual is None else residual
+        down: nn.Module = self._modules["down_proj"]  # type: ignore[assignment]
         if self.activation == "silu" and torch.is_grad_enabled():
-            y = self.gate_up.run_gated_mlp(x, norm, self._modules["down_proj"])
+            y = self.gate_up.run_gated_mlp(x, norm, down)
             if y is not None:
                 return residual + transform(y).to(residual.dtype)
-        gate, up = self.gate_up(x, norm)
-        return add_gated(residual, self._modules["down_proj"], gate, up, self.activation, transform)  # type: ignore[arg-type]
+        return add_mlp(residual, down, self.gate_up, x, norm, self.activation, transform)
 
     def join(self) -> None:
         self.gate_up.join()

@@ -78,6 +78,18 @@ class Projections:
             return None
         return run_gated_mlp(self._shared_input, [*modules, down], x, parameters)
 
+    def cast_gated(self, x: Tensor, norm: nn.Module | None, linear: FrozenLinear) -> tuple[Tensor, Tensor] | None:
+        """Returns the input of `linear`, silu(gate) * up as it casts it, where gate and up are the projections of
+        norm(x [T, K]). Returns None if that takes several ops."""
+        if self._joined is None or torch.is_grad_enabled() or type(norm) is not RMSNorm:
+            return None
+        joined, weight = self._current_joined(), norm.fused_weight(x)
+        if joined is None or weight is None:
+            return None
+        if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
+            return None
+        return joined.cast_gated(x, weight, norm.eps, linear)
+
     def join(self) -> None:
         """Joins the linears if possible. Linears that replace them later are joined, too."""
         layers = [self._owner._modules[name] for name in self._names]
@@ -150,6 +162,29 @@ def add_projection(residual: Tensor, linear: nn.Module, x: Tensor, transform: Ou
     if transform is IDENTITY and isinstance(linear, FrozenLinear) and linear.can_fuse(residual):
         return linear.forward_add(residual, x)
     return residual + transform(linear(x)).to(residual.dtype)
+
+
+def add_mlp(
+    residual: Tensor,
+    linear: nn.Module,
+    gate_up: Projections,
+    x: Tensor,
+    norm: nn.Module | None,
+    activation: Activation,
+    transform: OutputTransform,
+) -> Tensor:
+    """Returns residual [T, hidden] + transform(linear(activation(gate) * up)) for the projections gate and up of
+    norm(x [T, K])."""
+    if (
+        transform is IDENTITY
+        and activation == "silu"
+        and isinstance(linear, FrozenLinear)
+        and linear.can_fuse(residual)
+        and (cast := gate_up.cast_gated(x, norm, linear)) is not None
+    ):
+        return linear.product_add(residual, *cast)
+    gate, up = gate_up(x, norm)
+    return add_gated(residual, linear, gate, up, activation, transform)
 
 
 def add_gated(
