@@ -3,9 +3,8 @@
 //
 // Values come through shared memory, in two halves by turns, so that a wait for memory is shared by 32 parts.
 // A half has the parts of a few segments: a pair is one segment's part of one row. Lanes 0 to 15 hold the
-// maxima and sums of one half's pairs, the others those of the other half. A lane reads the values that it
-// has copied itself. Segments are merged in order, by the operations of merge_parts (attention_tensor.cu): a
-// row has the same bits whichever of them merges.
+// maxima and sums of one half's pairs, the others those of the other half. Segments are merged in order, by
+// the operations of merge_parts (attention_tensor.cu): a row has the same bits whichever of them merges.
 #pragma once
 
 #include "cuda/attention_softmax.h"
@@ -61,14 +60,15 @@ class RowMerger {
     ask(1, first + each_, end);
     for (int segment = first, half = 0; segment < end; segment += each_, half ^= 1) {
       copy_wait<1>();
+      __syncwarp();
       for (int j = 0; j < min(each_, end - segment); ++j) {
 #pragma unroll
         for (int i = 0; i < kTurns; ++i) {
           if (i * kTogether >= count_) break;
-          const int r = i * kTogether + lane_ / kLanes, pair = j * count_ + min(r, count_ - 1);
+          const int r = min(i * kTogether + lane_ / kLanes, count_ - 1), pair = j * count_ + r;
           const float its_maximum = __shfl_sync(kAllLanes, maximum_, half * kPairs + pair);
           const float its_sum = __shfl_sync(kAllLanes, sum_, half * kPairs + pair);
-          if (r >= count_ || !sees(r, segment + j)) continue;
+          if (!sees(r, segment + j)) continue;
           const Merge m = merge_of(maximum[i], its_maximum);
           const float4 its = *at(half, pair);
           maximum[i] = m.maximum;
@@ -77,6 +77,7 @@ class RowMerger {
                       merged(m, value[i].z, its.z), merged(m, value[i].w, its.w)};
         }
       }
+      __syncwarp();  // the half may be overwritten
       ask(half, segment + 2 * each_, end);
     }
 #pragma unroll

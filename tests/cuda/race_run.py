@@ -96,7 +96,7 @@ def runs() -> Iterator[Run]:
     yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
     yield "grouped_mm of a few rows", multiply_experts
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
-    for dtype in (torch.float8_e4m3fn, torch.bfloat16):  # of FP8, copies may be under way when parts are merged
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
     yield "paged_attention, merged by a launch", attend_apart
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
@@ -155,7 +155,7 @@ def multiply_experts(kernels: Kernels) -> None:
     assert bool((found == 1200).all())
 
 
-def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 270) -> None:
+def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:
     """A chunk of a prompt, and decoding over several segments."""
     paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
