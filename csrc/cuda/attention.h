@@ -25,7 +25,6 @@ struct Work {
   int prompt_rows = kNoPrompt;  // a sequence with as many rows is left to warpgroups (attention_wgmma.cu)
   // [segments][rows], [segments][rows], [segments][rows][dim]; null: one block does all segments
   float *maxima = nullptr, *sums = nullptr, *values = nullptr;
-  unsigned* arrived = nullptr;  // [tiles][kv_heads] zeros: the last block of each merges; null: a launch does
 };
 
 struct Call {

@@ -10,11 +10,11 @@
 //
 // Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 128 at absolute
 // positions; a segment's result is merged into the row's, in order. One block with all segments of its rows
-// (prefill, large batches) and blocks that share them (few rows, so that the whole device reads), of which
-// the last merges (attention_merge.h) or a launch of `merge_parts` behind them, do the same operations in the
-// same order, and a tile that a row may not see changes nothing. So a row's result depends, to the last bit,
-// on its own query and context: not on its batch, nor on how a prompt was cut, nor on how many warps a block
-// has (1 for decoding, 4 for prefill, chosen by the average).
+// (prefill, large batches) and blocks that share them with `merge_parts` behind it (few rows, so that the
+// whole device reads) do the same operations in the same order, and a tile that a row may not see changes
+// nothing. So a row's result depends, to the last bit, on its own query and context: not on its batch, nor on
+// how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
+// average).
 //
 // Keys before the windows of a block's rows are not read; in the tile where the last window begins they are
 // masked by a pass of their own, so that attention without a window pays for neither.
@@ -23,7 +23,6 @@
 // Only a request whose own activations overflowed has such keys, and its next token is refused.
 #include <type_traits>
 
-#include "cuda/attention_merge.h"
 #include "cuda/attention_paging.h"
 #include "cuda/attention_softmax.h"
 
@@ -371,13 +370,6 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2
     walk<Format, kDim, kFp8, kWarps>(
         w, rows, mine, shared, keys.begin, keys.end,
         [&](const Softmax<kDim>& part, int segment) { store_part<kEvenOdd>(w, mine, segment, part); });
-    if constexpr (kWarps == 1) {
-      static_assert(sizeof(shared) >= RowMerger<kDim>::kBytes);
-      if (w.arrived == nullptr) return;
-      copy_wait<0>();
-      if (!is_last_of_tile(w, blocks_with_keys(first, end))) return;
-      merge_tile<kDim>(w, rows, first / kSegment, (end + kSegment - 1) / kSegment, dynamic_shared());
-    }
   } else {
     Softmax<kDim> total;
     total.start();

@@ -175,14 +175,6 @@ __device__ __forceinline__ Keys keys_of_block(int first, int end) {
   return {max(mine * kSegment, first), min((mine + each) * kSegment, end)};
 }
 
-// How many of these blocks have keys.
-__device__ __forceinline__ unsigned blocks_with_keys(int first, int end) {
-  const int segments = (end + kSegment - 1) / kSegment - first / kSegment,
-            blocks = static_cast<int>(gridDim.z);
-  const int each = (segments + blocks - 1) / blocks;
-  return static_cast<unsigned>((segments + each - 1) / each);
-}
-
 // How a segment is added to what came before it.
 struct Merge {
   float maximum, before, segment;  // the new maximum; weights of the old sums and of the segment's

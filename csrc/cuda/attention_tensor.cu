@@ -8,13 +8,11 @@
 // rows alone, never on those of others in the call. A call with no more tokens than sequences is decoding,
 // and launches no kernel for prompts.
 //
-// With few rows blocks share their segments. Of decoding tokens the last block merges what the others have
-// left (attention_merge.h), in other calls `merge_parts` what both kernels have left.
+// With few rows blocks share their segments, and `merge_parts` merges what both kernels have left.
 #include <climits>
 
 #include "cuda/attention_softmax.h"
 #include "cuda/gemm_switches.h"
-#include "cuda/room.h"
 
 #ifndef FP8SERVE_HAVE_wgmma
 #define FP8SERVE_HAVE_wgmma 0
@@ -28,7 +26,6 @@ constexpr int kMergeThreads = 128;
 constexpr int kAhead = 32;  // segments whose values are loaded while their weights are found
 constexpr int kPromptRows = 64;
 constexpr int kEnough = 4;  // blocks of one warp a multiprocessor: with as many, one block does all segments
-constexpr int kMostMerged = 128;                    // segments: one warp would take long for more
 constexpr int64_t kMostParts = int64_t{128} << 20;  // of parts; with more bytes, one block does all
 
 // A block merges the segments of one token of one head, in order: their weights first, side by side, then the
@@ -141,16 +138,12 @@ bool attend_on_tensor_cores(const Call& asked, const OnDevice& device, const Ten
     const int64_t tiles = grid.warps == 1 && !prompts ? w.sequences : grid.tiles;
     const int64_t wanted = ceil_over(kResident * device.multiprocessors(), tiles * w.kv_heads);
     grid.each = std::min<int64_t>(w.segments, wanted);
-    const bool merges = grid.warps == 1 && !prompts && w.segments <= kMostMerged;
-    if (merges && gemm_switches.on(GemmKernel::attention_merge)) {
-      w.arrived = arrivals.of(device, allocator, grid.tiles * w.kv_heads);
-    }
   }
 #if FP8SERVE_HAVE_wgmma
   if (prompts) attend_by_wgmma(w, call.cache, call.tokens, device);
 #endif
   if (others) attend_by_mma(w, call.cache, grid, device);
-  if (apart && w.arrived == nullptr) merge(w, call.tokens, device);
+  if (apart) merge(w, call.tokens, device);
   return true;
 }
 

@@ -50,12 +50,6 @@ class OnDevice {
     if (!told) cudaGetLastError();
     return !told || status != cudaStreamCaptureStatusNone;
   }
-  uint64_t capture() const {  // the number of the capture that is under way, or 0
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long number = 0;
-    check_cuda(cudaStreamGetCaptureInfo(stream_, &status, &number));
-    return status == cudaStreamCaptureStatusNone ? 0 : number;
-  }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_bytes() const {  // that a block may have
     return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
@@ -213,13 +207,6 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
-}
-
-// What another block of the launch may have written: it passes the first-level cache by.
-__device__ __forceinline__ float load_shared_by_blocks(const float* from) {
-  float value;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
-  return value;
 }
 
 // 16 bytes from global to shared memory, asynchronously; zeros where `valid` is false.

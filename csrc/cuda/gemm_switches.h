@@ -13,11 +13,10 @@ namespace fp8serve {
 
 // In the order in which they take over from each other. `cublaslt` multiplies by one scale a tensor,
 // `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts. Of attention, without
-// `attention_wgmma` warps take prompts, too, and without `attention_mma` no tensor core takes any row;
-// without `attention_merge` the parts of decoding tokens are merged by a launch of their own. Without `gated`
-// so is the product of gate and up cast. `overlap` is no kernel: with it off, no launch begins before those
-// before it have ended (early.h). Nor is `early_weights`: with it off, no product reads stored weights before
-// those before it have ended.
+// `attention_wgmma` warps take prompts, too, and without `attention_mma` no tensor core takes any row.
+// Without `gated` the product of gate and up is cast by a launch of its own. `overlap` is no kernel: with it
+// off, no launch begins before those before it have ended (early.h). Nor is `early_weights`: with it off, no
+// product reads stored weights before those before it have ended.
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -34,26 +33,12 @@ enum class GemmKernel : uint8_t {
   attention_wgmma,
   overlap,
   early_weights,
-  attention_merge,
   gated
 };
-inline constexpr std::array<std::string_view, 17> kGemmKernels = {"skinny",
-                                                                  "large",
-                                                                  "medium",
-                                                                  "small",
-                                                                  "thin128",
-                                                                  "thin64",
-                                                                  "thin32",
-                                                                  "mma",
-                                                                  "cublaslt",
-                                                                  "cublaslt_rows",
-                                                                  "grouped_cutlass",
-                                                                  "attention_mma",
-                                                                  "attention_wgmma",
-                                                                  "overlap",
-                                                                  "early_weights",
-                                                                  "attention_merge",
-                                                                  "gated"};
+inline constexpr std::array<std::string_view, 16> kGemmKernels = {
+    "skinny",          "large",   "medium",        "small",         "thin128",         "thin64",
+    "thin32",          "mma",     "cublaslt",      "cublaslt_rows", "grouped_cutlass", "attention_mma",
+    "attention_wgmma", "overlap", "early_weights", "gated"};
 
 class GemmSwitches {
  public:

@@ -1,21 +1,16 @@
 // greedy_tokens: of each row of logits the token with the largest one, the first of equal ones, or -1 if the
 // largest is not finite; in one launch, whatever the type of the logits.
 //
-// A row is divided into parts, of which each has a block. A logit and its token are one number of 64 bits,
-// whose order is that of logits, NaN above all, and among equal logits the reverse order of tokens: so the
-// largest number is found in any order. The row's blocks bring theirs together where the stream, or the
-// captured graph, has zeros between launches (room.h), and the last one leaves zeros there. Without such
-// memory a row has one block.
+// A row has a block. A logit and its token are one number of 64 bits, whose order is that of logits, NaN
+// above all, and among equal logits the reverse order of tokens: so the largest number is found in any order.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/room.h"
 #include "cuda/rows.h"
 
 namespace fp8serve {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kLeastPart = 4096;                                     // tokens, unless the row is shorter
+constexpr int kThreads = 1024;
 constexpr uint32_t kMinusInfinity = 0x007fffff, kInfinity = 0xff800000;  // as ordered()
 
 using Candidate = unsigned long long;  // a logit, and its token
@@ -39,26 +34,19 @@ __device__ __forceinline__ Candidate lanes_best(Candidate best) {
   return best;
 }
 
-// What the blocks of a row share: zeros between launches.
-struct Meeting {
-  Candidate best;
-  unsigned arrived, unused;
-};
-
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads)
-    find_best(const T* logits, int64_t vocab, int64_t part, Meeting* meetings, int64_t* out) {
+__global__ void __launch_bounds__(kThreads) find_best(const T* logits, int64_t vocab, int64_t* out) {
   after_earlier_kernels();
   __shared__ Candidate of_warp[kThreads / 32];
-  const int64_t row = blockIdx.x, begin = blockIdx.y * part, end = min(begin + part, vocab);
+  const int64_t row = blockIdx.x;
   Candidate best = 0;
-  for (int64_t at = begin + static_cast<int64_t>(threadIdx.x) * kChunk; at < end; at += kThreads * kChunk) {
+  for (int64_t at = static_cast<int64_t>(threadIdx.x) * kChunk; at < vocab; at += kThreads * kChunk) {
     const Chunk chunk = load_chunk<kAligned>(logits + row * vocab, at, vocab);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
       const auto token = static_cast<uint32_t>(at + i);
       const Candidate one = static_cast<Candidate>(ordered(chunk.value[i])) << 32 | (0xffffffff - token);
-      if (kAligned || at + i < end) best = max(best, one);
+      if (kAligned || at + i < vocab) best = max(best, one);
     }
   }
   best = lanes_best(best);
@@ -66,20 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (threadIdx.x >= 32) return;
   best = lanes_best(threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0);
-  if (threadIdx.x != 0) return;
-  if (meetings != nullptr) {
-    Meeting& meeting = meetings[row];
-    atomicMax(&meeting.best, best);
-    if (!is_last({nullptr, &meeting.arrived}, gridDim.y)) return;
-    best = atomicExch(&meeting.best, Candidate{0});
-  }
-  out[row] = token_of(best);
-}
-
-// Two blocks for each multiprocessor, if there are tokens enough.
-int64_t part_of(int64_t rows, int64_t vocab, const OnDevice& device) {
-  const int64_t parts = std::max<int64_t>(1, 2 * device.multiprocessors() / rows);
-  return std::max(kLeastPart, ceil_over(ceil_over(vocab, parts), kChunk) * kChunk);
+  if (threadIdx.x == 0) out[row] = token_of(best);
 }
 
 Tensor greedy_tokens(const Tensor& logits_in) {
@@ -92,19 +67,11 @@ Tensor greedy_tokens(const Tensor& logits_in) {
   const OnDevice device(logits_in);
   const Tensor logits = dense(logits_in), out = empty(logits, {rows.value()}, ScalarType::Long);
   if (rows.value() == 0) return out;
-  int64_t part = part_of(rows.value(), vocab.value(), device);
-  Meeting* meetings = nullptr;
-  if (part < vocab.value()) {
-    const int64_t counters = rows.value() * static_cast<int64_t>(sizeof(Meeting) / sizeof(unsigned));
-    meetings = reinterpret_cast<Meeting*>(arrivals.of(device, logits, counters));
-    if (meetings == nullptr) part = vocab.value();
-  }
-  const dim3 grid(static_cast<unsigned>(rows.value()), static_cast<unsigned>(ceil_over(vocab.value(), part)));
   const bool fast = vocab.value() % kChunk == 0 && aligned(logits.data_ptr(), 16);
   with_element(logits.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    launch_early(fast ? find_best<T, true> : find_best<T, false>, grid, kThreads, 0, device.stream(),
-                 data<T>(logits), vocab.value(), part, meetings, data<int64_t>(out));
+    launch_early(fast ? find_best<T, true> : find_best<T, false>, rows.value(), kThreads, 0, device.stream(),
+                 data<T>(logits), vocab.value(), data<int64_t>(out));
   });
   return out;
 }

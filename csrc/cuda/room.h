@@ -9,7 +9,6 @@
 
 #include <map>
 #include <mutex>
-#include <tuple>
 #include <utility>
 
 #include "cuda/cast.h"
@@ -42,50 +41,6 @@ class Rooms {
   std::map<std::pair<int, Stream>, Tensor*> memory_;
 };
 inline Rooms rooms;
-
-// Counters of arrivals, for launches whose blocks meet in many groups. They hold zeros between launches. A
-// stream has some of its own, and so has a graph: it may be replayed beside other launches of the stream on
-// which it was captured. A capture cannot make the memory, because there it could not be set to zero once for
-// all.
-class Arrivals {
- public:
-  // `count` counters for a launch on the device's current stream; null if there are none left.
-  unsigned* of(const OnDevice& device, const Tensor& like, int64_t count) {
-    const std::lock_guard guard(mutex_);
-    Range& range = ranges_[{device.index(), device.stream(), device.capture()}];
-    if (range.count < count)
-      range = {taken(device, like, count), count};  // null again if there are none left
-    return range.first;
-  }
-
- private:
-  static constexpr int64_t kCounters = int64_t{1} << 20;  // on each device, until the process ends
-  struct Range {
-    unsigned* first = nullptr;
-    int64_t count = 0;
-  };
-  // At a multiple of 16 bytes.
-  unsigned* taken(const OnDevice& device, const Tensor& like, int64_t wanted) {
-    const int64_t count = ceil_over(wanted, 4) * 4;
-    Range& free = free_[device.index()];
-    const bool capturing = device.capture() != 0;
-    if (free.first == nullptr && !capturing) {
-      const auto* memory = new Tensor(empty(like, {kCounters}, ScalarType::Float));
-      free = {static_cast<unsigned*>(memory->data_ptr()), kCounters};
-      set_zero(free.first, kCounters * sizeof(unsigned), device.stream());
-    }
-    if (free.count < count) return nullptr;
-    unsigned* const first = free.first;
-    free = {first + count, free.count - count};
-    if (!capturing) set_zero(first, static_cast<size_t>(count) * sizeof(unsigned), device.stream());
-    return first;
-  }
-
-  std::mutex mutex_;
-  std::map<std::tuple<int, Stream, uint64_t>, Range> ranges_;
-  std::map<int, Range> free_;
-};
-inline Arrivals arrivals;
 
 // Room on the device's current stream; none while that is captured.
 inline Room room_of(const OnDevice& device, const Tensor& like) {

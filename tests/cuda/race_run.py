@@ -98,7 +98,6 @@ def runs() -> Iterator[Run]:
     yield "paged_attention FP32", lambda kernels: attend(kernels, torch.float32, 20, keys=600)
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype}", lambda kernels, dtype=dtype: attend(kernels, dtype, 32)
-    yield "paged_attention, merged by a launch", attend_apart
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         yield f"paged_attention {dtype} of a prompt on Hopper", partial(attend_to_prompt, dtype=dtype)
 
@@ -160,16 +159,6 @@ def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> N
     paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
     paged.attend(kernels, [(0, keys - 1, keys), (1, 39, 40)])
-
-
-def attend_apart(kernels: Kernels) -> None:
-    """As `attend`, without the blocks that merge the parts of others."""
-    off = torch.zeros(1)
-    kernels.ops.gemm_kernels(off, "attention_merge")
-    try:
-        attend(kernels, torch.bfloat16, 32)
-    finally:
-        kernels.ops.gemm_kernels(off, "none")
 
 
 def attend_to_prompt(kernels: Kernels, dtype: torch.dtype) -> None:

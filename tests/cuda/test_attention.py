@@ -5,8 +5,6 @@ import torch
 
 from fp8serve.fp8.ops import cases, reference
 from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
-from tests.cuda import emulated
-from tests.cuda.conftest import kernels_on
 
 E4M3 = torch.float8_e4m3fn
 
@@ -186,43 +184,3 @@ def test_slots_that_are_not_there_are_skipped(kernels):
 def test_large(gpu, cache):
     paged = Paged([4000, 2500, 17, 1], heads=32, kv_heads=8, dim=128, dtype=cache)
     paged.attend(gpu, [(0, 3900, 4000), (1, 2499, 2500), (2, 0, 17), (3, 0, 1)])
-
-
-OPTIONS = [(), (100, 2.0, torch.tensor([0.5, -4.0, 3.0, 0.0])), (300,)]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "window, cap and sinks", "window"])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("cache", CACHES)
-def test_the_last_block_merges_as_a_launch_of_its_own_does(kernels, cache, dim, options):
-    """Several new tokens a sequence, which see different segments, and more segments than are copied at once."""
-    paged = Paged([1300, 40, 385], heads=4, kv_heads=1 if dim == 64 else 2, dim=dim, dtype=cache)
-    parts = [(0, 1299, 1300), (1, 39, 40), (2, 382, 385)]
-    here = kernels.here(torch.zeros(1))
-    merged = paged.attend(kernels, parts, *options)
-    kernels.ops.gemm_kernels(here, "attention_merge")
-    try:
-        apart = paged.attend(kernels, parts, *options)
-    finally:
-        kernels.ops.gemm_kernels(here, "none")
-    for one, other in zip(merged, apart, strict=True):
-        assert_bits_equal(one, other)
-
-
-@pytest.mark.emulator
-def test_decoding_over_segments_is_one_launch_also_in_a_graph():
-    """Each launch leaves zeros in its counters for the next; a call with a prompt has a launch that merges."""
-    gpu = emulated.emulator()
-    kernels = kernels_on("emulated")
-    paged, decoding = Paged([300, 40]), [(0, 299, 300), (1, 39, 40)]
-    paged.attend(kernels, decoding)
-    try:
-        for capturing in (False, True, True, False):
-            gpu.capture(capturing)
-            gpu.launches()
-            paged.attend(kernels, decoding)
-            assert len(gpu.launches()) == 1
-        paged.attend(kernels, [(0, 290, 300)])
-        assert ["merge_parts" in name for name, _ in gpu.launches()] == [False, True]
-    finally:
-        gpu.capture(False)

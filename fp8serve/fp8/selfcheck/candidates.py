@@ -5,7 +5,6 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.mma, scaled_mm.large, ...     the GEMM kernels on a GPU
     grouped_mm.cutlass                      CUTLASS's kernel for experts; "grouped_mm" is the kernel without CUTLASS
     paged_attention.mma, .wgmma             the kernels for tensor cores; "paged_attention" is the FP32 kernel
-    paged_attention.merge                   the kernel for tensor cores whose last blocks merge the parts of the others
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
@@ -39,7 +38,7 @@ MAX_CASES = 30  # of a kernel
 CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
 TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
 GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
-ATTENTION = ("attention_mma", "attention_wgmma", "attention_merge")  # switches of attention on tensor cores
+ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
 UNSUPPORTED_CASE = "which does not multiply this here"  # the message of a kernel that does not support a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -107,17 +106,12 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     for op in sorted(compiled_for("cuda") & set(OPS)):
         if not op.startswith(("grouped_mm", "grouped_wgrad")):
             op_cases = [*sample_cases(gpu_cases(op)), *_large_cases.get(op, list)()]
-            run = partial(_run_attention, ops, set()) if op == "paged_attention" else getattr(ops, op)
+            run = partial(_run_attention, ops, 0) if op == "paged_attention" else getattr(ops, op)
             yield Candidate(op, op, run, op_cases)
     bf16_cases = [case for case in gpu_cases("paged_attention") if "bfloat16" in case.name]
     mma_cases = [*bf16_cases, *_prompt_cases()[::2]]
-    for name, on, attention_cases in (
-        ("mma", {"attention_mma"}, mma_cases),
-        ("merge", {"attention_mma", "attention_merge"}, _decoding_cases()),
-        ("wgmma", {"attention_mma", "attention_wgmma"}, _prompt_cases()),
-    ):
-        run = partial(_run_attention, ops, on)
-        yield Candidate(f"paged_attention.{name}", "paged_attention", run, attention_cases)
+    yield Candidate("paged_attention.mma", "paged_attention", partial(_run_attention, ops, 1), mma_cases)
+    yield Candidate("paged_attention.wgmma", "paged_attention", partial(_run_attention, ops, 2), _prompt_cases())
     for op in ("grouped_mm", "grouped_wgrad"):
         yield Candidate(f"{op}.cutlass", op, partial(_run_grouped, ops, op, True), _large_cases[op]())
     run = partial(_run_overlapping, ops, {"overlap"}, partial(_quantize_and_multiply, ops.scaled_mm))
@@ -174,12 +168,12 @@ def _run_grouped(ops: Any, op: str, uses_cutlass: bool, *arguments: Any) -> Tens
     return output
 
 
-def _run_attention(ops: Any, on: set[str], q: Tensor, *arguments: Any) -> Tensor:
-    """Runs attention with these switches of ATTENTION on and the others off."""
-    if "attention_wgmma" in on and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
+def _run_attention(ops: Any, num_kernels: int, q: Tensor, *arguments: Any) -> Tensor:
+    """Runs attention with the first `num_kernels` of the kernels in ATTENTION switched on and the others off."""
+    if num_kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
     off = _switched_off(ops, q)
-    _set_switched_off(ops, q, (off | set(ATTENTION)) - on)
+    _set_switched_off(ops, q, off - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
     try:
         output: Tensor = ops.paged_attention(q, *arguments)
     finally:
@@ -189,21 +183,13 @@ def _run_attention(ops: Any, on: set[str], q: Tensor, *arguments: Any) -> Tensor
 
 def _prompt_cases() -> list[Case]:
     """Returns cases with long prompts next to short sequences, for every cache dtype, head size and option."""
-    return _attention_cases("prompts", [(1, 1), (330, 140), (20, 3), (100, 100)])
-
-
-def _decoding_cases() -> list[Case]:
-    """Returns cases with one or a few new tokens for each sequence, over up to eight segments of keys."""
-    return _attention_cases("decoding", [(1, 1), (1000, 1), (330, 3), (128, 2), (40, 1)])
-
-
-def _attention_cases(name: str, lengths: list[tuple[int, int]]) -> list[Case]:
     sinks = torch.tensor([0.5, -4.0, 3.0, 0.0])
+    lengths = [(1, 1), (330, 140), (20, 3), (100, 100)]
     caches = (torch.bfloat16, _E4M3, _E5M2)
     grid = product(caches, (64, 80, 128), ((), (100, 2.0, sinks), (33,), (None, 0.5)))
     selected = [grid_case for i, grid_case in enumerate(grid) if i % 5 != 4]
     return [
-        Case(f"{name} {cache} {dim} {options}", partial(prompt_case, cache, 4, 2, dim, lengths, *options))
+        Case(f"prompts {cache} {dim} {options}", partial(prompt_case, cache, 4, 2, dim, lengths, *options))
         for cache, dim, options in selected
     ]
 
@@ -283,7 +269,7 @@ OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
 _SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
 _SWITCHES["stored_mm.early_weights"] = "early_weights"
 _SWITCHES["stored_gated_mm.gated"] = "gated"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated", "paged_attention.merge")
+SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated")
 """Candidates that test a switch alone: while other candidates run, these switches are off."""
 
 

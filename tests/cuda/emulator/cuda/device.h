@@ -59,7 +59,6 @@ class OnDevice {
   Stream stream() const { return nullptr; }
   int index() const { return 0; }
   bool is_capturing() const { return emulator::settings.capturing; }
-  uint64_t capture() const { return emulator::settings.capturing ? 1 : 0; }
   int multiprocessors() const { return emulator::settings.chip.multiprocessors; }
   int capability() const { return emulator::settings.chip.capability; }
   int shared_bytes() const { return emulator::settings.chip.shared_bytes; }
@@ -177,15 +176,6 @@ inline unsigned atomicInc(unsigned* at, unsigned most) {
 inline int atomicExch(int* at, int value) {
   return std::atomic_ref<int>(*at).exchange(value, std::memory_order_relaxed);
 }
-inline unsigned long long atomicMax(unsigned long long* at, unsigned long long value) {
-  std::atomic_ref<unsigned long long> memory(*at);
-  const unsigned long long before = memory.load(std::memory_order_relaxed);
-  memory.store(std::max(before, value), std::memory_order_relaxed);
-  return before;
-}
-inline unsigned long long atomicExch(unsigned long long* at, unsigned long long value) {
-  return std::atomic_ref<unsigned long long>(*at).exchange(value, std::memory_order_relaxed);
-}
 inline void __threadfence() {}  // blocks run one after the other
 
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
@@ -260,7 +250,6 @@ uint32_t decode_pair(uint16_t pair) {
 inline bool either_nan(float a, float b) { return std::isnan(a) || std::isnan(b); }
 inline uint4 load_once(const uint4* from) { return *from; }
 
-inline float load_shared_by_blocks(const float* from) { return *from; }
 inline void copy_async(void* shared, const void* global, bool valid) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     throw std::runtime_error("emulator: an asynchronous copy of 16 bytes is not aligned");
