@@ -149,18 +149,21 @@ __global__ void __launch_bounds__(kThreads) silu_mul_gradients(Matrix<T> grad, M
 // --- rotary embedding
 // -----------------------------------------------------------------------------------------------
 
-// A block per token; its threads go over the heads' dimensions.
-template <class T>
+// A block per token; a thread has eight pairs of a head at a time.
+template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     rotate(const T* x, int64_t token_stride, const T* cos, const T* sin, T* out, int heads, int dim) {
   after_earlier_kernels();
-  const int64_t token = blockIdx.x;
+  const int64_t token = blockIdx.x, half = dim / 2;
   const T* from = x + token * token_stride;
   T* to = out + token * heads * dim;
   cos += token * dim, sin += token * dim;
-  for (int i = static_cast<int>(threadIdx.x); i < heads * dim; i += kThreads) {
-    const int d = i % dim;
-    store(turned(from + (i - d), cos, sin, d, dim), to + i);
+  Steps at(threadIdx.x, kThreads, static_cast<uint32_t>((half + kChunk - 1) / kChunk));
+  for (; at.row() < heads; at.next()) {
+    const int64_t begin = static_cast<int64_t>(at.column()) * kChunk;
+    const auto load = [&](const T* head) { return load_pairs<kAligned>(head, begin, half); };
+    store_pairs<kAligned>(rotated<T>(load(from + at.row() * dim), load(cos), load(sin)), to + at.row() * dim,
+                          begin, half);
   }
 }
 
@@ -280,9 +283,10 @@ Tensor rotary(const Tensor& x, const Tensor& cos_in, const Tensor& sin_in) {
   Tensor out = empty(x, {t.value(), heads.value(), dim.value()}, x.scalar_type());
   if (out.numel() == 0) return out;
   const HeadsOf from(x);
-  with_element(x.scalar_type(), [&](auto elem) {
+  const bool fast = fast_pairs(dim.value(), {from.heads}, {cos.data_ptr(), sin.data_ptr()});
+  with_types(x.scalar_type(), fast, [&](auto elem, auto whole) {
     using T = typename decltype(elem)::type;
-    launch_early(rotate<T>, static_cast<unsigned>(t.value()), kThreads, 0, device.stream(),
+    launch_early(rotate<T, whole.value>, static_cast<unsigned>(t.value()), kThreads, 0, device.stream(),
                  data<T>(from.held), from.heads.token_stride, data<T>(cos), data<T>(sin), data<T>(out),
                  from.heads.count, static_cast<int>(dim.value()));
   });

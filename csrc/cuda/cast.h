@@ -132,9 +132,20 @@ __device__ __forceinline__ void store_chunk(uint2 bytes, uint8_t* row, int64_t b
 // Eight numbers in high precision, rounded to nearest even.
 template <bool kAligned, class U>
 __device__ __forceinline__ void store_high(const Chunk& x, U* row, int64_t begin, int64_t n) {
+  if constexpr (kAligned) {
+    U values[kChunk];
+    uint4 words[sizeof(U) == 4 ? 2 : 1];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    if (kAligned || begin + i < n) store(x.value[i], row + begin + i);
+    for (int i = 0; i < kChunk; ++i) store(x.value[i], values + i);
+    memcpy(words, values, sizeof(values));
+    auto* to = reinterpret_cast<uint4*>(row + begin);
+    to[0] = words[0];
+    if constexpr (sizeof(U) == 4) to[1] = words[1];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      if (begin + i < n) store(x.value[i], row + begin + i);
+    }
   }
 }
 

@@ -171,43 +171,56 @@ struct Rotary {
   const int64_t* slots;
   int64_t capacity;
   int dim;
-};
 
-template <class U, bool kFp8>
-__device__ __forceinline__ void write_cache(void* cache, int64_t at, float value, const float* scale) {
+  __host__ __device__ int heads() const { return q.count + k.count + v.count; }
+  __host__ __device__ uint32_t pieces_of_head() const { return (dim / 2 + kChunk - 1) / kChunk; }
+};
+constexpr int kRotaryThreads = 128;
+
+// Writes eight pairs of a head at `head`, its first element in the cache.
+template <class U, bool kFp8, bool kAligned>
+__device__ __forceinline__ void write_cache(const Pairs& x, void* cache, int64_t head, int64_t begin,
+                                            int64_t half, const float* scale_in) {
   if constexpr (kFp8) {
-    static_cast<uint8_t*>(cache)[at] = encode_one<U>(value, scale == nullptr ? 1.0f : *scale);
+    const float scale = scale_in == nullptr ? 1.0f : *scale_in;
+    uint8_t* to = static_cast<uint8_t*>(cache) + head;
+    store_chunk<kAligned>(encode_chunk<U>(x.first, scale), to, begin, half);
+    store_chunk<kAligned>(encode_chunk<U>(x.second, scale), to + half, begin, half);
   } else {
-    store(value, static_cast<U*>(cache) + at);
+    store_pairs<kAligned>(x, static_cast<U*>(cache) + head, begin, half);
   }
 }
 
-// A block per token and head: first the heads of q, then those of k, then those of v.
-template <class T, class U, bool kFp8>
-__global__ void __launch_bounds__(128) rotate_and_write(const __grid_constant__ Rotary r) {
+// A thread has eight pairs of a head of a token: first the heads of q, then those of k, then those of v.
+template <class T, class U, bool kFp8, bool kAligned>
+__global__ void __launch_bounds__(kRotaryThreads) rotate_and_write(const __grid_constant__ Rotary r) {
   after_earlier_kernels();
-  const int64_t token = blockIdx.x;
-  const T* cos = static_cast<const T*>(r.cos) + token * r.dim;
-  const T* sin = static_cast<const T*>(r.sin) + token * r.dim;
-  int head = static_cast<int>(blockIdx.y);
+  const int64_t token = blockIdx.x, half = r.dim / 2;
+  const uint32_t piece = blockIdx.y * kRotaryThreads + threadIdx.x, per_head = r.pieces_of_head();
+  int head = static_cast<int>(piece / per_head);
+  const int64_t begin = static_cast<int64_t>(piece % per_head) * kChunk;
+  if (head >= r.heads()) return;
+  const Pairs cos = load_pairs<kAligned>(static_cast<const T*>(r.cos) + token * r.dim, begin, half),
+              sin = load_pairs<kAligned>(static_cast<const T*>(r.sin) + token * r.dim, begin, half);
+  const auto load = [&](const Heads& heads) {
+    const T* from = static_cast<const T*>(heads.from) + token * heads.token_stride + head * r.dim;
+    return load_pairs<kAligned>(from, begin, half);
+  };
   if (head < r.q.count) {
-    const T* from = static_cast<const T*>(r.q.from) + token * r.q.token_stride + head * r.dim;
     T* to = static_cast<T*>(r.out) + (token * r.q.count + head) * r.dim;
-    for (int d = static_cast<int>(threadIdx.x); d < r.dim; d += 128)
-      store(turned(from, cos, sin, d, r.dim), to + d);
+    store_pairs<kAligned>(rotated<T>(load(r.q), cos, sin), to, begin, half);
     return;
   }
   const int64_t slot = r.slots[token];
   if (slot < 0 || slot >= r.capacity) return;
   head -= r.q.count;
-  const bool key = head < r.k.count;
-  if (!key) head -= r.k.count;
-  const int64_t at = (slot * r.k.count + head) * r.dim;
-  const Heads& heads = key ? r.k : r.v;
-  const T* from = static_cast<const T*>(heads.from) + token * heads.token_stride + head * r.dim;
-  for (int d = static_cast<int>(threadIdx.x); d < r.dim; d += 128) {
-    const float value = key ? turned(from, cos, sin, d, r.dim) : load(from[d]);
-    write_cache<U, kFp8>(key ? r.k_cache : r.v_cache, at + d, value, key ? r.k_scale : r.v_scale);
+  if (head < r.k.count) {
+    const Pairs x = rotated<T>(load(r.k), cos, sin);
+    write_cache<U, kFp8, kAligned>(x, r.k_cache, (slot * r.k.count + head) * r.dim, begin, half, r.k_scale);
+  } else {
+    head -= r.k.count;
+    write_cache<U, kFp8, kAligned>(load(r.v), r.v_cache, (slot * r.v.count + head) * r.dim, begin, half,
+                                   r.v_scale);
   }
 }
 
@@ -347,18 +360,21 @@ const float* scale_of(const DeviceContract& check, const char* name, const std::
   return data<const float>(*scale);
 }
 
-void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarType cache, Stream stream) {
-  const dim3 grid(static_cast<unsigned>(tokens), static_cast<unsigned>(r.q.count + r.k.count + r.v.count));
-  with_element(element, [&](auto elem) {
+void launch_rotary(const Rotary& r, int64_t tokens, ScalarType element, ScalarType cache, bool fast,
+                   Stream stream) {
+  const int64_t pieces = r.heads() * r.pieces_of_head();
+  const dim3 grid(static_cast<unsigned>(tokens), static_cast<unsigned>(ceil_over(pieces, kRotaryThreads)));
+  const auto go = [&](auto elem, auto target, auto fp8) {
     using T = typename decltype(elem)::type;
+    using U = typename decltype(target)::type;
+    launch_early(fast ? rotate_and_write<T, U, fp8.value, true> : rotate_and_write<T, U, fp8.value, false>,
+                 grid, kRotaryThreads, 0, stream, r);
+  };
+  with_element(element, [&](auto elem) {
     if (is_fp8(cache)) {
-      with_format(cache, [&](auto fmt) {
-        launch_early(rotate_and_write<T, typename decltype(fmt)::type, true>, grid, 128, 0, stream, r);
-      });
+      with_format(cache, [&](auto format) { go(elem, format, std::true_type{}); });
     } else {
-      with_element(cache, [&](auto to) {
-        launch_early(rotate_and_write<T, typename decltype(to)::type, false>, grid, 128, 0, stream, r);
-      });
+      with_element(cache, [&](auto target) { go(elem, target, std::false_type{}); });
     }
   });
 }
@@ -404,7 +420,8 @@ Tensor rotary_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const 
                  .slots = data<const int64_t>(slots),
                  .capacity = blocks.value() * size.value(),
                  .dim = static_cast<int>(dim.value())};
-  launch_rotary(r, t.value(), q.scalar_type(), k_cache.scalar_type(), device.stream());
+  const bool fast = fast_pairs(r.dim, {r.q, r.k, r.v}, {r.cos, r.sin, r.k_cache, r.v_cache});
+  launch_rotary(r, t.value(), q.scalar_type(), k_cache.scalar_type(), fast, device.stream());
   return out;
 }
 

@@ -36,6 +36,15 @@ struct HeadsOf {
   static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
 };
 
+// Whether eight pairs of a head of `dim` elements can be read at once from these places.
+inline bool fast_pairs(int64_t dim, std::initializer_list<Heads> heads,
+                       std::initializer_list<const void*> others) {
+  bool fast = dim % (2 * kChunk) == 0;
+  for (const Heads& h : heads) fast = fast && h.token_stride % kChunk == 0 && aligned(h.from, 16);
+  for (const void* at : others) fast = fast && aligned(at, 16);
+  return fast;
+}
+
 // Threads that share a row of n: a warp for the heads of a QK norm, else a block. The order of a norm's sum
 // depends on it, so the ops ask here and not for themselves.
 constexpr int kRowThreads = 256;
@@ -144,14 +153,38 @@ __device__ __forceinline__ GatedGradients gated_gradients(const Chunk& grad, con
   return out;
 }
 
-// One value of a rotated head, rounded where x * cos + rotate(x) * sin rounds. Said so, or in FP32, where
-// `rounded` does nothing, the compiler would make one operation of a product and the sum.
+// Eight pairs of a head, half a head apart, which are rotated together.
+struct Pairs {
+  Chunk first, second;
+};
+
+// The pairs [begin, begin + 8) of a head with `half` pairs; zeros past its end.
+template <bool kAligned, class T>
+__device__ __forceinline__ Pairs load_pairs(const T* head, int64_t begin, int64_t half) {
+  return {load_chunk<kAligned>(head, begin, half), load_chunk<kAligned>(head + half, begin, half)};
+}
+
+template <bool kAligned, class T>
+__device__ __forceinline__ void store_pairs(const Pairs& x, T* head, int64_t begin, int64_t half) {
+  store_high<kAligned>(x.first, head, begin, half);
+  store_high<kAligned>(x.second, head + half, begin, half);
+}
+
+// x * cos + rotate(x) * sin, rounded where the expression rounds. Said so, or in FP32, where `rounded` does
+// nothing, the compiler would make one operation of a product and the sum.
 template <class T>
-__device__ __forceinline__ float turned(const T* head, const T* cos, const T* sin, int d, int dim) {
-  const int half = dim / 2, other = d < half ? d + half : d - half;
-  const float across = d < half ? -load(head[other]) : load(head[other]);
-  const float along = rounded<T>(__fmul_rn(load(head[d]), load(cos[d])));
-  return rounded<T>(__fadd_rn(along, rounded<T>(__fmul_rn(across, load(sin[d])))));
+__device__ __forceinline__ Pairs rotated(const Pairs& x, const Pairs& cos, const Pairs& sin) {
+  const auto turn = [](float along, float across, float by_cos, float by_sin) {
+    return rounded<T>(__fadd_rn(rounded<T>(__fmul_rn(along, by_cos)), rounded<T>(__fmul_rn(across, by_sin))));
+  };
+  Pairs out;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const float first = x.first.value[i], second = x.second.value[i];
+    out.first.value[i] = turn(first, -second, cos.first.value[i], sin.first.value[i]);
+    out.second.value[i] = turn(second, first, cos.second.value[i], sin.second.value[i]);
+  }
+  return out;
 }
 
 }  // namespace fp8serve
