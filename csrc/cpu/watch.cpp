@@ -39,7 +39,7 @@ int64_t count(const Tensor& x, const std::optional<Tensor>& other, float eps, fl
   const std::optional<Rows> gated = kSource == Source::gated ? std::optional(rows_of(*other)) : std::nullopt;
   const Tensor held = kSource == Source::norm ? dense(*other) : gated ? gated->held : x;
   std::atomic<int64_t> total{0};
-  parallel_rows(std::min(live, in.count), in.width, [&](int64_t r) {
+  parallel_rows(live, in.width, [&](int64_t r) {
     thread_local Scratch scratch;
     int64_t found = 0;
     dispatch<CountRow<kSource>>(
@@ -62,12 +62,17 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
                         const std::optional<Tensor>& rows) {
   const Contract check("quantize_watched");
   check_watched(check, x, other, eps, scale, seen, saturated, rows);
-  const auto [q, amax] = quantize_source(x, other, eps, scale);
+  auto [q, amax] = quantize_source(x, other, eps, scale);
+  const int64_t live = rows ? std::min(*data<const int64_t>(*rows), x.size(0)) : x.size(0);
+  if (live < x.size(0)) {  // an engine on a CPU pads no step, so this need not be fast
+    const auto first = [&](const Tensor& of) { return torch::stable::narrow(of, 0, 0, live); };
+    amax = std::get<1>(
+        quantize_source(first(x), other && !eps ? std::optional(first(*other)) : other, eps, scale));
+  }
   const float here = *data<float>(amax), factor = *data<float>(scale);
   float& most = *data<float>(seen);
   if (here > most) most = here;
   if (!is_cut_off<E4M3>(here * factor)) return q;
-  const int64_t live = rows ? *data<const int64_t>(*rows) : x.size(0);
   const auto epsilon = static_cast<float>(eps.value_or(0.0));
   const Source source = source_of(other, eps);
   int64_t found = 0;

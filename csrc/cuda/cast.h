@@ -83,6 +83,13 @@ __device__ __forceinline__ float amax_of(const Chunk& x, float seen) {
   for (int i = 0; i < kChunk; ++i) seen = fmaxf(seen, fabsf(x.value[i]));  // fmaxf ignores NaN
   return seen;
 }
+// The same, of the first `count` elements.
+__device__ __forceinline__ float amax_of(const Chunk& x, float seen, int64_t count) {
+  if (count >= kChunk) return amax_of(x, seen);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) seen = i < count ? fmaxf(seen, fabsf(x.value[i])) : seen;
+  return seen;
+}
 
 // The FP8 values of x * scale. The conversion instruction forgets the sign of a NaN; it is put back.
 template <class F>

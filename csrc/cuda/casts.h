@@ -15,7 +15,7 @@ struct Seen {
   bool is_fresh = false;          // amax holds nothing yet
   Room room = {};                 // where the blocks of a fresh amax bring theirs together, if they are many
   int64_t* saturated = nullptr;   // [] rises by the number of values that were cut off; null: nobody counts
-  const int64_t* rows = nullptr;  // [] how many rows are counted, the first ones; null: all
+  const int64_t* rows = nullptr;  // [] how many rows are seen and counted, the first ones; null: all
 
   __device__ __forceinline__ int64_t counted_rows(int64_t all) const {
     return rows == nullptr ? all : min(all, *rows);

@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const T* from = x + blockIdx.x * stride;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk;
   const Chunk first_weight = load_chunk<kAligned>(weight, first, n);  // on its way while the row is summed up
+  const bool counted = blockIdx.x < out.counted_rows(gridDim.x);
   const float scale = *scale_in, factor = row_factor<kAligned>(from, n, eps, memory[0]);
   const auto value = [&](int64_t at) {
     const Chunk w = at == first ? first_weight : load_chunk<kAligned>(weight, at, n);
@@ -40,12 +41,11 @@ __global__ void __launch_bounds__(kRowThreads)
   float seen = 0.0f;
   for_chunks(n, [&](int64_t at) {
     const Chunk y = value(at);
-    seen = amax_of(y, seen);
+    if (counted) seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
   tell<F>(out, seen, scale, memory[1], [&] {
     unsigned found = 0;
-    if (blockIdx.x >= out.counted_rows(gridDim.x)) return found;
     for_chunks(n, [&](int64_t at) { found += cut_off<F>(value(at), scale); });
     return found;
   });
@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
+  const int64_t counted = out.counted_rows(rows);
   const auto value = [&](int64_t row, int64_t at) {
     return gated<T>(load_chunk<kAligned>(gate + row * gate_stride, at, n),
                     load_chunk<kAligned>(up + row * up_stride, at, n));
@@ -108,12 +109,11 @@ __global__ void __launch_bounds__(kThreads)
   float seen = 0.0f;
   for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
     const Chunk y = value(row, at);
-    seen = amax_of(y, seen);
+    if (row < counted) seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
   });
   tell<F>(out, seen, scale, memory, [&] {
     unsigned found = 0;
-    const int64_t counted = out.counted_rows(rows);
     for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
       if (row < counted) found += cut_off<F>(value(row, at), scale);
     });

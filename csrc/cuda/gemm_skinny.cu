@@ -59,7 +59,7 @@ class Casting {
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[2], int token) {
     const Chunk low = unpack(Raw<BF16>{{raw[0]}}), high = unpack(Raw<BF16>{{raw[1]}});
-    if (blockIdx.x == 0) count(low, high, token < counted_);
+    if (blockIdx.x == 0 && token < counted_) count(low, high);
     const uint2 first = encode_chunk<E4M3>(low, scale_), second = encode_chunk<E4M3>(high, scale_);
     return {first.x, first.y, second.x, second.y};
   }
@@ -72,10 +72,10 @@ class Casting {
   }
 
  private:
-  __device__ __forceinline__ void count(const Chunk& low, const Chunk& high, bool counted) {
+  __device__ __forceinline__ void count(const Chunk& low, const Chunk& high) {
     const float most = amax_of(high, amax_of(low, 0.0f));
     seen_ = fmaxf(seen_, most);
-    if (counted && is_cut_off<E4M3>(most * scale_)) {
+    if (is_cut_off<E4M3>(most * scale_)) {
       found_ += cut_off<E4M3>(low, scale_) + cut_off<E4M3>(high, scale_);
     }
   }
@@ -318,8 +318,10 @@ struct Gated {
       const float gate = rounded<BF16>(finished(g, mine[0][t], end[0][t]));
       const float y = gated<BF16>(gate, rounded<BF16>(finished(g, mine[1][t], end[1][t])));
       to.q[static_cast<int64_t>(token) * (g.n / 2) + column] = encode_one<E4M3>(y, scale);
-      seen = fmaxf(seen, fabsf(y));
-      found += token < counted && is_cut_off<E4M3>(y * scale);
+      if (token < counted) {
+        seen = fmaxf(seen, fabsf(y));
+        found += is_cut_off<E4M3>(y * scale);
+      }
     });
     seen = lanes_max<32>(seen);
     if (threadIdx.x % 32 == 0) raise(to.out.amax, seen);

@@ -61,19 +61,18 @@ __global__ void __launch_bounds__(kThreads)
   after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
-  const int64_t n = rows * cols;
+  const int64_t n = rows * cols, counted = out.counted_rows(rows) * cols;
   const uint32_t tiles = tiles_of(n);
   const auto for_chunks_here = [&](const auto& use) {
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) for_tile<kAligned>(x, tile, n, use);
   };
   float seen = 0.0f;
   for_chunks_here([&](const Chunk& chunk, int64_t at) {
-    seen = amax_of(chunk, seen);
+    seen = amax_of(chunk, seen, counted - at);
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
   });
   tell<F>(out, seen, scale, memory, [&] {
     unsigned found = 0;
-    const int64_t counted = out.counted_rows(rows) * cols;
     for_chunks_here([&](const Chunk& chunk, int64_t at) { found += cut_off<F>(chunk, scale, counted - at); });
     return found;
   });

@@ -39,8 +39,8 @@ def _make_quantize_watched(ops: Any) -> Any:
         """Casts an input [T, K] to E4M3 by scale [] and records its amax and the number of saturated elements.
 
         The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [],
-        rises to the amax. `saturated`, int64 [], rises by the number of saturated elements in the first `rows` rows,
-        int64 [], or in all rows if it is None.
+        rises to the amax, and `saturated`, int64 [], by the number of saturated elements. Both are those of the first
+        `rows` rows, int64 [], or of all rows if it is None: the others are padding.
         """
         q, amax = _cast(ops, x, other, eps, scale)
         _count(x, other, eps, scale, amax, running_amax, saturated, rows)
@@ -59,14 +59,18 @@ def _count(
     saturated: Tensor,
     rows: Tensor | None,
 ) -> None:
-    torch.fmax(running_amax, amax, out=running_amax)  # ignores NaN
     limit = SATURATION_LIMIT[E4M3]
+    if rows is not None and x.numel() > 0:
+        magnitudes = _compute_input(x, other, eps).float().abs()
+        is_live = (torch.arange(x.shape[0], device=x.device) < rows).unsqueeze(1)
+        magnitudes = torch.where(is_live & ~magnitudes.isnan(), magnitudes, 0.0)
+        torch.fmax(running_amax, magnitudes.amax(), out=running_amax)
+        saturated += (magnitudes * scale > limit).sum()
+        return
+    torch.fmax(running_amax, amax, out=running_amax)  # ignores NaN
     if amax.device.type == "cpu" and not bool(amax * scale > limit):
         return
-    is_saturated = (_compute_input(x, other, eps).float() * scale).abs() > limit
-    if rows is not None:
-        is_saturated = is_saturated & (torch.arange(x.shape[0], device=x.device) < rows).unsqueeze(1)
-    saturated += is_saturated.sum()
+    saturated += ((_compute_input(x, other, eps).float() * scale).abs() > limit).sum()
 
 
 def _cast(ops: Any, x: Tensor, other: Tensor | None, eps: float | None, scale: Tensor) -> _Cast:
