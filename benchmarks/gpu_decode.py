@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.scheduler import Work
-from fp8serve.engine.step import CudaCapture
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.model_config import ModelConfig

@@ -65,7 +65,7 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
   auto [q, amax] = quantize_source(x, other, eps, scale);
   const int64_t live = rows ? std::min(*data<const int64_t>(*rows), x.size(0)) : x.size(0);
   if (live < x.size(0)) {  // an engine on a CPU pads no step, so this need not be fast
-    const auto first = [&](const Tensor& of) { return torch::stable::narrow(of, 0, 0, live); };
+    const auto first = [&](Tensor of) { return torch::stable::narrow(of, 0, 0, live); };
     amax = std::get<1>(
         quantize_source(first(x), other && !eps ? std::optional(first(*other)) : other, eps, scale));
   }

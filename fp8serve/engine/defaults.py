@@ -44,6 +44,9 @@ TRAINING_GPU_MEMORY_FRACTION = 0.6  # leaves room for a fine-tune job, or for th
 CONTEXT_BYTES = GIB  # a CUDA context with its libraries takes less; more memory in use belongs to other processes
 GPU_WORKER_THREADS = 2  # an engine process on a GPU computes only small tensors on the CPU
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+PROMPT_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+"""Tokens of the steps with prompts that are captured as CUDA graphs. From 64 on, a step is padded by less than half of
+its tokens, and from 256 on by less than a fourth."""
 
 
 def with_device(options: EngineOptions, model_dir: Path) -> EngineOptions:
@@ -122,6 +125,13 @@ def worker_options(options: EngineOptions, model_dir: Path) -> EngineOptions:
     options = with_device(options, model_dir)
     is_on_gpu = options.device.startswith("cuda")
     return replace(options, threads=GPU_WORKER_THREADS) if is_on_gpu and options.threads is None else options
+
+
+def prompt_sizes(max_batch_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
+    """Returns the numbers of tokens for which steps with prompts are captured as CUDA graphs: PROMPT_SIZES up to the
+    largest step."""
+    limit = min(max_batch_tokens, max_num_seqs * max_model_len, PROMPT_SIZES[-1])
+    return [size for size in PROMPT_SIZES if size < limit] + [limit]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -73,8 +73,8 @@ class PinnedBuffer:
         return self._host
 
     def copy_to(self, target: Tensor) -> None:
-        """Queues a copy to the device."""
-        target.copy_(self._host, non_blocking=True)
+        """Queues a copy of the first bytes to `target`, uint8 [n] on the device."""
+        target.copy_(self._host[: len(target)], non_blocking=True)
         if target.is_cuda:
             self._event = _record_event(target.device)
 

@@ -17,6 +17,7 @@ from fp8serve.engine.bad_words import Bans
 from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
+from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.input_counters import InputCounters
 from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
 from fp8serve.engine.options import EngineOptions, KvDtype
@@ -25,7 +26,6 @@ from fp8serve.engine.request import EngineLimits
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.saved_prefixes import SavedPrefixes, open_prefixes
 from fp8serve.engine.scale_monitor import Calibration, ScaleMonitor, describe_input_scale
-from fp8serve.engine.step import GraphReport
 from fp8serve.engine.task import check_generates
 from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, ScalesError
@@ -349,8 +349,8 @@ def _prepare_draft(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions
 def _capture_graphs(
     runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOptions, sizes: CachePlan
 ) -> GraphReport:
-    """Captures decoding steps, and then resets the layers' counters, because no request has run yet."""
-    report = runner.capture_decoding(options, sizes.max_model_len)
+    """Captures steps, and then resets the layers' counters, because no request has run yet."""
+    report = runner.capture_steps(options, sizes.max_model_len)
     for layer in frozen.values():
         layer.reset_counters()
     reset_token_counts(runner.model)

@@ -8,7 +8,7 @@ On a GPU, the plan is made after the weights are loaded. The cache gets the free
 
 * the memory that other processes may use (`gpu_memory` is the fraction of the GPU's memory for this process);
 * the memory of the largest step, which is run once to measure it;
-* the memory of CUDA graphs: that of a decoding step, which is run, too, and the logits of every captured size.
+* the memory of CUDA graphs: that of the largest captured step, which is run, too, and the logits of every size.
 
 Options of the step that are None are derived here, too (defaults.py): a largest step that takes too much memory is
 halved, the largest number of sequences follows the cache, and the largest step is run again to measure its time.
@@ -29,6 +29,7 @@ from fp8serve.engine.defaults import (
     halved_step,
     is_step_too_large,
     prefill_tokens,
+    prompt_sizes,
     step_limits,
 )
 from fp8serve.engine.options import EngineOptions
@@ -226,11 +227,12 @@ def _step_bytes(model: Model, options: EngineOptions, device: torch.device) -> i
 
 
 def _graph_bytes(model: Model, options: EngineOptions, device: torch.device) -> int:
-    """Returns the memory of the CUDA graphs of decoding steps. All of them share the memory of the largest one, except
-    for their logits in FP32."""
-    decoding = replace(options, max_batch_tokens=options.num_seqs)
+    """Returns the memory of CUDA graphs. All of them share the memory of the largest one, except for the logits of
+    decoding steps in FP32."""
+    tokens = prompt_sizes(options.step_tokens, options.num_seqs, model.config.max_length)[-1]
+    largest = replace(options, max_batch_tokens=max(options.num_seqs, tokens))
     logits = sum(graph_sizes(options.num_seqs)) * model.config.vocab_size * torch.float32.itemsize
-    return gpu_peak_bytes(lambda: run_largest_step(model, decoding), device) + logits
+    return gpu_peak_bytes(lambda: run_largest_step(model, largest), device) + ATTENTION_WORKSPACE_BYTES + logits
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Runs the work of a step through the model and returns logits. Decoding steps may run as CUDA graphs (step.py).
+"""Runs the work of a step through the model and returns logits. Steps may run as CUDA graphs (graphs.py).
 
 The log-probability of a prompt token is computed from the logits of the token before it. The logits of a long prompt,
 FP32 [tokens, vocab], would be larger than any other tensor. So they are computed for a few rows at a time, and only the
@@ -19,24 +19,23 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.adapters import Adapters
-from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
-from fp8serve.engine.output import TokenLogprob
-from fp8serve.engine.sampling_params import MAX_LOGPROBS
-from fp8serve.engine.scheduler import StepWork, Work
-from fp8serve.engine.sequence import Sequence
-from fp8serve.engine.step import (
+from fp8serve.engine.defaults import prompt_sizes
+from fp8serve.engine.graphs import (
     Buffers,
     Capture,
     CapturedModel,
     CudaCapture,
     DecodeRows,
     GraphedDecode,
+    GraphedPrompts,
     GraphReport,
-    Queries,
-    StepTensors,
-    flatten,
-    to_device,
 )
+from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
+from fp8serve.engine.output import TokenLogprob
+from fp8serve.engine.sampling_params import MAX_LOGPROBS
+from fp8serve.engine.scheduler import StepWork, Work
+from fp8serve.engine.sequence import Sequence
+from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.elementwise import rotary
@@ -44,6 +43,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.served_adapters import NO_ADAPTER
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
+from fp8serve.model.network.experts import mixtures
 from fp8serve.model.network.rotary import Heads, Rotation
 
 SCORED_ROWS = 256  # rows of a prompt whose logits are computed at a time
@@ -94,23 +94,26 @@ class Runner:
         self._scales = scales
         self.adapters = Adapters(model, max_lora_rank)
         self.graphs: GraphedDecode | None = None
+        self.graphed_prompts: GraphedPrompts | None = None
         self._buffers: Buffers | None = None  # of the graphs
         self._samples: Tensor | None = None  # the tokens that the step in flight samples
         self._captured_model: CapturedModel | None = None
-        self._capture_arguments: tuple[Capture, int, int] | None = None  # of the last call of `use_graphs`
+        self._capture_arguments: tuple[Capture, int, int, int] | None = None  # of the last call of `use_graphs`
 
     @torch.inference_mode()
     def run(self, work: StepWork | list[Work]) -> Tensor:
         """Computes a step and writes its keys and values to the cache. Returns the logits of all samples in the order
         of `work`, FP32 [samples, vocab]. The next step may overwrite them."""
-        rows = self._graph_rows(work)
-        if rows is None or self.graphs is None:
+        if self.graphs is None or self._uses_adapters(work):
             return self.model.logits(self._hidden_states(list(work)))
-        logits = self.graphs.run(rows)
+        rows = DecodeRows.of(work) if len(work) <= self.graphs.sizes[-1] else None
+        logits = self._replay(work, rows)
+        if logits is None:
+            return self.model.logits(self._hidden_states(list(work)))
         if self._captured_model is not None and not self._captured_model.is_current():
             self.use_graphs(*self._capture_arguments)  # type: ignore[misc]  # not None if there are graphs
-            logits = self.graphs.run(rows)
-        return logits
+            logits = self._replay(work, rows)
+        return logits  # type: ignore[return-value]  # the same steps are captured again
 
     @torch.inference_mode()
     def keep_samples(self, samples: Tensor) -> None:
@@ -120,13 +123,16 @@ class Runner:
         if self._buffers is not None:
             torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
 
-    def _graph_rows(self, work: StepWork | list[Work]) -> DecodeRows | None:
-        """Returns the rows of a step that can be replayed, or None if it cannot."""
-        if self.graphs is None or len(work) > self.graphs.sizes[-1]:
-            return None
-        if self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work)):
-            return None
-        return DecodeRows.of(work)
+    def _uses_adapters(self, work: StepWork | list[Work]) -> bool:
+        return self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work))
+
+    def _replay(self, work: StepWork | list[Work], rows: DecodeRows | None) -> Tensor | None:
+        """Returns the logits of a step that was captured, or None. `rows` are those of a decoding step."""
+        if rows is not None and self.graphs is not None:
+            return self.graphs.run(rows)
+        if self.graphed_prompts is not None and self.graphed_prompts.supports(items := list(work)):
+            return self.model.logits(self.graphed_prompts.run(items))
+        return None
 
     @torch.inference_mode()
     def run_scoring(self, work: StepWork) -> tuple[Tensor, list[tuple[Sequence, list[TokenLogprob]]]]:
@@ -167,33 +173,40 @@ class Runner:
                 getattr(current, name).copy_(getattr(new, name))
         return previous
 
-    def capture_decoding(
-        self, options: EngineOptions, max_model_len: int, capture: Capture | None = None
-    ) -> GraphReport:
-        """Captures decoding steps as CUDA graphs, unless the options or the device forbid it. Tests pass their own
+    def capture_steps(self, options: EngineOptions, max_model_len: int, capture: Capture | None = None) -> GraphReport:
+        """Captures steps as CUDA graphs, unless the options or the device forbid it. Tests pass their own
         `capture`. Raises MachineError if the options require graphs and capturing fails."""
         if options.cuda_graphs is False:
             return GraphReport(reason="switched off")
         if capture is None and self.device.type != "cuda":
             return GraphReport(reason="the device is no GPU")
         try:
-            self.use_graphs(capture or CudaCapture(self.device), options.num_seqs, max_model_len)
+            capture = capture or CudaCapture(self.device)
+            self.use_graphs(capture, options.num_seqs, max_model_len, options.step_tokens)
         except RuntimeError as problem:
             reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             if options.cuda_graphs:
-                raise MachineError(f"Decoding steps cannot be captured as CUDA graphs: {reason}") from problem
+                raise MachineError(f"Steps cannot be captured as CUDA graphs: {reason}") from problem
             return GraphReport(reason=reason)
-        return GraphReport(tuple(self.graphs.sizes if self.graphs else ()))
+        prompts = self.graphed_prompts.sizes if self.graphed_prompts else ()
+        return GraphReport(tuple(self.graphs.sizes if self.graphs else ()), tuple(prompts))
 
     @torch.inference_mode()
-    def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int) -> None:
-        """Captures decoding steps, which are replayed from now on. If `capture` raises, no graphs are used."""
-        self.graphs = self._captured_model = self._buffers = None
-        self._capture_arguments = capture, max_num_seqs, max_model_len
-        buffers = Buffers(max_num_seqs, -(-max_model_len // self.block_size), self.block_size, self.device)
-        with self._without_padding_statistics(buffers.live_rows):
+    def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int, max_batch_tokens: int = 0) -> None:
+        """Captures decoding steps, and steps with prompts of up to `max_batch_tokens` tokens, which are replayed from
+        now on. If `capture` raises, no graphs are used."""
+        self.graphs = self.graphed_prompts = self._captured_model = self._buffers = None
+        self._capture_arguments = capture, max_num_seqs, max_model_len, max_batch_tokens
+        sizes = prompt_sizes(max_batch_tokens, max_num_seqs, max_model_len) if max_batch_tokens else []
+        width, largest = -(-max_model_len // self.block_size), max(sizes, default=0)
+        buffers = Buffers(max_num_seqs, largest, width, self.block_size, self.device)
+        prompts = None
+        if sizes and not mixtures(self.model):
+            with self._without_padding_statistics(buffers.live_rows, buffers.live_samples):
+                prompts = GraphedPrompts(self._run_model, capture, buffers, sizes)
+        with self._without_padding_statistics(buffers.live_rows, buffers.live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers)
-        self._buffers, self._captured_model = buffers, CapturedModel(self.model)
+        self.graphed_prompts, self._buffers, self._captured_model = prompts, buffers, CapturedModel(self.model)
         if self._samples is not None:
             self.keep_samples(self._samples)
 
@@ -225,11 +238,14 @@ class Runner:
                 _bytes(layer).index_copy_(0, index, _bytes(saved[: len(blocks)]).to(self.device))
 
     @contextmanager
-    def _without_padding_statistics(self, live_rows: Tensor) -> Iterator[None]:
-        """Excludes the rows after the first `live_rows` from the statistics of FP8 layers."""
+    def _without_padding_statistics(self, live_rows: Tensor, live_samples: Tensor) -> Iterator[None]:
+        """Excludes the rows after the first `live_rows` from the statistics of FP8 layers, and those after the first
+        `live_samples` from those of the layers that compute sampled rows only."""
         frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
+        last = self.model.model.layers[-1]
+        sampled = {id(last.self_attn.o_proj), *map(id, last._modules[last.mlp_name].modules())}
         for layer in frozen:
-            layer.live_rows = live_rows
+            layer.live_rows = live_samples if id(layer) in sampled else live_rows
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ from fp8serve.engine.output import TokenLogprob
 from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.step import to_device
-from fp8serve.fp8 import ops as ops  # registers the op called below
+from fp8serve.fp8 import ops as ops  # registers the ops called below
 
 if TYPE_CHECKING:
     from fp8serve.engine.grammar import Mask  # only as a type, because the tests on a GPU have no llguidance
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 EARLY_END_LOGIT = -1e30
 """The logit of a token that would end the text before min_tokens. It is finite, so such a token is sampled if bad words
 ban all other tokens."""
+_greedy_tokens = torch.ops.fp8serve.greedy_tokens.default
 _keep_allowed = torch.ops.fp8serve.keep_allowed.default
 _sample = torch.ops.fp8serve.sample.default
 
@@ -123,10 +124,9 @@ def launch_sampling(
 ) -> Samples:
     """Samples one token for each sequence of the plan from its logits, FP32 [sequences, vocab]. `mask` covers the
     sequences that have a grammar. Overwrites `logits`. Does not wait for a GPU."""
-    best = logits.max(-1)
-    is_finite = best.values.isfinite()
     if plan.is_plain and mask is None and not plan.sampled:
-        return Samples(torch.where(is_finite, best.indices, NOT_FINITE), None, plan)
+        return Samples(_greedy_tokens(logits), None, plan)
+    is_finite = logits.amax(-1).isfinite()
     if _waits_for_device(is_finite) or not is_finite.all():
         logits.masked_fill_(~is_finite[:, None], 0.0)
     top = _top_logprobs(logits, plan)

@@ -19,19 +19,22 @@ def counted(cast, *args):
 
 
 def assert_counts(ops, args, expected):
-    """The cast and its amax are those of the op that does not count, to the bit; the count is the reference's."""
-    x, other, eps, scale, seen, saturated, _ = args
+    """The cast, and the amax of the rows that count, are those of the op that does not count, to the bit; the count is
+    the reference's."""
+    x, other, eps, scale, seen, saturated, rows = args
     before = seen.clone()
     q = ops.quantize_watched(*args)
     reference.quantize_watched(*expected)
-    if other is None:
-        plain, amax = ops.quantize(x, scale, FORMATS[0])
-    elif eps is None:
-        plain, amax = ops.silu_mul_quantize(x, other, scale, FORMATS[0])
-    else:
-        plain, amax = ops.rms_norm_quantize(x, other, eps, scale, FORMATS[0])
-    assert_fp8_equal(q.cpu(), plain.cpu())
-    assert float(seen) == max(float(before), float(amax))
+
+    def cast(live):
+        if other is None:
+            return ops.quantize(x[:live], scale, FORMATS[0])
+        if eps is None:
+            return ops.silu_mul_quantize(x[:live], other[:live], scale, FORMATS[0])
+        return ops.rms_norm_quantize(x[:live], other, eps, scale, FORMATS[0])
+
+    assert_fp8_equal(q.cpu(), cast(None)[0].cpu())
+    assert float(seen) == max(float(before), float(cast(None if rows is None else int(rows))[1]))
     assert int(saturated) == int(expected[5])
 
 

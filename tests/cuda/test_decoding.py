@@ -12,6 +12,7 @@ pytest.importorskip("numpy")
 pytest.importorskip("annotated_types")
 
 from fp8serve.engine import runner
+from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.request import Request
 from fp8serve.engine.runner import KvScale, Runner
@@ -19,7 +20,6 @@ from fp8serve.engine.sampler import sample
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Scheduler
 from fp8serve.engine.sequence import Sequence
-from fp8serve.engine.step import CudaCapture
 from fp8serve.fp8 import elementwise
 from fp8serve.fp8 import frozen as frozen_layers
 from fp8serve.fp8 import linear as linear_layers

@@ -72,7 +72,7 @@ def engine(model_dir: Path, *, flights: bool = True, graphs: bool = False, **opt
     made.async_scheduling = flights
     if graphs:
         made.pack_weights()
-        made.loaded.runner.use_graphs(FakeGraphs(), 6, made.limits.max_model_len)
+        made.loaded.runner.use_graphs(FakeGraphs(), 6, made.limits.max_model_len, made.options.step_tokens)
     return made
 
 

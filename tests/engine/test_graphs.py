@@ -1,4 +1,4 @@
-"""Decoding by replay, with a stand-in for the GPU's graphs: which steps, in which size, on which buffers."""
+"""Steps by replay, with a stand-in for the GPU's graphs: which steps, in which size, on which buffers."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fp8serve.engine.defaults import prompt_sizes
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.step import CapturedModel
+from fp8serve.engine.graphs import CapturedModel
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
@@ -47,12 +48,12 @@ class FakeGraphs:
             layer.live_rows = rows
 
 
-def engine(model_dir: Path, graphs: Any = None, **options: Any) -> Engine:
+def engine(model_dir: Path, graphs: Any = None, prompt_tokens: int = 0, **options: Any) -> Engine:
     made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
     if graphs is not None:
         made.pack_weights()  # which replaces weights, and is not done where there are graphs
         graphs.layers = list(made.loaded.frozen.values())
-        made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len)
+        made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len, prompt_tokens)
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
@@ -81,8 +82,40 @@ def test_prompts_are_not_replayed_and_batches_are_filled_up(model_dir: Path) -> 
     assert graphs.replayed == [4, 4]
 
 
-def test_what_fills_a_batch_up_writes_no_keys(model_dir: Path) -> None:
-    made = engine(model_dir, FakeGraphs(), num_blocks=20)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 4, "num_blocks": 24},
+        {"recipe": "bf16", "max_batch_tokens": 24, "max_prefill_tokens": 9},
+        {"max_num_seqs": 1},
+    ],
+)
+def test_steps_with_prompts_are_replayed(model_dir: Path, options: dict[str, Any]) -> None:
+    """Chunks of prompts whose end comes later, chunks beside sequences that decode, and prompts that are long."""
+    graphs, tokens = FakeGraphs(), options.get("max_batch_tokens", 512)
+    sampling: dict[str, Any] = {"max_new_tokens": 12, "seed": 3, "ignore_eos": True, "logprobs": 2, "temperature": 1.5}
+    made = engine(model_dir, graphs, tokens, **options)
+    eager = list[Any]()
+    made.loaded.runner._hidden_states = eager.append  # type: ignore[method-assign,assignment]
+    prompts = [*PROMPTS, list(range(80)), [7] * 70]
+    assert made.generate(prompts, **sampling) == engine(model_dir, **options).generate(prompts, **sampling)
+    assert not eager
+    assert made.loaded.runner.graphed_prompts is not None
+    assert made.loaded.runner.graphed_prompts.sizes == prompt_sizes(tokens, 6, made.limits.max_model_len)
+
+
+def test_steps_that_no_graph_supports_run_without_one(model_dir: Path) -> None:
+    """Prompts that are scored, drafts, and steps of more tokens than were captured."""
+    made, plain = (engine(model_dir, graphs, 32) for graphs in (FakeGraphs(), None))
+    for options in ({"prompt_logprobs": 1}, {}):
+        sampling: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, **options}
+        assert made.generate([[5] * 60, [9]], **sampling) == plain.generate([[5] * 60, [9]], **sampling)
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 64])
+def test_padding_writes_no_keys(model_dir: Path, prompt_tokens: int) -> None:
+    made = engine(model_dir, FakeGraphs(), prompt_tokens, num_blocks=20)
     plain = engine(model_dir, num_blocks=20)
     for one in (made, plain):
         one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
@@ -90,10 +123,11 @@ def test_what_fills_a_batch_up_writes_no_keys(model_dir: Path) -> None:
     assert torch.equal(made.loaded.runner.v_cache, plain.loaded.runner.v_cache)
 
 
-def test_what_fills_a_batch_up_is_not_counted(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt_tokens", [0, 64])
+def test_padding_is_not_counted(model_dir: Path, tmp_path: Path, prompt_tokens: int) -> None:
     """On scales so large that inputs of these weights are cut off, too."""
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
-    made, plain = engine(model_dir, FakeGraphs(), **scales), engine(model_dir, **scales)
+    made, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
     for one in (made, plain):
         for scale in {id(layer.input_scale): layer.input_scale for layer in one.loaded.frozen.values()}.values():
             scale.mul_(50)  # type: ignore[union-attr]

@@ -7,21 +7,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.activation import silu_mul
 from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.inputs import dense_like, random_normal
-from fp8serve.fp8.ops.norm import rms_norm
 from fp8serve.fp8.ops.registry import Case, define, reference
 
 E4M3 = torch.float8_e4m3fn
 _Cast = tuple[Tensor, Tensor]  # FP8 data and their amax
 
 
-def _compute_input(x: Tensor, other: Tensor | None, eps: float | None) -> Tensor:
+def _compute_input(ops: Any, x: Tensor, other: Tensor | None, eps: float | None) -> Tensor:
     if other is None:
         return x
-    return silu_mul(x, other) if eps is None else rms_norm(x, other, eps)
+    return cast(Tensor, ops.silu_mul(x, other) if eps is None else ops.rms_norm(x, other, eps))
 
 
 def _make_quantize_watched(ops: Any) -> Any:
@@ -43,13 +41,14 @@ def _make_quantize_watched(ops: Any) -> Any:
         `rows` rows, int64 [], or of all rows if it is None: the others are padding.
         """
         q, amax = _cast(ops, x, other, eps, scale)
-        _count(x, other, eps, scale, amax, running_amax, saturated, rows)
+        _count(ops, x, other, eps, scale, amax, running_amax, saturated, rows)
         return q
 
     return quantize_watched
 
 
 def _count(
+    ops: Any,
     x: Tensor,
     other: Tensor | None,
     eps: float | None,
@@ -61,7 +60,7 @@ def _count(
 ) -> None:
     limit = SATURATION_LIMIT[E4M3]
     if rows is not None and x.numel() > 0:
-        magnitudes = _compute_input(x, other, eps).float().abs()
+        magnitudes = _compute_input(ops, x, other, eps).float().abs()
         is_live = (torch.arange(x.shape[0], device=x.device) < rows).unsqueeze(1)
         magnitudes = torch.where(is_live & ~magnitudes.isnan(), magnitudes, 0.0)
         torch.fmax(running_amax, magnitudes.amax(), out=running_amax)
@@ -70,7 +69,7 @@ def _count(
     torch.fmax(running_amax, amax, out=running_amax)  # ignores NaN
     if amax.device.type == "cpu" and not bool(amax * scale > limit):
         return
-    saturated += ((_compute_input(x, other, eps).float() * scale).abs() > limit).sum()
+    saturated += ((_compute_input(ops, x, other, eps).float() * scale).abs() > limit).sum()
 
 
 def _cast(ops: Any, x: Tensor, other: Tensor | None, eps: float | None, scale: Tensor) -> _Cast:

@@ -1,0 +1,458 @@
+"""Captures steps as CUDA graphs and replays them.
+
+A step of a small model takes as long as Python and the driver need to launch its kernels: hundreds, of several
+microseconds each. A graph of the same kernels is one launch. Two kinds of steps have a fixed shape when they are
+padded, and are captured once for each of several sizes:
+
+* decoding steps, in which every sequence decodes one token: `graph_sizes`, up to max_num_seqs sequences;
+* steps with prompts, and with sequences that decode beside them: `prompt_sizes`, up to 2048 tokens. Longer steps keep
+  the device busy for longer than their launches take.
+
+A replay reads the same buffers with new contents. All captures allocate from one memory pool, the largest first, so
+that the smaller ones reuse its memory. All other steps run without graphs: those with an adapter or a draft, those that
+score a prompt, and every step if capturing fails (`info` has the reason). Graphs run the same kernels. For a padded
+number of rows another kernel may compute a product, as in a batch of that size.
+
+Padding. A decoding step is padded with copies of its first sequence. A step with prompts is padded with tokens of one
+more sequence, which is as long as they are. Neither writes keys and values (slot -1), and FP8 layers exclude the rows
+after the live ones from their statistics (`live_rows`). After its attention, the last layer computes only the sampled
+rows, of which there are as many as sequences; the number of live ones differs there. A model with experts replays no
+prompts, because its experts have no such number of their own rows.
+
+Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. There are two pinned
+buffers, because a step may be prepared while the copy of the previous one is still queued. Block tables stay on the
+device, with the width of the longest possible sequence, and only their new entries are sent. A graph begins by
+gathering its rows of them.
+
+Validity. A graph reads the memory that was captured, so it sees new values in this memory but no tensor or module that
+was replaced. `CapturedModel` checks for replacements while the device computes. If it finds one, all sizes are captured
+again and the step is repeated, which overwrites the same slots of the cache.
+"""
+
+import itertools
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fp8serve.engine.defaults import graph_sizes
+from fp8serve.engine.flights import PinnedBuffer
+from fp8serve.engine.scheduler import StepWork, Work
+from fp8serve.engine.step import IntArray, Queries, StepTensors, to_device
+from fp8serve.fp8.change_tracking import (
+    MODULE_DICTIONARIES,
+    TrackedDict,
+    TrackedTensor,
+    stop_tracking,
+    track_dictionary,
+    track_tensor,
+)
+
+NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
+
+
+class Capture(Protocol):
+    """Captures `run` and returns a function that replays it. Every replay returns the same tensor with new contents."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs that share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(NUM_WARM_UPS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+            logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """The sizes that were captured as CUDA graphs, or the reason why none was captured."""
+
+    sizes: tuple[int, ...] = ()  # sequences of a decoding step
+    prompt_sizes: tuple[int, ...] = ()  # tokens of a step with prompts
+    reason: str | None = None
+
+    def text(self) -> str:
+        if self.reason:
+            return f"off: {self.reason}"
+        prompts = f"; prompts of up to {self.prompt_sizes[-1]} tokens" if self.prompt_sizes else ""
+        return f"batches of {', '.join(map(str, self.sizes))}{prompts}"
+
+
+class CapturedModel:
+    """The modules, tensors and hooks of a model at the time of a capture. While this object exists, the memory of the
+    tensors is not freed.
+
+    They are compared only after a listener was notified of a change (fp8/change_tracking.py). What cannot notify is
+    compared at every call: the addresses of parameters, which a served model has few of, and the hooks that a module
+    has already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed: set[int] = set()
+        self._listener = listener = self._changed, 0
+        for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES):
+            track_dictionary(module, name, listener)
+        tables = [module.__dict__[name] for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES)]
+        values = [value for table in tables for value in table.values()]
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}.values()
+        for tensor in tensors:
+            track_tensor(tensor, listener)
+        self._tables = [(table, dict(table)) for table in tables]
+        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._silent_tables = [pair for pair in self._tables if not isinstance(pair[0], TrackedDict)]
+        self._silent_addresses = [pair for pair in self._addresses if not isinstance(pair[0], TrackedTensor)]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
+
+    def is_current(self) -> bool:
+        """Returns whether the model still consists of the same modules, tensors and hooks."""
+        if not self._changed:
+            return _are_same(self._silent_tables, self._silent_addresses)
+        if _are_same(self._tables, self._addresses):
+            self._changed.clear()
+            return True
+        for tracked, _ in (*self._tables, *self._addresses):
+            stop_tracking(tracked, self._listener)  # an outdated capture stays outdated
+        return False
+
+
+def _are_same(
+    tables: Sequence[tuple[Mapping[Any, Any], Mapping[Any, Any]]], addresses: Sequence[tuple[Tensor, int]]
+) -> bool:
+    """Returns whether each table has the entries beside it, and each tensor the address."""
+    for table, entries in tables:
+        if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
+            return False
+    return all(tensor.data_ptr() == address for tensor, address in addresses)
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """A step in which every sequence decodes one token, as lists with an entry for each."""
+
+    tables: list[list[int]]  # the block tables
+    positions: list[int]
+    tokens: list[int]  # those that are promised are 0
+    sources: list[int]  # the row of a promised token in the step in flight, and -1 for another token
+
+    @classmethod
+    def of(cls, work: StepWork | Sequence[Work]) -> "DecodeRows | None":
+        """Returns the rows of `work`, or None if it has other work than one token of each sequence."""
+        others = work.others if isinstance(work, StepWork) else work
+        if not all(item.count == 1 and item.needs_sample for item in others):
+            return None
+        if others or not isinstance(work, StepWork):
+            items = list(work)
+            tables, positions = [item.seq.block_table for item in items], [item.start for item in items]
+            return cls(tables, positions, [item.token_ids[0] for item in items], [item.source for item in items])
+        seqs, sources = work.decodes, work.sources
+        tokens = [0] * len(seqs)
+        if min(sources) < 0:
+            rows = zip(seqs, work.positions, sources, strict=True)
+            tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in rows]
+        return cls([seq.block_table for seq in seqs], work.positions, tokens, sources)
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a captured step of T tokens and S sequences: tensors, or on the host NumPy arrays."""
+
+    columns: Any  # int64 [4, T]: token ids, sources, positions, slots
+    rows: Any  # int64 [3, S]: the places of block tables, the sampled tokens, and the places of their tables
+    starts: Any  # int32 [S + 1]
+    lengths: Any  # int32 [2, S]: the context lengths of sequences, and of sampled tokens
+
+
+class StepLayout(NamedTuple):
+    """The positions of the inputs in a buffer. Two int64 precede them: the numbers of live tokens and sampled rows."""
+
+    tokens: int
+    seqs: int
+
+    @property
+    def num_int64(self) -> int:
+        return 2 + 4 * self.tokens + 3 * self.seqs
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self.num_int64 + 4 * (3 * self.seqs + 1)
+
+    def views(self, buffer: Tensor) -> StepInputs:
+        """Returns the inputs in `buffer`, uint8 [nbytes] or longer."""
+        tokens, seqs = self
+        _, columns, rows = buffer[: 8 * self.num_int64].view(torch.long).split_with_sizes((2, 4 * tokens, 3 * seqs))
+        starts, lengths = buffer[8 * self.num_int64 : self.nbytes].view(torch.int32).split((seqs + 1, 2 * seqs))
+        return StepInputs(columns.view(4, tokens), rows.view(3, seqs), starts, lengths.view(2, seqs))
+
+
+class BlockTables:
+    """The block tables of up to `rows` sequences on the device, int32 [rows, width]. A block table keeps its place
+    until another one needs the place.
+
+    A block table is a list that only grows (kv_cache.py), so its identity tells whether it was sent before.
+    """
+
+    def __init__(self, rows: int, width: int, block_size: int, device: torch.device) -> None:
+        self.width, self._block_size = width, block_size
+        self.tensor = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        self._owners: list[list[int] | None] = [None] * rows  # of each place, the block table
+        self._place_of: dict[int, int] = {}  # by the id of a block table, which `_owners` keeps alive
+        self._num_sent = np.zeros(rows, np.int64)  # of each place, the entries on the device
+        # of the rows of the last step
+        self._row_tables: list[list[int]] = []
+        self.row_places = self._row_indices = self._row_blocks = np.zeros(0, np.int64)
+
+    def update(self, tables: list[list[int]], positions: IntArray) -> IntArray:
+        """Sends the new entries of a step's block tables to the device. `positions` are the last ones of the rows.
+        Returns the block of each of them, and leaves the places of the tables in `row_places`."""
+        indices = positions // self._block_size
+        if len(tables) == len(self._row_tables) and all(map(operator.is_, tables, self._row_tables)):
+            changed = np.flatnonzero(indices != self._row_indices)
+            blocks = self._row_blocks
+        else:
+            self._row_tables, self.row_places = tables, self._assign_places(tables)
+            changed, blocks = np.arange(len(tables)), np.zeros(len(tables), np.int64)
+        for row in changed.tolist():
+            blocks[row] = tables[row][indices[row]]
+        self._row_indices, self._row_blocks = indices, blocks
+        self._send_entries([row for row in changed.tolist() if indices[row] >= self._num_sent[self.row_places[row]]])
+        return blocks
+
+    def _assign_places(self, tables: list[list[int]]) -> IntArray:
+        """Returns the place of each block table. A new table takes the place of one that this step does not need."""
+        places = [self._place_of.get(id(table), -1) for table in tables]
+        if min(places) < 0:
+            needed = set(map(id, tables))
+            free = (place for place, owner in enumerate(self._owners) if owner is None or id(owner) not in needed)
+            for row, table in enumerate(tables):
+                if places[row] < 0 and (place := self._place_of.get(id(table), -1)) < 0:
+                    place = next(free)
+                    self._place_of.pop(id(self._owners[place]), None)
+                    self._owners[place], self._place_of[id(table)], self._num_sent[place] = table, place, 0
+                places[row] = self._place_of[id(table)]
+        return np.array(places)
+
+    def _send_entries(self, rows: list[int]) -> None:
+        """Sends the entries of these rows' block tables that the device does not have."""
+        if not rows:
+            return
+        cells, blocks = [], list[int]()
+        for row in rows:
+            place, table = int(self.row_places[row]), self._row_tables[row]
+            start = int(self._num_sent[place])
+            cells.append(np.arange(place * self.width + start, place * self.width + len(table)))
+            blocks += table[start:]
+            self._num_sent[place] = len(table)
+        entries = to_device(np.stack([np.concatenate(cells), np.array(blocks)]), torch.long, self.tensor.device)
+        self.tensor.view(-1).index_copy_(0, entries[0], entries[1].int())
+
+
+class Buffers:
+    """The inputs of captured steps of up to `seqs` sequences and `tokens` tokens, on host and device."""
+
+    def __init__(self, seqs: int, tokens: int, width: int, block_size: int, device: torch.device) -> None:
+        self.seqs, self._block_size = seqs, block_size
+        nbytes = StepLayout(max(tokens, seqs), seqs + 1).nbytes
+        self._host = [PinnedBuffer(nbytes, device) for _ in range(2)]
+        # the samples of the previous step, int64 [seqs], and then a copy of a host buffer
+        device_bytes = torch.zeros(8 * seqs + nbytes, dtype=torch.uint8, device=device)
+        self.samples = device_bytes[: 8 * seqs].view(torch.long)
+        self._inputs = device_bytes[8 * seqs :]
+        self.live_rows, self.live_samples = self._inputs[:16].view(torch.long)  # int64 []: those that are no padding
+        self._candidates = device_bytes[: 8 * (seqs + 2 + max(tokens, seqs))].view(torch.long)
+        self._first_token = seqs + 2  # of the host's tokens in `_candidates`
+        self._starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
+        self._tables = BlockTables(seqs, width, block_size, device)
+        self._views: dict[tuple[int, StepLayout], StepInputs] = {}  # of the host buffers
+
+    @property
+    def max_length(self) -> int:
+        """The length of the longest sequence."""
+        return self._tables.width * self._block_size
+
+    def decoding_step(self, size: int) -> StepTensors:
+        """Returns the tensors of a step that decodes `size` sequences, on the device. A graph captures these ops."""
+        inputs = StepLayout(size, size).views(self._inputs)
+        token_ids, positions, slots = self._gather_tokens(inputs)
+        queries = Queries(self._starts[: size + 1], inputs.lengths[0], self._gather_tables(inputs.rows[0]))
+        return StepTensors(token_ids, positions, slots, queries, None, queries)
+
+    def prompt_step(self, size: int) -> StepTensors:
+        """Returns the tensors of a step of `size` tokens with prompts, on the device. A graph captures these ops."""
+        inputs, seqs = StepLayout(size, self.seqs + 1).views(self._inputs), self.seqs
+        token_ids, positions, slots = self._gather_tokens(inputs)
+        places, last, last_places = inputs.rows
+        queries = Queries(inputs.starts, inputs.lengths[0], self._gather_tables(places))
+        last_queries = Queries(self._starts, inputs.lengths[1, :seqs], self._gather_tables(last_places[:seqs]))
+        return StepTensors(token_ids, positions, slots, queries, last[:seqs], last_queries)
+
+    def prepare_capture(self, layout: StepLayout) -> None:
+        """Fills the inputs with tokens of new sequences that write no keys and values."""
+        self._inputs.zero_()
+        inputs = layout.views(self._inputs)
+        inputs.columns[3].fill_(-1)
+        inputs.starts.copy_(torch.arange(layout.seqs + 1) * layout.tokens // layout.seqs)
+        inputs.lengths[0].copy_(inputs.starts.diff().clamp(min=1))
+        inputs.lengths[1].fill_(1)
+
+    def fill_decoding(self, inputs: "DecodeRows", size: int) -> None:
+        """Copies the inputs of a decoding step to the device, padded to `size` rows with copies of the first row. Does
+        not wait for the device."""
+        live, positions = len(inputs.positions), np.array(inputs.positions)
+        blocks = self._tables.update(inputs.tables, positions)
+        buffer, int64, host = self._begin(StepLayout(size, size))
+        columns, sources = host.columns, np.array(inputs.sources)
+        columns[0, :live] = inputs.tokens
+        columns[1, :live] = self._number_sources(sources)
+        columns[2, :live] = positions
+        columns[3, :live] = blocks * self._block_size + positions % self._block_size
+        host.rows[0, :live] = self._tables.row_places
+        for matrix in (columns, host.rows):
+            matrix[:, live:size] = matrix[:, :1]
+        columns[3, live:size] = -1
+        host.lengths[0] = columns[2] + 1
+        int64[0] = live
+        buffer.copy_to(self._inputs[: StepLayout(size, size).nbytes])
+
+    def fill_prompts(self, work: Sequence[Work], size: int) -> int:
+        """Copies the inputs of a step with prompts to the device, padded to `size` tokens with those of one more
+        sequence. Does not wait for the device. Returns the number of sampled rows."""
+        seqs, counts = len(work), np.array([item.count for item in work])
+        first, ends = np.array([item.start for item in work]), counts.cumsum()
+        starts, live = ends - counts, int(ends[-1])
+        blocks = self._tables.update([item.seq.block_table for item in work], first + counts - 1)
+        layout = StepLayout(size, self.seqs + 1)
+        buffer, int64, host = self._begin(layout)
+        token_ids, sources, positions, slots = host.columns
+        token_ids[:live] = list(itertools.chain.from_iterable(item.token_ids for item in work))
+        sources[:live] = self._number_sources(np.repeat([item.source for item in work], counts))
+        positions[:live] = np.arange(live) + np.repeat(first - starts, counts)
+        offsets = positions[:live] % self._block_size
+        slots[:live] = np.repeat(blocks, counts) * self._block_size + offsets
+        for row in np.flatnonzero(counts > 1).tolist():
+            tokens = slice(int(starts[row]), int(ends[row]))
+            indices = positions[tokens] // self._block_size
+            table = np.array(work[row].seq.block_table[indices[0] : indices[-1] + 1])
+            slots[tokens] = table[indices - indices[0]] * self._block_size + offsets[tokens]
+        token_ids[live:], slots[live:] = 0, -1
+        sources[live:] = self._first_token + np.arange(live, size)
+        positions[live:] = np.arange(size - live)
+
+        places, lengths = self._tables.row_places, first + counts
+        sampled = np.flatnonzero([item.needs_sample for item in work])
+        chosen = np.zeros(self.seqs + 1, np.int64)  # rows that are not sampled compute the first one that is
+        chosen[:] = sampled[0] if len(sampled) else 0
+        chosen[: len(sampled)] = sampled
+        host.rows[0], host.rows[0, :seqs] = places[0], places
+        host.rows[1:] = ends[chosen] - 1, places[chosen]
+        host.starts[0], host.starts[1 : seqs + 1], host.starts[seqs + 1 : -1], host.starts[-1] = 0, ends, live, size
+        host.lengths[0], host.lengths[0, :seqs], host.lengths[0, -1] = 1, lengths, max(size - live, 1)
+        host.lengths[1] = lengths[chosen]
+        int64[:] = live, len(sampled)
+        buffer.copy_to(self._inputs[: layout.nbytes])
+        return len(sampled)
+
+    def _begin(self, layout: StepLayout) -> tuple[PinnedBuffer, IntArray, StepInputs]:
+        """Returns the host buffer that is not being copied, its two live numbers, and its inputs."""
+        buffer = self._host[0]
+        self._host.reverse()
+        memory = buffer.begin()
+        if (host := self._views.get((id(buffer), layout))) is None:
+            host = StepInputs(*(view.numpy() for view in layout.views(memory)))
+            self._views[id(buffer), layout] = host
+        return buffer, memory[:16].view(torch.long).numpy(), host
+
+    def _number_sources(self, sources: IntArray) -> IntArray:
+        """Returns where a step finds its tokens in `_candidates`: those that are not promised are the host's."""
+        return np.where(sources < 0, np.arange(self._first_token, self._first_token + len(sources)), sources)
+
+    def _gather_tokens(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        _, sources, positions, slots = inputs.columns
+        return self._candidates.index_select(0, sources), positions, slots
+
+    def _gather_tables(self, places: Tensor) -> Tensor:
+        return self._tables.tensor.index_select(0, places)
+
+
+class GraphedDecode:
+    """Decoding steps that were captured as CUDA graphs.
+
+    `compute` maps the tensors of a step to FP32 logits. `capture` is called for each batch size, and may raise.
+    """
+
+    def __init__(self, compute: Callable[[StepTensors], Tensor], capture: Capture, buffers: Buffers) -> None:
+        self._buffers, self.sizes = buffers, graph_sizes(buffers.seqs)
+        self._replays = {}
+        for size in reversed(self.sizes):
+            buffers.prepare_capture(StepLayout(size, size))
+            self._replays[size] = capture(partial(_run, compute, buffers.decoding_step, size))
+
+    def run(self, rows: DecodeRows) -> Tensor:
+        """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""
+        live = len(rows.positions)
+        size = self.sizes[bisect_left(self.sizes, live)]
+        self._buffers.fill_decoding(rows, size)
+        return self._replays[size]()[:live]
+
+
+class GraphedPrompts:
+    """Steps with prompts that were captured as CUDA graphs.
+
+    `compute` maps the tensors of a step to the hidden states of its `last` tokens, [R, hidden]. `capture` is called for
+    each of `sizes`, and may raise.
+    """
+
+    def __init__(
+        self, compute: Callable[[StepTensors], Tensor], capture: Capture, buffers: Buffers, sizes: Sequence[int]
+    ) -> None:
+        self._buffers, self.sizes = buffers, sizes
+        self._replays = {}
+        for size in reversed(sizes):
+            buffers.prepare_capture(StepLayout(size, buffers.seqs + 1))
+            self._replays[size] = capture(partial(_run, compute, buffers.prompt_step, size))
+
+    def supports(self, work: Sequence[Work]) -> bool:
+        """Returns whether `run` can compute this work."""
+        if len(work) > self._buffers.seqs or any(item.draft or item.scored_positions for item in work):
+            return False
+        size = self._padded_size(live := sum(item.count for item in work))
+        return size is not None and size - live <= self._buffers.max_length
+
+    def run(self, work: Sequence[Work]) -> Tensor:
+        """Returns the hidden states of the sampled tokens, [samples, hidden], in a buffer that the next step
+        overwrites."""
+        size = self._padded_size(sum(item.count for item in work))
+        assert size is not None
+        num_samples = self._buffers.fill_prompts(work, size)
+        return self._replays[size]()[:num_samples]
+
+    def _padded_size(self, tokens: int) -> int | None:
+        index = bisect_left(self.sizes, tokens)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+
+def _run(compute: Callable[[StepTensors], Tensor], gather: Callable[[int], StepTensors], size: int) -> Tensor:
+    return compute(gather(size))
