@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.engine.adapters import Adapters
 from fp8serve.engine.defaults import prompt_sizes
@@ -202,9 +202,12 @@ class Runner:
         buffers = Buffers(max_num_seqs, largest, width, self.block_size, self.device)
         prompts = None
         if sizes and not mixtures(self.model):
-            with self._without_padding_statistics(buffers.live_rows, buffers.live_samples):
+            last = self.model.model.layers[-1]
+            sampled = [last.self_attn.o_proj, *last._modules[last.mlp_name].modules()]
+            live_rows = dict.fromkeys(self._frozen(), buffers.live_rows)
+            with self._without_padding_statistics(live_rows | dict.fromkeys(sampled, buffers.live_samples)):
                 prompts = GraphedPrompts(self._run_model, capture, buffers, sizes)
-        with self._without_padding_statistics(buffers.live_rows, buffers.live_rows):
+        with self._without_padding_statistics(dict.fromkeys(self._frozen(), buffers.live_rows)):
             self.graphs = GraphedDecode(self._compute, capture, buffers)
         self.graphed_prompts, self._buffers, self._captured_model = prompts, buffers, CapturedModel(self.model)
         if self._samples is not None:
@@ -237,15 +240,15 @@ class Runner:
             for layer, saved in zip(cache, tensors[name], strict=True):
                 _bytes(layer).index_copy_(0, index, _bytes(saved[: len(blocks)]).to(self.device))
 
+    def _frozen(self) -> list[FrozenLinear]:
+        return [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
+
     @contextmanager
-    def _without_padding_statistics(self, live_rows: Tensor, live_samples: Tensor) -> Iterator[None]:
-        """Excludes the rows after the first `live_rows` from the statistics of FP8 layers, and those after the first
-        `live_samples` from those of the layers that compute sampled rows only."""
-        frozen = [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]
-        last = self.model.model.layers[-1]
-        sampled = {id(last.self_attn.o_proj), *map(id, last._modules[last.mlp_name].modules())}
+    def _without_padding_statistics(self, live_rows: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+        """Excludes the rows of each FP8 layer after the first `live_rows`, int64 [], from its statistics."""
+        frozen = self._frozen()
         for layer in frozen:
-            layer.live_rows = live_samples if id(layer) in sampled else live_rows
+            layer.live_rows = live_rows[layer]
         try:
             yield
         finally:
