@@ -182,7 +182,8 @@ class Bench:
             return self._measure(model, is_compiled, recipe, is_flat=kind == "trainer")
 
     def _llama(self) -> nn.Module:
-        return Llama(self.sizes).to(self.device, BF16)
+        with torch.device(self.device):  # a CPU takes long for so many random numbers
+            return Llama(self.sizes).to(BF16)
 
     def _measure(
         self, model: nn.Module, is_compiled: bool, recipe: Recipe | None = None, is_flat: bool = False

@@ -5,7 +5,7 @@ microseconds each. A graph of the same kernels is one launch. Two kinds of steps
 padded, and are captured once for each of several sizes:
 
 * decoding steps, in which every sequence decodes one token: `graph_sizes`, up to max_num_seqs sequences;
-* steps with prompts, and with sequences that decode beside them: `prompt_sizes`, up to 2048 tokens. Longer steps keep
+* steps with prompts, and with sequences that decode beside them: `prompt_sizes`, up to 4096 tokens. Longer steps keep
   the device busy for longer than their launches take.
 
 A replay reads the same buffers with new contents. All captures allocate from one memory pool, the largest first, so
@@ -54,8 +54,6 @@ from fp8serve.fp8.change_tracking import (
     track_tensor,
 )
 
-NUM_WARM_UPS = 2  # runs before a capture, in which libraries load kernels and allocate workspace
-
 
 class Capture(Protocol):
     """Captures `run` and returns a function that replays it. Every replay returns the same tensor with new contents."""
@@ -74,8 +72,7 @@ class CudaCapture:
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for _ in range(NUM_WARM_UPS):
-                run()
+            run()  # libraries load kernels and allocate workspace
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):

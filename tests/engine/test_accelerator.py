@@ -84,19 +84,19 @@ def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
-    report = engine.loaded.runner.capture_decoding(on_gpu(), 128, fails)
+    report = engine.loaded.runner.capture_steps(on_gpu(), 128, fails)
     assert report.text() == "off: operation not permitted when stream is capturing"
     assert engine.loaded.runner.graphs is None
     assert len(engine.generate([[1, 2]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
     with pytest.raises(MachineError, match="cannot be captured as CUDA graphs: operation not permitted"):
-        engine.loaded.runner.capture_decoding(on_gpu(cuda_graphs=True), 128, fails)
+        engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=True), 128, fails)
 
 
 def test_what_is_captured_is_said(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
     assert engine.info()["cuda_graphs"] == "off: the device is no GPU"
-    assert engine.loaded.runner.capture_decoding(on_gpu(cuda_graphs=False), 128).text() == "off: switched off"
-    report = engine.loaded.runner.capture_decoding(on_gpu(max_num_seqs=4), 128, lambda run: run)
+    assert engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=False), 128).text() == "off: switched off"
+    report = engine.loaded.runner.capture_steps(on_gpu(max_num_seqs=4), 128, lambda run: run)
     assert report.text() == "batches of 1, 2, 4"
 
 
