@@ -107,7 +107,7 @@ class EngineOptions:
     ] = None
     cuda_graphs: Annotated[
         bool | None,
-        About("Replay decoding steps as CUDA graphs.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs"),
+        About("Replay steps as CUDA graphs.", unset="on a GPU", flag="--cuda-graphs/--no-cuda-graphs"),
     ] = None
     cache_dir: Annotated[
         str | None,

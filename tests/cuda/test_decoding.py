@@ -48,9 +48,9 @@ MORE_NOISE = 1.25  # of the logits: its power; of all gradients together: its ro
 MORE_NOISE_OF_ONE = 1.5  # gradient
 
 
-def model(dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def model(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
     made = Decoder(parse_config(CONFIG), dtype=dtype)
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             spread = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
@@ -58,9 +58,9 @@ def model(dtype: torch.dtype = torch.bfloat16) -> Decoder:
     return made
 
 
-def frozen(device: str, recipe: str) -> Decoder:
+def frozen(device: str, recipe: str, seed: int) -> Decoder:
     """FP8 weights, made on the CPU."""
-    made, how = model().requires_grad_(False), from_name(recipe)
+    made, how = model(seed=seed).requires_grad_(False), from_name(recipe)
     assert how is not None
     for name in made.linear_names():
         parent, _, child = name.rpartition(".")
@@ -73,15 +73,20 @@ class Tiny:
     """An engine without its surroundings."""
 
     def __init__(
-        self, device: str, recipe: str | None = "rowwise", cache: torch.dtype = torch.bfloat16, budget: int = 64
+        self,
+        device: str,
+        recipe: str | None = "rowwise",
+        cache: torch.dtype = torch.bfloat16,
+        budget: int = 64,
+        seed: int = 0,
     ) -> None:
         """`recipe`: None for the BF16 model. `budget`: tokens in a step; with 64 every prompt is whole in the first."""
         one = torch.ones((), device=device)
-        decoder = frozen(device, recipe) if recipe else model().requires_grad_(False).to(device)
+        decoder = frozen(device, recipe, seed) if recipe else model(seed=seed).requires_grad_(False).to(device)
         decoder.join()
         scales = [KvScale(8 * one, 8 * one, one / 8, one / 8)] * 2 if cache.itemsize == 1 else None
         self.runner = Runner(decoder, 40, 16, cache, scales)
-        self.budget = budget
+        self.budget, self.seed = budget, seed
         self.logits: list[Tensor] = []
 
     def generate(self, tokens: int, given: list[list[int]] | None = None, **params: Any) -> list[list[int]]:
@@ -108,14 +113,18 @@ class Tiny:
         return [seq.token_ids[seq.num_prompt :] for seq in seqs]
 
 
-def assert_no_noisier(there: Tiny, here: Tiny, given: list[list[int]]) -> None:
-    """Of the FP8 logits there and here, which has generated the given tokens, compared with those of the BF16 model."""
-    exact = Tiny("cpu", None, budget=here.budget)
-    for engine in (there, exact):
-        engine.generate(len(given[0]), given, temperature=0.0)
-    assert [len(logits) for logits in there.logits] == [len(logits) for logits in here.logits]
-    truth = torch.cat(exact.logits)
-    assert noise(torch.cat(there.logits), truth) <= MORE_NOISE * noise(torch.cat(here.logits), truth)
+def assert_no_noisier(*found: tuple[Tiny, Tiny, list[list[int]]]) -> None:
+    """Of the FP8 logits there and here, which has generated the given tokens, compared with those of the BF16 model. A
+    few rows of one model are not enough for a ratio: on an H200 six models had 0.90 to 1.11."""
+    logits: list[tuple[Tensor, Tensor, Tensor]] = []
+    for there, here, given in found:
+        exact = Tiny("cpu", None, budget=here.budget, seed=here.seed)
+        for engine in (there, exact):
+            engine.generate(len(given[0]), given, temperature=0.0)
+        assert [len(rows) for rows in there.logits] == [len(rows) for rows in here.logits]
+        logits.append((torch.cat(there.logits), torch.cat(here.logits), torch.cat(exact.logits)))
+    those, ours, truth = map(torch.cat, zip(*logits, strict=True))
+    assert noise(those, truth) <= MORE_NOISE * noise(ours, truth)
 
 
 LOGITS = pytest.mark.parametrize(
@@ -130,7 +139,7 @@ LOGITS = pytest.mark.parametrize(
 def test_logits_are_as_good_as_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
     here = Tiny("cpu", recipe, cache)
     given = here.generate(1, temperature=0.0)
-    assert_no_noisier(Tiny(device, recipe, cache), here, given)
+    assert_no_noisier((Tiny(device, recipe, cache), here, given))
 
 
 Product = Callable[..., Tensor]
@@ -161,10 +170,10 @@ def test_logits_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
     here = Tiny("cpu", recipe, cache)
     given = here.generate(1, temperature=0.0)
     multiply_by(hopper.scaled_mm, monkeypatch)
-    assert_no_noisier(Tiny("cpu", recipe, cache), here, given)
+    assert_no_noisier((Tiny("cpu", recipe, cache), here, given))
     multiply_by(without_a_block, monkeypatch)
     with pytest.raises(AssertionError):
-        assert_no_noisier(Tiny("cpu", recipe, cache), here, given)
+        assert_no_noisier((Tiny("cpu", recipe, cache), here, given))
 
 
 def noise(found: Tensor, expected: Tensor) -> float:
@@ -199,12 +208,13 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
 def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk after which nobody samples, the ends of prompts beside others' beginnings, a decoding step; by row, so
     that plain norms and activations run, too."""
-    here = Tiny("cpu", cache=cache, budget=24)
-    given = here.generate(2, temperature=0.0)
-    assert [len(logits) for logits in here.logits] == [0, 2, 3, 1]
+    all_here = [Tiny("cpu", cache=cache, budget=24, seed=seed) for seed in range(3)]
+    given = [here.generate(2, temperature=0.0) for here in all_here]
+    assert [len(logits) for logits in all_here[0].logits] == [0, 2, 3, 1]
     if device == "cpu":
         on_emulated_kernels(monkeypatch)
-    assert_no_noisier(Tiny(device, cache=cache, budget=24), here, given)
+    all_there = [Tiny(device, cache=cache, budget=24, seed=here.seed) for here in all_here]
+    assert_no_noisier(*zip(all_there, all_here, given, strict=True))
 
 
 @on_both

@@ -60,7 +60,7 @@ def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[.
     sizes, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (sizes.num_blocks, sizes.max_model_len) == (4 * 8, 128)
     graph_logits = 4 * 260 * (1 + 2 + 4)
-    for graphs, taken in ((None, 2000 + graph_logits), (False, 1000)):
+    for graphs, taken in ((None, 2000 + memory.ATTENTION_WORKSPACE_BYTES + graph_logits), (False, 1000)):
         gpu_with(memory.ATTENTION_WORKSPACE_BYTES + taken + 5 * sizes.block_bytes + 1, GIB, step=1000)
         options = on_gpu(gpu_memory=1, max_num_seqs=4, cuda_graphs=graphs)
         fitting, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
@@ -97,7 +97,7 @@ def test_what_is_captured_is_said(model_dir: Path) -> None:
     assert engine.info()["cuda_graphs"] == "off: the device is no GPU"
     assert engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=False), 128).text() == "off: switched off"
     report = engine.loaded.runner.capture_steps(on_gpu(max_num_seqs=4), 128, lambda run: run)
-    assert report.text() == "batches of 1, 2, 4"
+    assert report.text() == "batches of 1, 2, 4; prompts of up to 512 tokens"
 
 
 @pytest.mark.parametrize(

@@ -166,17 +166,17 @@ def derived(model: Engine, **options: Any) -> tuple[int, int, int]:
 
 
 def test_a_plan_derives_the_limits_of_a_step(model: Engine, fake_gpu: Callable[..., list[int]]) -> None:
-    """The largest step is run for its memory and for its time, and a decoding step for the memory of graphs."""
+    """The largest step is run for its memory and for its time, and the largest captured one for that of graphs."""
     steps = fake_gpu(80, token_bytes=100_000)
     assert derived(model) == (256, 8192, 2048)
-    assert steps == [8192, 256, 8192]
+    assert steps == [8192, 4096, 8192]
     assert derived(model, max_num_seqs=10, max_batch_tokens=100, max_prefill_tokens=50) == (10, 100, 50)
 
 
 def test_a_step_that_takes_too_much_memory_is_halved(model: Engine, fake_gpu: Callable[..., list[int]]) -> None:
     steps = fake_gpu(40, token_bytes=2**20)
     assert derived(model)[1] == 2048  # 3.2 GiB are 8 %
-    assert steps[:4] == [8192, 4096, 2048, 128]
+    assert steps[:4] == [8192, 4096, 2048, 2048]
     fake_gpu(40, token_bytes=2**20)
     assert derived(model, max_batch_tokens=8192)[1] == 8192
     fake_gpu(40, out_of_memory_from=5000)
