@@ -98,7 +98,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"messages": [{"content": "x"}]}, "message 0 has no `role`"),
         ({"messages": [{"role": "user"}]}, "message 0 has no text in `content`"),
         ({"messages": CHAT[:1]}, "no message is the assistant's"),
-        ({"messages": [CHAT[1] | {"weight": 0.5}]}, "weight 0.5, which is neither 0 nor 1"),
+        ({"messages": [CHAT[1] | {"weight": 0.5}]}, "`weight` must be 0 or 1, not 0.5"),
     ],
 )
 def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
