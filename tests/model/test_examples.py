@@ -90,7 +90,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ),
         ("{'text': 'a'}", "is not valid JSON: a name in double quotes is missing at character 2"),
         ('{"text": "a"} {}', "is not valid JSON: there is more behind the value at character 15"),
-        ('{"text": "a', "is not valid JSON: an unterminated string begins at character 10"),
+        ('{"text": "a', "is not valid JSON: it is cut off inside the string that begins at character 10"),
         ('{"a":' * 100_000, "is not valid JSON: it is nested too deeply"),
         ({"text": "\ud800"}, "half of a surrogate pair"),
         ({"messages": []}, "not a list of messages"),
