@@ -1,7 +1,7 @@
 """Serve MODEL over HTTP.
 
-The routes are /generate, OpenAI's routes, /finetune, /health, /metrics, /docs, and a console at /. SIGTERM and ctrl-C
-end the server.
+The routes are /generate, OpenAI's routes, /finetune, /health, /metrics, /docs, and a console at /. With --train-on
+share, fine-tune jobs run on the device that serves. SIGTERM and ctrl-C end the server.
 
 \b
 Examples:
