@@ -10,9 +10,9 @@ sums in FP64 over all tokens. About 25 dB is usual for E4M3 with one scale per t
 attention.
 
 Exponents: E4M3 has 16 exponents. The lowest has zero and seven subnormal values with equal steps. Each of the others is
-a binade of eight values, from 2^-6 up to 2^8; the highest binade has seven values, because 448 is the largest. A value
-in a binade is rounded by at most a sixteenth of itself, a subnormal value by up to all of itself. So the fraction of
-elements with each exponent shows whether the scale puts a tensor into the precise part of the format.
+a binade of eight values, from 2^-6 up to 2^8; the highest binade has seven values, because 448 is the largest. Rounding
+changes a value in a binade by at most a sixteenth of itself, and a subnormal value by up to all of itself. So the
+fraction of elements with each exponent shows whether the scale puts a tensor into the precise part of the format.
 
 Outliers: if one channel is thousands of times larger than the other channels, one scale for all channels leaves them
 only the lowest exponents. This is justified if the weights of the large channel are large as well. If they are small,
@@ -67,10 +67,10 @@ class GridTally:
         counts = count_codes(q.view(torch.uint8).flatten() & 0x7F)
         self.counts = counts if self.counts is None else self.counts + counts
         rows = max(1, SLICE_ELEMENTS // max(1, q.shape[1]))
-        scales = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
-        for x_rows, q_rows, scale in zip(*(torch.split(t, rows) for t in (x, q, scales)), strict=True):
-            exact, dequantized = x_rows.float(), q_rows.float() * scale
-            peak = (exact.abs() / scale).max()
+        expanded = torch.broadcast_to(expand(scale_inv, *q.shape), q.shape)
+        for x_rows, q_rows, s_inv in zip(*(torch.split(t, rows) for t in (x, q, expanded)), strict=True):
+            exact, dequantized = x_rows.float(), q_rows.float() * s_inv
+            peak = (exact.abs() / s_inv).max()
             self.peak = torch.fmax(torch.zeros_like(peak) if self.peak is None else self.peak, peak)
             self.signal = self.signal + exact.square().sum(dtype=torch.float64)
             self.noise = self.noise + (exact - dequantized).square_().sum(dtype=torch.float64)

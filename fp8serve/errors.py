@@ -20,7 +20,7 @@ _JSON_FAULTS = {
     "Expecting property name": "a name in double quotes is missing",
     "Expecting ':'": "a colon is missing",
     "Expecting ','": "a comma is missing",
-    "Unterminated string": "an unterminated string begins",
+    "Unterminated string": "it is cut off inside the string that begins",
     "Invalid control character": "there is a control character, which must be escaped,",
     "Invalid \\": "there is an invalid escape",
     "Extra data": "there is more behind the value",
@@ -43,10 +43,12 @@ def json_fault(error: Exception, *, located: bool = True) -> str:
         return "it holds half of a surrogate pair"
     message = str(error)
     fault = next((words for start, words in _JSON_FAULTS.items() if message.startswith(start)), one_line(message))
-    if not located or not isinstance(error, JSONDecodeError):
+    if not isinstance(error, JSONDecodeError):
         return fault
+    if error.pos > 0 and not error.doc[error.pos :].strip():
+        fault = "it is cut off"
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return f"{fault} at {line}character {error.colno}"
+    return f"{fault} at {line}character {error.colno}" if located else fault
 
 
 def os_reason(error: OSError | UnicodeError) -> str:

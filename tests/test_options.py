@@ -4,19 +4,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import ValidationError
+from pydantic_core import PydanticKnownError, core_schema
 from typer.testing import CliRunner
 
 from docs.options_page import page
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
-from fp8serve.options import About, check, known_fields, options_of
+from fp8serve.options import About, check, known_fields, options_of, rule
 from fp8serve.server.schemas import generation_bodies, openai_bodies
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
@@ -36,14 +37,44 @@ class Oven:
     mode: Annotated[Literal["air", "grill"], About("How.")] = "air"
     light: Annotated[bool, About("Light inside.")] = False
     secret: Annotated[int, About("Not on the command line.", flag="")] = 1
+    timer: Annotated[tuple[float, float], About("From and to, in minutes.", flag="")] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         check(self, RequestError)
 
 
+@pytest.mark.parametrize("error_type", get_args(core_schema.ErrorType))
+def test_no_type_of_pydantics_errors_leaks_its_words(error_type: str) -> None:
+    """Also those that no option can cause yet."""
+    context = {
+        "error": "the reason", "gt": 1, "ge": 1, "lt": 1, "le": 1, "multiple_of": 2, "field_type": "List",
+        "min_length": 1, "max_length": 1, "actual_length": 3, "pattern": "a", "expected": "'a' or 'b'", "class": "Path",
+        "class_name": "X", "discriminator": "type", "tag": "x", "expected_tags": "'a'", "method_name": "f",
+        "attribute": "a", "encoding": "utf8", "encoding_error": "e", "tz_expected": 0, "tz_actual": 1,
+        "expected_schemes": "http", "expected_version": 4, "max_digits": 3, "decimal_places": 2, "whole_digits": 2,
+    }  # fmt: skip
+    try:
+        error = PydanticKnownError(error_type, context)  # type: ignore[arg-type]
+    except TypeError:  # this type has no context
+        error, context = PydanticKnownError(error_type), {}  # type: ignore[arg-type]
+    clause = rule("field", {"type": error_type, "msg": error.message(), "ctx": context})
+    assert clause.startswith("field")
+    for words in (" should ", "Input", "input should", "alue error", "ssertion", "field required", "Extra"):
+        assert words not in clause
+
+
+def test_the_message_of_a_validator_is_quoted_without_the_name_of_its_exception() -> None:
+    context = {"error": ValueError("the tray is hot.")}
+    assert (
+        rule("tray", {"type": "value_error", "msg": "Value error, the tray is hot.", "ctx": context})
+        == "tray: the tray is hot"
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        ({"timer": [1.5]}, "timer[1] is missing."),
         ({"heat": 0}, "heat must be greater than 0, not 0."),
         ({"heat": True}, "heat must be a number, not true."),
         ({"heat": float("nan")}, "heat must be a finite number, not nan."),

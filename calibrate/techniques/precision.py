@@ -3,8 +3,8 @@
 `skip` and `only` name linears by patterns. A quality target (`target_kl`, `max_ppl_increase`) is met with as few bytes
 as possible: groups of linears are sorted by the KL divergence that quantizing them adds (compare.py), divided by the
 bytes that quantizing them saves. The first groups of this order stay in high precision, and bisection with measurements
-finds how many groups are necessary. Linears that
-read the same input form a group. The experts of a layer form a group, too, because they are served as one product.
+finds how many groups are necessary. Linears that read the same input form a group. The experts of a layer form a group,
+too, because they are served as one product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from fp8serve.model.formats.targets import matches
 
 Names = tuple[str, ...]
 EXPERTS = ".experts."
-# A name for the input of linears that read the same input, by the last part of their names.
+# Maps the last part of a linear's name to a name for its input, if other linears read the same input.
 _INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip

@@ -281,12 +281,12 @@ def speculation(model: Model, options: OptionValues[SpeculationLoad], out: Out =
       fp8serve bench speculation ./llama-fp8 --speculative-tokens 4 --temperature 0.7 --out figures
       fp8serve bench speculation ./llama-fp8 --draft-model ./small-llama-fp8
     """
-    from fp8serve.hub import find_draft, find_model
+    from fp8serve.hub import find_model, resolve_draft
 
     directory, load = find_model(model), options()
     from fp8serve.bench.engine import measure_speculation
 
-    chosen = find_draft(vars(load))
+    chosen = resolve_draft(vars(load))
     figures = measured("Speculation", lambda report: measure_speculation(directory, report, **chosen))
     show(publish("speculation", figures, out), json, _print_speculation)
 

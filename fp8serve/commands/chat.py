@@ -83,10 +83,10 @@ def _open_model(
         with connected(server, key_file) as api:
             yield RemoteModel(api, served)
     else:
-        from fp8serve.hub import find_draft, find_model
+        from fp8serve.hub import find_model, resolve_draft
 
         directory = find_model(str(model))
-        options = on_device(find_draft(engine.values), directory)
+        options = on_device(resolve_draft(engine.values), directory)
         if is_interactive:
             remark(f"Loading {directory} ...")
         with LocalModel(directory, options, adapter) as local:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8serve.model.gguf import INSTALL, missing_package
+from fp8serve.options import AUTO, DEVICE_HELP
 from fp8serve.terminal import AsJson, print_json, remark
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ def command(
     keep: Annotated[
         Path | None, typer.Option(help="Directory in which the models, the data and the server's files are kept.")
     ] = None,
+    device: Annotated[str, typer.Option(help=DEVICE_HELP)] = AUTO,
     json: AsJson = False,
 ) -> None:
     demo, reason = choose_demo(from_scratch)
-    result = demo(reason, keep, remark if json else None).run()
+    result = demo(reason, keep, remark if json else None, device=device).run()
     if json:
         print_json(result)
 

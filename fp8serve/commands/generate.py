@@ -64,12 +64,12 @@ def command(
     refuse_options(context, ("served", "api_key_file"), "is for --server")
     if model is None:
         raise typer.BadParameter("give a MODEL to load, or a --server")
-    from fp8serve.hub import find_draft, find_model
+    from fp8serve.hub import find_model, resolve_draft
 
     directory, texts = find_model(model), prompts or [_from_stdin()]
     from fp8serve.engine.engine import Engine
 
-    local_engine = Engine(directory, **on_device(find_draft(engine.values), directory))
+    local_engine = Engine(directory, **on_device(resolve_draft(engine.values), directory))
     name = None if adapter is None else local_engine.load_adapter(adapter.name, adapter)["name"]
     completions = local_engine.generate(texts, adapter=name, **sampling.values)
     local_engine.save_prefixes()

@@ -1,7 +1,7 @@
 """Serve MODEL over HTTP.
 
-The routes are /generate, OpenAI's routes, /finetune, /health, /metrics, /docs, and a console at /. SIGTERM and ctrl-C
-end the server.
+The routes are /generate, OpenAI's routes, /finetune, /health, /metrics, /docs, and a console at /. With --train-on
+share, fine-tune jobs run on the device that serves. SIGTERM and ctrl-C end the server.
 
 \b
 Examples:
@@ -83,20 +83,22 @@ def limits_of(arguments: Sequence[str]) -> ServerLimits:
 
 def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the served models. If MODEL is missing, the first --model is the default model."""
-    from fp8serve.hub import find_draft, find_model
+    from fp8serve.hub import find_model, resolve_draft
 
     arguments = [NamedModel.parse(text) for text in values.get("models", ())]
     models = [
-        replace(named, directory=find_model(str(named.directory)), options=find_draft(named.options))
+        replace(named, directory=find_model(str(named.directory)), options=resolve_draft(named.options))
         for named in arguments
     ]
-    draft = {"draft_model": find_draft(values).get("draft_model")}
+    draft = {"draft_model": resolve_draft(values).get("draft_model")}
     if model is not None:
         return {"model": find_model(model), "models": tuple(models), **draft}
     if not models:
         raise typer.BadParameter("give a MODEL, or --model NAME=DIR")
     if values.get("served_model_name"):
-        raise RequestError("--served-model-name names MODEL, and each --model has a name; leave one of them out.")
+        raise RequestError(
+            "--served-model-name gives MODEL a name, and there is no MODEL: each --model NAME=DIR has its name already."
+        )
     first, *others = models
     return {
         **draft,

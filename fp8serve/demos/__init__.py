@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fp8serve.errors import MachineError
+from fp8serve.options import AUTO
 from fp8serve.running import RunningServer
 from fp8serve.terminal import format_bytes, progress
 
@@ -35,15 +36,21 @@ class Demo:
         keep: the working directory; None for a temporary one.
         print_line: prints the line of a stage.
         effort: below 1, training is shortened, for tests.
+        device: the device of all stages; "auto" is resolved for each model.
     """
 
     model: ClassVar[str]  # the description of the model in the first line
     disk_bytes: ClassVar[int]  # an upper bound of the size of all written files
 
     def __init__(
-        self, why: str, keep: Path | None = None, print_line: Callable[[str], None] | None = None, effort: float = 1.0
+        self,
+        why: str,
+        keep: Path | None = None,
+        print_line: Callable[[str], None] | None = None,
+        effort: float = 1.0,
+        device: str = AUTO,
     ) -> None:
-        self.why, self.keep, self.effort = why, keep, effort
+        self.why, self.keep, self.effort, self.device = why, keep, effort, device
         self.print_line = print_line or partial(print, flush=True)
         self.results: dict[str, Any] = {}
 
@@ -89,6 +96,7 @@ class Demo:
                 data=data,
                 samples=samples,
                 seq_len=128,
+                device=self.device,
                 progress=lambda stage, done, total: advance(done, total, stage),
             )
             bf16, fp8 = result.quality.reference_perplexity or float("nan"), result.quality.perplexity
@@ -110,6 +118,7 @@ class Demo:
     def running_server(self, model: Path, data_dir: Path, stage: str = "serve") -> Iterator[RunningServer]:
         """Serves `model` until the end of the block. The server's files are in `data_dir`."""
         options = ["--train-on", "share", "--data-dir", str(data_dir), "--served-model-name", NAME]
+        options += ["--device", self.device]
         server = RunningServer(model, options, log=data_dir.with_suffix(".log"))
         with self.stage(stage) as report, server:
             report(f"ready at {server.url}")

@@ -60,7 +60,7 @@ class FromScratch(Demo):
                     losses.append(event["train_loss"])
                     advance(event["step"], event["total_steps"])
 
-            result = Trainer(_train_config(directory, self.effort)).run(on_event)
+            result = Trainer(_train_config(directory, self.effort, self.device)).run(on_event)
             Path(str(result.checkpoint)).rename(directory / "trained")  # FP32 weights; the FP8 result is not used
             speed = result.trained_tokens / result.seconds
             report(
@@ -113,7 +113,8 @@ def _write_data_and_model(directory: Path) -> None:
     write_random_model(directory / "untrained", texts)
 
 
-def _train_config(directory: Path, effort: float) -> Any:
+def _train_config(directory: Path, effort: float, device: str) -> Any:
+    from fp8serve.model.device import resolve_device
     from fp8serve.train.config import TrainConfig
 
     return TrainConfig(
@@ -127,4 +128,5 @@ def _train_config(directory: Path, effort: float) -> Any:
         lr=2e-3,
         warmup_steps=20,
         weight_decay=0.1,
+        device=resolve_device(device, directory / "untrained"),
     )

@@ -48,7 +48,7 @@ class _Stream:
 
     request: Request
     deliver: Deliver
-    number: int  # of this request in frames of tokens
+    number: int  # of this request in messages; unlike its id, no other request has had it
     num_generated: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
@@ -117,39 +117,33 @@ class EngineClient:
         return 0
 
     def check(self, request: Request) -> None:
-        """Raises RequestError if the engine could never run this request. Nothing is sent. A grammar is checked later,
-        by the engine process."""
+        """Raises RequestError if the engine could never run this request, and MachineError if the engine process does
+        not run. Nothing is sent. A grammar is checked later, by the engine process."""
         if request.request_id in self._streams:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
+        self._check_running()
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Starts a request and calls `deliver` with each output, until one has a finish_reason or is an exception.
 
-        Raises the errors of `check`, and MachineError if the engine process does not run.
+        Raises the errors of `check`.
         """
         self.check(request)
-        self._check_running()
         self._start(request, deliver)
 
     def cancel(self, request_id: str) -> None:
         """Aborts a request whose outputs are no longer read. Does nothing if the request has ended."""
-        if request_id in self._streams:
-            self._forget(request_id)
-            self._write("abort", request_id=request_id)
+        if (stream := self._streams.get(request_id)) is not None:
+            self._abort(stream)
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a request until one has a finish_reason. Closing the iterator early aborts the request.
 
-        Raises, when called, the errors of `check`, and MachineError if the engine process does not run.
+        Raises, when called, the errors of `check`.
         """
         self.check(request)
-        self._check_running()
         return self._generate(request)
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request at the next step; its iterator then yields a last output with finish_reason "abort"."""
-        await self._send("abort", request_id=request_id)
 
     async def stats(self) -> dict[str, Any]:
         """Calls `Engine.stats` between two steps."""
@@ -230,8 +224,8 @@ class EngineClient:
                 if item.finish_reason is not None:
                     return
         finally:
-            if self._streams.get(request.request_id) is stream:  # and no later request with the same id
-                self.cancel(request.request_id)
+            if stream.number in self._streams_by_number:
+                self._abort(stream)
 
     def _start(self, request: Request, deliver: Deliver) -> _Stream:
         stream = _Stream(request, deliver, next(self._ids) % 2**32)
@@ -242,9 +236,15 @@ class EngineClient:
             self._fail(stream)
         return stream
 
-    def _forget(self, request_id: str) -> None:
+    def _abort(self, stream: _Stream) -> None:
+        self._forget(stream)
+        self._write("abort", stream=stream.number, request_id=stream.request.request_id)
+
+    def _forget(self, stream: _Stream) -> None:
         """Removes a request that has ended."""
-        del self._streams_by_number[self._streams.pop(request_id).number]
+        del self._streams_by_number[stream.number]
+        if self._streams.get(stream.request.request_id) is stream:  # and no later request with the same id
+            del self._streams[stream.request.request_id]
 
     async def _exit(self, seconds: float) -> None:
         """Waits `seconds` for the process to exit, and kills it if it has not."""
@@ -265,7 +265,9 @@ class EngineClient:
         number = next(self._ids)
         self._replies[number] = self._loop.create_future()
         try:
-            await self._send(op, id=number, **fields)
+            self._write(op, id=number, **fields)
+            with contextlib.suppress(ConnectionError):  # `_read` notices the lost connection, too
+                await self._writer.drain()
             return await self._replies[number]
         except asyncio.CancelledError:
             self._write("forget", id=number)
@@ -281,11 +283,6 @@ class EngineClient:
     def _write(self, op: str, **fields: Any) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps({"op": op, **fields}, separators=(",", ":")).encode() + b"\n")
-
-    async def _send(self, op: str, **fields: Any) -> None:
-        self._write(op, **fields)
-        with contextlib.suppress(ConnectionError):  # `_read` notices the lost connection, too
-            await self._writer.drain()
 
     async def _read(self) -> None:
         """Reads messages until the connection ends or a message is invalid; then fails all requests and calls."""
@@ -327,17 +324,14 @@ class EngineClient:
         exception."""
         if isinstance(message, TokenFrame):
             self._deliver_tokens(message)
-        else:
-            self._handle_json(message)
-
-    def _handle_json(self, message: JsonMessage) -> None:
+            return
         match message["event"]:
             case "outputs":
                 for data in message["outputs"]:
-                    self._deliver(RequestOutput.from_json(data))
-            case "refused" if stream := self._streams.get(message["request_id"]):
+                    self._deliver(data.pop("stream"), RequestOutput.from_json(data))
+            case "refused" if stream := self._streams_by_number.get(message["stream"]):
                 refusal = to_exception(message, MachineError)
-                self._forget(message["request_id"])
+                self._forget(stream)
                 stream.deliver(refusal)
             case "heartbeat":
                 self.step_seconds = message["step_seconds"]
@@ -363,8 +357,8 @@ class EngineClient:
                 prompt = len(request.prompt_token_ids)
                 stream.deliver(RequestOutput(request.request_id, text, (token_id,), None, None, prompt, *counts))
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
+    def _deliver(self, number: int, output: RequestOutput) -> None:
+        stream = self._streams_by_number.get(number)
         if stream is None:
             return
         if output.prompt_logprobs is not None:
@@ -374,7 +368,7 @@ class EngineClient:
             output = replace(output, prompt_logprobs=tuple(stream.prompt_logprobs))
         stream.num_generated, stream.num_cached = output.num_generated, output.num_cached_tokens
         if output.finish_reason is not None:
-            self._forget(output.request_id)
+            self._forget(stream)
         stream.deliver(output)
 
     def _end(self, message: str) -> None:
@@ -382,7 +376,7 @@ class EngineClient:
         self._exit_message = message
         if not self._ready.done():
             self._ready.set_exception(MachineError(message))
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams_by_number.values()):
             self._fail(stream)
         for reply in self._replies.values():
             if not reply.done():
@@ -391,7 +385,7 @@ class EngineClient:
     def _fail(self, stream: _Stream) -> None:
         """Ends a request with finish_reason "error"."""
         request = stream.request
-        self._forget(request.request_id)
+        self._forget(stream)
         stream.deliver(
             RequestOutput(
                 request.request_id,

@@ -5,7 +5,6 @@ steps. To fill a step, the engine takes one text of each call in turn. So small 
 until a large call has ended. The result of a text does not depend on the other texts of its step (text_encoder.py).
 """
 
-import time
 from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -106,15 +105,14 @@ class EncoderEngine:
 
     task: Task
 
-    def __init__(self, model_dir: str | Path, encoder: TextEncoder, start_time: float) -> None:
-        """`start_time` is when loading started, on the monotonic clock."""
+    def __init__(self, model_dir: str | Path, encoder: TextEncoder, phases: Phases) -> None:
+        """`phases` began when loading started."""
         self.model_dir, self.encoder = Path(model_dir), encoder
         self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
         self._queue, self._finished_calls = EncodingQueue(), list[EncodingCall]()
         self._totals: Counter[str] = Counter()
-        self._load_seconds = time.monotonic() - start_time
-        self.phases = Phases()
-        self.phases.seconds["load"] = round(self._load_seconds, 3)
+        self.phases = phases
+        self.phases.end("load")
 
     def embed(self, call: EncodingCall) -> None:
         """Queues the texts of `call`. The results are vectors: little-endian FP32, as base64. Raises the errors of
@@ -216,7 +214,7 @@ class EncoderEngine:
             "weight_bytes": weight_bytes(encoder.model),
             "vocab_size": encoder.model.config.vocab_size,
             "kernels": ops.backends(torch.device(options.device).type),
-            "load_seconds": round(self._load_seconds, 3),
+            "load_seconds": self.phases.seconds["load"],
         }
 
 
@@ -227,9 +225,9 @@ class EmbeddingEngine(EncoderEngine):
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
         """`options` are the fields of EngineOptions. Raises the errors of `Embedder`."""
-        start_time = time.monotonic()
+        phases = Phases()
         self.embedder = Embedder(model_dir, **options)
-        super().__init__(model_dir, self.embedder.encoder, start_time)
+        super().__init__(model_dir, self.embedder.encoder, phases)
 
     def embed(self, call: EncodingCall) -> None:
         """See `EncoderEngine.embed`."""
@@ -265,9 +263,9 @@ class ClassifyingEngine(EncoderEngine):
 
     def __init__(self, model_dir: str | Path, **options: Any) -> None:
         """`options` are the fields of EngineOptions. Raises the errors of `Classifier`."""
-        start_time = time.monotonic()
+        phases = Phases()
         self.classifier = Classifier(model_dir, **options)
-        super().__init__(model_dir, self.classifier.encoder, start_time)
+        super().__init__(model_dir, self.classifier.encoder, phases)
 
     def classify(self, call: EncodingCall) -> None:
         """See `EncoderEngine.classify`."""

@@ -108,8 +108,8 @@ class Engine:
         seq.stop_ids = frozenset(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         seq.matcher = self.loaded.grammars.matcher(params)
         seq.ban = self.loaded.bans.ban(params.bad_words)
-        if max_tokens := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
-            seq.drafter = ModelDrafter(self._draft_model, seq) if self._draft_model else Drafter(max_tokens)
+        if max_drafted := 0 if seq.matcher or seq.ban else self.options.drafted_tokens:
+            seq.drafter = ModelDrafter(self._draft_model, seq) if self._draft_model else Drafter(max_drafted)
         seq.adapter = self.adapters.acquire(request.adapter)
         seq.text = TextStream(token_stream, params)
         self._live[request.request_id] = seq
@@ -145,7 +145,7 @@ class Engine:
             if not self.async_scheduling:
                 self._land()
             if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
-                self.loaded.scale_monitor.close_window(self._rows())  # of all launched steps
+                self.loaded.scale_monitor.close_window(self._rows_by_layer())
         finally:
             self._step_seconds = time.perf_counter() - start_time
         if self.loaded.prefixes is not None:
@@ -247,9 +247,9 @@ class Engine:
     def load_weights(self, weights: str | Path | Mapping[str, Tensor]) -> int:
         """Replaces the weights by other weights of the same model, in place, and returns the new weights version.
 
-        `weights` are tensors with the names of `engine.weights`, or a model directory, which is read with this engine's
-        recipe and with the scales of that directory. The prefix cache becomes empty and is no longer saved to
-        `cache_dir`. A draft model does not change. After an error, nothing has changed.
+        `weights` are tensors with the names that engine/weights.py describes, or a model directory, which is read with
+        this engine's recipe and with the scales of that directory. The prefix cache becomes empty and is no longer
+        saved to `cache_dir`. A draft model does not change. After an error, nothing has changed.
 
         Raises RequestError if requests are running, adapters are loaded, or an option has scales that do not suit other
         weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
@@ -294,7 +294,7 @@ class Engine:
         self._staged = None
 
     def _check_exchangeable(self) -> None:
-        """Raises RequestError if the weights belong to something else that this engine keeps."""
+        """Raises RequestError if adapters, scales or a saved cache of this engine belong to the served weights."""
         if self.adapters.by_name:
             raise RequestError("Adapters are loaded, which belong to the served weights.")
         if self.options.roll_history:
@@ -305,7 +305,7 @@ class Engine:
             raise RequestError("The scales are those of another file (scales).")
 
     def _finish_steps(self) -> None:
-        """Lands a step of requests that were aborted. Raises RequestError if requests are running."""
+        """Raises RequestError if requests are running. Lands the step in flight, whose requests were all aborted."""
         if self._live:
             raise RequestError(
                 f"{len(self._live)} requests are running; weights can only be replaced while no request runs."
@@ -407,7 +407,7 @@ class Engine:
         o_proj, gate_proj, up_proj and down_proj of the last decoder layer read only the tokens whose logits are needed
         (model/network/decoder.py), so their records do not cover whole prompts.
         """
-        return self.loaded.scale_monitor.records(self._rows())
+        return self.loaded.scale_monitor.records(self._rows_by_layer())
 
     def save_scales(self, path: str | Path) -> int:
         """Writes the scales that follow the traffic, with their amax histories, to `path`. Returns the number of
@@ -431,7 +431,8 @@ class Engine:
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.save(self.scheduler.pool, self.loaded.runner)
 
-    def _rows(self) -> dict[str, int]:
+    def _rows_by_layer(self) -> dict[str, int]:
+        """Returns the number of rows that each FP8 layer has read in all launched steps."""
         return self.loaded.rows(self._totals["computed"], self._totals["sampled"])
 
     def info(self) -> dict[str, Any]:
@@ -573,9 +574,9 @@ class Engine:
             seq.num_cached,
             stop_reason,
             error,
-            _prompt_logprobs(seq) if num_generated == 1 else None,
-            seq.timing() if has_timing else None,
-            () if logprob is None else (text.settled,),
+            prompt_logprobs=_prompt_logprobs(seq) if num_generated == 1 else None,
+            timing=seq.timing() if has_timing else None,
+            settled_chars=() if logprob is None else (text.settled_chars,),
         )
 
 

@@ -175,7 +175,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
-        log.warning("The KV cache is BF16. It cannot be FP8 with this model's scales: %s", reason)
+        log.warning("%s: the KV cache is BF16. It cannot be FP8 with this model's scales: %s", model_dir, reason)
     if sizes is None:
         sizes, options = plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
         log.info(
@@ -198,7 +198,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     checkpoint = open_checkpoint(model_dir)
     notes = unused_part_notes(model_dir, checkpoint.left_out), mx_notes(checkpoint.shards), computed_by_note(config)
     for note in chain(*notes, matrices_note(checkpoint)):
-        log.warning(note)
+        log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe
     differences = list(parity.differences(training_recipe, config, options.device, sizes.max_model_len))

@@ -5,7 +5,8 @@
     TOKENS    count (uint32), then `count` stream numbers, `count` token ids, and `count` lengths of text in bytes (all
               uint32), then the texts, in UTF-8, without separators
 
-All numbers are little-endian. The client numbers its requests (`stream`). A frame has the outputs that are nothing but
+All numbers are little-endian. The client numbers its requests (`stream`), and JSON messages about a request have its
+number, too. A frame has the outputs that are nothing but
 one more token and its text: 12 bytes and the text, where JSON needs about 120. All other outputs are JSON. Nothing is
 unpickled, and a payload that is not exactly what its lengths say is a MessageError. This module does not import torch.
 """

@@ -44,8 +44,8 @@ class SamplingParams:
 
     `logprobs` is the number of alternatives that are returned with the log-probability of each sampled token. If it is
     0, only the sampled token's is returned, and if it is None, none. Log-probabilities are computed from the model's
-    logits, before penalties, biases and temperature. `prompt_logprobs` is the same for all tokens of the prompt except
-    the first. A prompt with `prompt_logprobs` is computed without the prefix cache.
+    logits, before penalties, biases and temperature. `prompt_logprobs` does the same for the tokens of the prompt,
+    except the first. A prompt with `prompt_logprobs` is computed without the prefix cache.
 
     `logit_bias` may also be a mapping.
     """

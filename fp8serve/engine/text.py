@@ -31,7 +31,7 @@ class TextStream:
         self._buffer = ""  # text that is held back
         self.stopped: str | None = None  # the stop string that ended the text
         self.failure: str | None = None  # a message, if the tokens cannot be decoded
-        self.settled = 0  # characters that the last token completed
+        self.settled_chars = 0  # characters that the last token completed
 
     def push(self, token_id: int) -> str:
         """Appends a token and returns the text that can be released."""
@@ -42,12 +42,12 @@ class TextStream:
                 delta = self._tokens.push(token_id)
             except TokenizerError as error:
                 self.failure = str(error)
-        self.settled = len(delta)
+        self.settled_chars = len(delta)
         return self._release(delta) if self._stop else delta
 
     def end(self, token_id: int) -> str:
         """Returns the remaining text after `token_id`, a stop token or end-of-text, has ended the request."""
-        self.settled = 0
+        self.settled_chars = 0
         return (self.push(token_id) if self._includes_stop else "") + self.flush()
 
     def flush(self) -> str:

@@ -8,9 +8,9 @@ The new tensors have the names of the served model. An FP8 linear layer `P` has 
 * `P.weight_scale_inv`: the scales that dequantize it, FP32, with the shape of the model's recipe;
 * `P.input_scale`: the scale that quantizes the inputs, FP32 [], if the layer has a stored scale.
 
-All other tensors are parameters in the dtype in which they are served. Matrices that the model has packed, fused or
-stacked are passed separately and unpacked, as in a checkpoint. Afterwards the model computes the same bits as a model
-that was loaded with these weights.
+All other tensors are parameters in the dtype in which they are served. The caller passes matrices unpacked and one by
+one, as in a checkpoint, even if the model has packed, fused or stacked them. Afterwards the model computes the same
+bits as a model that was loaded with these weights.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _write_tensor(model: Model, name: str, tensor: Tensor) -> None:
-    """Overwrites one parameter or buffer, packed if the model's is."""
+    """Overwrites one parameter or buffer. If the model has packed it, `load_state_dict` packs the new tensor, too."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner).load_state_dict({leaf: tensor}, strict=False)
 
@@ -128,6 +128,7 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
 
 
 def _is_packed(layer: torch.nn.Module) -> bool:
+    """Returns whether a layer that has a weight of three dimensions has packed it. Experts may be stacked instead."""
     if isinstance(layer, FrozenLinear):
         return layer.is_packed
     return isinstance(layer, torch.nn.Linear)

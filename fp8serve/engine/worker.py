@@ -3,14 +3,17 @@
 The process connects to the AF_UNIX socket of its client (`client.py`). It reads lines of JSON and sends the messages of
 `messages.py`: JSON, and one frame for all tokens of a step that are nothing but text.
 
-    in    generate {stream, request} | abort {request_id} | stats {id} | scales {id} | drain {deadline} | close
+    in    generate {stream, request} | abort {stream, request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
           stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
-    out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message} | outputs {outputs}
-          refused {request_id, error, message} | reply {id, value} | reply {id, error, message}
-          part {id, value} | a frame of tokens
+    out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message}
+          outputs {outputs: [{stream, ...}]} | refused {stream, error, message}
+          reply {id, value} | reply {id, error, message} | part {id, value} | a frame of tokens
+
+`stream` is the client's number of a request. A client may use the id of a cancelled request again while messages about
+that request are on their way, so the number, and not the id, says which request a message is about.
 
 All messages are short, because the server's event loop reads them between other work. The log-probabilities of a prompt
 are split over several outputs, which have no tokens except the last. Vectors and scores are split into parts. Their
@@ -33,7 +36,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -165,18 +168,21 @@ class Worker:
                 plain = list(run)
                 messages.append(encode_tokens([self._streams[output.request_id] for output in plain], plain))
             else:
-                messages += self._encode_other_outputs(list(run))
+                messages += self._encode_other_outputs(run)
         if messages:
             self._connection.send_bytes(b"".join(messages))
 
-    def _encode_other_outputs(self, outputs: list[RequestOutput]) -> Iterator[bytes]:
-        short = [output for output in outputs if output.prompt_logprobs is None]
-        long = [output for output in outputs if output.prompt_logprobs is not None]
-        for part in ([short] if short else []) + [[piece] for output in long for piece in _split_output(output)]:
-            yield encode_json("outputs", {"outputs": [output.to_json() for output in part]})
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._streams.pop(output.request_id, None)
+    def _encode_other_outputs(self, outputs: Iterable[RequestOutput]) -> Iterator[bytes]:
+        """Yields one message for consecutive outputs without log-probabilities of a prompt, and several messages for an
+        output with them. Removes the requests that have ended."""
+        for is_short, run in groupby(outputs, lambda output: output.prompt_logprobs is None):
+            for part in [list(run)] if is_short else [[piece] for output in run for piece in _split_output(output)]:
+                yield encode_json("outputs", {"outputs": [self._output_json(output) for output in part]})
+
+    def _output_json(self, output: RequestOutput) -> dict[str, Any]:
+        has_ended = output.finish_reason is not None
+        number = self._streams.pop(output.request_id) if has_ended else self._streams[output.request_id]
+        return {"stream": number, **output.to_json()}
 
     def _send_results(self, number: int, values: list[str | list[float]]) -> None:
         """Sends the results of a call: vectors as base64, or lists of scores."""
@@ -198,7 +204,7 @@ class Worker:
             self._engine.add_request(request, message["arrived"])
             self._streams[request.request_id] = message["stream"]
         except Fp8ServeError as problem:
-            self._connection.send("refused", request_id=message["request"]["request_id"], **describe_error(problem))
+            self._connection.send("refused", stream=message["stream"], **describe_error(problem))
 
     def _generative(self, refusal: str, call: Callable[[Engine, Message], Any]) -> Callable[[Message], None]:
         """Returns a command that replies with the result of `call`, or with an error. The error is `refusal` if the
@@ -228,8 +234,9 @@ class Worker:
             self._engine.cancel(message["id"])
 
     def _abort(self, message: Message) -> None:
-        output = self._engine.abort(message["request_id"])
-        self._send_outputs([output] if output else [])
+        if self._streams.get(message["request_id"]) == message["stream"]:  # it has not ended
+            output = self._engine.abort(message["request_id"])
+            self._send_outputs([output] if output else [])
 
     def _reply(self, message: Message, value: Any) -> None:
         self._connection.send("reply", id=message["id"], value=value)

@@ -31,7 +31,7 @@ class BatchInvariantLinear(nn.Linear):
         self.weight = nn.Parameter(pack_weight(self.weight, out), requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict with an unpacked weight, and packs the weight first if this layer's weight is packed."""
+        """Loads a state dict with an unpacked weight; packs that weight first if this layer's is packed."""
         if self.weight.dim() == 3:
             pack_state_dict_weight(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -72,7 +72,7 @@ class LinearCall:
     module_key: int
     recipe: Recipe
     config_id: int | None  # the id of `config`; None for recipes without states
-    config: UpdateConfig | None  # how delayed states are updated; the registry holds it only weakly
+    config: UpdateConfig | None  # how delayed states are updated; this reference keeps it alive, the registry's is weak
     states: dict[str, ScalingState]  # empty for recipes without states
     high_precision: Precisions  # which of fprop, dgrad, wgrad run in high precision
     is_recording: bool  # whether the forward pass stages amaxes
@@ -202,7 +202,7 @@ class LinearPlan:
         return self.call.config_id is not None and self.input_rowwise and not self.call.high_precision[2]
 
     def for_second_run(self) -> "LinearPlan":
-        """Returns the plan of a recomputed forward pass: it has the present scale and records nothing."""
+        """Returns the plan for recomputing the forward pass: it has a copy of the current scale and records nothing."""
         states = {name: replace(s, scale=s.scale.clone()) for name, s in self.call.states.items() if name == "input"}
         return replace(self, call=replace(self.call, states=states, is_recording=False, observer=None))
 

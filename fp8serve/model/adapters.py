@@ -7,6 +7,7 @@
 Every linear layer that FP8 may run can have an adapter, except the experts of a mixture, which run stacked.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,8 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.model.building import build_on_meta, transposed_linears
+from fp8serve.model.config.decoder import read_config as read_model_config
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
 from fp8serve.model.storage.files import save_tensors, write_json
@@ -60,6 +62,17 @@ def select_linears(linears: Sequence[str], patterns: Sequence[str]) -> list[str]
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
             raise ModelError(f"No linear layer is called {pattern!r}; those that can have an adapter are {known}.")
     return [name for name in linears if not patterns or any(_matches(name, pattern) for pattern in patterns)]
+
+
+def main(arguments: list[str]) -> int:
+    """Checks the patterns in `arguments[1:]` for the model directory `arguments[0]`. Prints an error if there is one,
+    and returns the exit status. The server, which imports no torch, runs this in a child process."""
+    try:
+        select_linears(list(adaptable_linears(read_model_config(arguments[0]))), arguments[1:])
+    except Fp8ServeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -145,3 +158,7 @@ def write_adapter(
         stored = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
         tensors[tensor_name(linear, part)] = stored.detach().contiguous()  # type: ignore[arg-type]
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

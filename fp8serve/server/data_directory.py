@@ -1,8 +1,8 @@
 """The data directory of one server. It is locked while the server runs.
 
-`discard` removes what a server has created if it could not load a model. Otherwise each failed start, for example with
-a mistyped option, would leave a directory with an empty job database. Only what this server created is removed: new
-files, and new directories if they are empty. A directory in which a client has stored a job or a file is kept.
+If a server cannot load its model, `discard` removes what this server has created: new files, and new directories if
+they are empty. Otherwise each failed start, for example with a mistyped option, would leave a directory with an empty
+job database. `discard` keeps a directory in which a client has stored a job or a file.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ class DataDirectory:
 
     def __init__(self, settings: Settings) -> None:
         directory = settings.data_dir or default_data_dir(settings.model)
-        self.path = path = directory.absolute()  # errors.safe_text recognizes only absolute paths
+        self.path = path = directory.absolute()  # `safe_text` removes only absolute paths from messages
         self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             _prepare(path)

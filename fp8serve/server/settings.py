@@ -62,7 +62,7 @@ class ServerLimits:
     ] = 2.0
     validation_seconds: Annotated[Seconds, About("Processor seconds to check the rows of a fine-tune.")] = 600.0
     validation_memory: Annotated[
-        Count, About("Bytes of memory to check the rows of a fine-tune; a job reads its rows within the same limit")
+        Count, About("Bytes of memory to check the rows of a fine-tune; the same limit applies to a job's data.")
     ] = 8 << 30
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Settings(EngineOptions):
         tuple[str, ...],
         About(
             "Further name of this server that requests may have in Host.",
-            unset="this machine's own names, where there is no key",
+            unset="without a key, only this machine's own names; with a key, any",
             flag="--allowed-host",
             private=True,
         ),
@@ -161,7 +161,7 @@ class Settings(EngineOptions):
     train_on: Annotated[TrainOn, About("How fine-tune jobs use the serving device.")] = "refuse"
     train_device: Annotated[str | None, About("Device of fine-tune jobs.", unset="the serving device")] = None
     train_procs: Annotated[
-        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's `accumulate`.")
+        int, Ge(1), Le(1024), About("Processes of a fine-tune job; at most the job's option `accumulate`.")
     ] = 1
     keep_jobs: Annotated[
         int | None,
@@ -267,13 +267,13 @@ class Settings(EngineOptions):
 
     @property
     def named_aliases(self) -> dict[str, str]:
-        """The name for which each alias, and each further `served_model_name`, stands."""
+        """Maps each alias, and each further `served_model_name`, to the name of its model."""
         further = dict.fromkeys(self.served_model_name[1:], self.model_name)
         return further | dict(text.split("=", 1) for text in self.aliases)
 
     @property
     def output_format(self) -> OutputFormat:
-        """How tool calls and reasoning are parsed, with "auto" where nothing was chosen."""
+        """The parsers of tool calls and reasoning; "auto" if the option was not set."""
         return OutputFormat(self.tool_parser, self.reasoning_parser)
 
     @property
@@ -299,7 +299,7 @@ class Settings(EngineOptions):
 
 def _check_exposure(settings: Settings) -> None:
     """Raises MachineError if the server would listen beyond this machine with neither a key nor
-    --allow-unauthenticated, because anybody who reaches the port could run jobs."""
+    --allow-unauthenticated. Anyone who reaches the port could run jobs."""
     if not settings.requires_keys and not settings.allow_unauthenticated and not is_loopback(settings.host):
         raise MachineError(
             f"Listening on {settings.host} lets other machines in, and no API key is set: "

@@ -21,7 +21,7 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import MachineError, ModelError, RequestError, ScalesError
 from tests.engine.tiny import write_model
-from tests.patience import eventually
+from tests.patience import PATIENCE, eventually
 
 OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=1100)
 CONTEXT = 4096
@@ -127,11 +127,29 @@ async def test_a_cancelled_task_aborts_its_request(alive: EngineClient) -> None:
     await eventually(idle)
 
 
-async def test_abort_ends_the_stream_with_its_reason(alive: EngineClient) -> None:
-    async for output in alive.generate(request("aborted")):
-        last = output
-        await alive.abort("aborted")
-    assert last.finish_reason == "abort"
+async def test_a_request_may_have_the_id_of_one_that_was_cancelled_just_before(alive: EngineClient) -> None:
+    first, second = list[Any](), list[Any]()
+    alive.submit(request("same"), first.append)
+    await eventually(lambda: first)
+    alive.cancel("same")
+    alive.submit(request("same", SamplingParams(max_new_tokens=3, ignore_eos=True)), second.append)
+    await eventually(lambda: second and second[-1].finish_reason is not None)
+    assert [(output.num_generated, output.finish_reason) for output in second] == [(1, None), (2, None), (3, "length")]
+
+
+async def test_of_two_iterators_with_one_id_the_later_is_refused_and_the_other_completes(alive: EngineClient) -> None:
+    short = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    both = [alive.generate(request("twice", short)) for _ in range(2)]
+
+    async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+        return [output async for output in outputs][-1]
+
+    async with asyncio.timeout(PATIENCE):
+        first, second = await asyncio.gather(*map(last, both), return_exceptions=True)
+    assert isinstance(first, RequestOutput)
+    assert (first.finish_reason, first.num_generated) == ("length", 3)
+    assert isinstance(second, RequestError)
+    assert "is still running" in str(second)
 
 
 async def test_it_says_how_it_is(alive: EngineClient) -> None:

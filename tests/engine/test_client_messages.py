@@ -21,7 +21,7 @@ from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.worker import Worker
-from fp8serve.errors import MachineError
+from fp8serve.errors import MachineError, RequestError
 from tests.patience import eventually
 
 # An engine's process that is ready, waits for two requests and a question, sends the bytes in its first argument, and
@@ -82,10 +82,11 @@ WRONG = {
     "list": json_message("[]"),
     "no event": json_message("{}"),
     "no outputs": json_message('{"event":"outputs"}'),
-    "tokens": json_message('{"event":"outputs","outputs":[{"token_ids":7}]}'),
+    "tokens": json_message('{"event":"outputs","outputs":[{"stream":0,"token_ids":7}]}'),
     "reply": json_message('{"event":"reply"}'),
     "ready": json_message('{"event":"ready","info":{},"limits":{}}'),
-    "refused": json_message('{"event":"refused","request_id":"one"}'),
+    "refused": json_message('{"event":"refused","stream":0}'),
+    "no stream": json_message('{"event":"refused","request_id":"one"}'),
     "deep": json_message("[" * 60_000),
     "a line": b'{"event":"heartbeat","step_seconds":0}\n',
     "kind": frame(0, kind=3),
@@ -135,6 +136,42 @@ async def test_tokens_of_a_request_that_nobody_reads_are_dropped(sender: Start) 
     await eventually(lambda: second)
     assert first == []
     assert second == [RequestOutput("two", "é", (8,), num_prompt_tokens=2, num_generated=1)]
+
+
+# -- numbers of requests -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["the end of the abort", "its last token", "a refusal"])
+def test_a_message_about_a_cancelled_request_does_not_reach_its_successor_with_the_same_id(late: str) -> None:
+    def add_request(request: Request, arrived: float) -> None:
+        if late == "a refusal" and request.params.max_new_tokens == 7:
+            raise RequestError("The grammar is invalid.")
+
+    def abort(request_id: str) -> RequestOutput | None:
+        return RequestOutput(request_id, finish_reason="abort") if late == "the end of the abort" else None
+
+    worker, wire = in_pieces(SimpleNamespace(add_request=add_request, abort=abort))
+    client, commands = taker(), list[dict[str, Any]]()
+    client._write = lambda op, **fields: commands.append({"op": op, "arrived": 0.0, **fields})  # type: ignore[method-assign]
+    first, second = list[RequestOutput | Exception](), list[RequestOutput | Exception]()
+    client._start(Request("same", (1,), SamplingParams(max_new_tokens=7)), first.append)
+    worker._commands["generate"](commands.pop(0))
+    if late == "its last token":
+        worker._send_outputs([RequestOutput("same", "x", (5,), None, "length", 1, 7)])
+    client.cancel("same")
+    client._start(Request("same", (1,)), second.append)
+    for command in commands:
+        worker._commands[command["op"]](command)
+    wire.read(client)
+    assert (first, second) == ([], [])
+    wire.messages.clear()
+    last = RequestOutput("same", "y", (6,), None, "stop", 1, 1)
+    worker._send_outputs([last])
+    wire.read(client)
+    assert (first, second) == ([], [last])
+    assert not client._streams
+    assert not client._streams_by_number
+    assert not worker._streams
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -241,6 +278,20 @@ def test_log_probabilities_of_a_prompt_arrive_in_pieces_as_one_output(count: int
     assert max(sizes) < 2 * worker_module.PIECE_BYTES
     assert len(sizes) > count // 4000
     assert delivered == [other, expected]
+
+
+def test_the_outputs_of_a_step_arrive_in_their_order() -> None:
+    first = RequestOutput("r", "a", (5,), num_generated=1, prompt_logprobs=logprobs(2000))
+    second = RequestOutput("r", "b", (6,), (TokenLogprob(6, -0.5),), "length", 1, 2, settled_chars=(1,))
+    others = [RequestOutput("s", "c", (7,), num_generated=1, timing=Timing(0.5, 0.25, 0.125)), first]
+    worker, wire = in_pieces(SimpleNamespace())
+    worker._streams = {"r": 0, "s": 1}
+    worker._send_outputs([*others, second])
+    client, delivered = taker(), list[RequestOutput | Exception]()
+    for name in ("r", "s"):
+        client._start(Request(name, (1,)), delivered.append)
+    wire.read(client)
+    assert delivered == [*others, second]
 
 
 async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:

@@ -120,8 +120,8 @@ def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: 
         ({"content": "a", "trainable": 0}, "`trainable`, which is not supported"),
         ({"content": "a", "training": "false"}, "`training`, which is not supported"),
         ({"content": "a", "training": None}, None),
-        ({"content": "a", "name": 5}, "its `name` is 5, which is not text"),
-        ({"content": "a", "reasoning_content": 3}, "its reasoning is 3, which is not text"),
+        ({"content": "a", "name": 5}, "its `name` must be text, not 5"),
+        ({"content": "a", "reasoning_content": 3}, "its reasoning must be text, not 3"),
         ({"role": "tool", "content": "a", "tool_call_id": "c9"}, None),  # the calls before it may be in the text
         ({"role": "assistant", "tool_calls": [{"function": {"name": " ", "arguments": {}}}]}, "no `function` with a"),
         (
@@ -153,12 +153,12 @@ for _ in range(600):
         ("city: Oslo", "`arguments` of call 0 is text that is not valid JSON"),
         ('{"city": "Oslo"', "`arguments` of call 0 is text that is not valid JSON"),
         ('{"city": "Oslo", "city": "Rome"}', "`arguments` of call 0 .*: the key 'city' appears twice"),
-        ('["Oslo"]', r"`arguments` of call 0 are \['Oslo'\], which is not an object"),
-        ("3", "`arguments` of call 0 are 3, which is not an object"),
-        ('{"n": NaN}', "`arguments` of call 0 hold nan, which is not a JSON value"),
-        ({"n": 1e999}, "`arguments` of call 0 hold inf, which is not a JSON value"),
-        (f'{{"n": {"9" * 5000}}}', "`arguments` of call 0 hold Decimal"),
-        ({"day": date(2026, 1, 1)}, "`arguments` of call 0 hold datetime.date"),
+        ('["Oslo"]', r"`arguments` of call 0 must be an object, not \['Oslo'\]"),
+        ("3", "`arguments` of call 0 must be an object, not 3"),
+        ('{"n": NaN}', "`arguments` of call 0 contain nan, which JSON cannot represent"),
+        ({"n": 1e999}, "`arguments` of call 0 contain inf, which JSON cannot represent"),
+        (f'{{"n": {"9" * 5000}}}', "`arguments` of call 0 contain Decimal"),
+        ({"day": date(2026, 1, 1)}, "`arguments` of call 0 contain datetime.date"),
         (DEEP, "nested too deeply"),
         ("", None),
         ({}, None),
@@ -194,7 +194,7 @@ def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
         ({"tools": [{"type": "function"}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": ""}]}, "tool 0 has no `function` with a `name`"),
         ({"tools": [{"name": "f", "parameters": "x"}]}, "tool 0: its `parameters` are 'x', which is not a JSON schema"),
-        ({"tools": [{"name": "f", "description": 3}]}, "tool 0: its `description` is 3, which is not text"),
+        ({"tools": [{"name": "f", "description": 3}]}, "tool 0: its `description` must be text, not 3"),
         ({"functions": [{"name": "f"}]}, "has `functions`, OpenAI's older format"),
     ],
 )
@@ -207,7 +207,7 @@ def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: s
 def test_arguments_that_json_cannot_hold_are_refused_even_where_they_are_not_learnt(value: Any) -> None:
     call = {"function": {"name": "f", "arguments": {"when": value}}}
     context = [CHAT[0], {"role": "assistant", "weight": 0, "tool_calls": [call]}, CHAT[-1]]
-    with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 hold .* which is not a JSON value"):
+    with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 contain .* which JSON cannot represent"):
         example(messages=context)
 
 

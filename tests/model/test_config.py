@@ -226,6 +226,7 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, r"\['mscale'\]"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"rope_parameters": 3}, "rotary parameters are 3 where an object was expected"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope factor is null"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},

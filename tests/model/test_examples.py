@@ -90,7 +90,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ),
         ("{'text': 'a'}", "is not valid JSON: a name in double quotes is missing at character 2"),
         ('{"text": "a"} {}', "is not valid JSON: there is more behind the value at character 15"),
-        ('{"text": "a', "is not valid JSON: an unterminated string begins at character 10"),
+        ('{"text": "a', "is not valid JSON: it is cut off inside the string that begins at character 10"),
         ('{"a":' * 100_000, "is not valid JSON: it is nested too deeply"),
         ({"text": "\ud800"}, "half of a surrogate pair"),
         ({"messages": []}, "not a list of messages"),
@@ -98,7 +98,7 @@ def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
         ({"messages": [{"content": "x"}]}, "message 0 has no `role`"),
         ({"messages": [{"role": "user"}]}, "message 0 has no text in `content`"),
         ({"messages": CHAT[:1]}, "no message is the assistant's"),
-        ({"messages": [CHAT[1] | {"weight": 0.5}]}, "weight 0.5, which is neither 0 nor 1"),
+        ({"messages": [CHAT[1] | {"weight": 0.5}]}, "`weight` must be 0 or 1, not 0.5"),
     ],
 )
 def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:

@@ -202,4 +202,4 @@ def test_cache_scales_that_cannot_be_used_are_named_by_every_command(
     assert not generates(folder, "--kv-cache-dtype", "fp8")
     assert reason in capsys.readouterr().err
     assert generates(folder)
-    assert f"The KV cache is BF16. It cannot be FP8 with this model's scales: {reason}" in caplog.messages
+    assert f"the KV cache is BF16. It cannot be FP8 with this model's scales: {reason}" in caplog.text

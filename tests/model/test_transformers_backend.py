@@ -233,7 +233,7 @@ def test_it_is_said_who_computes(
 ) -> None:
     make("helium", tmp_path)
     assert Engine(tmp_path, recipe="rowwise").info()["computed_by"] == "transformers"
-    assert "HeliumForCausalLM has no family here" in caplog.text
+    assert "fp8serve has no layers for HeliumForCausalLM" in caplog.text
     make("llama", tmp_path / "llama")
     by = {"transformers": tmp_path, "fp8serve": tmp_path / "llama"}
     for who, path in by.items():

@@ -177,9 +177,6 @@ class FakeEngine:
     async def classify(self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[1 / len(ids), 0.0] for ids in inputs]
 
-    async def abort(self, request_id: str) -> None:
-        self.running.discard(request_id)
-
     async def stats(self) -> dict[str, Any]:
         drafts = {"drafts_total": 3, "draft_tokens_total": 12, "accepted_draft_tokens_total": 7}
         found = {

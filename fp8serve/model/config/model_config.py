@@ -90,7 +90,7 @@ AnyConfig = ModelConfig | EncoderConfig
 ComputedBy = Literal["fp8serve", "transformers"]
 COMPUTED_BY: dict[ComputedBy, str] = {
     "fp8serve": "computed by fp8serve's own layers",
-    "transformers": "computed by transformers' own class, because it has no family here: the same numerics, and slower",
+    "transformers": "computed by transformers' own class, because fp8serve has no layers for it: same numerics, slower",
 }
 
 
@@ -103,5 +103,5 @@ def computed_by_note(config: ModelConfig) -> tuple[str, ...]:
     """Returns a note for the user if transformers computes the model, otherwise an empty tuple."""
     if config.computed_by is None:
         return ()
-    return (f"{config.architecture} has no family here: transformers' own class computes it, with the same numerics in "
-            "its linear layers and its cache, and slower.",)  # fmt: skip
+    return (f"fp8serve has no layers for {config.architecture}: transformers' own class computes it, with the same "
+            "numerics in its linear layers and its cache, and slower.",)  # fmt: skip

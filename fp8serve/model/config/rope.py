@@ -119,8 +119,9 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ModelError(f"{where}: rope_parameters and rope_scaling differ; remove one of them.")
     _check_theta(get, new)
     parameters = new or old or get.family.defaults.get("rope_parameters") or {}
-    is_by_layer_type = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
-    if not isinstance(parameters, dict) or (is_by_layer_type and get.family.local_theta is None):
+    parameters = _object(parameters, where)
+    is_by_layer_type = any(isinstance(value, dict) for value in parameters.values())
+    if is_by_layer_type and get.family.local_theta is None:
         raise ModelError(f"{where}: rotary parameters per layer type are not supported for {get.family.architecture}.")
     if not is_by_layer_type:
         return parameters, {}
@@ -265,8 +266,11 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
 
 
 def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
-    """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071), or DeepSeek's:
-    the quotient of this factor with the weights `mscale` and `mscale_all_dim`."""
+    """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071).
+
+    DeepSeek multiplies the logarithm by a weight, and divides the factor with the weight `mscale` by the one with the
+    weight `mscale_all_dim`.
+    """
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

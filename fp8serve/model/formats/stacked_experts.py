@@ -116,8 +116,8 @@ def split_stacked_experts(shards: Shards, config: ModelConfig) -> Shards:
         return _split_gpt_oss_stacks(shards, experts)
     if experts is None:
         return shards
-    # A scale of shape [experts, 2, 1] holds one number for gate and one for up. In a model whose hidden size is at most
-    # BLOCK_ROWS, it may as well hold the two blocks of one projection.
+    # A tensor of shape [experts, 2, 1] holds one scale for gate and one for up. If the hidden size is at most
+    # BLOCK_ROWS, the scales of two blocks have this shape, too, and only files of the first format have input scales.
     has_pairs = config.hidden_size > BLOCK_ROWS or any(map(_INPUT_SCALES.fullmatch, shards.entries))
     entries: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():

@@ -23,8 +23,8 @@ def check_targets(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
     expressions = [t.removeprefix(_PREFIX) for t in targets if t.startswith(_PREFIX)]
     if len(targets) > MAX_TARGETS or len(expressions) > MAX_EXPRESSIONS:
         raise ModelError(
-            f"{where} lists {len(targets)} layers, {len(expressions)} by regular expressions; "
-            f"at most {MAX_TARGETS} and {MAX_EXPRESSIONS} are read."
+            f"{where} has {len(targets)} targets, {len(expressions)} of them regular expressions; "
+            f"the limits are {MAX_TARGETS} and {MAX_EXPRESSIONS}."
         )
     for expression in expressions:
         _compile(expression)

@@ -112,13 +112,13 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where} has `tool_calls`, but its role is {role}; only an assistant calls tools.")
     reasoning: list[Any] = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
     if not_text := [value for value in reasoning if not isinstance(value, str)]:
-        raise DataError(f"{where}: its reasoning is {shown(not_text[0])}, which is not text.")
+        raise DataError(f"{where}: its reasoning must be text, not {shown(not_text[0])}.")
     if not isinstance(message.get("name") or "", str):
-        raise DataError(f"{where}: its `name` is {shown(message['name'])}, which is not text.")
+        raise DataError(f"{where}: its `name` must be text, not {shown(message['name'])}.")
     texts = [*_texts(message.get("content"), bool(calls), where), *_texts_of_calls(calls, where), *reasoning]
     _check_id(message.get("tool_call_id"), f"{where}: `tool_call_id`")
     if message.get("weight") not in (0, 1, None):
-        raise DataError(f"{where} has weight {shown(message['weight'])}, which is neither 0 nor 1.")
+        raise DataError(f"{where}: `weight` must be 0 or 1, not {shown(message['weight'])}.")
     if foreign := [flag for flag in FOREIGN_FLAGS if message.get(flag) is not None]:
         raise DataError(
             f'{where} has `{foreign[0]}`, which is not supported; write "weight": 0 for a message without loss.'
@@ -149,9 +149,9 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
 
 def _check_arguments(arguments: Any, what: str) -> None:
     if not isinstance(arguments, dict):
-        raise DataError(f"{what} are {shown(arguments)}, which is not an object.")
+        raise DataError(f"{what} must be an object, not {shown(arguments)}.")
     if (description := non_json_value(arguments)) is not None:
-        raise DataError(f"{what} hold {description}, which is not a JSON value.")
+        raise DataError(f"{what} contain {description}, which JSON cannot represent.")
 
 
 def non_json_value(value: Any, depth: int = 0) -> str | None:
@@ -233,7 +233,7 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise DataError(f"{where} has no `function` with a `name`.")
     if not isinstance(function.get("description") or "", str):
-        raise DataError(f"{where}: its `description` is {shown(function['description'])}, which is not text.")
+        raise DataError(f"{where}: its `description` must be text, not {shown(function['description'])}.")
     if not isinstance(function.get("parameters") or {}, dict) or non_json_value(function.get("parameters")) is not None:
         raise DataError(f"{where}: its `parameters` are {shown(function['parameters'])}, which is not a JSON schema.")
     parameters = function.get("parameters") or NO_PARAMETERS

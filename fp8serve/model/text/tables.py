@@ -5,7 +5,8 @@ of JSON and CSV hold one row at a time in memory.
 
 A few bytes of Parquet can encode any number of values: a million repetitions of a string, lists of a billion nulls, or
 a page that decompresses to two gigabytes. So only requested columns are decoded, ROWS_PER_BATCH rows at a time, and
-their decoding may allocate at most MEMORY_BYTES where the system supports such a limit. The size of decoded rows is
+decoding them may allocate at most MEMORY_BYTES in addition to the process's memory, if the system has
+such a limit. The size of decoded rows is
 estimated before they become Python objects. A value that Python cannot represent, such as a date in the year 30000,
 raises DataError with its row and column.
 """
@@ -25,19 +26,19 @@ from fp8serve.model.storage.memory import limited_memory
 
 MAX_INTEGER_DIGITS = 4300  # Python's own limit for conversion to int
 _WHITE_SPACE = re.compile(r"[ \t\r\n]+")
-# If the end of a piece of text cuts a number or `false`, this is an error until the next piece is read. So an error
-# this close to the end is not reported before more text was read.
+# A chunk of text may end inside a number or inside `false`. The reader reports an error that is this close to the end
+# of the text only after it has read the next chunk.
 MAX_LITERAL_CHARS = 12
 
 Row = Mapping[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
 ROWS_PER_BATCH = 64
-MEMORY_BYTES = 3 << 30  # what decoding a batch of Parquet rows may allocate
+MEMORY_BYTES = 3 << 30  # limit of the memory that decoding Parquet rows allocates
 BUFFER_BYTES = 1 << 20  # read at once from a Parquet column
 
 
 def _parse_int(digits: str) -> int | Decimal:
-    """Converts the digits of an integer to an int, or to a Decimal if they are too many for int(). A Decimal is valid
+    """Converts an integer to an int, or to a Decimal if it has too many digits for int(). A row may contain a Decimal
     only in a column that is ignored."""
     return int(digits) if len(digits) <= MAX_INTEGER_DIGITS else Decimal(digits)
 
@@ -191,8 +192,8 @@ def parquet_rows(path: Path, file_limit: int, row_limit: int, columns: Collectio
     """Yields (number from 1, row) for a Parquet file, without nulls.
 
     `file_limit` and `row_limit` are the maximum of bytes of all rows and of one row. `columns` names the columns to
-    read; None reads all. If the file has none of these columns, every row maps the name of each column of
-    the file to None, so that a message about the row can name the columns.
+    read; None reads all. If the file has none of these columns, every row maps each of the file's column names to None.
+    So the message about a row without the requested columns can list the columns that the file has.
 
     Raises DataError if the file is no Parquet file, exceeds a limit, has a value that Python cannot represent, or if
     pyarrow is not installed.

@@ -83,8 +83,8 @@ class WindowStream:
         return withheld
 
     def _shorten_window(self, text: str) -> None:
-        """Drops all but the last tokens of the window if they decode to the end of `text`. Otherwise the window
-        would grow with every token if a vocabulary only has empty tokens or parts of characters."""
+        """Drops all but the last tokens of the window if they decode to the end of `text`. Without this, the window
+        would grow with every token that is empty or only a part of a character."""
         last_tokens = self._window[-_SHORT_WINDOW:]
         suffix, withheld = self._tokenizer.decode(last_tokens, self._skip_special), len(text) - self._returned
         if text.endswith(suffix) and withheld <= len(suffix):

@@ -75,15 +75,17 @@ async def generate_texts(
     request: Request,
     state: ServerState,
     *,
+    field: str,
     choices: int = 1,
     truncate: int | None = None,
     echo: bool = False,
 ) -> Generation:
     """Starts the generation of `choices` outputs for each prompt. If `truncate` is given, only this many last tokens of
-    each prompt are used. `echo` says whether the response includes the prompts.
+    each prompt are used. `echo` says whether the response includes the prompts. `field` is the field of the request
+    that holds them.
     """
     with reserve(served, state, choices, len(prompts)) as reservation:
-        ids = await until_disconnect(request, state.parser.encode_prompts(served, prompts, truncate))
+        ids = await until_disconnect(request, state.parser.encode_prompts(served, prompts, field, truncate))
         return await admit(served, ids, params, choices, reservation, request, state, echo=echo)
 
 

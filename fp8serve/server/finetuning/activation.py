@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8serve.errors import Fp8ServeError
+from fp8serve.errors import Fp8ServeError, shown
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
@@ -65,7 +65,8 @@ class Activation:
         The activation is stored for the next start of the server. The base weights are not verified, because they serve
         if everything else fails; their engine only has to generate a token.
         """
-        return await self.model_loader.run_to_completion(self._activate(model, key, ratio))
+        change = self._activate(model, key, ratio)
+        return await self.model_loader.run_to_completion(change, f"activate {shown(key)} as the model {model.name}")
 
     async def _activate(self, model: ServedModel, key: str, ratio: float) -> tuple[ServedWeights, Verified | None]:
         model_key = self._model_key(model.name, model.base_source)
@@ -102,7 +103,9 @@ class Activation:
     ) -> tuple[ServedAdapter, Verified | None]:
         """Loads an adapter beside `model`. Raises the faults of `AdapterLoader.load`."""
         self._refuse_while_draining()
-        return await self.model_loader.run_to_completion(self.adapter_loader.load(model, source, verification))
+        change, key = self.adapter_loader.load(model, source, verification), shown(source.key)
+        purpose = f"load the adapter {source.name} (source {key}) beside the model {model.name}"
+        return await self.model_loader.run_to_completion(change, purpose)
 
     async def activate_adapter(
         self, model: ServedModel, job: Job, step: int | None, ratio: float

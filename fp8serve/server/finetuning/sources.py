@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import read_json
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault, safe_text
@@ -61,12 +61,12 @@ class WeightSources:
         """
         if key == BASE:
             return base_source
-        checkpoint = self.find_checkpoint(key)
-        return (
-            self.from_job(self.jobs.get(key), base_source)
-            if checkpoint is None
-            else self.from_checkpoint(*checkpoint, base_source)
-        )
+        if (checkpoint := self.find_checkpoint(key)) is not None:
+            return self.from_checkpoint(*checkpoint, base_source)
+        if (job := self._get_job(key)) is None:
+            hint = 'Sources are "base", ids of fine-tune jobs that succeeded, and checkpoints; GET /models lists them.'
+            raise Fault(Code.JOB_NOT_FOUND, f"There is no source {shown(key)}.", param="source", hint=hint)
+        return self.from_job(job, base_source)
 
     def has_name(self, name: str) -> bool:
         """Whether a job's result or checkpoint has this name."""

@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,11 @@ class Submissions:
         directory = self.runner.job_dir(f"validate-{new_job_id()}")
         try:
             config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
-            report = await self._report(config)
-            bad_lines = [{"line": bad["line"], "message": safe_text(bad["message"])} for bad in report["bad_lines"]]
+            report, names = await self._report(config), await asyncio.to_thread(self._upload_names, body, config)
+            bad_lines = [
+                {"line": bad["line"], "message": safe_text(_with_upload_names(bad["message"], names))}
+                for bad in report["bad_lines"]
+            ]
             memory = await asyncio.to_thread(self._memory, config, report)
             return report | {"bad_lines": bad_lines, "memory_bytes": memory}
         finally:
@@ -143,17 +146,26 @@ class Submissions:
 
     async def _check_data(self, body: FinetuneBody, config: TrainConfig, check_files: bool) -> None:
         """Raises Fault for the first row that cannot be used. Rows of `data` are tokenized, files only parsed."""
+        names = await asyncio.to_thread(self._upload_names, body, config)
         if body.data is not None:
             for bad in (await self._report(config))["bad_lines"]:
                 param = "validation_data" if bad["file"] in config.eval_data else "data"
-                raise Fault(Code.INVALID_PARAMETER, bad["message"], param=param)
+                raise Fault(Code.INVALID_PARAMETER, _with_upload_names(bad["message"], names), param=param)
         elif check_files:
-            await self._check_rows(config, config.data, "data")
+            await self._check_rows(config, config.data, "data", names)
         if check_files:
-            await self._check_rows(config, config.eval_data, "validation_data")
+            await self._check_rows(config, config.eval_data, "validation_data", names)
 
-    async def _check_rows(self, config: TrainConfig, files: Sequence[str], param: str) -> None:
-        """Parses the rows of `files`. Short files are parsed in a thread, compressed ones, which may expand, never."""
+    def _upload_names(self, body: FinetuneBody, config: TrainConfig) -> dict[str, str]:
+        """Maps the path of each uploaded file in the job's directory to the name with which it was uploaded."""
+        uploads = (config.data, body.file_id), (config.eval_data, body.validation_file_id)
+        return {path: self.store.file(file).filename for paths, file in uploads if file is not None for path in paths}
+
+    async def _check_rows(
+        self, config: TrainConfig, files: Sequence[str], param: str, names: Mapping[str, str]
+    ) -> None:
+        """Parses the rows of `files`. Short files are parsed in a thread, compressed ones, which may expand, never.
+        `names` are those of `_upload_names`."""
         try:
             if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT_BYTES:
                 await asyncio.to_thread(read_files, config, files)
@@ -161,7 +173,7 @@ class Submissions:
                 request = {"config": config.to_json(), "files": list(files)}
                 await self.parser.inspect_rows("check_rows", json.dumps(request).encode())
         except DataError as error:
-            raise Fault(Code.INVALID_PARAMETER, str(error), param=param) from None
+            raise Fault(Code.INVALID_PARAMETER, _with_upload_names(str(error), names), param=param) from None
 
     async def _report(self, config: TrainConfig) -> dict[str, Any]:
         """Returns the trainer's ValidationReport as plain data. It contains paths on the server's disk."""
@@ -187,6 +199,13 @@ class Submissions:
             training_file=body.file_id, validation_file=body.validation_file_id, metadata=body.metadata,
         )  # fmt: skip
         return self.store.create(new, job_id, self.settings.limits.jobs_queued, key, digest)
+
+
+def _with_upload_names(message: str, names: Mapping[str, str]) -> str:
+    """Replaces the paths of uploaded files in a message by their names."""
+    for path, name in names.items():
+        message = message.replace(path, name)
+    return message
 
 
 @dataclass(frozen=True)

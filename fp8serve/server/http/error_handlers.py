@@ -153,8 +153,6 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
         matches = get_close_matches(field, fields, 1)
         hint = f"Did you mean {matches[0]}?" if matches else None
         return Fault(Code.UNKNOWN_PARAMETER, f"{field} is not a field of this request.", param=field, hint=hint)
-    if kind == "missing":
-        return Fault(Code.INVALID_PARAMETER, f"{field} is missing.", param=field)
     if kind == "unsupported_parameter":
         name = ".".join(filter(None, (field, error["ctx"]["name"])))
         hint = error["ctx"].get("instead") or None

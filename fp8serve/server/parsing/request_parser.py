@@ -43,29 +43,31 @@ class RequestParser:
         self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
 
     async def encode_prompts(
-        self, served: ServedWeights, prompts: Sequence[Prompt], max_tokens: int | None = None
+        self, served: ServedWeights, prompts: Sequence[Prompt], field: str, max_tokens: int | None = None
     ) -> list[Ids]:
         """Returns the token ids of each prompt, truncated to the last `max_tokens`. Raises Fault for an empty or too
-        long prompt."""
+        long prompt. `field` is the name that the request has for the prompts."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if max_tokens is None else ():
-            check_fit(served, served.tokenizer.min_token_count(text), "at least ")
-        encoded = iter(await self._encode(served, texts, max_tokens) if texts else [])
+            check_fit(served, served.tokenizer.min_token_count(text), field, "at least ")
+        encoded = iter(await self._encode(served, texts, field, max_tokens) if texts else [])
         all_ids = [next(encoded) if isinstance(prompt, str) else _last(prompt, max_tokens) for prompt in prompts]
         for ids in all_ids:
-            check_fit(served, len(ids))
+            check_fit(served, len(ids), field)
         return [tuple(ids) for ids in all_ids]
 
-    async def encode_texts(self, served: ServedWeights, requests: Sequence[TextRequest]) -> list[EncodedText]:
+    async def encode_texts(
+        self, served: ServedWeights, requests: Sequence[TextRequest], field: str
+    ) -> list[EncodedText]:
         """Returns the token ids of each text or pair, and for each id the index of its text in the pair.
 
         All requests must have the same `prompt_parts` and `prefix`. Raises Fault if a text is too long or has no
-        tokens.
+        tokens. `field` is the name that the body has for the texts.
         """
         texts = [text or "" for request in requests for text in (request.first, request.second)]
         for request in requests:
             lower_bound = sum(map(served.tokenizer.min_token_count, (request.first, request.second or "")))
-            check_fit(served, 0 if request.is_truncated else lower_bound, "at least ")
+            check_fit(served, 0 if request.is_truncated else lower_bound, field, "at least ")
         pieces = [text.encode() for text in texts]
         head = {
             "op": "pairs",
@@ -76,13 +78,16 @@ class RequestParser:
         }
         pairs = (await self._run(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in pairs:
-            check_fit(served, len(ids))
+            check_fit(served, len(ids), field)
         return [(ids, segments) for ids, segments in pairs]
 
-    async def _encode(self, served: ServedWeights, texts: list[str], max_tokens: int | None) -> list[list[int]]:
+    async def _encode(
+        self, served: ServedWeights, texts: list[str], field: str, max_tokens: int | None
+    ) -> list[list[int]]:
         pieces = [text.encode() for text in texts]
         head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": max_tokens}
-        return await self._ids(served, head, b"".join(pieces))
+        answer, _ = await self._run(served, head, b"".join(pieces))
+        return _checked_ids(served, answer["prompts"], field)
 
     async def encode_conversation(
         self, served: ServedWeights, messages: list[Message], variables: dict[str, Any], ending: Ending
@@ -93,7 +98,7 @@ class RequestParser:
         """
         head = {"op": "chat", "ending": ending, "variables": variables, "keep": None}
         answer, _ = await self._run(served, head, messages_json(messages))
-        return tuple(_checked_ids(served, answer["prompts"])[0]), answer["end"]
+        return tuple(_checked_ids(served, answer["prompts"], "messages")[0]), answer["end"]
 
     async def render_echoes(self, served: ServedWeights, prompts: Sequence[Ids], skip_special: bool) -> list[Echo]:
         """Returns the texts of prompts, with or without special tokens."""
@@ -123,10 +128,6 @@ class RequestParser:
             self._valid_grammars[text] = None
             if len(self._valid_grammars) > MAX_CHECKED_GRAMMARS:
                 self._valid_grammars.pop(next(iter(self._valid_grammars)))
-
-    async def _ids(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> list[list[int]]:
-        answer, _ = await self._run(served, head, body)
-        return _checked_ids(served, answer["prompts"])
 
     async def render(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> bytes:
         """Runs a job for a model's tokenizer and returns the JSON that the parser process answers with."""
@@ -183,8 +184,8 @@ class RequestParser:
         await self.pool.close()
 
 
-def check_fit(served: ServedWeights, tokens: int, qualifier: str = "") -> None:
-    """Raises Fault if a prompt has no tokens or more than the context.
+def check_fit(served: ServedWeights, tokens: int, field: str, qualifier: str = "") -> None:
+    """Raises Fault if the prompt in `field` of a request has no tokens or more than the context.
 
     `qualifier` is "at least " if `tokens` is a lower bound of the prompt's tokens.
     """
@@ -192,7 +193,7 @@ def check_fit(served: ServedWeights, tokens: int, qualifier: str = "") -> None:
     if tokens > context:
         raise too_long(tokens, context, qualifier)
     if tokens == 0 and not qualifier:
-        raise Fault(Code.INVALID_PARAMETER, "The prompt has no tokens.", param="inputs")
+        raise Fault(Code.INVALID_PARAMETER, "The prompt has no tokens.", param=field)
 
 
 def messages_json(messages: list[Message]) -> bytes:
@@ -200,10 +201,10 @@ def messages_json(messages: list[Message]) -> bytes:
     return json.dumps(plain_messages(messages), ensure_ascii=False).encode()
 
 
-def _checked_ids(served: ServedWeights, prompts: list[dict[str, Any]]) -> list[list[int]]:
-    """Returns the token ids of prompts that a parser process tokenized. Raises Fault if a prompt is too long."""
+def _checked_ids(served: ServedWeights, prompts: list[dict[str, Any]], field: str) -> list[list[int]]:
+    """Returns the token ids of prompts that a parser process tokenized. Raises Fault as `check_fit` does."""
     for prompt in prompts:
-        check_fit(served, prompt["count"], "" if prompt["exact"] else "at least ")
+        check_fit(served, prompt["count"], field, "" if prompt["exact"] else "at least ")
     return [prompt["ids"] for prompt in prompts]
 
 

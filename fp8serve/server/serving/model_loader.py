@@ -53,7 +53,8 @@ class ModelLoader:
         files, and all numbers in them are checked for NaN and infinity. Raises Fault 409 if the name is in use or no
         source can be served.
         """
-        return await self.run_to_completion(self._load(name, base_source, sources, keep_failed))
+        change = self._load(name, base_source, sources, keep_failed)
+        return await self.run_to_completion(change, f"load the model {name}")
 
     async def unload(self, name: str, seconds: float) -> None:
         """Unloads a model; requests in flight are aborted after `seconds`. Does nothing if it is unloaded already.
@@ -62,7 +63,7 @@ class ModelLoader:
         """
         if name not in self.known_sources:
             self._refuse_unload(name)
-        await self.run_to_completion(self._unload(name, seconds))
+        await self.run_to_completion(self._unload(name, seconds), f"unload the model {name}")
 
     async def close(self) -> None:
         """Cancels all changes and closes every engine."""
@@ -78,10 +79,10 @@ class ModelLoader:
         for task in self._changes:
             task.cancel()
 
-    async def run_to_completion(self, change: Coroutine[Any, Any, T]) -> T:
+    async def run_to_completion(self, change: Coroutine[Any, Any, T], purpose: str) -> T:
         """Returns the result of `change`, which continues if the caller is cancelled. Raises Fault 503 if
-        `cancel_changes` cancelled it."""
-        task = asyncio.create_task(change)
+        `cancel_changes` cancelled it. `purpose`, such as "unload the model llama", is for the log."""
+        task = asyncio.create_task(change, name=purpose)
         self._changes.add(task)
         task.add_done_callback(self._finish_change)
         try:
@@ -94,7 +95,7 @@ class ModelLoader:
     def _finish_change(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:  # the client may have disconnected
-            log.warning("a model could not be loaded, unloaded or activated: %s", error)
+            log.warning("failed to %s: %s", task.get_name(), error)
 
     async def _load(
         self, name: str, base_source: WeightSource, sources: Sequence[WeightSource], keep_failed: bool

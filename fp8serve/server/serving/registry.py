@@ -89,7 +89,7 @@ class Registry:
     async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
         """Waits while the model that `resolve` would choose exchanges its weights. The choice may be another one
         afterwards."""
-        while (chosen := self._choose(model, tasks)) is not None and chosen.holds_requests:
+        while (chosen := self._choose(model, tasks)) is not None and not chosen.released.is_set():
             await chosen.released.wait()
 
     def _choose(self, model: str | None, tasks: Sequence[Task]) -> ServedModel | None:

@@ -130,11 +130,6 @@ class ServedModel:
             raise Fault(Code.ENGINE_DOWN, f"The model could not be loaded: {self.problem}", retry_after=60)
         raise Fault(Code.ENGINE_DOWN, "The engine process is restarting.", retry_after=2)
 
-    @property
-    def holds_requests(self) -> bool:
-        """Whether new requests wait until `released` is set, because weights are being exchanged."""
-        return not self.released.is_set()
-
     def _refuse_if_unloading(self) -> None:
         if self.state in ("unloading", "closed"):
             raise Fault(Code.MODEL_NOT_FOUND, "The model is being unloaded.", param="model")

@@ -89,6 +89,24 @@ async def test_nonsense_is_named(start: Start, change: dict[str, Any], param: st
             assert found.startswith(param or ""), found
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/completions", {"model": "tiny", "prompt": ""}, "prompt"),
+        ("/v1/completions", {"model": "tiny", "prompt": ["a", ""]}, "prompt"),
+    ],
+)
+async def test_an_empty_prompt_is_reported_by_the_field_of_the_route(
+    route: str, body: dict[str, Any], param: str, start: Start
+) -> None:
+    async with start() as server:
+        answer = await server.client.post(route, json=body)
+        assert answer.status_code in (400, 422), answer.text
+        error = answer.json()["error"] if route.startswith("/v1") else answer.json()
+        assert error["param"] == param
+        assert "The prompt has no tokens." in answer.text
+
+
 async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: Start) -> None:
     """Held back or not, streamed or not; without it the tokens of a stop string are no part of the answer."""
     async with start() as server:

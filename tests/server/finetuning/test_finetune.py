@@ -75,6 +75,27 @@ async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
         assert "give lora_rank, too" in refused.text
 
 
+async def test_unknown_lora_targets_are_refused_with_the_possible_ones(start: Start) -> None:
+    async with start() as server:
+        adapter = {"lora_rank": 8, "lora_targets": ["q_proj", "nonsense"]}
+        stored = await server.client.post(
+            "/v1/files", files={"file": ("a.jsonl", b'{"text": "x"}\n')}, data={"purpose": "fine-tune"}
+        )
+        openai_body = {"model": "tiny", "training_file": stored.json()["id"], **adapter}
+        for route, body in (
+            ("/finetune", {"data": [{"text": "a"}], **adapter}),
+            ("/finetune/validate", {"data": [{"text": "a"}], **adapter}),
+            ("/v1/fine_tuning/jobs", openai_body),
+        ):
+            answer = await server.client.post(route, json=body)
+            assert answer.status_code in (400, 422), answer.text
+            error = answer.json()["error"] if route.startswith("/v1") else answer.json()
+            assert error["param"] == "lora_targets"
+            for name in ("'nonsense'", "q_proj, k_proj, v_proj, o_proj", "down_proj"):
+                assert name in answer.text
+        assert list(server.state.runner.root.iterdir()) == []
+
+
 async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +379,12 @@ async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(s
         stored = (await server.client.post("/v1/files", **form)).json()["id"]
         answer = await server.client.post("/finetune", json={"file_id": stored})
         assert (answer.status_code, answer.json()["param"]) == (422, "data")
-        assert "data.jsonl:2" in answer.json()["error"]
+        assert answer.json()["error"].startswith("a.jsonl:2: `text`")
+        report = (await server.client.post("/finetune/validate", json={"file_id": stored})).json()
+        assert [bad["message"].partition(": ")[0] for bad in report["bad_lines"]] == ["a.jsonl:2"]
+        beside = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": stored})
+        assert (beside.status_code, beside.json()["param"]) == (422, "validation_data")
+        assert beside.json()["error"].startswith("a.jsonl:2: `text`")
         taken = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": stored})
         assert taken.status_code == 200
 

@@ -151,7 +151,7 @@ async def test_requests_in_flight_end_with_the_old_weights_and_new_ones_wait(sta
         running = asyncio.create_task(server.client.post("/generate", json=ask))
         await eventually(lambda: engine.running)
         activation = asyncio.create_task(activate(server, job))
-        await eventually(lambda: model.holds_requests, "the drain")
+        await eventually(lambda: not model.released.is_set(), "the drain")
         waiting = asyncio.create_task(server.client.post("/generate", json={"inputs": "x"}))
         activated = (await activation).json()
         assert (await running).json()["weight_version"] == activated["previous"]["weight_version"]

@@ -64,6 +64,28 @@ async def test_weights_with_nan_are_not_even_loaded(start: Start) -> None:
         assert "is not a complete safetensors file" in await refused(server, job, max_perplexity_ratio=1e9)
 
 
+async def test_an_activation_that_fails_is_logged_with_the_job_and_the_model(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start() as server:
+        job = await trained(server)
+        (result_of(server, job) / "m.safetensors").write_bytes(b"garbage that is no file of weights")
+        await refused(server, job)
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        name = server.state.models.default.name
+        assert [text for text in warnings if text.startswith(f"failed to activate '{job}' as the model {name}: ")]
+
+
+async def test_an_unknown_source_of_an_activation_is_named(start: Start) -> None:
+    async with start() as server:
+        name = server.state.models.default.name
+        for source in ("ftjob-of-nobody", "ftjob-of-nobody:ckpt-step-3"):
+            answer = await server.client.post(f"/models/{name}/activate", json={"source": source})
+            assert (answer.status_code, answer.json()["param"]) == (404, "source"), answer.text
+            assert f"There is no source '{source}'." in answer.json()["error"]
+            assert "GET /models lists them" in answer.json()["hint"]
+
+
 async def test_weights_that_know_the_rows_much_worse_are_refused_unless_told_otherwise(start: Start) -> None:
     async with start() as server:
         job = await trained(server)

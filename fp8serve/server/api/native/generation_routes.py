@@ -273,8 +273,9 @@ async def _generate(
     """Returns the response, and sets the headers that text-generation-inference's dashboards read."""
     served = await resolve_model(body, state)
     params = to_sampling_params(body.parameters)
-    prompt = body.inputs or "" if body.input_ids is None else body.input_ids
-    generation = await generate_texts(served, [prompt], params, request, state, truncate=body.parameters.truncate)
+    field, prompt = ("inputs", body.inputs or "") if body.input_ids is None else ("input_ids", body.input_ids)
+    truncate = body.parameters.truncate
+    generation = await generate_texts(served, [prompt], params, request, state, field=field, truncate=truncate)
     started = time.perf_counter()
     renderer = NativeRenderer(body, generation, request.scope["request_id"])
     result = await respond(renderer, request, state, stream)

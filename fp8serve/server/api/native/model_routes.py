@@ -154,9 +154,9 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsR
     seconds = state.settings.drain_seconds if body.seconds is None else body.seconds
     previous = served_view(model.current)
     verification = await _verification_on_texts(state, model, body)
-    served, verified = await state.model_loader.run_to_completion(
-        model.replace_weights(directory, seconds, verification)
-    )
+    change = model.replace_weights(directory, seconds, verification)
+    purpose = f"replace the weights of the model {model.name} by {body.path}"
+    served, verified = await state.model_loader.run_to_completion(change, purpose)
     return ReplaceWeightsResponse(
         model=model.name,
         served=served_view(served),
@@ -174,7 +174,7 @@ async def _verification_on_texts(state: ServerState, model: ServedModel, body: W
     served = model.resolve()
     if not served.engine.limits.generates:
         raise Fault(Code.INVALID_PARAMETER, "The model generates no text, so it has no perplexity.", param="texts")
-    prompts = await state.parser.encode_prompts(served, body.texts)
+    prompts = await state.parser.encode_prompts(served, body.texts, "texts")
     too_long = next((n for n, ids in enumerate(prompts) if len(ids) >= served.engine.limits.max_model_len), None)
     if too_long is not None:
         raise Fault(Code.INVALID_PARAMETER, f"Text {too_long + 1} fills the whole context.", param="texts")

@@ -279,6 +279,13 @@ async def completions(body: CompletionBody, request: Request, state: StateDep) -
     served = await resolve_model(body, state)
     params = body.params(SamplingParams().max_new_tokens if body.max_tokens is None else body.max_tokens)
     generation = await generate_texts(
-        served, body.prompts(), params, request, state, choices=body.num_candidates, echo=bool(body.echo)
+        served,
+        body.prompts(),
+        params,
+        request,
+        state,
+        field="prompt",
+        choices=body.num_candidates,
+        echo=bool(body.echo),
     )
     return await respond(TextRenderer(body, generation), request, state, body.stream)

@@ -252,7 +252,7 @@ async def _embed(
     state.parser.size_limits(served.engine.limits.max_model_len).check(body)
     prompt, limit = options.prompt(served, texts), max_tokens_read(body, served, is_pair=False)
     with served.lease(), served.admission.reserve(1) as reservation:
-        token_ids = await _tokenize(texts, prompt, limit, options, served, request, state)
+        token_ids = await _tokenize(texts, body.TEXTS_FIELD, prompt, limit, options, served, request, state)
         tokens, tenant_request = [len(ids) for ids in token_ids], request.scope["tenant_request"]
         embed = partial(served.engine.embed, token_ids, options.dimensions)
         vectors = await until_disconnect(request, run_encoder(embed, tokens, reservation, tenant_request))
@@ -261,6 +261,7 @@ async def _embed(
 
 async def _tokenize(
     texts: Sequence[Prompt],
+    field: str,
     prompt: str,
     limit: int | None,
     options: _TextOptions,
@@ -276,11 +277,12 @@ async def _tokenize(
         for i, text in enumerate(texts)
         if isinstance(text, str)
     ]
-    tokenized = iter(await until_disconnect(request, state.parser.encode_texts(served, requests)) if requests else [])
+    encoded = await until_disconnect(request, state.parser.encode_texts(served, requests, field)) if requests else []
+    tokenized = iter(encoded)
     rows = [next(tokenized)[0] if isinstance(text, str) else text for text in texts]
     rows = [served.tokenizer.truncate_ids(ids, limit) if limit else ids for ids in rows]
     for ids in rows:
-        check_fit(served, len(ids))
+        check_fit(served, len(ids), field)
     return rows
 
 
@@ -338,7 +340,7 @@ async def _classify(
     """Returns the scores of all labels for each text or pair of texts, and the number of tokens."""
     state.parser.size_limits(served.engine.limits.max_model_len).check(body)
     with served.lease(), served.admission.reserve(1) as reservation:
-        encoded = await until_disconnect(request, state.parser.encode_texts(served, texts))
+        encoded = await until_disconnect(request, state.parser.encode_texts(served, texts, body.TEXTS_FIELD))
         token_ids, segments = [ids for ids, _ in encoded], [segment for _, segment in encoded]
         tokens, classify = [len(ids) for ids in token_ids], partial(served.engine.classify, token_ids, segments)
         scores = await until_disconnect(
