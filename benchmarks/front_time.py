@@ -48,6 +48,7 @@ def run_engine(arguments: list[str], step_seconds: float) -> int:
     from fp8serve.engine import worker
     from fp8serve.engine.output import RequestOutput, Timing
     from fp8serve.engine.request import EngineLimits, Request
+    from fp8serve.processes import Phases
 
     class PacedEngine:
         """Sends " word" to every running request in each step."""
@@ -55,7 +56,7 @@ def run_engine(arguments: list[str], step_seconds: float) -> int:
         def __init__(self, model_dir: Path, **options: Any) -> None:
             self.limits = EngineLimits(max_model_len=1 << 16, num_blocks=1 << 20, block_size=16, vocab_size=257)
             self.running: dict[str, tuple[Request, int]] = {}
-            self.next_step = 0.0
+            self.phases, self.next_step = Phases(), 0.0
 
         def add_request(self, request: Request, arrived: float) -> None:
             self.running[request.request_id] = (request, 0)
@@ -187,8 +188,10 @@ async def measure(work: Coroutine[Any, Any, Any], pids: list[int]) -> tuple[Any,
     return result, used, time.perf_counter() - began
 
 
-async def ready(port: int, route: str) -> None:
+async def ready(port: int, route: str, server: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(600):
+        if server.poll() is not None:
+            raise SystemExit(f"The server has ended with exit status {server.returncode}:\n{log.read_text()[-1000:]}")
         try:
             if (await stream(port, route, 3))[0] > 2:
                 return
@@ -198,12 +201,12 @@ async def ready(port: int, route: str) -> None:
     raise SystemExit("The server is not ready after a minute.")
 
 
-async def timings(port: int, pid: int, options: argparse.Namespace) -> dict[str, Any]:
-    await ready(port, options.route)
-    engine = child(pid, "--engine")
+async def timings(port: int, server: subprocess.Popen[bytes], log: Path, options: argparse.Namespace) -> dict[str, Any]:
+    await ready(port, options.route, server, log)
+    pid, engine = server.pid, child(server.pid, "--engine")
     await asyncio.gather(*(stream(port, options.route, 10) for _ in range(options.clients)))
     streams = asyncio.gather(*(stream(port, options.route, options.tokens) for _ in range(options.streams)))
-    counts, (server, engine_time), seconds = await measure(_result(streams), [pid, engine])
+    counts, (server_time, engine_time), seconds = await measure(_result(streams), [pid, engine])
     events, tokens = sum(events for events, _ in counts), options.streams * options.tokens
     each = options.requests // options.clients
     short = asyncio.gather(*(stream(port, options.route, 1, each) for _ in range(options.clients)))
@@ -213,9 +216,9 @@ async def timings(port: int, pid: int, options: argparse.Namespace) -> dict[str,
         "streams": options.streams,
         "events": events,
         "tokens": tokens,
-        "event_us": round(server.total / events * 1e6, 1),
-        "event_user_us": round(server.user / events * 1e6, 1),
-        "token_us": round(server.total / tokens * 1e6, 1),
+        "event_us": round(server_time.total / events * 1e6, 1),
+        "event_user_us": round(server_time.user / events * 1e6, 1),
+        "token_us": round(server_time.total / tokens * 1e6, 1),
         "tokens_per_second": round(tokens / seconds),
         "engine_us_a_token": round(engine_time.total / tokens * 1e6, 1),
         "request_ms": round(request_time.total / (each * options.clients) * 1e3, 2),
@@ -239,7 +242,8 @@ def main() -> None:
     parsed = parser.parse_args()
     from tests.server.fakes import model_dir
 
-    with tempfile.TemporaryDirectory() as directory, open_listener() as listener:
+    with tempfile.TemporaryDirectory() as directory:
+        listener, log = open_listener(), Path(directory) / "log"
         options = {
             "model": str(model_dir(Path(directory) / "model")),
             "data": str(Path(directory) / "data"),
@@ -249,10 +253,12 @@ def main() -> None:
             "profile": parsed.profile,
         }
         command = [sys.executable, "-m", "benchmarks.front_time", "--server", json.dumps(options)]
-        output = None if parsed.profile else subprocess.DEVNULL
-        server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=subprocess.DEVNULL)
+        port, output = listener.getsockname()[1], None if parsed.profile else subprocess.DEVNULL
+        with log.open("w") as errors:
+            server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=errors)
+        listener.close()  # a server that ends lets nobody wait in its queue
         try:
-            print(json.dumps(asyncio.run(timings(listener.getsockname()[1], server.pid, parsed)), indent=1), flush=True)
+            print(json.dumps(asyncio.run(timings(port, server, log, parsed)), indent=1), flush=True)
         finally:
             server.terminate()
             server.wait()
