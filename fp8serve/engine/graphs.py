@@ -32,27 +32,19 @@ again and the step is repeated, which overwrites the same slots of the cache.
 import itertools
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8serve.engine.defaults import graph_sizes
 from fp8serve.engine.flights import PinnedBuffer
 from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.step import IntArray, Queries, StepTensors, to_device
-from fp8serve.fp8.change_tracking import (
-    MODULE_DICTIONARIES,
-    TrackedDict,
-    TrackedTensor,
-    stop_tracking,
-    track_dictionary,
-    track_tensor,
-)
 
 
 class Capture(Protocol):
@@ -98,53 +90,6 @@ class GraphReport:
             return f"off: {self.reason}"
         prompts = f"; prompts of up to {self.prompt_sizes[-1]} tokens" if self.prompt_sizes else ""
         return f"batches of {', '.join(map(str, self.sizes))}{prompts}"
-
-
-class CapturedModel:
-    """The modules, tensors and hooks of a model at the time of a capture. While this object exists, the memory of the
-    tensors is not freed.
-
-    They are compared only after a listener was notified of a change (fp8/change_tracking.py). What cannot notify is
-    compared at every call: the addresses of parameters, which a served model has few of, and the hooks that a module
-    has already.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._changed: set[int] = set()
-        self._listener = listener = self._changed, 0
-        for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES):
-            track_dictionary(module, name, listener)
-        tables = [module.__dict__[name] for module, name in itertools.product(model.modules(), MODULE_DICTIONARIES)]
-        values = [value for table in tables for value in table.values()]
-        tensors = {id(value): value for value in values if isinstance(value, Tensor)}.values()
-        for tensor in tensors:
-            track_tensor(tensor, listener)
-        self._tables = [(table, dict(table)) for table in tables]
-        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
-        self._silent_tables = [pair for pair in self._tables if not isinstance(pair[0], TrackedDict)]
-        self._silent_addresses = [pair for pair in self._addresses if not isinstance(pair[0], TrackedTensor)]
-        self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
-
-    def is_current(self) -> bool:
-        """Returns whether the model still consists of the same modules, tensors and hooks."""
-        if not self._changed:
-            return _are_same(self._silent_tables, self._silent_addresses)
-        if _are_same(self._tables, self._addresses):
-            self._changed.clear()
-            return True
-        for tracked, _ in (*self._tables, *self._addresses):
-            stop_tracking(tracked, self._listener)  # an outdated capture stays outdated
-        return False
-
-
-def _are_same(
-    tables: Sequence[tuple[Mapping[Any, Any], Mapping[Any, Any]]], addresses: Sequence[tuple[Tensor, int]]
-) -> bool:
-    """Returns whether each table has the entries beside it, and each tensor the address."""
-    for table, entries in tables:
-        if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
-            return False
-    return all(tensor.data_ptr() == address for tensor, address in addresses)
 
 
 @dataclass(slots=True)

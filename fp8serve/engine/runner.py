@@ -23,7 +23,6 @@ from fp8serve.engine.defaults import prompt_sizes
 from fp8serve.engine.graphs import (
     Buffers,
     Capture,
-    CapturedModel,
     CudaCapture,
     DecodeRows,
     GraphedDecode,
@@ -38,6 +37,7 @@ from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
+from fp8serve.fp8.change_tracking import CapturedModel
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.served_adapters import NO_ADAPTER

@@ -10,8 +10,9 @@ Writing to a tensor's elements is no change. Two things are not noticed: a stora
 (`module.__dict__["_buffers"] = ...`). torch does neither to a module that is not sharded.
 """
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -21,7 +22,7 @@ from fp8serve.fp8.torch_private import plain_torch_function
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"  # attributes of nn.Module
 _TRACKED_DICTIONARIES = "_buffers", *_HOOKS
-MODULE_DICTIONARIES = "_modules", "_parameters", *_TRACKED_DICTIONARIES
+_MODULE_DICTIONARIES = "_modules", "_parameters", *_TRACKED_DICTIONARIES
 
 Listener = tuple[set[int], int]
 """A set and a number that is added to the set on a change."""
@@ -141,3 +142,50 @@ def stop_tracking(tracked: Any, listener: Listener) -> None:
     if isinstance(tracked, TrackedDict | TrackedTensor):
         rest = [other for other in tracked.listeners if not _is_same(listener, other)]
         object.__setattr__(tracked, "listeners", rest)
+
+
+class CapturedModel:
+    """The modules, tensors and hooks of a model at the time of a capture. While this object exists, the memory of the
+    tensors is not freed.
+
+    They are compared only after a listener was notified of a change (fp8/change_tracking.py). What cannot notify is
+    compared at every call: the addresses of parameters, which a served model has few of, and the hooks that a module
+    has already.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed: set[int] = set()
+        self._listener = listener = self._changed, 0
+        for module, name in itertools.product(model.modules(), _MODULE_DICTIONARIES):
+            track_dictionary(module, name, listener)
+        tables = [module.__dict__[name] for module, name in itertools.product(model.modules(), _MODULE_DICTIONARIES)]
+        values = [value for table in tables for value in table.values()]
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}.values()
+        for tensor in tensors:
+            track_tensor(tensor, listener)
+        self._tables = [(table, dict(table)) for table in tables]
+        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._silent_tables = [pair for pair in self._tables if not isinstance(pair[0], TrackedDict)]
+        self._silent_addresses = [pair for pair in self._addresses if not isinstance(pair[0], TrackedTensor)]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]  # references that keep the memory allocated
+
+    def is_current(self) -> bool:
+        """Returns whether the model still consists of the same modules, tensors and hooks."""
+        if not self._changed:
+            return _are_same(self._silent_tables, self._silent_addresses)
+        if _are_same(self._tables, self._addresses):
+            self._changed.clear()
+            return True
+        for tracked, _ in (*self._tables, *self._addresses):
+            stop_tracking(tracked, self._listener)  # an outdated capture stays outdated
+        return False
+
+
+def _are_same(
+    tables: Sequence[tuple[Mapping[Any, Any], Mapping[Any, Any]]], addresses: Sequence[tuple[Tensor, int]]
+) -> bool:
+    """Returns whether each table has the entries beside it, and each tensor the address."""
+    for table, entries in tables:
+        if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
+            return False
+    return all(tensor.data_ptr() == address for tensor, address in addresses)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from fp8serve.engine.defaults import prompt_sizes
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.graphs import CapturedModel
+from fp8serve.fp8.change_tracking import CapturedModel
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 
