@@ -16,8 +16,8 @@ number of rows another kernel may compute a product, as in a batch of that size.
 Padding. A decoding step is padded with copies of its first sequence. A step with prompts is padded with tokens of one
 more sequence, which is as long as they are. Neither writes keys and values (slot -1), and FP8 layers exclude the rows
 after the live ones from their statistics (`live_rows`). After its attention, the last layer computes only the sampled
-rows, of which there are as many as sequences; the number of live ones differs there. A model with experts replays no
-prompts, because its experts have no such number of their own rows.
+rows, of which there are as many as sequences; the number of live ones differs there. Models with experts and those
+that transformers runs replay no prompts, because their layers have no such numbers.
 
 Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. There are two pinned
 buffers, because a step may be prepared while the copy of the previous one is still queued. Block tables stay on the
@@ -146,7 +146,9 @@ class StepLayout(NamedTuple):
         """Returns the inputs in `buffer`, uint8 [nbytes] or longer."""
         tokens, seqs = self
         _, columns, rows = buffer[: 8 * self.num_int64].view(torch.long).split_with_sizes((2, 4 * tokens, 3 * seqs))
-        starts, lengths = buffer[8 * self.num_int64 : self.nbytes].view(torch.int32).split((seqs + 1, 2 * seqs))
+        starts, lengths = (
+            buffer[8 * self.num_int64 : self.nbytes].view(torch.int32).split_with_sizes((seqs + 1, 2 * seqs))
+        )
         return StepInputs(columns.view(4, tokens), rows.view(3, seqs), starts, lengths.view(2, seqs))
 
 

@@ -43,6 +43,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.served_adapters import NO_ADAPTER
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
+from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import mixtures
 from fp8serve.model.network.rotary import Heads, Rotation
 
@@ -200,14 +201,12 @@ class Runner:
         sizes = prompt_sizes(max_batch_tokens, max_num_seqs, max_model_len) if max_batch_tokens else []
         width, largest = -(-max_model_len // self.block_size), max(sizes, default=0)
         buffers = Buffers(max_num_seqs, largest, width, self.block_size, self.device)
-        prompts = None
-        if sizes and not mixtures(self.model):
-            last = self.model.model.layers[-1]
-            sampled = [last.self_attn.o_proj, *last._modules[last.mlp_name].modules()]
-            live_rows = dict.fromkeys(self._frozen(), buffers.live_rows)
-            with self._without_padding_statistics(live_rows | dict.fromkeys(sampled, buffers.live_samples)):
+        prompts, live_rows = None, dict[nn.Module, Tensor].fromkeys(self._frozen(), buffers.live_rows)
+        if sizes and isinstance(self.model, Decoder) and not mixtures(self.model):
+            live_samples = dict.fromkeys(self.model.modules_of_output_rows(), buffers.live_samples)
+            with self._without_padding_statistics(live_rows | live_samples):
                 prompts = GraphedPrompts(self._run_model, capture, buffers, sizes)
-        with self._without_padding_statistics(dict.fromkeys(self._frozen(), buffers.live_rows)):
+        with self._without_padding_statistics(live_rows):
             self.graphs = GraphedDecode(self._compute, capture, buffers)
         self.graphed_prompts, self._buffers, self._captured_model = prompts, buffers, CapturedModel(self.model)
         if self._samples is not None:

@@ -322,6 +322,11 @@ class Decoder(nn.Module):
         """The layers, in order. `part(x, position, attend)` runs one, after `embed` and before `apply_final_norm`."""
         return list(self.model.layers)
 
+    def modules_of_output_rows(self) -> list[nn.Module]:
+        """Returns the modules that compute only the output rows: those after the attention of the last layer."""
+        layer = cast(Layer, self.model.layers[-1])
+        return [layer.self_attn.o_proj, *layer.get_submodule(layer.mlp_name).modules()]
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Returns the input of the first layer, [T, hidden], for token_ids [T]."""
         return self.model.embed(token_ids)
