@@ -24,8 +24,8 @@ COMMAND_LINE, COMMANDS = "fp8serve.cli", "fp8serve.commands"
 _FROM = re.compile(r"^[ \t]*from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)", re.MULTILINE)
 _DOTTED = re.compile(rf"\b(?:{'|'.join(sorted({name.split('.')[0] for name in FOLDERS.values()}))})(?:\.\w+)*")
 _SIBLING = re.compile(r'__file__\)\.with_name\("(\w+)\.py"\)')
-# Not the place of a warning, a child's directory, or a sibling.
-_OWN_PATH = re.compile(r'(?<!== )(?<!cwd=Path\()\b__file__(?!\)\.with_name\("\w+\.py"\))')
+# Not the place of a warning, the directory of a process, or a sibling.
+_OWN_PATH = re.compile(r'(?<!== )(?<!cwd=Path\()(?<!chdir\(Path\()\b__file__(?!\)\.with_name\("\w+\.py"\))')
 _TABLE = re.compile(r'^ +"(\w+)": "?([\w.]+)"?', re.MULTILINE)
 _COMMAND = re.compile(r'"([a-z]+)": (\w+)(?:\.app)?[,}]')
 
