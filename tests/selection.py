@@ -242,9 +242,14 @@ def unreached_files(changed: Sequence[str], modules: Modules) -> set[Path]:
 
 
 def outside_sample(items: Sequence[pytest.Item], families: Iterable[str]) -> list[pytest.Item]:
-    """The items of these families without their samples, which are marked `smoke`."""
+    """The items of these families without their samples, which are marked `smoke` and need no emulated GPU: it takes
+    90 seconds of a core to compile."""
     folders = tuple(str(ROOT / path) for name in families for path in FAMILIES[name].tests)
-    return [item for item in items if str(item.path).startswith(folders) and not item.get_closest_marker("smoke")]
+
+    def is_sample(item: pytest.Item) -> bool:
+        return bool(item.get_closest_marker("smoke")) and not item.get_closest_marker("emulator")
+
+    return [item for item in items if str(item.path).startswith(folders) and not is_sample(item)]
 
 
 # --- pytest -----------------------------------------------------------------------------------------------------------

@@ -124,16 +124,17 @@ def test_of_an_unchanged_family_its_sample_runs() -> None:
     @dataclass
     class Test:
         path: Path
-        smoke: bool
+        marks: tuple[str, ...]
 
         def get_closest_marker(self, name: str) -> bool:
-            return name == "smoke" and self.smoke
+            return name in self.marks
 
     paths = [ROOT / "tests/cuda/test_gemm.py", ROOT / "tests/server/test_live.py"]
-    items: Any = [Test(path, smoke) for path in paths for smoke in (False, True)]
+    marks = [(), ("emulator",), ("emulator", "smoke"), ("smoke",)]
+    items: Any = [Test(path, each) for path in paths for each in marks]
     assert outside_sample(items, []) == []
-    assert outside_sample(items, ["CUDA kernels, emulated", "smoothing"]) == items[:1]
-    assert outside_sample(items, FAMILIES) == items[:1]
+    assert outside_sample(items, ["CUDA kernels, emulated", "smoothing"]) == items[:3]
+    assert outside_sample(items, FAMILIES) == items[:3]
 
 
 def test_files_that_a_change_does_not_reach() -> None:
