@@ -27,6 +27,7 @@ _SIBLING = re.compile(r'__file__\)\.with_name\("(\w+)\.py"\)')
 # Not the place of a warning, the directory of a process, or a sibling.
 _OWN_PATH = re.compile(r'(?<!== )(?<!cwd=Path\()(?<!chdir\(Path\()\b__file__(?!\)\.with_name\("\w+\.py"\))')
 _TABLE = re.compile(r'^ +"(\w+)": "?([\w.]+)"?', re.MULTILINE)
+_PROGRAM = re.compile(r'"-m", "fp8serve"|\w\("fp8serve", |-m fp8serve\b(?!\.)')
 _COMMAND = re.compile(r'"([a-z]+)": (\w+)(?:\.app)?[,}]')
 
 
@@ -88,7 +89,8 @@ class Modules:
                 names = {name for name in names if not name.startswith(COMMANDS)}
             elif module.startswith(COMMANDS):
                 names = {name for name in names if not f"{name}.".startswith(f"{COMMANDS}.serve.")}
-            elif COMMAND_LINE in text:
+            elif COMMAND_LINE in text or _PROGRAM.search(text):
+                names |= {COMMAND_LINE}
                 names |= {name for command, name in self.commands.items() if re.search(rf"[\"' ]{command}\b", text)}
             self._edges[module] = set().union(*map(self.with_packages, names)) if names else set()
         return self._edges[module]
