@@ -3,6 +3,7 @@
 import itertools
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ def test_every_test_runs_in_exactly_one_job() -> None:
         carried = dict(zip(MARKS, bits, strict=True))
         runs = [job for job in jobs if eval(job, {"__builtins__": {}}, carried)]
         assert len(runs) == 1, (carried, runs)
+
+
+def test_cuda_kernels_are_compiled_when_a_file_of_theirs_changed() -> None:
+    """`.ci/run` compares these files with main; the hosted workflow starts for each of them."""
+    files = re.search(r"^cuda_files=\((.+)\)$", (ROOT / ".ci/run").read_text(), flags=re.M)
+    assert files
+    compared = [name for name in files[1].split() if not name.startswith('":!')]
+    assert all((ROOT / name).exists() for name in compared)
+    triggers = workflow("cuda")[True]  # YAML reads the key `on` as true
+    for event in ("push", "pull_request"):
+        for name in compared:
+            path = f"{name}/x" if (ROOT / name).is_dir() else name
+            assert any(fnmatch(path, pattern) for pattern in triggers[event]["paths"]), (event, name)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)

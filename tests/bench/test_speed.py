@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8serve.bench import engine, figures, ops, training
-from fp8serve.bench.ops import MAKERS, BenchCase, others
+from fp8serve.bench.ops import MAKERS, BenchCase, Peaks, others
 from fp8serve.cli import main
 from fp8serve.fp8.ops import OPS
 from tests.engine.tiny import write_model
@@ -18,6 +18,11 @@ from tests.engine.tiny import write_model
 
 def ignore(what: str, done: int, total: int) -> None:
     """No progress to show."""
+
+
+def known_peaks(seconds: float) -> Peaks:
+    """Instead of some seconds of measuring, which `test_figures_of_one_op` does."""
+    return Peaks(1e10, 1e11)
 
 
 def test_candidates_take_turns_and_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +56,7 @@ def test_every_op_is_measured() -> None:
 def test_an_op_without_an_entry_is_measured_at_its_largest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = others({*OPS} - {"transpose_fp8"})
     assert (entry.op, entry.num_bytes, entry.torch_bf16) == ("transpose_fp8", 2 * 128 * 256, None)
+    monkeypatch.setattr(ops, "measure_peaks", known_peaks)
     monkeypatch.setattr(ops, "MAKERS", ())
     monkeypatch.setattr(ops, "others", lambda measured: [entry])
     (row,) = ops.measure(0.01, ignore)["ops"]
@@ -155,6 +161,7 @@ def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None
             yield BenchCase(name, "1", ours, theirs, 1.0, goal=goal)
 
     monkeypatch.setattr(figures.time, "perf_counter", partial(passes, 0.01))
+    monkeypatch.setattr(ops, "measure_peaks", known_peaks)
     monkeypatch.setattr(ops, "MAKERS", (maker,))
     monkeypatch.setattr(ops, "others", lambda measured: iter(()))
     reached = {row["op"]: row["reached"] for row in ops.measure(0.01, ignore)["ops"]}

@@ -109,6 +109,7 @@ def test_gpu_tests_are_collected_with_nothing_but_torch_and_pytest() -> None:
     assert "error" not in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.smoke
 def test_files_with_tests_for_a_gpu() -> None:
     names = {Path(path).name for path in gpu.test_files()}
     assert {"test_gemm.py", "test_quantize.py", "test_attention.py", "test_vectors.py"} <= names

@@ -23,7 +23,6 @@ from tests.fp8 import broken_kernel
 from tests.fp8.broken_kernel import OP, OTHERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
-ROOT = Path(__file__).parents[2]
 BEST = ops.cpu_isa()
 pytestmark = pytest.mark.skipif(BEST is None, reason="the CPU library was not built")
 
@@ -70,7 +69,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
         monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 1.0 if hung else patience)
 
     monkeypatch.setattr(check_runner, "_start_child", start)
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(Path(__file__).parents[2])
     return check_runner.check(CPU, machine(kind="cpu"), progress)
 
 
@@ -408,7 +407,7 @@ selfcheck.prepare_device(torch.device("cuda:0"))
 def test_processes_that_begin_together_check_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", FIRST_USE, str(log)]
-    running = [subprocess.Popen(command, env={**os.environ}, cwd=ROOT) for _ in range(3)]
+    running = [subprocess.Popen(command, env={**os.environ}, cwd=Path(__file__).parents[2]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert log.read_text() == "checked\n"
     found = verdict.load(machine())

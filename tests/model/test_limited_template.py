@@ -38,7 +38,6 @@ HOSTILE = [
     "{{ range(90000) | join('x' * 900000) }}",
     "{{ ('x' * 900000) | replace('x', 'y' * 900000) }}",
     GROW.format("{% set ns.s = ns.s ~ ns.s %}"),
-    GROW.format("{% set ns.n = ns.n * ns.n %}"),
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% for a in range(99999) %}{{ lipsum(900, false, 900, 1000) }}{% endfor %}",
 ]

@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (20, 3), (20, 20), (9, 8), (0, 30), (30, 0), (200_000, 3)])
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (20, 3), (20, 20), (9, 8), (0, 30), (30, 0), (20_000, 3)])
 @pytest.mark.parametrize("most", [5, 6, 12, 13, 40])
 def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int, int], most: int) -> None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -223,7 +223,8 @@ def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp
     prompts = [[5, 6, 7], list(range(3, 150)), [9] * 40]
     options = {"max_new_tokens": 30, "temperature": 0.0, "ignore_eos": True, "logprobs": 3}
     together = Engine(tmp_path, recipe=recipe, max_batch_tokens=64).generate(prompts, **options)
-    alone = [Engine(tmp_path, recipe=recipe).generate([prompt], **options)[0] for prompt in prompts]
+    engine = Engine(tmp_path, recipe=recipe)
+    alone = [engine.generate([prompt], **options)[0] for prompt in prompts]
     assert [done.token_ids for done in together] == [done.token_ids for done in alone]
     assert [done.logprobs for done in together] == [done.logprobs for done in alone]
 

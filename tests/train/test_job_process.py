@@ -21,8 +21,6 @@ from tests.patience import PATIENCE
 from .conftest import Configure
 from .test_trainer import hashes, same_scales
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
 def job(tmp_path: Path, configure: Configure) -> Path:
@@ -45,7 +43,7 @@ def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=Path(__file__).parents[2],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

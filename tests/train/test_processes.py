@@ -26,7 +26,7 @@ from tests.patience import PATIENCE, until
 
 from . import spoiled
 from .conftest import TEXTS, Configure, write_lines
-from .test_job_process import ROOT, events, finish, make_job, run_whole, start
+from .test_job_process import events, finish, make_job, run_whole, start
 from .test_resume import TIMES, every_file
 from .test_trainer import after
 
@@ -234,7 +234,9 @@ def under_torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [*launcher, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    return subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
 
 
 @pytest.fixture
