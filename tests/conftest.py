@@ -20,7 +20,6 @@ from tests.selection import (  # noqa: F401 (hooks of pytest)
     add_options,
     pytest_collection_modifyitems,
     pytest_deselected,
-    pytest_ignore_collect,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,

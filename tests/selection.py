@@ -5,9 +5,8 @@
   two axes: a fault of a kernel needs a value, or two at once (a tail and a format), hardly ever three. A `Case` of an
   op's registry has the parts of its name as axes. With `pairwise(strength=1)` every value of every axis: where the
   tests of each axis alone are elsewhere, such as recipes and architectures.
-* With `--changed-since REF`, files of tests that the change does not reach are left out (tests/reach.py). Of the rest,
-  a family of FAMILIES runs in full only where a file of it, or a helper that it imports, differs from the common
-  ancestor with REF; else its tests marked `smoke`. If git cannot tell, every test runs.
+* With `--changed-since REF`, a family of FAMILIES runs in full only where a file of it, or a helper of the tests,
+  differs from the common ancestor with REF; else its tests marked `smoke`. If git cannot tell, every family runs.
 * With `--within SECONDS`, tests run in the order of their recorded seconds (tests/durations.json) while their sum fits;
   tests marked `smoke`, and functions that nothing is recorded of, always run.
 
@@ -20,14 +19,12 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.reach import Modules
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/durations.json"
@@ -133,25 +130,7 @@ class Family:
     sources: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What a change does not need."""
-
-    unreached: set[Path]
-    unchanged: list[str]  # names of families
-    ignored: set[Path] = field(default_factory=set)  # of `unreached`, what was to be collected
-
-
-SELECTION = pytest.StashKey[Selection | None]()
-EVERYTHING = (
-    "pyproject.toml",
-    "constraints.txt",
-    "Makefile",
-    ".ci/*",
-    "tests/conftest.py",
-    "tests/selection.py",
-    "tests/reach.py",
-)
+EVERYTHING = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tests/conftest.py", "tests/selection.py")
 KERNELS = ("csrc/*.h", "csrc/CMakeLists.txt", "fp8serve/fp8/*", "fp8serve/processes.py")
 TRAINING = ("csrc/cpu/*", *KERNELS, "fp8serve/train/*", "fp8serve/model/*", "fp8serve/ranks.py", "calibrate/*")
 FAMILIES = {
@@ -215,30 +194,18 @@ def matches(files: Iterable[str], patterns: Iterable[str]) -> bool:
     return any(fnmatch(file, pattern) for file in files for pattern in patterns)
 
 
-def unchanged_families(changed: Sequence[str], modules: Modules) -> list[str]:
-    """Names of the families none of whose files, sources and helpers changed."""
-    helpers = [path for path in changed if path.startswith("tests/") and not Path(path).name.startswith("test_")]
-    changed_helpers = modules.changed(helpers)
-    if matches(changed, EVERYTHING) or changed_helpers is None:
+def unchanged_families(changed: Sequence[str]) -> list[str]:
+    """Names of the families none of whose files changed."""
+    if matches(changed, EVERYTHING):
         return []
-
-    def imports_helper(family: Family) -> bool:
-        tests = [name for path, name in modules.names.items() if str(path.relative_to(ROOT)).startswith(family.tests)]
-        return any(not changed_helpers.isdisjoint(modules.reach(name)) for name in tests)
-
+    helpers = [path for path in changed if path.startswith("tests/") and not Path(path).name.startswith("test_")]
     return [
         name
         for name, family in FAMILIES.items()
         if not matches(changed, family.sources)
         and not any(path.startswith(family.tests) for path in changed)
-        and not (changed_helpers and imports_helper(family))
+        and not helpers
     ]
-
-
-def unreached_files(changed: Sequence[str], modules: Modules) -> set[Path]:
-    """The files of tests that a change of these files does not reach."""
-    tests = [path for path in modules.names if path.is_relative_to(ROOT / "tests") and path.name.startswith("test_")]
-    return set() if matches(changed, EVERYTHING) else {*modules.unreached(tests, changed)}
 
 
 def outside_sample(items: Sequence[pytest.Item], families: Iterable[str]) -> list[pytest.Item]:
@@ -259,32 +226,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection", "which tests run (tests/selection.py)")
     group.addoption("--pairwise", action="store_true", help="sweeps marked pairwise: every pair of values, not all")
     group.addoption("--within", metavar="SECONDS", type=float, help="the quickest tests, by tests/durations.json")
-    group.addoption(
-        "--changed-since",
-        metavar="REF",
-        help="tests that the change since REF reaches; long families in full only where their files changed",
-    )
-
-
-def selection_of(config: pytest.Config) -> Selection | None:
-    """Of --changed-since; None where every file and family runs."""
-    if SELECTION not in config.stash:
-        reference = config.option.changed_since
-        changed = changed_files(reference) if reference else None
-        config.stash[SELECTION] = None
-        if changed is not None:
-            modules = Modules(ROOT)
-            config.stash[SELECTION] = Selection(unreached_files(changed, modules), unchanged_families(changed, modules))
-    return config.stash[SELECTION]
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file that the change does not reach is not even imported."""
-    selection = selection_of(config)
-    if selection is None or collection_path not in selection.unreached:
-        return None
-    selection.ignored.add(collection_path)
-    return True
+    group.addoption("--changed-since", metavar="REF", help="long families in full only where their files changed")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -305,9 +247,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.within and RECORD.exists():
         means = json.loads(RECORD.read_text())["cases"]
         leave_out(too_expensive(items, config.option.within, means), "take longest")
-    if selection := selection_of(config):
-        leave_out(outside_sample(items, selection.unchanged), "of families that did not change")
-        config.stash[LEFT_OUT]["files that the change does not reach"] = len(selection.ignored)
+    if config.option.changed_since and (changed := changed_files(config.option.changed_since)) is not None:
+        leave_out(outside_sample(items, unchanged_families(changed)), "of families that did not change")
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -1,7 +1,6 @@
 """What `--pairwise` and `--changed-since` leave out: nothing that was the only test of a pair, or of a changed file."""
 
 import itertools
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests import selection
-from tests.reach import Modules
 from tests.selection import (
     EVERYTHING,
     FAMILIES,
@@ -25,7 +23,6 @@ from tests.selection import (
     outside_sample,
     too_expensive,
     unchanged_families,
-    unreached_files,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,20 +101,12 @@ def test_the_quickest_functions_run_with_all_their_cases() -> None:
 
 
 def test_a_family_runs_where_one_of_its_files_changed() -> None:
-    modules = Modules(ROOT)
-    assert unchanged_families(["README.md", "tests/test_docs.py"], modules) == list(FAMILIES)
-    for everything in (EVERYTHING[0], "tests/conftest.py", "tests/alerts.yaml"):
-        assert unchanged_families([everything, "README.md"], modules) == []
+    assert unchanged_families(["README.md", "tests/test_docs.py"]) == list(FAMILIES)
+    for everything in (EVERYTHING[0], "tests/conftest.py", "tests/tiny.py"):
+        assert unchanged_families([everything, "README.md"]) == []
     for name, family in FAMILIES.items():
         for path in (*family.tests, *(source.replace("*", "x.h") for source in family.sources)):
-            assert name not in unchanged_families([path], modules)
-
-
-def test_a_helper_runs_the_families_that_import_it() -> None:
-    modules = Modules(ROOT)
-    assert "training in several processes" not in unchanged_families(["tests/tiny.py"], modules)
-    assert "CUDA kernels, emulated" in unchanged_families(["tests/server/fakes.py"], modules)
-    assert "the console in a browser" not in unchanged_families(["tests/server/fakes.py"], modules)
+            assert name not in unchanged_families([path])
 
 
 def test_of_an_unchanged_family_its_sample_runs() -> None:
@@ -135,31 +124,6 @@ def test_of_an_unchanged_family_its_sample_runs() -> None:
     assert outside_sample(items, []) == []
     assert outside_sample(items, ["CUDA kernels, emulated", "smoothing"]) == items[:3]
     assert outside_sample(items, FAMILIES) == items[:3]
-
-
-def test_files_that_a_change_does_not_reach() -> None:
-    modules = Modules(ROOT)
-    left_out = {str(path.relative_to(ROOT)) for path in unreached_files(["fp8serve/server/app.py"], modules)}
-    assert {"tests/train/test_trainer.py", "tests/csrc/test_gemm.py", "tests/model/test_config.py"} <= left_out
-    assert not {path for path in left_out if path.startswith("tests/server/")}
-    assert not left_out & {"tests/test_main_job.py", "tests/test_docs.py", "tests/bench/test_serve.py"}
-    for everything in ("csrc/cuda/gemm.cu", *EVERYTHING[:3], "tests/conftest.py"):
-        assert unreached_files(["fp8serve/server/app.py", everything], modules) == set()
-
-
-def test_a_file_that_a_change_does_not_reach_is_not_collected(tmp_path: Path) -> None:
-    """Unless it is named."""
-    plugin = "from tests import selection\nselection.changed_files = lambda reference: ['fp8serve/server/app.py']\n"
-    (tmp_path / "change.py").write_text(plugin)
-    options = ["-q", "-p", "change", "-p", "no:cacheprovider", "--collect-only", "--changed-since", "main"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/client", "tests/test_cli.py", "tests/test_chart_files.py"],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert collected == {"tests/test_cli.py", "tests/test_chart_files.py"}
-    assert " files that the change does not reach" in done.stdout
 
 
 @pytest.mark.parametrize("name", FAMILIES)
