@@ -13,7 +13,7 @@ casts it to FP8. Rotary embeddings are applied to Q and K in high precision.
 The rounded operands are multiplied in FP32, which is exact for FP8 values, so the results are those of an FP8 tensor
 core with FP32 accumulation. There is no fused kernel yet: this attention is slow and stores scores of [heads, L, L] for
 every sequence of L tokens. If the recipe has no `fp8_dpa`, attention runs in high precision with the bits of a server
-(`served_attention`).
+(`served_attention`), and `KvRecordingAttention` also records the amaxes that the scales of an FP8 KV cache need.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,14 +57,15 @@ class AttentionQuantizer:
         if spec.source == "current":
             return _dequantized(cast_current_rowwise(x, spec, infinity_is_nan=name in BACKWARD))
         if not self.enabled:
-            self._stage_amax(name, arithmetic.amax(x))
+            self.stage_amax(name, arithmetic.amax(x))
             return x.float()
         operand, amax = cast_delayed(x, spec, self.states[name].scale, columnwise=False)
-        self._stage_amax(name, amax)
+        self.stage_amax(name, amax)
         data = cast(Quantized, operand.rowwise)
         return _dequantized(with_nan_scale(data, amax.isinf()) if name in BACKWARD else data)
 
-    def _stage_amax(self, name: str, amax: Tensor) -> None:
+    def stage_amax(self, name: str, amax: Tensor) -> None:
+        """Stages the amax of the operand of this name, if the recipe has states and this pass records amaxes."""
         direction: Direction = "backward" if name in BACKWARD else "forward"
         if self.config_id is not None and (self.is_recording or direction == "backward"):
             record_amax(direction, self.states[name].amax_history, amax, self.module_key, self.config_id)
@@ -166,6 +167,38 @@ class DotProductAttention(Stateful):
         if frame.config_id is not None and frame.config is not None and has_graph and is_differentiable:
             expect_backward(states["q"].amax_history, frame.config_id, frame.config)
         return AttentionQuantizer(self.key, recipe, frame.config_id, frame.config, states, frame.enabled, is_recording)
+
+
+class KvRecordingAttention(DotProductAttention):
+    """Attention in high precision that records the amaxes of keys and values in delayed scaling states.
+
+    The states are those of an FP8 KV cache, which stores keys after their rotary embedding. The recipe must not have
+    `fp8_dpa` or `fp8_mha`. The output has the bits of `served_attention`.
+    """
+
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": ("k", "v"), "backward": ()}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named_options: Any) -> Tensor:
+        """Returns the output of `served_attention`. Records amaxes under a delayed recipe, unless gradients are off."""
+        self._query_device = q.device
+        recorder = plan_call(self.key, self._create_recorder)
+        if recorder is not None and recorder.is_recording:
+            recorder.stage_amax("k", arithmetic.fast_amax(k.detach()))
+            recorder.stage_amax("v", arithmetic.fast_amax(v.detach()))
+        return served_attention(q, k, v, *options, **named_options)
+
+    def _create_recorder(self) -> AttentionQuantizer | None:
+        """Returns the object that stages the amaxes of this call, or None if the call records nothing."""
+        frame = current_frame()
+        delayed = None if frame is None else as_delayed(frame.recipe)
+        if frame is None or frame.config_id is None or delayed is None:
+            return None
+        if not (torch.is_grad_enabled() or frame.calibrating):
+            return None
+        prepare_module(self, frame.config_id, frame.config, delayed.amax_history_len, is_recording=True)
+        return AttentionQuantizer(
+            self.key, delayed, frame.config_id, frame.config, self.scaling, enabled=False, is_recording=True
+        )
 
 
 def _attend(

@@ -161,8 +161,13 @@ def _count(x: Tensor, q: Tensor, scale_inv: Tensor) -> _TensorCounts:
 
 
 def _read_columns(columns: list[list[Tensor]]) -> list[list[float]]:
-    """Reads scalar tensors in one transfer and returns their values as rows. A column's tensors have one dtype."""
-    rows: list[list[float]] = torch.stack([torch.stack(column).double() for column in columns]).t().tolist()
+    """Reads scalar tensors in one transfer and returns their values as rows. A column's tensors have one dtype.
+
+    Tensors on another device than the first one are moved there: attention states are on a CPU until attention runs.
+    """
+    device = columns[0][0].device
+    stacked = [torch.stack([value.to(device) for value in column]).double() for column in columns]
+    rows: list[list[float]] = torch.stack(stacked).t().tolist()
     return rows
 
 

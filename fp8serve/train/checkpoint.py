@@ -5,7 +5,8 @@
     model.safetensors.index.json, config.json, tokenizer
                             copied from the base model without its quantization; they make a model directory
     optimizer.safetensors   `{parameter}.{exp_avg|exp_avg_sq|step}`; 8-bit moments as in `train.optimizer`
-    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`
+    scaling.safetensors     `{linear}.{input|weight|grad_output}.{scale|amax_history|nonfinite|steps}`, and the same of
+                            `{attention}.{k|v}`, or of all operands of attention if it is trained in FP8
     random.safetensors      the state of torch's random generator
     method.safetensors      the reference values of the method (`methods.interface`), if it has any
     trainer.json            step, cursor, token counts, the configuration and the environment of the run

@@ -6,8 +6,9 @@ that no document attends to another one.
 `Network` wraps the decoder so that `torch.func.functional_call` can replace its parameters by BF16 casts. Autograd then
 propagates gradients through the casts to the FP32 masters. The weights of FP8 layers are not cast, because their
 quantizer reads FP32, and a cast to BF16 would round them twice. Adapters receive FP32 weights and round them themselves
-(fp8/lora.py). Attention runs in FP8 if the recipe has `fp8_dpa` or `fp8_mha`. `lm_head` computes logits only for
-positions whose next token is in the loss mask, which saves most of the largest matrix product if prompts are masked.
+(fp8/lora.py). Attention runs in FP8 if the recipe has `fp8_dpa` or `fp8_mha`. In high precision it can record the
+amaxes of keys and values, so that a server has scales for an FP8 KV cache. `lm_head` computes logits only for positions
+whose next token is in the loss mask, which saves most of the largest matrix product if prompts are masked.
 
 On a CPU, the log-probabilities have the bits that a server with the same weights and scales returns;
 `Forward.differences` lists the exceptions (model/parity.py). log_softmax of FP32 logits [P, vocab] would keep three
@@ -33,7 +34,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
-from fp8serve.fp8.dpa import DotProductAttention
+from fp8serve.fp8.dpa import DotProductAttention, KvRecordingAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention, with_amax_reduction
@@ -142,17 +143,25 @@ class Network(nn.Module):
     """Computes logits [P, vocab] of the positions whose next token is in the loss mask, in the dtype of the head.
 
     With `cache`, the scales of each layer's keys and values, attention has the bits of a server with an FP8 KV cache.
-    `recompute` enables activation checkpointing. In a sharded run, `units` run the layers (`train.sharded`).
+    `recompute` enables activation checkpointing. In a sharded run, `units` run the layers (`train.sharded`). With
+    `records_kv`, attention in high precision records the amaxes of keys and values.
     """
 
-    def __init__(self, decoder: Model, cache: Sequence[KvScale] | None = None, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Model,
+        cache: Sequence[KvScale] | None = None,
+        recompute: bool = False,
+        records_kv: bool = False,
+    ) -> None:
         super().__init__()
         self.decoder, self.recompute = decoder, recompute
         self.units: nn.ModuleList | None = None
         # Latent attention has one cache for keys and values, with the keys' scale.
         is_latent = cache is not None and decoder.config.latent is not None
         self.cache = [KvScale.of(scale.k, scale.k) for scale in cache or ()] if is_latent else cache
-        self.attention = nn.ModuleList(DotProductAttention() for _ in range(decoder.config.num_layers))
+        attention_type = KvRecordingAttention if records_kv else DotProductAttention
+        self.attention = nn.ModuleList(attention_type() for _ in range(decoder.config.num_layers))
 
     def forward(self, batch: PackedBatch) -> Tensor:
         return self.decoder.logits_in_weight_dtype(self.hidden(batch)[batch.predict])
@@ -208,6 +217,8 @@ class Forward:
         ranks: The processes that share a step. Delayed scales depend on the amaxes of all of them.
         recompute: Whether to use activation checkpointing, which saves memory, takes time and gives the same bits.
         device: The device on which a decoder without weights will have its weights.
+        records_kv: Whether to keep delayed scaling states of keys and values, for an FP8 KV cache of the served model.
+            Requires a delayed recipe that does not quantize attention, and no `cache`.
     """
 
     def __init__(
@@ -218,11 +229,14 @@ class Forward:
         ranks: Ranks = ALONE,
         recompute: bool = False,
         device: str | None = None,
+        records_kv: bool = False,
     ) -> None:
         if cache is not None and uses_fp8_attention(recipe):
             raise RecipeError("fp8_dpa and fp8_mha round keys by themselves; leave the scales of a cache out.")
-        self.network = Network(decoder, cache, recompute)
-        self.recipe = recipe
+        if records_kv and (cache is not None or as_delayed(recipe) is None or uses_fp8_attention(recipe)):
+            raise RecipeError("records_kv needs a delayed recipe without fp8_dpa and fp8_mha, and no cache.")
+        self.network = Network(decoder, cache, recompute, records_kv)
+        self.recipe, self.records_kv = recipe, records_kv
         self.device = decoder.embedding.weight.device.type if device is None else torch.device(device).type
         if has_batch_invariant_products(self.device):
             use_batch_invariant_products(decoder)
@@ -238,7 +252,7 @@ class Forward:
     def scaled_modules(self) -> Iterator[tuple[str, Stateful]]:
         """Yields (name in the model, module) for every module with scaling state."""
         yield from self.linears.items()
-        if uses_fp8_attention(self.recipe):
+        if self.records_kv or uses_fp8_attention(self.recipe):
             for layer, attention in enumerate(self.network.attention):
                 yield f"model.layers.{layer}.self_attn", cast(DotProductAttention, attention)
 

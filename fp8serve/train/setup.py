@@ -134,10 +134,18 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         forward, parameters = sharded.forward, sharded.shards.masters
     else:
         decoder = adapted_model(config) if config.lora_rank else _trainable_model(source, recipe, unquantized, config)
-        forward = Forward(decoder, None if config.lora_rank else recipe, ranks=ranks, recompute=config.recompute)
+        forward = Forward(
+            decoder,
+            None if config.lora_rank else recipe,
+            ranks=ranks,
+            recompute=config.recompute,
+            records_kv=state.records_kv(config, source),
+        )
         parameters = adapter_parameters(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales in the model", seeded=seeded))
+    elif forward.records_kv:  # the checkpoint of an older version has no states of keys and values
+        state.seed_scaling(forward, Path(config.model))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server computes other log-probabilities than this run: {reason}"))
     if config.lora_rank:

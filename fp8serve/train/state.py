@@ -4,6 +4,11 @@ The tensors of the scaling state have the names of `scales.safetensors` (`P.inpu
 and there are two counters for each state. A base model with amax histories (calibrated, or trained by fp8serve)
 initialises the scaling state, so that the first step quantizes with fitting scales instead of 1. Recipes without amax
 histories have no scaling state.
+
+If the base model has scales of keys and values, a run whose attention is in high precision has states of them, too
+(`model.layers.0.self_attn.k` and `.v`). No step computes with them: they are for the FP8 KV cache of the served result.
+Calibration stores no histories of keys and values, so theirs start with the amax that gives the stored scale. The scale
+then covers what calibration observed until that amax leaves the history.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,19 +18,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import as_delayed
-from fp8serve.fp8.scaling import FIELDS, ScalingState
+from fp8serve.errors import JobError, ModelError, ScalesError
+from fp8serve.fp8.recipe import DelayedScaling, as_delayed, uses_fp8_attention
+from fp8serve.fp8.scaling import FIELDS, ScalingState, fp8_max
 from fp8serve.model.building import transposed_linears
-from fp8serve.model.checkpoint import load_scales
+from fp8serve.model.checkpoint import ScalingCheckpoint, kv_scales, load_scales
+from fp8serve.model.storage.shards import load_tensors
 from fp8serve.model.transformers_backend.files import transpose_weights
 from fp8serve.train.checkpoint import TrainState
+from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.optimizer import Optimizer
 
 if TYPE_CHECKING:  # importing FSDP2 takes 0.4 s
     from fp8serve.train.sharded.building import ShardedModel
     from fp8serve.train.sharded.shards import TensorGatherer
+
+
+def records_kv(config: TrainConfig, source: Path) -> bool:
+    """Returns whether a run records the amaxes of keys and values.
+
+    It does if the recipe is delayed and casts linear layers but not attention, and the base model or the checkpoint
+    `source` has scales of keys and values.
+    """
+    recipe = as_delayed(config.fp8_recipe)
+    if config.lora_rank or recipe is None or recipe.override_linear_precision[0] or uses_fp8_attention(recipe):
+        return False
+    path = source / "scaling.safetensors"
+    if path.exists() and any(name.endswith(".self_attn.k.scale") for name in load_tensors(path)):
+        return True
+    try:
+        return bool(kv_scales(config.model))
+    except (ModelError, ScalesError):  # the run needs no base model after the first checkpoint, and no such scales
+        return False
 
 
 def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
@@ -53,9 +78,14 @@ def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
-    """Loads the result of `scaling_tensors`. Raises JobError if the names of the states differ."""
+    """Loads the result of `scaling_tensors`. Raises JobError if the names of the states differ.
+
+    Checkpoints of older versions have no states of keys and values that attention does not quantize; these states are
+    then unchanged.
+    """
     expected = {f"{name}.{part}" for name, _ in states(forward) for part in FIELDS}
-    if expected != set(tensors):
+    optional = {key for key in expected if forward.records_kv and key.rpartition(".")[0].endswith((".k", ".v"))}
+    if set(tensors) not in (expected, expected - optional):
         raise JobError(
             f"The checkpoint's scaling state does not fit this model: {min(expected ^ set(tensors))!r} is only in one "
             "of the two; start again in a new output directory."
@@ -63,7 +93,8 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
     separate_states(forward)
     for name, state in states(forward):
         for part in FIELDS:
-            setattr(state, part, tensors[f"{name}.{part}"].to(state.scale.device, copy=True))
+            if (tensor := tensors.get(f"{name}.{part}")) is not None:
+                setattr(state, part, tensor.to(state.scale.device, copy=True))
 
 
 @torch.no_grad()
@@ -76,12 +107,16 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     path = model_dir / "scales.safetensors"
     has_states = as_delayed(forward.recipe) is not None
     separate_states(forward)
-    stored = load_scales(path, model_dir).tensors if has_states and path.exists() else {}
+    checkpoint = load_scales(path, model_dir) if has_states and path.exists() else ScalingCheckpoint(None, {})
+    stored, rules = checkpoint.tensors, as_delayed(checkpoint.recipe) or DelayedScaling()
     seeded = {name: state for name, state in states(forward) if name in stored}
     for name, state in seeded.items():
         state.scale.copy_(stored[name].scale)
         if (history := stored[name].amax_history) is not None:
             state.amax_history = history.to(state.scale.device, copy=True)
+        elif forward.records_kv and name.endswith((".k", ".v")):
+            amax = fp8_max(rules, name.rpartition(".")[2]) / 2.0**rules.margin / state.scale
+            state.amax_history[1:][-1:] = amax  # the newest slot, if there is one besides the staging slot
     return len(seeded)
 
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
+from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.fused import NormLinear
 from fp8serve.fp8.monitor import PROMETHEUS, Monitor, Reading
 from fp8serve.fp8.ops import quantize
 from fp8serve.fp8.recipe import Recipe
+from fp8serve.fp8.stateful import Stateful
 
 SHORT = DelayedScaling(amax_history_len=4)
 
@@ -234,3 +236,14 @@ def test_callback_table_and_prometheus() -> None:
 def test_every_must_be_a_step() -> None:
     with pytest.raises(ValueError, match="every must be at least 1 step, found 0"):
         Monitor(model(), every=0)
+
+
+@pytest.mark.gpu
+def test_states_of_attention_that_has_not_run_are_read_beside_those_on_a_gpu() -> None:
+    """As after a restart from a checkpoint: attention has no parameter that tells its device."""
+    layers = convert(nn.ModuleList([nn.Linear(16, 16, bias=False), DotProductAttention()])).cuda()
+    for module, name in zip(layers, ("input", "k"), strict=True):
+        assert isinstance(module, Stateful)
+        module.prepare(4)
+        module.scaling[name].amax_history[-1] = 2.0
+    assert {(r.layer, r.tensor): r.amax for r in Monitor(layers).step()} == {("0", "input"): 2.0, ("1", "k"): 2.0}

@@ -65,7 +65,7 @@ def gradients(model: Path, recipe: str, recompute: bool) -> dict[str, Tensor]:
     decoder = load_trainable(model)
     convert(decoder)
     made = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe)
-    forward = Forward(decoder, made, recompute=recompute)
+    forward = Forward(decoder, made, recompute=recompute, records_kv=recipe == "delayed")
     batch = collate([row(1, 20), row(2, 9)], "cpu")
     if recipe == "delayed":
         forward.observe(mean_loss(batch))

@@ -45,6 +45,7 @@ from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.sharded.shards import Shards, sharded_norm
+from fp8serve.train.state import records_kv
 from fp8serve.train.train_step import NO_GRADIENT
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -223,7 +224,14 @@ class ShardedModel:
             convert(decoder, skip=(decoder.head_name, *unquantized))
         self.why_not_fp8 = fp8_gather_obstacle(recipe)
         self.in_fp8 = self.why_not_fp8 is None if in_fp8 is None else in_fp8
-        self.forward = Forward(decoder, recipe, ranks=ranks, recompute=config.recompute, device=config.device)
+        self.forward = Forward(
+            decoder,
+            recipe,
+            ranks=ranks,
+            recompute=config.recompute,
+            device=config.device,
+            records_kv=records_kv(config, source),
+        )
         self.units = _load_units(self.forward, checkpoint, config, self.in_fp8)
         modules = [module for module in self.forward.network.modules() if isinstance(module, FSDPModule)]
         self.sums = [OrderedGradientSum(ranks.size) for _ in modules]
