@@ -272,6 +272,7 @@ def _heal(job: Job) -> None:
         rounded=job.rounded, shared=input_groups(job.linears) if options.share_scales else (),
         seed=options.seed, stages=job.stages,
     )  # fmt: skip
+    job.states = observer.states()  # healing may have replaced them (fp8/shared_input.py)
     kl_after = task.compare(job, rounded=healed)[0].kl_divergence
     job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)
     if job.healing.helped:

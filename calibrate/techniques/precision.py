@@ -23,6 +23,7 @@ EXPERTS = ".experts."
 # Maps the last part of a linear's name to a name for its input, if other linears read the same input.
 _INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+           **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "qkv"),
            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up")}  # fmt: skip
 
 

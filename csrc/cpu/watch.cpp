@@ -63,7 +63,7 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
   const Contract check("quantize_watched");
   check_watched(check, x, other, eps, scale, seen, saturated, rows);
   auto [q, amax] = quantize_source(x, other, eps, scale);
-  const int64_t live = rows ? std::min(*data<const int64_t>(*rows), x.size(0)) : x.size(0);
+  const int64_t live = rows ? std::clamp<int64_t>(*data<const int64_t>(*rows), 0, x.size(0)) : x.size(0);
   if (live < x.size(0)) {  // an engine on a CPU pads no step, so this need not be fast
     const auto first = [&](Tensor of) { return torch::stable::narrow(of, 0, 0, live); };
     amax = std::get<1>(

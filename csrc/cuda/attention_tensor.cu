@@ -5,8 +5,8 @@
 // whose rows warpgroups take (attention_wgmma.cu); all other rows are for warps (attention_mma.cu). Both
 // kernels do the same operations in the same order, so without a difference between the instructions their
 // bits are the same. Whether the chip's differ is not documented: so who takes a sequence depends on its own
-// rows alone, never on those of others in the call. A call with no more tokens than sequences is decoding,
-// and launches no kernel for prompts.
+// rows alone, never on those of others in the call. A call with as many tokens as sequences is decoding,
+// and launches no kernel for prompts. One with fewer tokens is padded with empty sequences.
 //
 // With few rows blocks share their segments, and `merge_parts` merges what both kernels have left.
 #include <climits>
@@ -93,7 +93,7 @@ bool fits(const Call& call) {
 bool may_have_prompts(const Call& call, const OnDevice& device) {
   const Work& w = call.work;
   const int64_t rows = call.tokens * w.group;
-  return FP8SERVE_HAVE_wgmma && call.tokens > w.sequences && rows >= kPromptRows && aligned(w.q, 16) &&
+  return FP8SERVE_HAVE_wgmma && call.tokens != w.sequences && rows >= kPromptRows && aligned(w.q, 16) &&
          gemm_switches.on(GemmKernel::attention_wgmma) && device.capability() == 90;
 }
 

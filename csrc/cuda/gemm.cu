@@ -207,7 +207,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
-// Of weights that the caller's kernels have not written just now; nor has this op, unless it made a copy.
+// Marks b as not written by the launch before, unless it is a copy that this op has made.
 Gemm with_stored(Gemm g, const Tensor& weights) {
   g.stored = g.b == weights.data_ptr() && gemm_switches.on(GemmKernel::early_weights);
   return g;
@@ -231,7 +231,7 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   const DeviceContract check("stored_gated_mm", a);
   check.rank("a", a, 2);
   check.rank("b", b, 2);
-  check.require(b.size(0) % 2 == 0, "b", "has ", b.size(0), " rows, must have as many of the gate as of up");
+  check.require(b.size(0) % 2 == 0, "b", "has ", b.size(0), " rows, must be an even number");
   check.tensor("scale", scale, {ScalarType::Float}, {});
   check.tensor("seen", seen, {ScalarType::Float}, {});
   check.tensor("saturated", saturated, {ScalarType::Long}, {});

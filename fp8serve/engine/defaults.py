@@ -45,8 +45,8 @@ CONTEXT_BYTES = GIB  # a CUDA context with its libraries takes less; more memory
 GPU_WORKER_THREADS = 2  # an engine process on a GPU computes only small tensors on the CPU
 GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 PROMPT_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256), *range(2048, 4097, 512))
-"""Tokens of the steps with prompts that are captured as CUDA graphs. From 64 on, a step is padded by less than half of
-its tokens, and from 256 on by less than a fourth."""
+"""Tokens of the steps with prompts that are captured as CUDA graphs. From 33 tokens on, less
+than half of a padded step is padding, and from 257 on less than a fifth."""
 
 
 def with_device(options: EngineOptions, model_dir: Path) -> EngineOptions:

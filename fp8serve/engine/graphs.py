@@ -10,14 +10,16 @@ padded, and are captured once for each of several sizes:
 
 A replay reads the same buffers with new contents. All captures allocate from one memory pool, the largest first, so
 that the smaller ones reuse its memory. All other steps run without graphs: those with an adapter or a draft, those that
-score a prompt, and every step if capturing fails (`info` has the reason). Graphs run the same kernels. For a padded
+score a prompt, those with prompts and a context of more than 8192 tokens, and every step if capturing fails (`info` has
+the reason). Graphs run the same kernels. For a padded
 number of rows another kernel may compute a product, as in a batch of that size.
 
 Padding. A decoding step is padded with copies of its first sequence. A step with prompts is padded with tokens of one
 more sequence, which is as long as they are. Neither writes keys and values (slot -1), and FP8 layers exclude the rows
 after the live ones from their statistics (`live_rows`). After its attention, the last layer computes only the sampled
-rows, of which there are as many as sequences; the number of live ones differs there. Models with experts and those
-that transformers runs replay no prompts, because their layers have no such numbers.
+rows, of which there are as many as sequences; the number of live ones differs there. Experts have no such number, which
+copies do not need: they raise no amax. So models with experts replay no prompts, and neither do those that transformers
+runs.
 
 Buffers. The integers of a step are in pinned host memory and in a copy of it on the device. There are two pinned
 buffers, because a step may be prepared while the copy of the previous one is still queued. Block tables stay on the
@@ -35,16 +37,22 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8serve.engine.defaults import graph_sizes
 from fp8serve.engine.flights import PinnedBuffer
 from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.step import IntArray, Queries, StepTensors, to_device
+from fp8serve.model.network.decoder import Decoder
+from fp8serve.model.network.experts import mixtures
+
+MAX_REPLAYED_CONTEXT = 8192
+"""Tokens before the first one of a sequence in a replayed step with prompts. Attention of such a step takes it for a
+step of max_num_seqs sequences, which fill the GPU, and does not divide a long context over several blocks."""
 
 
 class Capture(Protocol):
@@ -58,14 +66,13 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
             run()  # libraries load kernels and allocate workspace
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
             logits = run()
@@ -79,16 +86,18 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """The sizes that were captured as CUDA graphs, or the reason why none was captured."""
+    """The sizes that were captured as CUDA graphs, and the reason why no steps, or none with prompts, were captured."""
 
     sizes: tuple[int, ...] = ()  # sequences of a decoding step
     prompt_sizes: tuple[int, ...] = ()  # tokens of a step with prompts
     reason: str | None = None
 
     def text(self) -> str:
-        if self.reason:
+        if not self.sizes:
             return f"off: {self.reason}"
-        prompts = f"; prompts of up to {self.prompt_sizes[-1]} tokens" if self.prompt_sizes else ""
+        prompts = f"; no prompts: {self.reason}" if self.reason else ""
+        if self.prompt_sizes:
+            prompts = f"; prompts of up to {self.prompt_sizes[-1]} tokens"
         return f"batches of {', '.join(map(str, self.sizes))}{prompts}"
 
 
@@ -117,6 +126,11 @@ class DecodeRows:
             rows = zip(seqs, work.positions, sources, strict=True)
             tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in rows]
         return cls([seq.block_table for seq in seqs], work.positions, tokens, sources)
+
+
+def can_replay_prompts(model: nn.Module) -> TypeGuard[Decoder]:
+    """Returns whether all FP8 layers of a model can exclude padding from their statistics."""
+    return isinstance(model, Decoder) and not mixtures(model)
 
 
 class StepInputs(NamedTuple):
@@ -219,7 +233,7 @@ class Buffers:
 
     def __init__(self, seqs: int, tokens: int, width: int, block_size: int, device: torch.device) -> None:
         self.seqs, self._block_size = seqs, block_size
-        nbytes = StepLayout(max(tokens, seqs), seqs + 1).nbytes
+        nbytes = StepLayout(max(tokens, seqs), seqs + 2).nbytes
         self._host = [PinnedBuffer(nbytes, device) for _ in range(2)]
         # the samples of the previous step, int64 [seqs], and then a copy of a host buffer
         device_bytes = torch.zeros(8 * seqs + nbytes, dtype=torch.uint8, device=device)
@@ -246,12 +260,17 @@ class Buffers:
 
     def prompt_step(self, size: int) -> StepTensors:
         """Returns the tensors of a step of `size` tokens with prompts, on the device. A graph captures these ops."""
-        inputs, seqs = StepLayout(size, self.seqs + 1).views(self._inputs), self.seqs
+        inputs, seqs = self.prompt_layout(size).views(self._inputs), self.seqs
         token_ids, positions, slots = self._gather_tokens(inputs)
         places, last, last_places = inputs.rows
         queries = Queries(inputs.starts, inputs.lengths[0], self._gather_tables(places))
         last_queries = Queries(self._starts, inputs.lengths[1, :seqs], self._gather_tables(last_places[:seqs]))
         return StepTensors(token_ids, positions, slots, queries, last[:seqs], last_queries)
+
+    def prompt_layout(self, size: int) -> StepLayout:
+        """Returns the layout of a step of `size` tokens with prompts. It has a sequence for padding, and never as many
+        sequences as tokens, because attention takes such a step for decoding."""
+        return StepLayout(size, self.seqs + (2 if size == self.seqs + 1 else 1))
 
     def prepare_capture(self, layout: StepLayout) -> None:
         """Fills the inputs with tokens of new sequences that write no keys and values."""
@@ -262,7 +281,7 @@ class Buffers:
         inputs.lengths[0].copy_(inputs.starts.diff().clamp(min=1))
         inputs.lengths[1].fill_(1)
 
-    def fill_decoding(self, inputs: "DecodeRows", size: int) -> None:
+    def fill_decoding(self, inputs: DecodeRows, size: int) -> None:
         """Copies the inputs of a decoding step to the device, padded to `size` rows with copies of the first row. Does
         not wait for the device."""
         live, positions = len(inputs.positions), np.array(inputs.positions)
@@ -288,7 +307,7 @@ class Buffers:
         first, ends = np.array([item.start for item in work]), counts.cumsum()
         starts, live = ends - counts, int(ends[-1])
         blocks = self._tables.update([item.seq.block_table for item in work], first + counts - 1)
-        layout = StepLayout(size, self.seqs + 1)
+        layout = self.prompt_layout(size)
         buffer, int64, host = self._begin(layout)
         token_ids, sources, positions, slots = host.columns
         token_ids[:live] = list(itertools.chain.from_iterable(item.token_ids for item in work))
@@ -307,14 +326,14 @@ class Buffers:
 
         places, lengths = self._tables.row_places, first + counts
         sampled = np.flatnonzero([item.needs_sample for item in work])
-        chosen = np.zeros(self.seqs + 1, np.int64)  # rows that are not sampled compute the first one that is
-        chosen[:] = sampled[0] if len(sampled) else 0
+        chosen = np.zeros(layout.seqs, np.int64)  # other rows compute the first sequence's last token
         chosen[: len(sampled)] = sampled
         host.rows[0], host.rows[0, :seqs] = places[0], places
         host.rows[1:] = ends[chosen] - 1, places[chosen]
         host.starts[0], host.starts[1 : seqs + 1], host.starts[seqs + 1 : -1], host.starts[-1] = 0, ends, live, size
         host.lengths[0], host.lengths[0, :seqs], host.lengths[0, -1] = 1, lengths, max(size - live, 1)
-        host.lengths[1] = lengths[chosen]
+        host.lengths[1] = 1  # those rows attend to one key
+        host.lengths[1, : len(sampled)] = lengths[sampled]
         int64[:] = live, len(sampled)
         buffer.copy_to(self._inputs[: layout.nbytes])
         return len(sampled)
@@ -375,12 +394,14 @@ class GraphedPrompts:
         self._buffers, self.sizes = buffers, sizes
         self._replays = {}
         for size in reversed(sizes):
-            buffers.prepare_capture(StepLayout(size, buffers.seqs + 1))
+            buffers.prepare_capture(buffers.prompt_layout(size))
             self._replays[size] = capture(partial(_run, compute, buffers.prompt_step, size))
 
     def supports(self, work: Sequence[Work]) -> bool:
         """Returns whether `run` can compute this work."""
         if len(work) > self._buffers.seqs or any(item.draft or item.scored_positions for item in work):
+            return False
+        if max(item.start for item in work) > MAX_REPLAYED_CONTEXT:
             return False
         size = self._padded_size(live := sum(item.count for item in work))
         return size is not None and size - live <= self._buffers.max_length

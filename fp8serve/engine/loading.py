@@ -320,6 +320,7 @@ def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeight
 def exchange_staged(loaded: Loaded, staged: StagedWeights, version: int) -> tuple[Loaded, StagedWeights]:
     """Serves the staged weights. Returns the engine's new parts, and the replaced weights, with their `version`."""
     tensors = exchange_weights(loaded.runner.model, staged.tensors)
+    loaded.runner.update_graphs()
     cache_scales = loaded.runner.exchange_cache_scales(staged.cache_scales)
     replaced = StagedWeights(loaded.model_dir, version, tensors, cache_scales)
     return replace(loaded.after_replaced_weights(staged.model_dir), model_dir=staged.model_dir), replaced
@@ -342,15 +343,19 @@ def _prepare_draft(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions
     separate_rows(model, options.device)
     model.set_max_length(max_length)
     runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
-    _capture_graphs(runner, _frozen(model), options, sizes)
+    _capture_graphs(runner, _frozen(model), options, sizes, with_prompts=False)
     return DraftParts(loaded.name, runner, max_length, loaded.cost, weight_bytes(model))
 
 
 def _capture_graphs(
-    runner: Runner, frozen: dict[str, FrozenLinear], options: EngineOptions, sizes: CachePlan
+    runner: Runner,
+    frozen: dict[str, FrozenLinear],
+    options: EngineOptions,
+    sizes: CachePlan,
+    with_prompts: bool = True,
 ) -> GraphReport:
     """Captures steps, and then resets the layers' counters, because no request has run yet."""
-    report = runner.capture_steps(options, sizes.max_model_len)
+    report = runner.capture_steps(options, sizes.max_model_len, with_prompts=with_prompts)
     for layer in frozen.values():
         layer.reset_counters()
     reset_token_counts(runner.model)

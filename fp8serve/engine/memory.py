@@ -32,6 +32,7 @@ from fp8serve.engine.defaults import (
     prompt_sizes,
     step_limits,
 )
+from fp8serve.engine.graphs import can_replay_prompts
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.scheduler import MAX_DRAFT_ROWS
 from fp8serve.errors import MachineError, RequestError
@@ -229,8 +230,10 @@ def _step_bytes(model: Model, options: EngineOptions, device: torch.device) -> i
 def _graph_bytes(model: Model, options: EngineOptions, device: torch.device) -> int:
     """Returns the memory of CUDA graphs. All of them share the memory of the largest one, except for the logits of
     decoding steps in FP32."""
-    tokens = prompt_sizes(options.step_tokens, options.num_seqs, model.config.max_length)[-1]
-    largest = replace(options, max_batch_tokens=max(options.num_seqs, tokens))
+    tokens = options.num_seqs
+    if can_replay_prompts(model):
+        tokens = max(tokens, prompt_sizes(options.step_tokens, options.num_seqs, model.config.max_length)[-1])
+    largest = replace(options, max_batch_tokens=tokens)
     logits = sum(graph_sizes(options.num_seqs)) * model.config.vocab_size * torch.float32.itemsize
     return gpu_peak_bytes(lambda: run_largest_step(model, largest), device) + ATTENTION_WORKSPACE_BYTES + logits
 

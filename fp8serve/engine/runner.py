@@ -28,6 +28,7 @@ from fp8serve.engine.graphs import (
     GraphedDecode,
     GraphedPrompts,
     GraphReport,
+    can_replay_prompts,
 )
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
 from fp8serve.engine.output import TokenLogprob
@@ -43,8 +44,6 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.served_adapters import NO_ADAPTER
 from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.building import Model
-from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.network.experts import mixtures
 from fp8serve.model.network.rotary import Heads, Rotation
 
 SCORED_ROWS = 256  # rows of a prompt whose logits are computed at a time
@@ -99,7 +98,7 @@ class Runner:
         self._buffers: Buffers | None = None  # of the graphs
         self._samples: Tensor | None = None  # the tokens that the step in flight samples
         self._captured_model: CapturedModel | None = None
-        self._capture_arguments: tuple[Capture, int, int, int] | None = None  # of the last call of `use_graphs`
+        self._capture_arguments: tuple[Capture | None, int, int, int] | None = None  # of the last call of `use_graphs`
 
     @torch.inference_mode()
     def run(self, work: StepWork | list[Work]) -> Tensor:
@@ -112,9 +111,15 @@ class Runner:
         if logits is None:
             return self.model.logits(self._hidden_states(list(work)))
         if self._captured_model is not None and not self._captured_model.is_current():
-            self.use_graphs(*self._capture_arguments)  # type: ignore[misc]  # not None if there are graphs
+            logits = None  # the memory of a graph is free only without it
+            self.update_graphs()
             logits = self._replay(work, rows)
         return logits  # type: ignore[return-value]  # the same steps are captured again
+
+    def update_graphs(self) -> None:
+        """Captures all steps again if a module or tensor of the model was replaced since they were captured."""
+        if self._captured_model is not None and not self._captured_model.is_current():
+            self.use_graphs(*self._capture_arguments)  # type: ignore[misc]  # not None if there are graphs
 
     @torch.inference_mode()
     def keep_samples(self, samples: Tensor) -> None:
@@ -174,35 +179,41 @@ class Runner:
                 getattr(current, name).copy_(getattr(new, name))
         return previous
 
-    def capture_steps(self, options: EngineOptions, max_model_len: int, capture: Capture | None = None) -> GraphReport:
+    def capture_steps(
+        self, options: EngineOptions, max_model_len: int, capture: Capture | None = None, with_prompts: bool = True
+    ) -> GraphReport:
         """Captures steps as CUDA graphs, unless the options or the device forbid it. Tests pass their own
         `capture`. Raises MachineError if the options require graphs and capturing fails."""
         if options.cuda_graphs is False:
             return GraphReport(reason="switched off")
         if capture is None and self.device.type != "cuda":
             return GraphReport(reason="the device is no GPU")
-        try:
-            capture = capture or CudaCapture(self.device)
-            self.use_graphs(capture, options.num_seqs, max_model_len, options.step_tokens)
-        except RuntimeError as problem:
-            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-            if options.cuda_graphs:
-                raise MachineError(f"Steps cannot be captured as CUDA graphs: {reason}") from problem
-            return GraphReport(reason=reason)
-        prompts = self.graphed_prompts.sizes if self.graphed_prompts else ()
-        return GraphReport(tuple(self.graphs.sizes if self.graphs else ()), tuple(prompts))
+        reason = None
+        for max_batch_tokens in (options.step_tokens, 0) if with_prompts else (0,):
+            try:
+                self.use_graphs(capture, options.num_seqs, max_model_len, max_batch_tokens)
+                break
+            except RuntimeError as problem:
+                reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        if self.graphs is None and options.cuda_graphs:
+            raise MachineError(f"Steps cannot be captured as CUDA graphs: {reason}")
+        sizes, prompts = (() if graphs is None else graphs.sizes for graphs in (self.graphs, self.graphed_prompts))
+        return GraphReport(tuple(sizes), tuple(prompts), reason)
 
     @torch.inference_mode()
-    def use_graphs(self, capture: Capture, max_num_seqs: int, max_model_len: int, max_batch_tokens: int = 0) -> None:
+    def use_graphs(
+        self, capture: Capture | None, max_num_seqs: int, max_model_len: int, max_batch_tokens: int = 0
+    ) -> None:
         """Captures decoding steps, and steps with prompts of up to `max_batch_tokens` tokens, which are replayed from
-        now on. If `capture` raises, no graphs are used."""
+        now on. `capture` is a `CudaCapture` if it is None. If it raises, no graphs are used."""
         self.graphs = self.graphed_prompts = self._captured_model = self._buffers = None
         self._capture_arguments = capture, max_num_seqs, max_model_len, max_batch_tokens
+        capture = capture or CudaCapture(self.device)  # a pool of memory of its own for each time
         sizes = prompt_sizes(max_batch_tokens, max_num_seqs, max_model_len) if max_batch_tokens else []
         width, largest = -(-max_model_len // self.block_size), max(sizes, default=0)
         buffers = Buffers(max_num_seqs, largest, width, self.block_size, self.device)
         prompts, live_rows = None, dict[nn.Module, Tensor].fromkeys(self._frozen(), buffers.live_rows)
-        if sizes and isinstance(self.model, Decoder) and not mixtures(self.model):
+        if sizes and can_replay_prompts(self.model):
             live_samples = dict.fromkeys(self.model.modules_of_output_rows(), buffers.live_samples)
             with self._without_padding_statistics(live_rows | live_samples):
                 prompts = GraphedPrompts(self._run_model, capture, buffers, sizes)

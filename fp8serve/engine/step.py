@@ -1,4 +1,4 @@
-"""Converts the work of a step to tensors, and replays decoding steps as CUDA graphs.
+"""Converts the work of a step to tensors.
 
 Tensors. The tokens of all sequences of a step are concatenated, so the model reads `[tokens]`, and prefill chunks and
 decoding tokens can be mixed. The paged attention op gets the offset of each sequence (`query_starts` [S+1]), its length

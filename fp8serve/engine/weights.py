@@ -68,8 +68,7 @@ def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tens
             previous[name] = torch.empty_like(current[name], device=new.device).copy_(current[name])
             _write_tensor(model, name, _expand_scalar(new, current[name]))
     except BaseException:
-        _write_scales(model, previous)
-        for name in previous.keys() - scales:
+        for name in previous.keys() - _write_scales(model, previous):
             _write_tensor(model, name, previous[name])
         raise
     tensors.clear()  # of aliases and scales

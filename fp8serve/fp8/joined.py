@@ -89,8 +89,8 @@ class JoinedLinear:
     def cast_gated(
         self, x: Tensor, norm_weight: Tensor, eps: float, linear: FrozenLinear
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns the input of `linear`, silu(gate) * up as it casts it, of rms_norm(x [M, K]), where this layer joins
-        gate and up. Returns None if that takes several ops."""
+        """Returns `linear.cast_silu_mul(gate, up)` for the outputs gate and up of this layer for rms_norm(x [M, K]), or
+        None if the shapes or dtypes do not fit."""
         is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
         dtype = self._first.out_dtype or x.dtype
         if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):

@@ -8,14 +8,15 @@ their states once and then lets the layers share the first one's.
 A layer that shares states gets a copy of its own (`Stateful.separate_states`) before it runs alone, and before code
 outside of a step reads or writes its states: in `state_dict`, `scaling_state` and when checkpoints are written. The
 next common call compares again. States that differ, for example because a checkpoint has different scales for q and k,
-stay separate, and the layers cast for themselves.
+stay separate, and the layers cast for themselves. So do the layers of a compiled graph: it would be compiled again
+whenever their states were separated.
 
 Layers with hooks, of subclasses of Linear (tensor-parallel, parametrized, sharded themselves) or of other classes
 (adapters, frozen layers) are called one by one, because a hook may change the input.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,7 @@ from fp8serve.fp8.recipe import DelayedScaling, as_delayed
 from fp8serve.fp8.recompute import running_regions
 from fp8serve.fp8.recording import can_read
 from fp8serve.fp8.scaling import FIELDS, ScalingState
-from fp8serve.fp8.session import MODULES
-from fp8serve.fp8.torch_private import constant_in_graphs, has_global_hooks
+from fp8serve.fp8.torch_private import has_global_hooks
 
 
 class SharedInput:
@@ -53,7 +53,6 @@ class SharedInput:
     def share_states(self, linears: Sequence[Linear], delayed: DelayedScaling) -> None:
         """Makes the layers share the state of their input if their states are equal."""
         if torch.compiler.is_compiling():
-            _share_equal_states_by_key([linear.key for linear in linears], delayed.amax_history_len)
             return
         states = [linear.scaling.get("input") for linear in linears]
         if not are_one(states) and not _are_same(states, self._different):
@@ -127,13 +126,6 @@ def _share_equal_states(linears: Sequence[Linear], history_len: int) -> list[Sca
     for linear in linears:
         linear.scaling["input"], linear.shared_states = states[0], ("input",)
     return []
-
-
-@constant_in_graphs
-def _share_equal_states_by_key(keys: list[int], history_len: int) -> bool:
-    """Does `_share_equal_states` while torch.compile traces. The graph is traced again if the states change."""
-    _share_equal_states([cast(Linear, MODULES[key]) for key in keys], history_len)
-    return True
 
 
 def are_one(states: Sequence[ScalingState | None]) -> bool:

@@ -156,8 +156,8 @@ def prepare_states(model: nn.Module, recipe: Recipe) -> None:
 def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
     """Returns the scaling states of an FP8 layer by tensor name: "input", "weight" and "grad_output" of a Linear.
 
-    The result is empty before the layer first runs under delayed scaling. Raises TypeError for a module that has no
-    states of its own, such as a whole model.
+    The result is empty before the layer first runs under delayed scaling, and valid until the layer runs again. Raises
+    TypeError for a module that has no states of its own, such as a whole model.
     """
     if not isinstance(module, Stateful):
         raise TypeError(

@@ -144,7 +144,7 @@ def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks =
         parameters = adapter_parameters(decoder) if config.lora_rank else dict(decoder.named_parameters())
     if seeded := state.seed_scaling(forward, source):
         on_event(message("seeded", f"{seeded} tensors start with the scales in the model", seeded=seeded))
-    elif forward.records_kv:  # the checkpoint of an older version has no states of keys and values
+    elif forward.records_kv:  # in case that the checkpoint, of an older version, has no states of keys and values
         state.seed_scaling(forward, Path(config.model))
     for reason in forward.differences():
         on_event(message("log_probs_differ", f"A server computes other log-probabilities than this run: {reason}"))

@@ -22,7 +22,7 @@ from fp8serve.errors import JobError, ModelError, ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, as_delayed, uses_fp8_attention
 from fp8serve.fp8.scaling import FIELDS, ScalingState, fp8_max
 from fp8serve.model.building import transposed_linears
-from fp8serve.model.checkpoint import ScalingCheckpoint, kv_scales, load_scales
+from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, kv_scales, load_scales
 from fp8serve.model.storage.shards import load_tensors
 from fp8serve.model.transformers_backend.files import transpose_weights
 from fp8serve.train.checkpoint import TrainState
@@ -109,6 +109,11 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     separate_states(forward)
     checkpoint = load_scales(path, model_dir) if has_states and path.exists() else ScalingCheckpoint(None, {})
     stored, rules = checkpoint.tensors, as_delayed(checkpoint.recipe) or DelayedScaling()
+    if has_states and forward.records_kv:  # of another tool: among the tensors of the checkpoint
+        owners = {f"model.layers.{layer}.self_attn": pair for layer, pair in kv_scales(model_dir).items()}
+        pairs = {owner: zip("kv", pair, strict=True) for owner, pair in owners.items()}
+        found = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}
+        stored = found | stored
     seeded = {name: state for name, state in states(forward) if name in stored}
     for name, state in seeded.items():
         state.scale.copy_(stored[name].scale)

@@ -92,6 +92,22 @@ def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> 
         engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=True), 128, fails)
 
 
+def test_decoding_is_captured_where_prompts_cannot_be(model_dir: Path) -> None:
+    """Prompts are captured first; they need the most memory."""
+    engine = Engine(model_dir, recipe="rowwise")
+    problems = ["out of memory\nand a trace"]
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if problems:
+            raise RuntimeError(problems.pop())
+        return run
+
+    report = engine.loaded.runner.capture_steps(on_gpu(max_num_seqs=4), 128, capture)
+    assert report.text() == "batches of 1, 2, 4; no prompts: out of memory"
+    assert engine.loaded.runner.graphed_prompts is None
+    assert len(engine.generate([[1, 2]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
 def test_what_is_captured_is_said(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
     assert engine.info()["cuda_graphs"] == "off: the device is no GPU"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fp8serve.engine import graphs as graphs_module
 from fp8serve.engine.defaults import prompt_sizes
 from fp8serve.engine.engine import Engine
 from fp8serve.fp8.change_tracking import CapturedModel
@@ -48,12 +49,12 @@ class FakeGraphs:
             layer.live_rows = rows
 
 
-def engine(model_dir: Path, graphs: Any = None, prompt_tokens: int = 0, **options: Any) -> Engine:
+def engine(model_dir: Path, capture: Any = None, prompt_tokens: int = 0, **options: Any) -> Engine:
     made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
-    if graphs is not None:
+    if capture is not None:
         made.pack_weights()  # which replaces weights, and is not done where there are graphs
-        graphs.layers = list(made.loaded.frozen.values())
-        made.loaded.runner.use_graphs(graphs, 6, made.limits.max_model_len, prompt_tokens)
+        capture.layers = list(made.loaded.frozen.values())
+        made.loaded.runner.use_graphs(capture, 6, made.limits.max_model_len, prompt_tokens)
         for layer in made.loaded.frozen.values():
             layer.reset_counters()
     return made
@@ -111,6 +112,25 @@ def test_steps_that_no_graph_supports_run_without_one(model_dir: Path) -> None:
     for options in ({"prompt_logprobs": 1}, {}):
         sampling: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, **options}
         assert made.generate([[5] * 60, [9]], **sampling) == plain.generate([[5] * 60, [9]], **sampling)
+
+
+def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a sequence that decodes, and alone."""
+    monkeypatch.setattr(graphs_module, "MAX_REPLAYED_CONTEXT", 40)
+    made, plain = (engine(model_dir, each, 64, max_batch_tokens=16) for each in (FakeGraphs(), None))
+    prompts, sampling = [[5] * 70, [9]], dict[str, Any](max_new_tokens=9, temperature=0.0, ignore_eos=True)
+    assert made.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
+
+
+def test_a_step_never_has_as_many_sequences_as_tokens(model_dir: Path) -> None:
+    """Attention would take it for decoding."""
+    made = engine(model_dir, None)
+    made.loaded.runner.use_graphs(FakeGraphs(), 15, 96, 64)
+    buffers = made.loaded.runner._buffers
+    assert buffers is not None
+    for size in prompt_sizes(64, 15, 96):
+        step = buffers.prompt_step(size)
+        assert len(step.token_ids) == size != len(step.queries.context_lens)
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 64])

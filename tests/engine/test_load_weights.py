@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.engine import packing
+from fp8serve.engine import packing, weights
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -121,6 +121,30 @@ def test_weight_scales_that_differ_within_a_joined_group(
     assert not any(layer.shares_weight_scale for layer in qkv_of(engine))
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
+
+
+@pytest.mark.parametrize("factors", [(2.0, 2.0, 2.0), (1.0, 64.0, 1.0)], ids=["shared", "different"])
+def test_a_failed_exchange_restores_weight_scales_of_a_joined_group(
+    models: tuple[Path, Path], factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, given = Engine(models[0]), state_of(models[1])
+    before, expected = answers(engine), {name: t.clone() for name, t in state_of(models[0]).items()}
+    for part, factor in zip("qkv", factors, strict=True):
+        given[f"model.layers.0.self_attn.{part}_proj.weight_scale_inv"].mul_(factor)
+    write, failures = weights._write_tensor, ["no memory"]
+
+    def fail_once(model: Any, name: str, tensor: torch.Tensor) -> None:
+        if name.endswith("weight_q") and failures:
+            raise RuntimeError(failures.pop())
+        write(model, name, tensor)
+
+    monkeypatch.setattr(weights, "_write_tensor", fail_once)
+    with pytest.raises(RuntimeError, match="no memory"):
+        weights.exchange_weights(engine.loaded.runner.model, given)
+    for part, layer in zip("qkv", qkv_of(engine), strict=True):
+        scale = expected[f"model.layers.0.self_attn.{part}_proj.weight_scale_inv"]
+        assert torch.equal(layer.weight_scale_inv, scale.reshape(()).expand(layer.weight_scale_inv.shape))
+    assert answers(engine) == before
 
 
 def test_a_head_in_fp8_is_replaced_with_the_others(models: tuple[Path, Path]) -> None:

@@ -98,6 +98,12 @@ def hook_norm(decoder: Any) -> None:
         layer.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: output * 2)
 
 
+def hook_gradient_of_norm(decoder: Any) -> None:
+    for layer in decoder.model.layers:
+        layer.input_layernorm.register_full_backward_hook(lambda module, inputs, output: (inputs[0] * 2,))
+        layer.post_attention_layernorm.register_full_backward_hook(lambda module, inputs, output: (inputs[0] * 2,))
+
+
 def observe_up(decoder: Any) -> None:
     for layer in decoder.model.layers:
         layer.mlp.up_proj.observer = lambda *_: None
@@ -114,6 +120,7 @@ def freeze_up(decoder: Any) -> None:
         (give_bias, {"_cast_norm"}),
         (hook_gate, {"_cast_norm"}),
         (hook_norm, set()),
+        (hook_gradient_of_norm, set()),
         (observe_up, {"_cast_norm"}),
         (freeze_up, {"_cast_norm"}),
     ],

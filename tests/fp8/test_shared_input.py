@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve.fp8 import casting
@@ -292,8 +293,10 @@ def test_observers_of_all_layers_see_the_input() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_in_a_compiled_graph(name: str) -> None:
+    """Reading the states, as a trainer that writes checkpoints does, compiles nothing again."""
     eager, compiled = make(separately=False), make(separately=False)
-    model = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = torch.compile(compiled, backend=counter, fullgraph=True)
     for x in batches(3):
         found = []
         for runner in (eager, model):
@@ -304,7 +307,8 @@ def test_in_a_compiled_graph(name: str) -> None:
             assert x.grad is not None
             found.append({"y": y.detach(), "dx": x.grad.clone()})
         assert_equal(*found)
-    assert_equal(eager.state_dict(), compiled.state_dict())
+        assert_equal(eager.state_dict(), compiled.state_dict())
+    assert counter.frame_count == 1
     assert type(compiled.q) is Linear
 
 

@@ -233,6 +233,18 @@ def test_runs_without_delayed_scaling_of_the_forward_pass_have_none(
     assert kv_scales(str(result.model)) == {}
 
 
+def test_a_base_of_another_tool_has_the_scales_among_its_tensors(
+    with_kv: Configure, kv_dir: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(kv_dir, tmp_path / "base")
+    (base / "scales.safetensors").unlink()
+    scales = kv_scales(base)
+    assert scales == kv_scales(kv_dir)
+    result, _ = train(with_kv(model=str(base), max_steps=1))
+    for name, found in histories(result.model).items():
+        assert 448 / scales[int(name.split(".")[2])]["kv".index(name[-1])] in found
+
+
 def test_a_base_without_these_scales_gives_a_result_without(configure: Configure, fp8_dir: Path) -> None:
     for number, model in enumerate(({}, {"model": str(fp8_dir)})):
         config = configure(max_steps=1, **model)

@@ -8,7 +8,8 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
-    stored_mm.early_weights                 the same, and the second reads its weights while the first still runs
+    stored_mm.early_weights                 stored_mm after a kernel that writes its input, and that still runs when
+                                            stored_mm reads its weights
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
 Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.

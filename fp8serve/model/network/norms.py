@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
     def fused_weight(self, x: Tensor) -> Tensor | None:
         """Returns the weight if a fused op may normalize x, or None if the module must be called."""
         weight = self._parameters["weight"]
-        is_fusible = not (self._forward_hooks or self._forward_pre_hooks) and weight.dtype == x.dtype  # type: ignore[union-attr]
+        hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        is_fusible = not hooks and "forward" not in self.__dict__ and weight.dtype == x.dtype  # type: ignore[union-attr]
         return weight if is_fusible else None
 
 
