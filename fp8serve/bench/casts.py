@@ -142,7 +142,8 @@ PROBES = {**CASTS, **SCALES}
 
 @dataclass
 class Finding:
-    """The comparison of one op at one level, for one source and one target dtype, in numbers of values and elements."""
+    """The comparison of one op at one level, for one source and one target dtype. `values` counts the values that were
+    cast, `differing` the elements of results whose bits differ."""
 
     probe: str
     level: str

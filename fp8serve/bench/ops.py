@@ -5,10 +5,10 @@ often compared. Each function in `MAKERS` yields the cases of one group of ops, 
 one runs.
 
 A case states the minimum work of an op: the bytes of its inputs and outputs, and two FLOPs for each multiplication and
-addition. Together with the time they give GB/s and GFLOP/s. `share_of_peak` is the larger fraction that one of the two
-reaches of this machine's measured peak (the roofline). The peaks are the rate of reading a tensor much larger than the
-caches, and the rate of torch's matrix product. So an op that works from the caches, or is faster than torch, can exceed
-1.
+addition. Together with the time they give GB/s and GFLOP/s. Each of the two is divided by this machine's measured peak;
+`share_of_peak` is the larger of the two fractions (the roofline). The peaks are the rate of reading a tensor much
+larger than the caches, and the rate of torch's matrix product. So an op that works from the caches, or is faster than
+torch, can exceed 1.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -44,7 +44,7 @@ LINEAR = {  # rows, out, in -> goal: speed-up over torch's BF16
     (512, 4096, 4096): 1.0,
     (512, 14336, 4096): 1.0,
 }
-MEMORY_BOUND_ROWS = 8  # up to which a product takes as long as reading its weight from memory
+MEMORY_BOUND_ROWS = 8  # up to this number, a product takes as long as reading its weight from memory
 NUM_WEIGHTS = 4  # that take turns, so that caches cannot hold them all
 BLOCK = 16  # tokens in a block of the paged KV cache
 
@@ -94,8 +94,8 @@ def _torch_transpose(q: Tensor) -> object:
 
 
 def casts() -> Iterator[BenchCase]:
-    """Casts of a 4096 x 4096 matrix. Torch computes the amax, scales and casts. The goal is also set without the
-    scale."""
+    """Casts of a 4096 x 4096 matrix. Torch computes the amax, scales and casts. The goal refers to a case in which
+    torch does not scale."""
     x, scale = _noise(4096, 4096), torch.tensor(1.5)
     size, torch_cast, num_bytes = "4096 x 4096", partial(_torch_cast, x), 3.0 * x.numel()
     yield BenchCase("quantize", size, partial(OPS.quantize, x, scale, E4M3), torch_cast, num_bytes)

@@ -30,7 +30,7 @@ class Session:
         self.model, self.options, self.read = model, options, read
         self.conversation = Conversation(system)
         self._repeats = 0  # how often the last message was sent again, each time with another seed
-        self._last_kind: str | None = None  # of the pieces of an answer, the last that was printed
+        self._last_kind: str | None = None  # the kind of the last printed piece of the answer
 
     def run(self) -> None:
         """Runs the chat until /quit or the end of the input."""

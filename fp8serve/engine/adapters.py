@@ -64,7 +64,7 @@ class Adapters:
 
     @property
     def is_used(self) -> bool:
-        """Whether a sequence may use an adapter."""
+        """Whether any adapter is in memory, so that a sequence may use it."""
         return bool(self._by_number)
 
     def load(self, name: str, directory: Path) -> LoadedAdapter:

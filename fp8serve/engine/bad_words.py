@@ -57,7 +57,7 @@ class Vocabulary:
         return self._text_by_id.get(token_id, b"")
 
     def with_prefix(self, prefix: bytes) -> Ids:
-        """Returns the tokens whose text begins with `prefix`, a suffix of a UTF-8 text."""
+        """Returns the tokens whose text begins with `prefix`, the end of a UTF-8 text. Its last byte is below 0xFF."""
         successor = prefix[:-1] + bytes([prefix[-1] + 1])
         return self._ids[bisect_left(self._texts, prefix) : bisect_left(self._texts, successor)]
 

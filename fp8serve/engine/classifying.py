@@ -62,8 +62,8 @@ class EncoderScorer:
 
 @dataclass(frozen=True)
 class DecoderScorer:
-    """Scores texts with a decoder's last token. `yes_no_ids` are two token ids, for a decoder that has no
-    classification head."""
+    """Scores a text by the decoder's output at its last token. `yes_no_ids` are two token ids, for a decoder that has
+    no classification head."""
 
     model: Model
     head: Head
@@ -79,8 +79,8 @@ class DecoderScorer:
         return f"{before}{text}{between}{second}{behind}", None
 
     def logits(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns the logits, FP32 [texts, labels], from the hidden states [tokens, H] of texts of these lengths. Each
-        text is computed separately."""
+        """Returns the logits, FP32 [texts, labels], from the hidden states [tokens, H] of texts of these lengths. The
+        head runs on one text at a time."""
         rows = torch.cat([self.model.logits(hidden[end - 1 : end]) for end in accumulate(lengths)])
         if self.yes_no_ids is None:
             return rows

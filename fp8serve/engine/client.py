@@ -33,9 +33,9 @@ from fp8serve.processes import module_command, signal_name, to_exception, withou
 
 log = logging.getLogger("fp8serve.server")
 
-READ_BYTES = 2**18  # that are read from the engine process at once
+READ_BYTES = 2**18  # the most that one read from the engine process returns
 LONG_MESSAGE_BYTES = 2**16  # after a message of this size, other tasks of the event loop get a turn
-CLOSE_SECONDS = 5.0  # that the engine process has to exit before it is killed
+CLOSE_SECONDS = 5.0  # that the engine process may take to exit; then it is killed
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Deliver = Callable[[RequestOutput | Exception], None]
@@ -44,11 +44,11 @@ Deliver = Callable[[RequestOutput | Exception], None]
 
 @dataclass(slots=True)
 class _Stream:
-    """A request in flight, with what its last output said."""
+    """A request in flight, with the counts of its last output."""
 
     request: Request
     deliver: Deliver
-    number: int  # of this request in messages; unlike its id, no other request has had it
+    number: int  # identifies the request in messages; unlike the request id, it is not used again
     num_generated: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
@@ -73,7 +73,7 @@ class EngineClient:
         self._last_message_time = self._loop.time()
         self._exit_message: str | None = None  # how the engine process ended; None while it runs
         self._kill_reason: str | None = None  # why the connection ended, if the exit status does not say it
-        self.step_seconds = 0.0  # that the current step had taken at the last heartbeat
+        self.step_seconds = 0.0  # the duration of the current step, as of the last heartbeat
         self._read_task = asyncio.create_task(self._read())
 
     @classmethod
@@ -185,7 +185,7 @@ class EngineClient:
 
     async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]:
         """Returns the vector of every list of token ids, as little-endian FP32. Raises the errors of `Embedder.embed`,
-        and RequestError if the model writes text."""
+        and RequestError if the model generates text."""
         inputs = [list(ids) for ids in inputs]
         return [b64decode(text) for text in await self._call("embed", inputs=inputs, dimensions=dimensions)]
 

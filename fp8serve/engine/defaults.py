@@ -1,4 +1,4 @@
-"""The options of an engine on a GPU that are None: derived from the GPU's memory, the model, and a step that is timed.
+"""Chooses the engine options that are None. On a GPU, they follow from its memory, the model and the time of a step.
 
 The device itself is chosen by model/device.py.
 
@@ -30,12 +30,12 @@ from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions, KvDtype
 
 GIB = 1 << 30
 STEP_LIMITS = ((70, 256, 8192), (36, 128, 8192), (20, 64, 4096), (0, 32, 2048))
-"""From so many GiB of a GPU's memory on: max_num_seqs and max_batch_tokens. FP8 products are fastest from 2048 tokens
-on, and a larger step computes more prompts together."""
+"""Rows (smallest GPU memory in GiB, max_num_seqs, max_batch_tokens); the first row that fits is used. FP8 products are
+fastest from 2048 tokens on, and a larger step computes more prompts together."""
 MAX_STEP_FRACTION = 0.08  # of a GPU's memory, for the activations and logits of a step
 MIN_BATCH_TOKENS = 512  # a derived max_batch_tokens is not halved below this
 TOKENS_PER_SEQUENCE = 512  # of the KV cache, for each of max_num_seqs sequences
-PREFILL_SECONDS = 0.025  # of the prompt tokens in a step while other requests are decoding
+PREFILL_SECONDS = 0.025  # that prompt tokens may add to a step while other requests are decoding
 PREFILL_TOKENS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """The values of a derived max_prefill_tokens. They are few, so that repeated measurements mostly yield the same one."""
 GPU_MEMORY_FRACTION = 0.92  # for an engine that has the GPU for itself
@@ -77,8 +77,8 @@ def halved_step(options: EngineOptions) -> EngineOptions | None:
 
 def fitting_num_seqs(num_seqs: int, cache_tokens: int, max_model_len: int) -> int:
     """Returns the largest graph size up to `num_seqs` for which a KV cache of `cache_tokens` holds 512 tokens, or the
-    whole context if that is shorter, for every sequence. It is at least the default of a CPU, because sequences are
-    preempted if the cache is full."""
+    whole context if that is shorter, for every sequence. A smaller cache does not lower the result below the default of
+    a CPU: if the cache is full, sequences are preempted."""
     fitting = max(CPU_NUM_SEQS, cache_tokens // min(TOKENS_PER_SEQUENCE, max_model_len))
     return num_seqs if fitting >= num_seqs else max(size for size in GRAPH_SIZES if size <= fitting)
 
@@ -86,8 +86,8 @@ def fitting_num_seqs(num_seqs: int, cache_tokens: int, max_model_len: int) -> in
 def estimated_options(
     options: EngineOptions, gpu_bytes: int, weight_bytes: int, token_bytes: int, max_model_len: int
 ) -> EngineOptions:
-    """Returns the options that an engine alone on a GPU will derive, as far as they can be estimated without loading a
-    model: its step takes at most MAX_STEP_FRACTION of the memory, and max_prefill_tokens is measured.
+    """Estimates, without loading a model, the options that an engine alone on a GPU will derive. A step is assumed to
+    take MAX_STEP_FRACTION of the memory. max_prefill_tokens is left as it is, because it must be measured.
 
     Args:
         weight_bytes: the memory of the weights.

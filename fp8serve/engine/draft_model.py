@@ -2,9 +2,9 @@
 module, "the model" is the target model that verifies the drafts.
 
 The scheduler reserves space for a draft of each sequence. Then this module generates the drafts of all sequences of the
-step together, one token of each sequence a pass. The draft model samples with the sequence's own parameters and random
-numbers (sampler.py), so that a draft is also likely to be accepted at a temperature above 0. Drafts do not change a bit
-of a completion; drafting.py says how they are verified.
+step together: each pass adds a token to every draft. The draft model samples with the sequence's own parameters and
+random numbers (sampler.py), so that a draft is also likely to be accepted at a temperature above 0. Drafts do not
+change a bit of a completion; drafting.py says how they are verified.
 
 KV cache. The draft model's cache has as many blocks as the model's. A block number stands for the same tokens in both
 caches, so blocks of both are freed, shared and evicted together (kv_cache.py). The draft model computes only tokens
@@ -53,10 +53,10 @@ from fp8serve.model.text.tokenizer import Tokenizer
 
 log = logging.getLogger("fp8serve.engine")
 ROW_COST = 0.08  # the measured cost of another row, in steps of one sequence (docs/performance-log.md)
-START_STEPS, MAX_STEPS = 8.0, 64.0  # of the engine's balance
+START_STEPS, MAX_STEPS = 8.0, 64.0  # the initial value and the maximum of the engine's balance
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0  # token counts with which the acceptance rate of a new sequence starts
 DECAY = 0.9  # the factor by which these counts shrink at each draft
-MAX_PREFILL_COST = 0.5  # of reading unread tokens with the draft model, in steps for each token still to generate
+MAX_PREFILL_COST = 0.5  # of a sequence's prefill by the draft model, in steps for each token still to generate
 
 
 def draft_config(directory: Path, model_dir: Path, config: ModelConfig) -> ModelConfig:
@@ -262,7 +262,7 @@ class ModelDrafter:
         self._model, self._seq = model, seq
         self._balance = Balance()
         self._accepted, self._tried = PRIOR_ACCEPTED, PRIOR_TRIED
-        self._price, self._rows = 0.0, 1  # of a token of the last draft, and of the step of that draft
+        self._price, self._rows = 0.0, 1  # the price of a token of the last draft, and the rows of that draft's step
         self._num_checked = 0  # tokens of the sequence that are known to be in the draft model's vocabulary
 
     def propose(self, token_ids: Items[int], max_tokens: int, rows: int) -> list[int]:
@@ -284,8 +284,8 @@ class ModelDrafter:
         self._model.record(self._seq, self._num_checked, drafted - 1, accepted, self._rows)
 
     def _worthwhile_length(self) -> int:
-        """Returns the length of a draft whose last token is accepted often enough for its price. If there is none,
-        returns 1, so that the acceptance rate is still measured."""
+        """Returns the largest length at which the last token of a draft is likely enough to be worth its price. The
+        result is at least 1, so that the acceptance rate is still measured."""
         rate = self._accepted / self._tried
         if rate >= 1 or self._price >= 1:
             return self._model.max_tokens if self._price < 1 else 1

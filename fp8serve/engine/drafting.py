@@ -13,7 +13,7 @@ A rejected token wastes time, so each sequence has a balance, in steps of one se
 accepted token, and it never drafts more than its balance pays for. So a sequence without repetitions loses at most the
 fraction `ALLOWANCE` of its time, and `START_STEPS` steps once. The price of another row is `ROW_COST` steps of one row.
 This is about twice the measured cost for up to about ten rows (docs/performance-log.md), so a slower machine loses no
-more than that. If many sequences share a step, the price is a larger fraction of each sequence's share of the step.
+more than that. In a step of many sequences, each sequence's share is cheaper, so a drafted token costs more of it.
 
 Requests with a grammar (grammar.py) or bad words (bad_words.py) get no draft: their allowed tokens are only known after
 the preceding token was sampled. The lookup takes 20 microseconds in a text of ten thousand tokens.
@@ -26,8 +26,8 @@ from fp8serve.engine.sequence import Sequence
 
 MIN_NGRAM, MAX_NGRAM = 1, 8  # tokens at the end of the text that are looked up
 FIRST_DRAFT_TOKENS = 4
-MIN_DRAFT_TOKENS = 3  # of a draft after one that was rejected
-ROW_COST = 0.16  # steps of one row that another row costs: twice the measured cost
+MIN_DRAFT_TOKENS = 3  # a rejection does not lower the maximum length of the next draft below this
+ROW_COST = 0.16  # of another row, in steps of one row: twice the measured cost
 ALLOWANCE = 0.03  # steps that a balance gains at each step
 START_STEPS, MAX_STEPS = 1.0, 4.0  # of a balance
 NUM_CODE_POINTS = 0x110000  # of Unicode
@@ -91,7 +91,7 @@ class Drafter:
 
 
 def price(rows: int) -> float:
-    """Returns the price of another row in a step of `rows` rows, in steps of one sequence."""
+    """Returns the price of another row in a step of `rows` rows: its cost divided by one row's share of the step."""
     return rows * ROW_COST / (1 + (rows - 1) * ROW_COST)
 
 

@@ -61,7 +61,7 @@ class Embedder:
         Args:
             prompt_name: the prompt of the model to put before each text; by default the model's default prompt, if any.
             dimensions: the number of dimensions to which the vectors are cut.
-            truncate: whether to shorten texts that are too long. The token that ends a text stays.
+            truncate: whether to shorten texts that are too long. A special token at the end of a text is kept.
 
         Raises RequestError if a text is empty or too long, or a token id or option is unknown.
         """

@@ -83,8 +83,8 @@ class EncodingQueue:
         self._calls = deque(call for call in self._calls if call.number != number)
 
     def next_batch(self, max_tokens: int) -> list[QueuedText]:
-        """Removes the texts of the next step from the queue and returns them: at least one text, and no second text
-        that would exceed `max_tokens`."""
+        """Removes the texts of the next step from the queue and returns them: one text of any length, and more as long
+        as the batch has at most `max_tokens` tokens."""
         batch = list[QueuedText]()
         while self._calls:
             call = self._calls[0]
@@ -106,7 +106,7 @@ class EncoderEngine:
     task: Task
 
     def __init__(self, model_dir: str | Path, encoder: TextEncoder, phases: Phases) -> None:
-        """`phases` began when loading started."""
+        """`phases` has measured the time since loading started."""
         self.model_dir, self.encoder = Path(model_dir), encoder
         self.limits = EngineLimits(encoder.max_length, 1, 1, encoder.model.config.vocab_size, task=self.task)
         self._queue, self._finished_calls = EncodingQueue(), list[EncodingCall]()

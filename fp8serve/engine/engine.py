@@ -130,8 +130,8 @@ class Engine:
         return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestOutput]:
-        """Launches the next step and lands the previous one, or with `async_scheduling` off the same one. Returns an
-        output for every token of the landed step, and an empty list if there is none."""
+        """Launches the next step and lands the previous one. Without `async_scheduling`, lands the step that it has
+        launched. Returns an output for every token of the landed step, or an empty list if no step has landed."""
         self._outputs = []
         if self._flight is not None and self.scheduler.may_preempt():
             self._land()
@@ -172,7 +172,7 @@ class Engine:
 
     def _launch(self, work: StepWork) -> Flight | None:
         """Launches a step. If it samples sequences that depend on the values of all previous tokens, the previous step
-        lands after the model was launched and before the sampling is. Returns None if launching fails."""
+        lands between the launch of the model and the launch of the sampling. Returns None if launching fails."""
         if self._draft_model is not None:
             work = StepWork(others=self._draft_model.fill(list(work)))
         rows = list(work.decodes)
@@ -251,8 +251,9 @@ class Engine:
         this engine's recipe and with the scales of that directory. The prefix cache becomes empty and is no longer
         saved to `cache_dir`. A draft model does not change. After an error, nothing has changed.
 
-        Raises RequestError if requests are running, adapters are loaded, or an option has scales that do not suit other
-        weights. Raises ModelError or ScalesError if the weights belong to another model or cannot be used.
+        Raises RequestError if requests are running, if adapters are loaded, or with roll_history or an FP8 KV cache,
+        whose scales belong to the old weights. Raises ModelError or ScalesError if the weights belong to another model
+        or cannot be used.
         """
         self._check_replaceable()
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
@@ -265,8 +266,8 @@ class Engine:
     def stage_weights(self, directory: str | Path) -> None:
         """Reads the weights of another directory of the same model, and checks all of them, for `swap_weights`.
 
-        Requests may be running. Raises RequestError if weights cannot be exchanged with this engine's options, and
-        ModelError, ScalesError or MachineError if these weights cannot.
+        Requests may be running. Raises RequestError if this engine's adapters or options rule out an exchange, and
+        ModelError, ScalesError or MachineError if these weights cannot be used.
         """
         self._check_exchangeable()
         self._staged = None  # frees the memory of weights that were staged before
@@ -275,8 +276,8 @@ class Engine:
     def swap_weights(self) -> dict[str, Any]:
         """Exchanges the served weights and the staged ones, in place, and returns `info`.
 
-        The replaced weights are staged then, so a second call undoes the first. Other tensors stay where they are, so
-        CUDA graphs remain valid. The prefix cache becomes empty. After an error, nothing has changed. Raises
+        The replaced weights become the staged ones, so a second call undoes the first. Other tensors stay where they
+        are, so CUDA graphs remain valid. The prefix cache becomes empty. After an error, nothing has changed. Raises
         RequestError if no weights are staged or requests are running.
         """
         self._finish_steps()
@@ -365,7 +366,7 @@ class Engine:
             "kv_blocks_used": pool.num_used,
             "kv_usage": pool.num_used / pool.num_blocks,
             "steps_total": self._totals["steps"],
-            "computed_tokens_total": self._totals["computed"],  # of prompts without cached prefixes, outputs and drafts
+            "computed_tokens_total": self._totals["computed"],  # of prompts (without cached prefixes), outputs, drafts
             "prompt_tokens_total": self._totals["prompt"],  # of requests that have generated their first token
             "generated_tokens_total": self._totals["generated"],
             "drafts_total": self._totals["drafts"],
@@ -473,7 +474,7 @@ class Engine:
         return outputs
 
     def _verify_draft(self, item: Work, sampled: list[tuple[int, TokenLogprob | None]]) -> list[RequestOutput]:
-        """Appends the first sampled token, and the next ones as long as the token before them equals the draft."""
+        """Appends the first sampled token, and each next one if the token before it equals the drafted token."""
         seq, outputs = item.seq, [self._append_token(item.seq, *sampled[0])]
         for drafted, following in zip(item.draft, sampled[1:], strict=True):
             if seq.status is Status.FINISHED or seq.token_ids[-1] != drafted:

@@ -18,8 +18,9 @@ Some sequences need the values of all previous tokens to sample the next one: th
 grammar. If a step has such a sequence, the engine launches the model, then lands the previous step, and then launches
 the sampling. The engine lands a step before it preempts a sequence or replaces weights. Adapters are loaded and
 unloaded at any time, because the step in flight keeps the tensors that it reads. A window of the scale monitor ends
-with a launched step, whose counters are read after it. Drafts need tokens, so an engine with drafts launches no step
-ahead. Neither does an engine on a CPU, which computes a step while it launches it.
+with the step that was just launched: the copies of the counters are queued behind that step. Drafts need tokens, so an
+engine with drafts launches no step ahead. Neither does an engine on a CPU, which computes a step while it launches
+it.
 """
 
 from dataclasses import dataclass

@@ -149,8 +149,8 @@ class Mask:
         self.rows, self._allowed = rows, allowed
 
     def allowed(self) -> NDArray[np.int32]:
-        """Waits for the bitmask and returns it, [rows, ceil(vocab / 32)]. The bit of an allowed token is 1. The first
-        token of a word has its lowest bit."""
+        """Waits for the bitmask and returns it, [rows, ceil(vocab / 32)]. The bit of an allowed token is 1.
+        Token t has bit t % 32, from the lowest, of element t // 32."""
         return self._allowed.result()
 
 

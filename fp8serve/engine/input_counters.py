@@ -1,12 +1,12 @@
 """The counters of all FP8 layers that monitor their input, as views of two tensors.
 
-A FrozenLinear counts the amax and the saturated elements of its input (fp8/frozen.py). Reading and resetting the
+A FrozenLinear records the amax of its input and counts saturated elements (fp8/frozen.py). Reading and resetting the
 counters of each layer on its own would launch four kernels a layer and wait for the device. Here the counters of all
-layers are views of one tensor of amaxes and one of saturated elements. So taking them is two copies to pinned memory,
-behind which an event is recorded, and two `zero_`. Nothing waits: the caller reads the copies when the event has
-passed. On a CPU they can be read at once.
+layers are views of one tensor of amaxes and one of saturated elements. So `take` queues two copies to pinned memory and
+two `zero_`, and records an event. It does not wait: the caller reads the copies when the event has completed. On a CPU
+they can be read at once.
 
-Layers that read the same input share their counters. The counters of stacked experts (fp8/stacked.py) are neighbours,
+Layers that read the same input share their counters. The counters of stacked experts (fp8/stacked.py) are adjacent,
 because one op updates those of all experts.
 """
 
@@ -88,11 +88,11 @@ class InputCounters:
             self._event.record()
 
     def are_taken(self) -> bool:
-        """Returns whether the device has done what the last `take` asked of it."""
+        """Returns whether the copies that the last `take` queued are complete."""
         return self._event is None or self._event.query()
 
     def taken(self) -> Counters:
-        """Returns the counters of the last `take`, for which it waits."""
+        """Waits for the copies of the last `take`, and returns them."""
         if self._event is not None:
             self._event.synchronize()
         return self._by_name(self._amax_copy, self._saturated_copy)

@@ -138,8 +138,8 @@ class BlockPool:
         return [(key, block) for block in blocks if (key := self._hashes[block]) is not None]
 
     def restore(self, hashes: Items[bytes]) -> list[int]:
-        """Adds cached blocks with these hashes to an unused pool, as many as fit. `hashes` are ordered from the most
-        recently used. Returns the blocks, whose contents the caller must fill in."""
+        """Adds cached blocks with these hashes to an unused pool, as many as fit. `hashes` begin with the most
+        recently used block. Returns the blocks, whose contents the caller must fill in."""
         blocks = list(range(min(self.num_blocks, len(hashes))))
         for key, block in zip(hashes, blocks, strict=False):
             self._cached[key], self._hashes[block] = block, key

@@ -1,7 +1,7 @@
 """Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `Loaded`.
 
-If a recipe had one dynamic scale for an activation tensor, the requests of a batch would change each other's results.
-So the engine computes a dynamic scale for each token's row instead, and a request gets the same results in any batch.
+A recipe may compute one dynamic scale for a whole activation tensor. Then the requests of a batch would change each
+other's results. So the engine computes a dynamic scale for each token's row instead.
 """
 
 import logging
@@ -239,8 +239,8 @@ def open_device(model_dir: Path, options: EngineOptions) -> EngineOptions:
 
 
 def derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_weights: bool) -> KvDtype:
-    """Returns the element type of the KV cache for options without one. The FP8 cache is for a model that is served as
-    it is stored: its scales belong to these weights. Unusable scales are reported later."""
+    """Returns the element type of the KV cache for options without one. It is fp8 only if the model is served as it is
+    stored, because the cache's scales belong to the stored weights. Unusable scales are reported later."""
     if torch.device(options.device).type == "cpu" or not has_stored_weights or options.recipe != "stored":
         return "bf16"
     quantization = open_checkpoint(model_dir).quantization
@@ -295,7 +295,7 @@ class StagedWeights:
 
 
 def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeights:
-    """Reads and checks all weights of `model_dir`, so that exchanging them cannot fail for their content.
+    """Reads and checks all weights of `model_dir`, so that invalid weights cannot make the exchange fail.
 
     If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
     ModelError or ScalesError if they do not suit the engine, and MachineError if there is no memory for them.
@@ -375,9 +375,10 @@ def _path(text: str | None) -> Path | None:
 
 
 def separate_rows(model: AnyModel, device: str) -> None:
-    """Makes each row of every linear layer independent of the other rows, and fuses linear layers where possible.
+    """Makes dynamic scales, and on a CPU also products, of each row independent of the other rows. Fuses linear layers.
 
-    On a CPU, this project's kernels guarantee it. Other kernels choose the order of their sums by the number of rows.
+    PyTorch's kernels choose the order of a product's sums by the number of rows. On a CPU, this project's kernels
+    replace them. An encoder's layers are fused only on a CPU.
     """
     for layer in model.modules():
         if isinstance(layer, FrozenLinear):

@@ -8,7 +8,7 @@ On a GPU, the plan is made after the weights are loaded. The cache gets the free
 
 * the memory that other processes may use (`gpu_memory` is the fraction of the GPU's memory for this process);
 * the memory of the largest step, which is run once to measure it;
-* the memory of CUDA graphs: that of the largest captured step, which is run, too, and the logits of every size.
+* the memory of CUDA graphs: the memory of the largest captured step, also measured, and the logits of every size.
 
 Options of the step that are None are derived here, too (defaults.py): a largest step that takes too much memory is
 halved, the largest number of sequences follows the cache, and the largest step is run again to measure its time.
@@ -228,8 +228,8 @@ def _step_bytes(model: Model, options: EngineOptions, device: torch.device) -> i
 
 
 def _graph_bytes(model: Model, options: EngineOptions, device: torch.device) -> int:
-    """Returns the memory of CUDA graphs. All of them share the memory of the largest one, except for the logits of
-    decoding steps in FP32."""
+    """Returns the memory of CUDA graphs. They share the memory of the largest graph. Only the FP32 logits of decoding
+    steps are separate."""
     tokens = options.num_seqs
     if can_replay_prompts(model):
         tokens = max(tokens, prompt_sizes(options.step_tokens, options.num_seqs, model.config.max_length)[-1])
@@ -248,7 +248,7 @@ def run_largest_step(model: Model, options: EngineOptions) -> Tensor:
     ATTENTION_WORKSPACE_BYTES accounts for the workspace of attention.
     """
     device = cast(Tensor, model.head.weight).device
-    tokens = torch.arange(options.step_tokens, device=device) % model.config.vocab_size  # for several experts
+    tokens = torch.arange(options.step_tokens, device=device) % model.config.vocab_size  # so that several experts run
     positions = torch.zeros_like(tokens)
     last = positions[: max(options.num_seqs, MAX_DRAFT_ROWS if options.drafted_tokens else 0)]
     logits = model.logits(model(tokens, positions, _no_attention, last))

@@ -6,9 +6,9 @@
               uint32), then the texts, in UTF-8, without separators
 
 All numbers are little-endian. The client numbers its requests (`stream`), and JSON messages about a request have its
-number, too. A frame has the outputs that are nothing but
-one more token and its text: 12 bytes and the text, where JSON needs about 120. All other outputs are JSON. Nothing is
-unpickled, and a payload that is not exactly what its lengths say is a MessageError. This module does not import torch.
+number, too. A frame has the outputs that are nothing but one more token and its text. Each takes 12 bytes and the text,
+where JSON takes about 120. All other outputs are JSON. Nothing is unpickled, and a payload that does not match its
+lengths raises MessageError. This module does not import torch.
 """
 
 import json

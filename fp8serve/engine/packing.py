@@ -2,8 +2,8 @@
 
 With few sequences, a step's time is the time to read the weights. In a checkpoint's layout, a kernel reads sixteen rows
 in parallel. A packed weight is one contiguous stream, which memory delivers faster and which needs fewer loads and
-shuffles. Each weight is copied to huge pages, because prefetching restarts at every page. Then the pages
-of the mapped file are released, so that no weight is in memory twice.
+shuffles. Each weight is copied to huge pages, because prefetching restarts at every page. Then the pages of the mapped
+file are released, so that no weight is in memory twice.
 
 Packing takes a second or two for each gigabyte. Results have the same bits with packed and unpacked weights, so a
 weight can be packed between any two steps, and the first token does not wait for it. An idle engine packs continuously.
@@ -63,7 +63,7 @@ class Packer:
         return bool(self._pending)
 
     def pack(self, seconds: float = math.inf) -> None:
-        """Packs weights until `seconds` have passed or all are packed. The last weight may take longer."""
+        """Packs weights until `seconds` have passed or all are packed. A weight is always packed to its end."""
         end = time.perf_counter() + seconds
         while self._pending and time.perf_counter() < end:
             self._pack_next(self._pending.popleft())

@@ -23,8 +23,8 @@ from fp8serve.options import check, known_fields
 class Request:
     """A prompt and its sampling parameters.
 
-    Tenants share no cached blocks, and each gets a fair share of the engine. Requests of one `group` (several
-    completions or prompts of one HTTP request) get the share of one request together. If `group` is empty, the request
+    Tenants share no cached blocks, and each gets a fair share of the engine. All requests of one `group` (several
+    completions or prompts of one HTTP request) together get the share of one request. If `group` is empty, the request
     is a group of its own. `adapter` is the name of a loaded adapter.
     """
 

@@ -68,7 +68,7 @@ class _TopLogprobs:
 class SamplingPlan:
     """The rows of a batch that need each operation, with parameters of the sequences as tensors on the device."""
 
-    sampled_rows: Tensor  # int64, if there are such rows; so are the following
+    sampled_rows: Tensor  # int64; this and the next three attributes exist only if some row needs them
     logprob_rows: Tensor
     seed_hashes: list[blake2b]  # of the sampled rows
     filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
@@ -97,7 +97,7 @@ class SamplingPlan:
 
 
 class Samples:
-    """The sampled tokens of a step, of which a copy is on its way to the host."""
+    """The sampled tokens of a step, which are being copied to the host."""
 
     def __init__(self, tokens: Tensor, top: _TopLogprobs | None, plan: SamplingPlan) -> None:
         self.tokens = tokens  # int64 [rows], on the device
@@ -140,7 +140,7 @@ def launch_sampling(
 
 
 def sample(logits: Tensor, seqs: list[Sequence], eos_ids: tuple[int, ...], mask: "Mask | None" = None) -> list[Sampled]:
-    """Samples one token for each sequence as `launch_sampling` does, and waits for it."""
+    """Samples one token for each sequence as `launch_sampling` does, and waits for the tokens."""
     tokens, logprobs = launch_sampling(logits, SamplingPlan(seqs, logits.device), eos_ids, mask).read()
     return [Sampled(None if t == NOT_FINITE else t, logprobs.get(row)) for row, t in enumerate(tokens)]
 
@@ -161,7 +161,7 @@ def _seed_hash(seed: int) -> blake2b:
 
 
 def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
-    """Returns `uniform` for each pair of a seed, which is hashed already, and a position."""
+    """Returns `uniform` for each pair of a hashed seed and a position."""
     digests = []
     for seed_hash, position in zip(seed_hashes, positions, strict=True):
         state = seed_hash.copy()

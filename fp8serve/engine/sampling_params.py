@@ -1,8 +1,7 @@
-"""The sampling parameters of a request: a frozen dataclass that is validated when it is created. It does not import
-torch.
+"""The sampling parameters of a request: a frozen dataclass that is validated when it is created.
 
 The options of the command line, the HTTP bodies and docs/options.md are generated from its fields
-(fp8serve/options.py).
+(fp8serve/options.py). This module does not import torch.
 """
 
 import json

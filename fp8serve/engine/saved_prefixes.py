@@ -84,8 +84,8 @@ def read(path: Path, fingerprint: str, like: Mapping[str, Tensor]) -> Prefixes:
     """Reads a file that `write` wrote. The tensors must have the dtypes and shapes of the caches in `like`, except for
     the number of blocks.
 
-    Raises ModelError, with a message that is the reason alone, if the file is damaged or belongs to another engine.
-    Raises OSError if it cannot be read.
+    Raises ModelError if the file is damaged or belongs to another engine; its message is a clause with the reason.
+    Raises OSError if the file cannot be read.
     """
     try:
         entries, metadata = read_header(path)

@@ -69,7 +69,7 @@ class InputMonitor:
         self.window_amax, self.window_saturation = amax, saturated / elements if elements else 0.0
 
     def reset(self, calibrated_amax: float, saturated: int) -> None:
-        """Resets the statistics after the weights were replaced, except the number of saturated elements."""
+        """Resets what depends on the weights, after they were replaced. `saturated` and `rows` continue."""
         self.calibrated_amax, self.amax, self.saturated = calibrated_amax, 0.0, self.saturated + saturated
         self.window_amax = self.window_saturation = None
 
@@ -110,7 +110,7 @@ class ScaleMonitor:
         self._recipe = calibration.recipe
         self._states = _scaling_states(static, calibration) if options.roll_history else []
         self._window_tokens = 0  # computed in the current window
-        self._closed_rows: Mapping[str, int] | None = None  # at the end of the window that has not been read yet
+        self._closed_rows: Mapping[str, int] | None = None  # of a closed window whose counters were not read yet
         self._drifting: set[str] = set()  # layers whose drift exceeds drift_alarm
         self.num_windows = 0
         if self._states:
@@ -133,9 +133,9 @@ class ScaleMonitor:
         return bool(self._inputs) and self._window_tokens >= self._options.drift_window
 
     def close_window(self, rows: Mapping[str, int]) -> None:
-        """Ends a window: updates scales that follow the traffic, and takes the counters. When they have arrived, which
-        is at once on a CPU, logs changes of the set of drifting layers. `rows` is the number of rows that each layer
-        has read since the start."""
+        """Ends a window: updates scales that follow the traffic, and starts to copy the counters. On a CPU, this method
+        also reads them and logs which layers drift; on a GPU, a later call does. `rows` is the number of rows that each
+        layer has read since the start."""
         self._read_closed_window()
         self._window_tokens = 0
         self._update_scales()
@@ -186,7 +186,7 @@ class ScaleMonitor:
         )
 
     def _read_closed_window(self) -> None:
-        """Reads the counters of a window that was closed and not read yet, for which it waits."""
+        """Reads the counters of a closed window, unless they were read already. Waits for them."""
         rows, self._closed_rows = self._closed_rows, None
         if rows is None:
             return

@@ -42,8 +42,8 @@ MAX_DRAFT_ROWS = 32  # decoding tokens and drafted tokens of a step; with more r
 class Work:
     """The tokens of one sequence that a step computes: positions [start, start + count).
 
-    The last of them may be a `draft`: tokens that are not yet part of the sequence. If the only token is promised,
-    `source` is the row of the step in flight that samples it; otherwise it is -1.
+    The last tokens may be a `draft`, which is not yet part of the sequence. If the work is one promised token (see
+    above), `source` is the row of the step in flight that samples it. Otherwise `source` is -1.
     """
 
     seq: Sequence
@@ -54,8 +54,8 @@ class Work:
 
     @property
     def needs_sample(self) -> bool:
-        """Whether the work includes the last token of the sequence, so that a new token is sampled. This holds until
-        the step lands."""
+        """Whether the work includes the last token of the sequence, so that a new token is sampled. Valid only
+        until the step lands."""
         return self.source >= 0 or self.start + self.count == len(self.seq.token_ids) + len(self.draft)
 
     @property
@@ -70,8 +70,8 @@ class Work:
 
     @property
     def scored_positions(self) -> range:
-        """The positions whose logits give a requested log-probability of the prompt's next token. These are the last
-        positions of the work, except the positions that need a sample."""
+        """The positions whose logits give a requested log-probability of the prompt's next token. In the work, only
+        positions that need a sample follow them."""
         if not self.seq.num_unscored:
             return range(0)
         first, end = len(self.seq.prompt_logprobs), min(self.start + self.count, self.seq.num_prompt - 1)
@@ -85,8 +85,8 @@ class Work:
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of one step: sequences that decode one token each, without a draft, and then `others`. Decoding
-    sequences are lists, because a step has many of them and an object for each would take longer than their work.
+    """The work of one step: sequences that decode one token each, without a draft, and then `others`. The decoding
+    sequences are stored as parallel lists, because a step may have many, and a `Work` for each would take longer.
 
     Iteration yields the `Work` of all sequences.
     """
@@ -203,8 +203,8 @@ def _interleave(seqs: Iterable[Sequence], owner: Callable[[Sequence], Hashable])
 
 class Scheduler:
     """Owns the waiting and running sequences and the block pool. For each step the engine calls `schedule`, launches
-    the work, and calls `launch`; when the sampled tokens have arrived, it calls `advance`. Between the two, it may
-    schedule and launch one more step."""
+    the work, and calls `launch`; when the sampled tokens have arrived, it calls `advance`. Between `launch` and
+    `advance`, it may schedule and launch one more step."""
 
     def __init__(self, pool: BlockPool, max_num_seqs: int, max_batch_tokens: int, max_prefill_tokens: int) -> None:
         self.pool = pool
@@ -251,7 +251,7 @@ class Scheduler:
         return work
 
     def launch(self, work: StepWork) -> None:
-        """Records that `work` is computed from now on, and so that a token is promised to each sampled sequence."""
+        """Records that `work` was launched. From now on, a token is promised to each sampled sequence."""
         for row, seq in enumerate(work.decodes):
             seq.num_launched += 1
             seq.sample_row = row
@@ -281,8 +281,8 @@ class Scheduler:
         self.pool.cache_blocks(seq, seq.num_computed - 1)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Ends a waiting or running sequence and frees its blocks. If a step in flight still computes the sequence,
-        later steps that get the blocks write to them after it."""
+        """Ends a waiting or running sequence and frees its blocks. A step in flight may still write to the blocks;
+        later steps that get them run after it."""
         self._is_fair = False
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
@@ -294,7 +294,7 @@ class Scheduler:
     def _decodes(self) -> tuple[StepWork, list[Sequence]]:
         """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
         decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
-        for seq in self.running:  # preempting ends the list at this sequence or after it
+        for seq in self.running:  # `_grow` removes sequences from the end only, at most down to this one
             start, known = seq.num_launched, len(seq.token_ids)
             if start + 1 < known:
                 prompts.append(seq)

@@ -48,7 +48,7 @@ class Sequence:
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter
-    text: "TextStream | None" = None  # in the engine
+    text: "TextStream | None" = None  # set by the engine
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def cache_salt(self) -> bytes:
-        """The salt of the block hashes, because keys and values also depend on the adapter; at most 64 bytes."""
+        """The salt of the block hashes: the adapter, on which keys and values depend. It has at most 64 bytes."""
         return b"" if self.adapter is None else self.adapter.digest
 
     @property

@@ -1,14 +1,14 @@
 """Converts the work of a step to tensors.
 
-Tensors. The tokens of all sequences of a step are concatenated, so the model reads `[tokens]`, and prefill chunks and
+The tokens of all sequences of a step are concatenated, so the model reads `[tokens]`, and prefill chunks and
 decoding tokens can be mixed. The paged attention op gets the offset of each sequence (`query_starts` [S+1]), its length
 including the new tokens (`context_lens` [S]), and the position of its keys and values in the cache (`block_tables`
 [S, blocks], `slots` [tokens]). Inputs are copied to the device from pinned memory, so a step waits for the device only
 when it reads the sampled tokens.
 
 Only some tokens need logits: the last token of each sequence that is sampled, with its draft, and the tokens of a
-prompt whose log-probabilities are requested. Work after the last attention is done for these tokens only, and attention
-gets a second description for them (`last_queries`). In a decoding step, all tokens need logits.
+prompt whose log-probabilities are requested. The last layer computes the output of attention, and all that follows, for
+these tokens only; `last_queries` describes them. In a decoding step, all tokens need logits.
 
 Promised tokens. If the previous step is still in flight (flights.py), the host does not know the tokens that it
 samples. So the device keeps the sampled tokens, and a step names the row of each promised token (`source`).
@@ -52,7 +52,7 @@ class StepTensors:
 
 def flatten(work: Sequence[Work], block_size: int, device: torch.device, samples: Tensor | None = None) -> StepTensors:
     """Converts the work of a step to tensors. `samples` are the tokens that the step in flight samples, int64 [rows] on
-    the device. A negative one stands for a row that fails, and becomes 0."""
+    the device. A negative token stands for a row that fails, and is replaced by 0."""
     counts = [item.count for item in work]
     starts = [0, *itertools.accumulate(counts)]
     token_ids = list(itertools.chain.from_iterable(item.token_ids for item in work))

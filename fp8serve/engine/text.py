@@ -27,7 +27,7 @@ class TextStream:
         self._tokens = tokens
         self._stop = params.stop
         self._includes_stop = params.include_stop_str_in_output
-        self._min_tokens_left = params.min_tokens  # until then, a stop string is ordinary text
+        self._min_tokens_left = params.min_tokens  # unless it is negative, stop strings are ordinary text
         self._buffer = ""  # text that is held back
         self.stopped: str | None = None  # the stop string that ended the text
         self.failure: str | None = None  # a message, if the tokens cannot be decoded

@@ -54,9 +54,9 @@ def check_weights(model: Model, tensors: Mapping[str, Tensor]) -> None:
 def exchange_weights(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Writes `tensors`, which passed `check_weights`, into `model` and returns the tensors that they replaced.
 
-    The returned tensors can be passed to this function again. They are on the device of `tensors`, which becomes empty:
-    memory holds two versions of the weights and a third one of a single tensor. If a tensor cannot be written, the
-    model gets its old weights back, and the error is raised.
+    The returned tensors can be passed to this function again. They are on the device of `tensors`. Each tensor is
+    removed from `tensors` when it is written, so memory holds two versions of the weights, and a third version of one
+    tensor at a time. If a tensor cannot be written, the model gets its old weights back, and the error is raised.
     """
     current, _ = _current_tensors(model)
     scales = {name for group in _shared_scales(model).values() for _, name in group}
@@ -127,7 +127,7 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
 
 
 def _is_packed(layer: torch.nn.Module) -> bool:
-    """Returns whether a layer that has a weight of three dimensions has packed it. Experts may be stacked instead."""
+    """Returns whether a three-dimensional weight of this layer is packed; it may also be a stack of experts."""
     if isinstance(layer, FrozenLinear):
         return layer.is_packed
     return isinstance(layer, torch.nn.Linear)
@@ -163,8 +163,8 @@ def _write_scales(model: Model, tensors: Mapping[str, Tensor]) -> set[str]:
 
 
 def _shared_scales(model: Model) -> dict[int, list[tuple[FrozenLinear, str]]]:
-    """Returns all input scales, and the weight scales that joined layers share (joined.py): the layers that have one
-    tensor, with the name of the tensor in each."""
+    """Returns, for every input scale and every weight scale that joined layers share (joined.py), by address: the
+    layers that hold the tensor, with its name in each."""
     sharing: dict[int, list[tuple[FrozenLinear, str]]] = {}
     for prefix, layer in model.named_modules():
         if isinstance(layer, FrozenLinear) and layer.input_scale is not None:

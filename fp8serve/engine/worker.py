@@ -6,6 +6,7 @@ The process connects to the AF_UNIX socket of its client (`client.py`). It reads
     in    generate {stream, request} | abort {stream, request_id} | stats {id} | scales {id} | drain {deadline} | close
           save_scales {id, path} | load_weights {id, directory}
           stage_weights {id, directory} | swap_weights {id} | discard_staged_weights {id}
+          load_adapter {id, name, directory} | unload_adapter {id, name}
           embed {id, inputs, dimensions}
           classify {id, inputs, segments} | forget {id}
     out   heartbeat {step_seconds} | ready {info, limits} | failed {error, message}
@@ -16,8 +17,8 @@ The process connects to the AF_UNIX socket of its client (`client.py`). It reads
 that request are on their way, so the number, and not the id, says which request a message is about.
 
 All messages are short, because the server's event loop reads them between other work. The log-probabilities of a prompt
-are split over several outputs, which have no tokens except the last. Vectors and scores are split into parts. Their
-lists precede the list in the reply.
+are split over several outputs, of which only the last has a token. Long lists of vectors or scores are sent as several
+parts; the reply has the last part.
 
 The process has three threads. The main thread loads the model and steps the engine. The second thread reads commands
 into an inbox, so that a command waits for at most one step. The third thread sends a heartbeat every second, with the
@@ -58,8 +59,8 @@ from fp8serve.processes import describe_error, end_process, process_seconds
 HEARTBEAT_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
 PIECE_TOKENS = 1024  # prompt tokens whose log-probabilities are in one message
-PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer one is not split
-FLOAT_BYTES = 22  # of a number in JSON, at most
+PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer vector is not split
+FLOAT_BYTES = 22  # the most that a number in JSON takes
 PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the inbox again
 NO_SCALES = "Only the scales of a model that writes text can follow the traffic, and this model does not write text."
 NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."

@@ -57,9 +57,9 @@ _MAPPED_KINDS = ("model", "optimizer")
 
 @dataclass
 class TrainState:
-    """The complete state of a run between two steps. `meta` is JSON; tensors have the names of the files above.
+    """The complete state of a run between two steps. `meta` is JSON; tensors have the same names as in the files.
 
-    A tensor to be written may be a `Parts`. In a state that was read, model and optimizer are views of their files.
+    A tensor to be written may be `TensorParts`. In a state that was read, model and optimizer are views of their files.
     """
 
     model: Mapping[str, Any]
@@ -131,7 +131,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def newest_complete(root: Path, on_damaged: Callable[[Path, str], None]) -> Path | None:
-    """Returns the newest complete checkpoint. Renames newer ones to `step-N.broken`, and reports them."""
+    """Returns the newest complete checkpoint. Renames newer, damaged ones to `step-N.broken`, and reports them."""
     for path in reversed(list_checkpoints(root)):
         reason = verify(path)
         if reason is None:

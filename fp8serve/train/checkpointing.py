@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def with_template_date(config: TrainConfig, latest: Path | None) -> TrainConfig:
-    """Returns the configuration with a template date: its own one, else the checkpoint's, else today."""
+    """Returns the configuration with a template date: its own, else the checkpoint's, else today."""
     if config.template_date is not None:
         return config
     saved = read_json(latest / "trainer.json", JobError)["config"].get("template_date") if latest else None
@@ -106,7 +106,7 @@ class Checkpointer:
         self._on_event(events.message("checkpoint_broken", text, level="warn"))
 
     def saved_returns(self) -> int:
-        """Returns the number of returns in the newest checkpoint (`train.recovery`)."""
+        """Returns the number of returns (`train.recovery`) that the newest checkpoint records, or 0 without one."""
         if self.latest is None:
             return 0
         return int(read_json(self.latest / "trainer.json", JobError)["progress"].get("returns", 0))
@@ -154,7 +154,7 @@ class Checkpointer:
         checkpoint.keep_last(self.root, run.config.keep_last, needed)
 
     def _best_step_at(self, run: TrainingRun, step: int) -> int | None:
-        """Returns the best step that the checkpoint of `step` recorded, or None if the result is not the best one."""
+        """Returns the best step that the checkpoint of `step` recorded, or None unless the option result is "best"."""
         if run.config.result != "best" or step == 0:
             return None
         saved = read_json(self.root / f"step-{step}" / "trainer.json", JobError)["progress"]["held_out"]["best_step"]
@@ -178,7 +178,7 @@ def resume(run: TrainingRun, path: Path) -> None:
     values = dict(saved.meta["progress"])
     # Checkpoints of older versions have neither "returns" nor "held_out".
     saved_config = recovery.config_after(run.job_config, values.pop("returns", 0))
-    if saved_config != run.config:  # the first checkpoint after a return
+    if saved_config != run.config:  # the run has returned (`train.recovery`) since it wrote this checkpoint
         saved.scaling = recovery.convert_scaling(saved.scaling, saved_config, run.config)
         values["skipped_in_a_row"] = 0
     load_state(run, saved)

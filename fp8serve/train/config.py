@@ -4,7 +4,7 @@ The command line, `POST /finetune` and Python users create the same object, and 
 no torch, because the HTTP server checks requests with it.
 
 `batch_size` counts the rows of a microbatch, and `accumulate` counts the microbatches of an optimizer step (gradient
-accumulation). No option has an "auto" value: `finetune` and the command choose a device before they create one.
+accumulation). No option has an "auto" value: `finetune` and the command choose a device before they create the object.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from fp8serve.options import About, check
 from fp8serve.train.methods.options import GrpoOptions
 
 OnDivergence = Literal["fail", "keep", "return"]
-LENGTH_OPTIONS = frozenset({"epochs", "max_steps", "patience"})  # may differ: the run then ends at another step
+LENGTH_OPTIONS = frozenset({"epochs", "max_steps", "patience"})  # may differ on resume, which moves the last step
 
-# Fields that may differ between the run that wrote a checkpoint and the run that resumes from it: paths, and how
-# often something is written or reported. Every other field changes the trained bits.
+# Fields that may differ between the run that wrote a checkpoint and the run that resumes from it, such as paths, limits
+# and how often something is written or reported. Every other field changes the trained bits.
 _FREE_ON_RESUME = {
     *("model", "data", "eval_data", "eval_every", "out", "save_every", "save_minutes", "keep_last", "log_every"),
     *("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory"),
@@ -54,8 +54,8 @@ class TrainConfig(GrpoOptions):
     The learning rate rises linearly over `warmup_steps`. `lr_schedule` then lowers it to `lr * min_lr_ratio`, or keeps
     it constant. With `packing="tokens"` a microbatch is filled to `batch_size * seq_len` tokens. Longer texts are split
     into windows of `seq_len`, longer conversations are truncated. The last step always writes a checkpoint. Chat
-    templates receive `template_date` as the current date, where a server gives them the day of the request.
-    `train.validation` defines when a run has made the model worse.
+    templates receive `template_date` as the current date; in a server they receive the day of the request.
+    `on_divergence` concerns runs that made the model worse, which `train.validation` defines.
 
     A run with `eval_data` and `eval_every` stops early after `patience` validations in a row without a new lowest loss.
     With `result="best"`, `out/model/` is made of the checkpoint with the lowest validation loss.

@@ -61,8 +61,8 @@ class Row:
 
 
 class Item(Protocol):
-    """The unit in which steps are counted. `tokens` counts the inputs of all its rows, `trainable_tokens` the targets
-    in the loss mask."""
+    """The unit of which microbatches consist. `tokens` counts the inputs of all its rows, `trainable_tokens` the
+    targets in the loss mask."""
 
     @property
     def tokens(self) -> int: ...

@@ -78,10 +78,10 @@ def training_record(meta: Mapping[str, Any]) -> str:
 
 
 def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any]) -> ScalingCheckpoint:
-    """Returns the scales and amax histories of a checkpoint's scaling state, of every tensor that ever ran.
+    """Returns the scales and amax histories in a checkpoint's scaling state, for all tensors that have had an update.
 
-    If attention was trained in FP8, or the base model had scales of keys and values, these include the keys and values,
-    whose scales are those of an FP8 KV cache.
+    If attention was trained in FP8, or the base model had scales of keys and values, the result includes keys and
+    values. Their scales are those of an FP8 KV cache.
     """
     stored = load_tensors(source / "scaling.safetensors") if as_delayed(recipe) is not None else {}
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))

@@ -35,7 +35,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def run_group(count: int, function: str, arguments: Sequence[str]) -> int | None:
     """Runs `function` ("module:name") with `arguments` in `count` processes, and returns rank 0's return value.
 
-    Returns None if a signal ended the group before. Raises GroupError if the processes die after the last restart.
+    Returns None if a signal ended the group before rank 0 returned. Raises GroupError if the processes die after the
+    last restart.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""Computes log-probabilities of given tokens with the forward pass of training, with the bits of a server on a CPU.
+"""Computes log-probabilities of given tokens with the forward pass of training. On a CPU they have a server's bits.
 
 Use it to compare training and serving, for example in a reinforcement trainer whose importance ratios must start at 1.
 `Forward.log_probs` computes the same numbers with gradients.
@@ -40,12 +40,12 @@ def log_probs(
 ) -> list[Tensor]:
     """Returns, for every sequence of token ids [n], the log-probabilities FP32 [n - 1] of all tokens except the first.
 
-    `model` is a model directory, or a trainer's forward pass, which takes no options. A directory is computed like
-    `fp8serve serve` with the same options. The values are bit-identical to a server's for prompts and outputs, and do
-    not depend on its chunks, batches or caches.
+    `model` is a model directory, or a trainer's forward pass, which takes no options. A directory is loaded as
+    `fp8serve serve` loads it with the same options. The values are bit-identical to a server's for prompts and outputs,
+    whatever chunks, batches or caches the server uses.
 
-    Raises RecipeError if that is impossible, with the reason. Raises RequestError for a sequence that is empty, too
-    long, or has an invalid token id, and ModelError or ScalesError for a directory that cannot be served.
+    Raises RecipeError, with the reason, if they would not be bit-identical. Raises RequestError for a sequence that is
+    empty, too long, or has an invalid token id, and ModelError or ScalesError for a directory that cannot be served.
     """
     if isinstance(model, Forward):
         if (recipe, scales, kv_cache_dtype, max_model_len) != ("stored", None, "bf16", None):
@@ -81,7 +81,7 @@ def served_network(
     if has_batch_invariant_products("cpu"):
         use_batch_invariant_products(model)
     model.set_max_length(max_model_len or model.config.max_length)
-    # No recipe is passed: its rows are independent here, and the maximum length is set.
+    # Neither the recipe nor the length makes a difference: rows are independent here, and the maximum length is set.
     _check_parity(list(parity.differences(None, model.config, "cpu", 1)))
     return Network(model, _cache_scales(model_dir, scales) if kv_cache_dtype == "fp8" else None)
 

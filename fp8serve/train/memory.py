@@ -10,10 +10,10 @@ from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.config import TrainConfig
 
-# Bytes that a layer keeps for the backward pass, for each element of a token's
-HIDDEN_BYTES = 30  # hidden state
-MLP_BYTES = 14  # MLP activation
-EXPERT_INPUT_BYTES = 8  # hidden state, for each expert that receives the token
+# Bytes that a layer keeps for the backward pass:
+HIDDEN_BYTES = 30  # for each element of a token's hidden state
+MLP_BYTES = 14  # for each element of a token's MLP activation
+EXPERT_INPUT_BYTES = 8  # for each element of the hidden state and each expert that receives the token
 LOGITS_PER_CHUNK = 1 << 20  # elements that forward.py converts to FP32 at a time
 
 
@@ -22,7 +22,7 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Returns the bytes of each process by part, and their peak as "total".
 
-    A microbatch has `tokens` tokens (of prompts with grpo), of which `fraction` are in the loss mask. The parts are
+    A microbatch has `tokens` tokens (with grpo, prompt tokens), of which `fraction` are in the loss mask. The parts are
 
         weights      masters and moments of all weights; with masters in the optimizer also the BF16 model
         gradients    in FP32; with masters in the optimizer also in BF16
@@ -68,8 +68,9 @@ def _has_one_cast(config: TrainConfig) -> bool:
 def _sharded_estimate(
     model: ModelConfig, config: TrainConfig, tokens: int, fraction: float, processes: int
 ) -> dict[str, int]:
-    """Returns the estimate with `fsdp`. Gradients are the sums, and sent and received gradients of the largest unit.
-    Casts contain two gathered layers, because FSDP2 prefetches one, and the embedding and the head in BF16."""
+    """Returns the estimate with `fsdp`. "gradients" contains this process's shard of the summed gradients, and the
+    gradients of the largest unit that are sent and received. "casts" contains two gathered layers, because FSDP2
+    prefetches one, and the embedding and the head in BF16."""
     linears, others = parameter_counts(model)
     total, layer = linears + others, linears // model.num_layers
     unsharded = 4 * total + _moments_bytes(config, total - _norm_weights(model), _norm_weights(model))
@@ -97,7 +98,7 @@ def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
 
 
 def check_layers(config: TrainConfig, model: ModelConfig) -> None:
-    """Raises JobError if `recompute` or `fsdp` is set for a model of the transformers backend, which has no layers."""
+    """Raises JobError if `recompute` or `fsdp` is set for a model that transformers computes as a whole."""
     for name in ("recompute", "fsdp"):
         if getattr(config, name) and model.computed_by is not None:
             reason = "works layer by layer, but transformers computes this model as a whole"

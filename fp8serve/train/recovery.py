@@ -5,8 +5,8 @@
     1         a margin larger by 2: a scale leaves four times as much headroom above the largest amax of the history
     2         current scaling: each tensor is scaled by its own amax, so no value saturates
 
-A run keeps a scaling until it diverges again. Checkpoints record the number of returns. The trainer evaluates a run
-with recovery before it writes a checkpoint, so all checkpoints at multiples of `save_every` are good. A run that is
+A run keeps a scaling until it diverges again. Checkpoints record the number of returns. With recovery, the trainer
+evaluates the run before it writes a checkpoint, so all checkpoints at multiples of `save_every` are good. A run that is
 killed between a return and its next checkpoint repeats the divergence and the return, so it ends with the same bytes.
 """
 
@@ -80,7 +80,7 @@ def return_to_good_checkpoint(run: TrainingRun, checkpointer: "Checkpointer", re
     """Removes the checkpoints after the last good one, and returns the new number of returns.
 
     Raises JobError if all scalings have been tried. `is_repeated` means that the weights of the previous return's
-    checkpoint had already diverged. The run then returns to an earlier checkpoint, within the same return.
+    checkpoint had already diverged. The run then returns to an earlier checkpoint, and this return is not counted.
     """
     configs, progress = recovery_configs(run.job_config), run.progress
     returns = progress.returns + (not is_repeated)

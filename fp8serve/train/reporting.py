@@ -29,7 +29,7 @@ PROJECT = "fp8serve"
 
 
 def require_package(name: str, reason: str, option: str) -> None:
-    """Raises MachineError if the package is not installed. `reason` is the first clause of its message."""
+    """Raises MachineError if the package is not installed. Its message begins with the clause `reason`."""
     if find_spec(name) is None:
         raise MachineError(f"{reason}, which is not installed: pip install 'fp8serve[{name}]', or leave {option} out.")
 

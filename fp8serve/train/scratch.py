@@ -1,8 +1,9 @@
 """Writes a small Llama model with random weights and a byte-level BPE tokenizer that is trained on given texts.
 
 `fp8serve demo` trains such a model, and tests use it. It is a Hugging Face directory (config, safetensors, tokenizer
-with a chat template) that every command accepts. Weights are normal with standard deviation 0.02; projections into the
-residual stream are divided by sqrt(2 * layers) as in GPT-2 (Radford et al. 2019, section 2.3). Norms are one.
+with a chat template) that every command accepts. Weights are normal with standard deviation 0.02, which is divided by
+sqrt(2 * layers) for projections into the residual stream, as in GPT-2 (Radford et al. 2019, section 2.3). Norms are
+one.
 """
 
 import json

@@ -5,10 +5,10 @@ and there are two counters for each state. A base model with amax histories (cal
 initialises the scaling state, so that the first step quantizes with fitting scales instead of 1. Recipes without amax
 histories have no scaling state.
 
-If the base model has scales of keys and values, a run whose attention is in high precision has states of them, too
-(`model.layers.0.self_attn.k` and `.v`). No step computes with them: they are for the FP8 KV cache of the served result.
-Calibration stores no histories of keys and values, so theirs start with the amax that gives the stored scale. The scale
-then covers what calibration observed until that amax leaves the history.
+If the base model has scales of keys and values, a run whose attention is in high precision also has states of keys and
+values (`model.layers.0.self_attn.k` and `.v`). No step computes with them: they are for the FP8 KV cache of the served
+result. Calibration stores no histories of keys and values, so these histories start with the amax that gives the stored
+scale. Until that amax leaves the history, the scale covers what calibration observed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,7 +72,7 @@ def separate_states(forward: Forward) -> None:
 
 
 def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
-    """Returns copies of the states' tensors: files cannot store a state that layers share once."""
+    """Returns copies of the states' tensors, because layers may share a state, and files need a tensor for each."""
     return {f"{name}.{part}": getattr(state, part).clone() for name, state in states(forward) for part in FIELDS}
 
 
@@ -80,8 +80,8 @@ def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
 def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
     """Loads the result of `scaling_tensors`. Raises JobError if the names of the states differ.
 
-    Checkpoints of older versions have no states of keys and values that attention does not quantize; these states are
-    then unchanged.
+    Checkpoints of older versions have no states of keys and values if attention is in high precision. Such states are
+    then left as they are.
     """
     expected = {f"{name}.{part}" for name, _ in states(forward) for part in FIELDS}
     optional = {key for key in expected if forward.records_kv and key.rpartition(".")[0].endswith((".k", ".v"))}
@@ -132,8 +132,8 @@ def capture(
     meta: dict[str, object],
     gatherer: "TensorGatherer | None" = None,
 ) -> TrainState:
-    """Returns references to the run's tensors, which must be written before the next step. Only weights that files
-    store transposed are copied. A sharded run needs a `tensor_gatherer`."""
+    """Returns references to the run's tensors, which must be written before the next step. Of weights and
+    moments, only weights that files store transposed are copied. A sharded run needs a `tensor_gatherer`."""
     masters = transpose_weights(optimizer.masters, transposed_linears(forward.network.decoder))
     moments = optimizer.state()
     return TrainState(

@@ -10,8 +10,8 @@ part of the N gradients and adds them to its part of the sum, in order. The part
 This sends the gradients once a microbatch, where an all-reduce of the step's sums would send them once a step.
 
 A missing gradient (of an expert that no token chose, or of a rank without a microbatch) is sent as -0.0. This is the
-only number whose addition changes nothing, not even the sign of a zero. Gradients are sent in buckets, so that besides
-a rank's gradients and its part of the sum only two buckets are in memory.
+only number whose addition changes nothing, not even the sign of a zero. Gradients are sent in buckets, so that a rank
+holds only two buckets in addition to its gradients and its part of the sum.
 
 Gradients that are not finite are never applied. Such a step is skipped with an event and leaves the moments unchanged.
 Ten skipped steps in a row end the run, or make it return to an earlier checkpoint (`train.recovery`).

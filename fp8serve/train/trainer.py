@@ -18,12 +18,12 @@ The method defines the loss (`methods.interface`). The modules of the loop share
 fails if its model is worse at the end than at the start. Other problems are only reported (`train.health`).
 
 With delayed scaling, a base model without amax histories is first observed for one microbatch in high precision. At
-scale 1 most of a gradient would underflow in E5M2, and the layers before it would see zeros only, so that the scales
-would become right by one layer a step.
+scale 1 most of a gradient would underflow in E5M2. The layers before it would receive zeros, so only one more layer
+would get a right scale in each step.
 
 A finished run continues if it is started again with more steps. Its learning rate then follows the longer schedule, so
-the result differs from that of a run with this length from the start; an event says so. The model of the first end is
-renamed to `model-step-N`.
+the result differs from that of a run with this length from the start; an event says so. The earlier model is renamed to
+`model-step-N`.
 """
 
 import dataclasses
@@ -216,7 +216,8 @@ def check_processes(config: TrainConfig, count: int) -> None:
 class _Attempt:
     """One attempt of a run, from its newest checkpoint to its end or to a divergence.
 
-    `returns` is the number of returns after a divergence, which no checkpoint holds yet, or None in the first attempt.
+    In an attempt after a return, `returns` is the number of returns, which no checkpoint records yet. In the first
+    attempt it is None.
     """
 
     def __init__(self, config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int | None = None) -> None:
@@ -239,7 +240,7 @@ class _Attempt:
         if job_config.on_divergence == "return":
             for recovery_config in recovery.recovery_configs(job_config):
                 check_format(recovery_config)
-        if latest is None and not config.lora_rank:  # a checkpoint has 4 bytes a weight, the result 1
+        if latest is None and not config.lora_rank:  # at least 4 bytes a weight for a checkpoint, 1 for the result
             check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
         identity = identity_of(job_config, setup.data_fingerprint, latest)

@@ -153,7 +153,7 @@ def _valid_items(
 def _tokenized(
     batch: Sequence["_Example"], tokenize: "_Tokenize", bad_lines: _BadLines
 ) -> Iterator[tuple[list[Item], RowCounts]]:
-    """Yields the items of a batch, tokenized in one call, or of one example after the other if one is invalid."""
+    """Yields the items of a batch, tokenized in one call. If an example is invalid, tokenizes them one by one."""
     examples = [example for *_, example in batch]
     problem = next((str(example) for example in examples if isinstance(example, DataError)), "")
     try:

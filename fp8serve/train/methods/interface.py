@@ -3,8 +3,8 @@
     Reader   turns rows of files into items; the HTTP server and a dry run need only this half
     Method   turns items into a loss to minimise and metrics to report
 
-An item is the unit in which a step is counted, for example a row (supervised) or a pair of completions (DPO). An item
-consists of one or more `Row`s, which go through the model. The trainer, the data order, checkpoints and validation
+An item is the unit of which microbatches consist, for example a row (supervised) or a pair of completions (DPO). An
+item consists of one or more `Row`s, which go through the model. The trainer, the data order, checkpoints and validation
 handle items without knowing their contents.
 """
 
@@ -30,8 +30,8 @@ ItemT = TypeVar("ItemT", bound=Item)
 class Reader(Protocol[ExampleT, ItemT]):
     """Reads the data of a method.
 
-    `columns` are the columns of a table that the method reads; None means all. An example without `requirement` is
-    dropped. If all examples are dropped, `advice` tells the user what to change.
+    `columns` are the columns of a table that the method reads; None means all. `requirement` is a phrase for what an
+    example must have; other examples are dropped. If all are dropped, `advice` tells the user what to change.
     """
 
     columns: Collection[str] | None

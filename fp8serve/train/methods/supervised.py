@@ -1,7 +1,7 @@
 """Supervised fine-tuning: minimises the mean cross-entropy of all tokens in the loss mask.
 
 A text longer than the context is split into windows that overlap by one token, so that every token is a target once. A
-longer prompt with completion, or a longer chat, is truncated and counted. A row without a token in the loss mask is
+prompt with its completion, or a chat, is truncated instead, and counted. A row without a token in the loss mask is
 dropped and counted. This module imports torch only to compute the loss.
 """
 

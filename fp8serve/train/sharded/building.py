@@ -267,7 +267,7 @@ def describe(sharded: ShardedModel | None) -> str:
 def _load_units(forward: Forward, checkpoint: Checkpoint, config: TrainConfig, in_fp8: bool) -> list[Unit]:
     """Loads and shards the weights. Returns the units of the layers."""
     decoder, device = forward.network.decoder, config.device
-    # With BF16 model weights, a weight is rounded to BF16 before it is quantized. Gathering the masters does the same.
+    # If the model holds BF16 weights, a weight is rounded to BF16 before it is quantized. So gathered masters are, too.
     rounded_to = torch.bfloat16 if config.master_weights == "optimizer" else None
     mesh = DeviceMesh.from_group(default_group(), torch.device(device).type)
     peers, unread, units = Peers.of(decoder), list(checkpoint), list[Unit]()

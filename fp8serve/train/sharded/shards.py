@@ -109,7 +109,7 @@ class _LocalShards(Mapping[str, Tensor]):
 
 
 def sharded_norm(shards: Shards, grads: Mapping[str, Tensor]) -> float:
-    """Returns the norm of all gradients as one vector. Every rank must call this with its shards of them."""
+    """Returns the norm of all gradients as one vector. Every rank must call this with its shards of the gradients."""
     local = [grad if len(shards.shapes[name]) == 1 else row_norms(grad) for name, grad in grads.items()]
     gathered = _all_gather(shards, list(grads), local)
     norm = norm_of_rows([row_norms(t) if len(shards.shapes[name]) == 1 else t for name, t in gathered.items()])
@@ -170,8 +170,8 @@ class TensorGatherer:
             yield shard
 
     def run_on_first(self, make: Callable[[], T]) -> T:
-        """Calls `make` on rank 0, which may read full tensors, and returns its result on all ranks. Its error is raised
-        on all ranks, too."""
+        """Calls `make`, which may read full tensors, on rank 0. Returns its result, or raises its error, on all
+        ranks."""
         ranks = self._shards.ranks
         created = None
         with ranks.shared_errors():
@@ -193,7 +193,7 @@ class TensorGatherer:
 
 def _receive_name() -> Any:
     """Returns the name that rank 0 sent. If rank 0 has ended, torch's error reaches `train.group`, which restarts the
-    group (`Ranks.hear` would turn it into an error of this rank)."""
+    group (`Ranks.receive_broadcast` would turn it into an error of this rank)."""
     value = [None]
     dist.broadcast_object_list(value, 0)
     return value[0]

@@ -126,8 +126,8 @@ class GrpoReader:
         return prompts, RowCounts(len(tokenized), len(prompts), tokens, 0, dropped, 0)
 
     def encode_fields(self, item: Prompt) -> bytes:
-        """Returns the row and its place as JSON. Raises TypeError for values that JSON changes, such as the dates and
-        maps of Parquet files."""
+        """Returns the row and its "file:line" as JSON. Raises TypeError for values that JSON changes, such as the dates
+        and maps of Parquet files."""
         fields = [item.example.row, item.example.where]
         if json.loads(text := json.dumps(fields)) != fields:
             raise TypeError(f"{item.example.where} has a value that JSON cannot represent exactly.")

@@ -96,7 +96,7 @@ class Completion:
 
     Log-probabilities of the completion's tokens, FP32 [n]: `engine_log_probs` are the engine's at temperature 1,
     `old_log_probs` those of the policy that sampled it, `ref_log_probs` those of the reference model. A token has the
-    weight `loss_weight` in the loss and `metric_weight`, which is equal for all tokens of a step, in metrics.
+    weight `loss_weight` in the loss. In metrics it has `metric_weight`, which is equal for all tokens of a step.
     """
 
     row: Row
