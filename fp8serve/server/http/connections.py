@@ -41,8 +41,8 @@ WARNING_INTERVAL_SECONDS = 60.0  # between two warnings of one kind
 class ConnectionLimit:
     """The largest number of open connections, and of connections that are accepted in one iteration of the loop.
 
-    A batch is small: a request that has arrived is read only a few iterations later, and newly accepted connections
-    must not close its connection before.
+    A batch is small, because a request that has arrived is read only a few iterations later. Until then its connection
+    counts as waiting, and a large batch of new connections could close it.
     """
 
     connections: int
@@ -50,8 +50,8 @@ class ConnectionLimit:
 
     @classmethod
     def within(cls, max_files: int, max_connections: int) -> "ConnectionLimit":
-        """Returns a limit that leaves descriptors for files and engines, of the `max_files` that the process may
-        open."""
+        """Returns a limit for a process that may open `max_files` files, some of which are left for files and
+        engines."""
         available = max_files - min(OTHER_FILES, max_files // 4)
         connections = max(1, min(max_connections, available - min(BATCH, available // 8)))
         return cls(connections, max(1, min(BATCH, connections // 8)))
