@@ -87,8 +87,8 @@ class Registry:
         return (self._choose(model, tasks) or self.require(str(model), "model")).resolve()
 
     async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
-        """Waits while the model that `resolve` would choose exchanges its weights. The choice may be another one
-        afterwards."""
+        """Waits while the model that `resolve` would choose exchanges its weights. Afterwards, `resolve` may choose
+        another model."""
         while (chosen := self._choose(model, tasks)) is not None and not chosen.released.is_set():
             await chosen.released.wait()
 
