@@ -2,8 +2,8 @@
 
 Scales are compared as quantizing multipliers: those of scales.safetensors, or those beside the weights for tensors
 without an entry there. Weights are compared by their values in FP32, so that an FP8 directory can be compared with its
-high-precision source, and also by their bits if both have the same format. Weights are converted to FP32 in slices of
-rows.
+high-precision source. Weights of the same format are also compared by their bits. The conversion to FP32 takes a slice
+of rows at a time.
 """
 
 import json

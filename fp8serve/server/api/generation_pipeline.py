@@ -32,7 +32,7 @@ JsonObject = dict[str, Any]
 
 
 class GenerationBody(Protocol):
-    """The field that the bodies of all these routes have."""
+    """The field that the bodies of all generating routes have."""
 
     @property
     def model(self) -> str | None: ...

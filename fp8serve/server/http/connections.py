@@ -1,9 +1,9 @@
 """uvicorn's HTTP/1.1 protocol with time limits, and a limit of open connections.
 
-`header_seconds` limits the time from opening a connection, or from the first byte of a later request, to the last
-header; then the server sends 408. `send_seconds` limits how long a client may accept nothing of a pending response;
-then the connection is reset, which aborts the generation. uvicorn itself closes connections that are idle between two
-requests. `body_limits.py` and `uploads.py` limit the time for bodies.
+A client gets 408 if its last header has not arrived `header_seconds` after it opened the connection, or after the first
+byte of a later request. If a client accepts nothing of a pending response for `send_seconds`, its connection is reset,
+which aborts the generation. uvicorn itself closes connections that are idle between two requests. `body_limits.py` and
+`uploads.py` limit the time for bodies.
 
 Event streams write their chunks through `write_chunk`, which frames them as h11 does, at a fraction of the time.
 

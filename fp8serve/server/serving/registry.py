@@ -15,8 +15,8 @@ from fp8serve.server.serving.served_weights import ServedWeights
 
 SEQUENCE_COUNTS = ("running", "waiting")
 PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Model names that stand for the default model: huggingface_hub's InferenceClient sends the first one if it has only an
-address, and text-generation-inference tells users of OpenAI's client to send the second one."""
+"""Model names that stand for the default model. huggingface_hub's InferenceClient sends "dummy" if it has only an
+address. text-generation-inference tells users of OpenAI's client to send "tgi"."""
 
 
 class Registry:
