@@ -150,8 +150,8 @@ def sparkline(values: Sequence[float], width: int = 96, height: int = 22) -> str
 
 
 def bars(values: Sequence[float], titles: Sequence[str], labels: Mapping[int, str], hot: int) -> str:
-    """Returns a bar chart. The first `hot` bars have another colour. `labels` are the labels on the x axis by the index
-    of the bar."""
+    """Returns a bar chart. The first `hot` bars have another colour. `labels` maps the index of a bar to its label on
+    the x axis."""
     width, largest, max_height = SMALL_WIDTH / len(values), max(values) or 1.0, SMALL_HEIGHT - BAR_BOTTOM
     parts = []
     for index, (value, title) in enumerate(zip(values, titles, strict=True)):
@@ -194,12 +194,12 @@ def _curve_text(anchor: str, x: float, y: float, text: str) -> str:
 
 
 def heat(rows: HeatRows, titles: Sequence[str], label: str) -> str:
-    """Returns a heat map with a row for each layer and a column for each batch. The colour shows what fraction of its
-    range a value used.
+    """Returns a heat map with a row for each layer and a column for each batch. The colour of a cell shows what
+    fraction of the FP8 range an amax used.
 
-    A value is the base-2 logarithm of this fraction, so values above 0 exceed the range. None is a missing value. Rows
-    of different lengths are aligned at the right. Cells of one colour are one SVG path and neighbouring ones one
-    rectangle, so that a map of two thousand cells takes some kilobytes.
+    A cell is the base-2 logarithm of this fraction, so cells above 0 exceed the range. None is a missing value. Rows of
+    different lengths are aligned at the right. All cells of one colour share an SVG path, and neighbouring ones of them
+    share a rectangle, so that a map of two thousand cells takes a few kilobytes.
     """
     columns = max(map(len, rows), default=0)
     if columns < 2:
@@ -235,7 +235,7 @@ def heat_legend() -> str:
 
 
 def _runs(row: Iterable[float | None]) -> Iterator[tuple[int, int, int]]:
-    """Yields the step, the first column and the number of cells for each run of cells with the same step."""
+    """Yields the shade (see `_step`), the first column and the number of cells for each run of cells of one shade."""
     start = 0
     for step, cells in groupby(None if value is None else _step(value) for value in row):
         count = len(list(cells))

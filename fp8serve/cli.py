@@ -50,7 +50,7 @@ COMMANDS: dict[str, Any] = {
     "convert": convert, "inspect": inspect, "verify": verify, "doctor": doctor, "demo": demo,
 }  # fmt: skip
 for name, module in COMMANDS.items():
-    # serve itself handles options with several values after one another, which vLLM accepts
+    # vLLM accepts several values after one option; serve gets them as extra arguments and says what to write instead
     settings = {"allow_extra_args": True} if module is serve else None
     app.command(name, help=module.__doc__, context_settings=settings)(module.command)
 for group, group_app in {"models": models.app, "jobs": jobs.app, "key": key.app, "bench": bench.app}.items():
@@ -90,9 +90,10 @@ TRAINING_COMMANDS = {"finetune", "serve", "demo", "bench step", "bench monitor"}
 def prepare_environment(args: Sequence[str]) -> None:
     """Sets environment variables that torch and its libraries read when they are loaded, unless they are set already.
 
-    Threads of torch wait for work by spinning for milliseconds. This slows other threads on the same cores, such as an
-    engine's, a trainer's or those of fp8serve's kernels (csrc/cpu/threads.h), up to tenfold. Therefore they sleep
-    instead. In a process that only trains, they spin for some microseconds, which saves a twentieth of a step.
+    By default, idle threads of torch spin for milliseconds. This slows other threads on the same cores, such as an
+    engine's, a trainer's or those of fp8serve's kernels (csrc/cpu/threads.h), up to tenfold. With
+    OMP_WAIT_POLICY=PASSIVE, idle threads sleep at once. In a process that only trains, they first spin for some
+    microseconds, which saves a twentieth of a step.
     """
     words = [arg for arg in args if not arg.startswith("-")]
     training_commands = {" ".join(words[:1]), " ".join(words[:2])} & TRAINING_COMMANDS

@@ -2,7 +2,8 @@
 
 Scales are compared as quantizing multipliers: those of scales.safetensors, or those beside the weights for tensors
 without an entry there. Weights are compared by their values in FP32, so that an FP8 directory can be compared with its
-high-precision source, and also by their bits if both have the same format. They are read in slices of rows.
+high-precision source. Weights of the same format are also compared by their bits. The conversion to FP32 takes a slice
+of rows at a time.
 """
 
 import json
@@ -33,7 +34,7 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """A scale that differs. `a` and `b` are the smallest and the largest quantizing multiplier of each checkpoint."""
+    """A scale that differs. `a` and `b` are its smallest and its largest quantizing multiplier in each checkpoint."""
 
     tensor: str
     a: tuple[float, float]
@@ -87,8 +88,8 @@ class _Content:
 
 
 def compare(a: Path, b: Path, advance: Advance | None = None) -> Comparison:
-    """Compares two model directories or files of scales. Calls `advance` with the numbers of compared and of all
-    weights after each weight.
+    """Compares two model directories or files of scales. After each weight, calls `advance` with the number of weights
+    compared so far and the number of all weights.
 
     Raises ModelError or ScalesError if one of them cannot be read or they have no tensor in common.
     """

@@ -66,7 +66,7 @@ def examine(
 def kernel_checks(progress: Callable[[str], None] | None) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the results of the kernel checks, one for each device, and sentences about disabled kernels.
 
-    If `progress` is given, the kernels are checked now. Otherwise the result is that of the last check, whose `date` is
+    If `progress` is given, the kernels are checked now. Otherwise the results are those of the last check; `date` is
     null if there was none.
     """
     import torch
@@ -98,7 +98,7 @@ _BF16 = {"runs": "torch", "why": "no FP8: torch's own high-precision kernels"}
 
 
 def _model(name: str | None) -> tuple[dict[str, str] | None, dict[str, Any] | None, list[str]]:
-    """Returns a description of the model, how it is served, and its problems. It reads no weights."""
+    """Returns a description of the model, how it is served, and its problems. Reads no weights."""
     from fp8serve.hub import find_model
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import computed_by
@@ -115,8 +115,9 @@ def _model(name: str | None) -> tuple[dict[str, str] | None, dict[str, Any] | No
 
 
 def _serving(model_dir: Path) -> dict[str, Any]:
-    """Returns the device on which the model is served and the options that an engine derives there, if none is set
-    (engine/defaults.py). An option that is measured when the model is loaded is null. It reads no weights."""
+    """Returns the device on which a server would run the model, and the options that its engine would have there by
+    default (engine/defaults.py). An option that the engine measures when it loads the model is null. Reads no
+    weights."""
     import torch
 
     from fp8serve.engine.defaults import estimated_options, graph_sizes

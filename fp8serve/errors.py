@@ -1,7 +1,7 @@
 """The exceptions for errors of the user's input, and helpers for their messages, which are one sentence each.
 
-The command line prints the message and exits with status 1. The server returns the message with a 4xx status. Messages
-quote untrusted values, of any length and with any characters, by `shown` or `one_line`.
+The command line prints the message and exits with status 1. The server returns the message with a 4xx status. Untrusted
+values may have any length and any characters, so messages quote them with `shown` or `one_line`.
 """
 
 from collections.abc import Iterable

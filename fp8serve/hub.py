@@ -1,8 +1,8 @@
 """Resolves the name of a model to a directory.
 
-The name is a directory, a GGUF file, which is converted and cached, `smollm2`, which comes from a Python package, or a
-repository on the Hugging Face hub, which is downloaded and cached. With HF_HUB_OFFLINE=1, huggingface_hub only finds
-models in its cache.
+The name is a directory, a GGUF file, `smollm2` or a repository on the Hugging Face hub. A GGUF file is converted, a
+repository is downloaded, and both results are cached. The weights of `smollm2` come from a Python package. With
+HF_HUB_OFFLINE=1, huggingface_hub only finds models in its cache.
 """
 
 import re
@@ -17,7 +17,7 @@ from fp8serve.terminal import remark
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_SUFFIXES = (".gguf", ".safetensors")  # names with these suffixes are files, not repositories
-MAX_COMPARED_ENTRIES = 1000  # of a directory, with a mistyped name
+MAX_COMPARED_ENTRIES = 1000  # entries of a directory that are compared with a mistyped name
 _DOWNLOADED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # no pickled weights and no code
 
 

@@ -1,9 +1,10 @@
 """Lists the scales of a checkpoint with their tensors, directions, shapes, values and origins.
 
 A model directory stores dequantizing scales under the names of its format. `scales.safetensors` and the `_extra_state`
-tensors of Transformer Engine store quantizing scales and their amax histories. The code that serves or imports a
-checkpoint also reads and checks it here; a scale that cannot be served is listed with the reason. If the model cannot
-be loaded, because its architecture is unknown or a shard is missing, scales are recognized by their names alone.
+tensors of Transformer Engine store quantizing scales and their amax histories. This module reads and checks a
+checkpoint with the code that also serves or imports it. A scale that cannot be served is listed with the reason. If the
+model cannot be loaded, because its architecture is unknown or a shard is missing, scales are recognized by their names
+alone.
 """
 
 from collections.abc import Mapping, Sequence

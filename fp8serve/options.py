@@ -94,8 +94,8 @@ def _default(field: Any) -> Any:
 
 
 def check(options: Any, error: type[Fp8ServeError]) -> None:
-    """Validates the types and bounds of a dataclass, whose `__post_init__` calls it. Raises `error` for an invalid
-    value. Lists become tuples.
+    """Validates the types and bounds of a dataclass of options. The dataclass calls this in `__post_init__`. Raises
+    `error` for an invalid value. Lists become tuples.
     """
     from pydantic import ValidationError
 
@@ -110,7 +110,7 @@ def check(options: Any, error: type[Fp8ServeError]) -> None:
 
 @cache
 def _validator(cls: Any) -> Any:
-    """Returns a strict validator: strings and booleans are no numbers, and NaN and infinity are refused."""
+    """Returns a strict validator, which refuses strings and booleans as numbers, NaN and infinity."""
     import typing_extensions
     from pydantic import ConfigDict, TypeAdapter
 
@@ -129,9 +129,9 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def rule(name: str, error: Mapping[str, Any]) -> str:
-    """Returns a clause with the rule that `name` breaks by one of pydantic's errors: "threads must be a whole number".
-    For an error of a validator of fp8serve, the clause is the name and the validator's message. The clause has none of
-    the words with which pydantic begins its messages.
+    """Returns one of pydantic's errors as a clause that states the rule which `name` breaks: "threads must be a whole
+    number". For an error of a validator of fp8serve, the clause is the name and the validator's message. The words with
+    which pydantic begins its messages, such as "Input should", are omitted.
     """
     error_type, values = str(error["type"]), dict(error.get("ctx") or {})
     if error_type in _STATEMENTS:
@@ -159,7 +159,7 @@ _STATEMENTS = {
 }  # fmt: skip
 """The clauses about fields that are missing or unknown, by the type of pydantic's error."""
 _MESSAGE_OF_A_RULE = re.compile(r"[A-Z]\w*( \w+){0,3} should ")
-"""The beginning of pydantic's messages for the types of error that have no entry below."""
+"""The words before the rule in pydantic's messages. They are removed if the type of error has no entry below."""
 _TYPE_NAMES = {
     "int": "a whole number", "float": "a number", "finite_number": "a finite number", "string": "text",
     "bool": "true or false", "list": "a list", "tuple": "a list", "dict": "an object", "model": "an object",

@@ -1,14 +1,17 @@
 """Child processes of fp8serve: their commands, their messages, and their exit.
 
-A child process runs a module of this package. Only `module_command` makes its command, because the command needs `-P`:
-without it, Python puts the current directory first on `sys.path`, and a server that was started in the directory of a
-downloaded model would run that directory's `json.py`. `tests/test_processes.py` checks that no other code starts one.
+A child process runs a module of this package. Only `module_command` builds the command for this, because the command
+needs `-P`. Without `-P`, Python puts the current directory first on `sys.path`, and a server that was started in the
+directory of a downloaded model would run that directory's `json.py`. `tests/test_processes.py` checks that no other
+code starts one.
 
 `python -m fp8serve` imports modules from the current directory before any code of fp8serve runs. `__main__.py` removes
-the directory from `sys.path` for all later imports. `fp8serve` and `python -P -m fp8serve` never import from it.
+the directory from `sys.path` for all later imports. `fp8serve` and `python -P -m fp8serve` never import from the
+current directory.
 
-Workers, and servers that have not started, exit by `end_process`. The regular shutdown of a process with torch takes
-one to three seconds and frees nothing that the operating system does not free anyway.
+Workers exit with `end_process`, and a server that is still starting exits at once on a signal (`ends_at_signals`). The
+regular shutdown of a process with torch takes one to three seconds and frees nothing that the operating system does not
+free anyway.
 
 Messages are JSON; nothing is unpickled. A frame (`pack`, `receive`) is a JSON object and bytes, each with its length.
 The messages of the engine process have a format of their own (engine/messages.py). An error is sent as its class and
@@ -84,7 +87,7 @@ class Phases:
         self._last = time.monotonic()
 
     def end(self, name: str) -> None:
-        """Ends the running phase, which gets this name, and begins the next. A name that occurs again is added up."""
+        """Ends the running phase, which gets this name, and begins the next. Phases of the same name are added up."""
         now = time.monotonic()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
@@ -114,7 +117,8 @@ def end_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def ends_at_signals() -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless it installs handlers.
+    """While the block runs, SIGTERM and SIGINT end the process at once with status 0, unless the block installs
+    handlers.
 
     A server that is still starting has nothing to finish. Python's default handler would print a KeyboardInterrupt or
     lose it in an import. The first process of a container ignores a SIGTERM without a handler. Before the block, while
@@ -163,8 +167,8 @@ def describe_error(error: Exception) -> Head:
 
 
 def to_exception(description: Head, unknown: type[Exception] = RuntimeError) -> Exception:
-    """Returns the exception that another process has described. An exception of a class other than OSError and
-    fp8serve's becomes an `unknown`."""
+    """Returns the exception that another process has described, as an `unknown` unless its class is OSError or one of
+    fp8serve's."""
     if description["error"] == "OSError":
         return OSError(description["errno"], description["message"])
     cls = getattr(errors, description["error"], None)

@@ -1,4 +1,5 @@
-"""Distributed calibration and training: each rank processes every n-th batch, with the same bits as one process.
+"""Distributed calibration and training: each rank processes every n-th batch, and the results have the same bits as
+with one process.
 
 The order matters for amax histories and for sums of FP32 numbers. Therefore the ranks exchange the results of batches
 and accumulate them in the order of the batches (for gradients, see `train.train_step`). All ranks run the same code.
@@ -65,8 +66,8 @@ class Ranks:
         return bool(result)
 
     def run_on_first(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 and returns its result on every rank. If it raises an Fp8ServeError, every rank
-        raises it. `function` must not use collectives."""
+        """Runs `function` on rank 0 and returns its result on every rank. If `function` raises an Fp8ServeError, every
+        rank raises it. `function` must not use collectives."""
         with self.shared_errors():
             result = function() if self.is_first else None
         return self.gather(result)[0]  # type: ignore[return-value]
@@ -93,8 +94,8 @@ class Ranks:
     def compute_in_turn(
         self, count: int, make: Callable[[int], Tensors], empty: Callable[[int], Tensors]
     ) -> Iterator[Tensors]:
-        """Yields make(0) to make(count - 1) on every rank. Each call of `make` is on one rank, and the others receive
-        its tensors in those of `empty`."""
+        """Yields make(0) to make(count - 1) on every rank. Each call of `make` runs on one rank. The other ranks
+        receive its tensors in the tensors that `empty` returns."""
         for start in range(0, count, self.size):
             own_index = start + self.rank
             created = make(own_index) if own_index < count else {}
@@ -136,11 +137,11 @@ def is_rank() -> bool:
 def torchrun(device: str = "cpu") -> Iterator[Ranks]:
     """Joins the processes that torchrun has started. Yields `ALONE` if it has started only one.
 
-    The backend is gloo, and NCCL for tensors on GPUs, of which each rank has one. Only rank 0 reports an Fp8ServeError;
-    the other ranks exit silently.
+    The backend is gloo for tensors on the CPU and NCCL for tensors on GPUs. Each rank has one GPU. Only rank 0 reports
+    an Fp8ServeError; the other ranks exit silently.
 
-    At the end no object may refer to the group, so that its threads end. A thread that releases its last tensor during
-    the shutdown of the interpreter would abort the process.
+    At the end no object may refer to the process group, so that the group's threads end. A thread that releases its
+    last tensor during the shutdown of the interpreter would abort the process.
     """
     if not is_rank():
         yield ALONE

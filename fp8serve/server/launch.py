@@ -135,7 +135,8 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles signals without raising them again at the end as uvicorn does, which would give exit status 143."""
+        """Handles signals. Unlike uvicorn's method, it does not raise them again at the end, which would give exit
+        status 143."""
         self._loop = asyncio.get_running_loop()
         handlers: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self.handle_exit)
         if self.state.keys.path is not None:
@@ -148,8 +149,8 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Starts the drain before the event loop notices that an engine process, which got the signal, too, has
-        ended."""
+        """Starts the drain. Engine processes may get the same signal and end, so the drain starts before the event loop
+        notices their end."""
         self._loop.call_soon_threadsafe(self._drain_or_end)
 
     def _drain_or_end(self) -> None:

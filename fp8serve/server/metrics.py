@@ -39,8 +39,8 @@ Stats = Mapping[str, Mapping[str, Any]]
 class Family(Generic[Kind]):
     """A family of series, declared as a class attribute.
 
-    On an instance of Metrics, the attribute is the family; on one of ModelMetrics, the series of one model. `help` is
-    the HELP line, and `vllm` the name of the same family in vLLM.
+    On an instance of Metrics, the attribute is the family; on one of ModelMetrics, the series of one model. `help_text`
+    is the HELP line, and `vllm` the name of the same family in vLLM.
     """
 
     def __init__(

@@ -33,7 +33,8 @@ class ParserOptions:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model's name, its directory, and its options that differ from `EngineOptions` and `ParserOptions`."""
+    """A model's name, its directory, and the fields of `EngineOptions` and `ParserOptions` that are not at their
+    defaults."""
 
     name: str
     directory: Path

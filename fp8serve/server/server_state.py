@@ -53,7 +53,8 @@ OWN_SIGNAL_SECONDS = 1.0  # how long the server waits for a signal that may have
 
 
 class ServerState:
-    """The parts of one server. `failed` is set if the default model cannot be loaded; its `problem` is the error."""
+    """The parts of one server. `failed` is set if the default model cannot be loaded; the model's `problem` is the
+    error."""
 
     def __init__(
         self,
@@ -298,7 +299,8 @@ class ServerState:
         tenant: str = "",
         usage: Usage | None = None,
     ) -> Generation:
-        """Checks and admits the prompts of a request. Raises Fault; afterwards the response has the status 200."""
+        """Checks and admits the prompts of a request. Raises Fault to refuse them; otherwise the response has the
+        status 200."""
         requests = build_requests(served, prompts, params, n, tenant)
         generation = Generation(served, requests, n, reservation, usage or Usage(), self.settings.request_seconds)
         self.active.add(generation)

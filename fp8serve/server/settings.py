@@ -250,8 +250,8 @@ class Settings(EngineOptions):
 
     @property
     def gpu_memory_beside_jobs(self) -> float | None:
-        """The option gpu_memory of engines that leave room for fine-tune jobs, or for the engine of their results. None
-        if it is set, or if this server accepts no jobs."""
+        """The option gpu_memory with which an engine leaves room for fine-tune jobs or for an engine with their
+        results. None if the option is set, or if this server accepts no jobs."""
         is_given = self.gpu_memory is not None
         return None if is_given or self.training_refused is not None else TRAINING_GPU_MEMORY_FRACTION
 

@@ -170,8 +170,8 @@ def _latencies(sequence: SequenceUsage) -> Attributes:
 
 
 def _resource() -> Any:
-    """Returns the resource that sends the spans: fp8serve, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES
-    differ."""
+    """Returns the resource (OpenTelemetry's word for the sender of spans): fp8serve, unless OTEL_SERVICE_NAME or
+    OTEL_RESOURCE_ATTRIBUTES name another one."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     default = Resource.create({"service.name": "fp8serve", "service.version": fp8serve.__version__})
@@ -182,7 +182,7 @@ def _resource() -> Any:
 
 
 def create_tracing(endpoint: str | None) -> Tracing | None:
-    """Returns tracing to the collector at `endpoint` or in the environment, or None if neither names one.
+    """Returns the tracing to the collector that `endpoint` or the environment names, or None if neither names one.
 
     If the packages are missing, an `endpoint` raises MachineError. A collector in the environment only causes a
     warning, because the variable may be meant for other programs.
@@ -213,7 +213,7 @@ def _is_installed() -> bool:
 
 
 def traces_url(endpoint: str) -> str:
-    """Returns the collector's address for spans: `endpoint`, with /v1/traces added if it does not end so."""
+    """Returns the collector's address for spans: `endpoint`, with /v1/traces added unless it ends with that."""
     base = endpoint.rstrip("/")
     return base if urlsplit(base).path.endswith("/v1/traces") else f"{base}/v1/traces"
 

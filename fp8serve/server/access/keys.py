@@ -4,8 +4,8 @@
     keys.ci = { tenant = "research", scopes = ["generate"], sha256 = "9f86d0..." }
 
 A key is a long random text (`new_key`), so one round of SHA-256 cannot be inverted by guessing. Keys of one tenant
-share its part of the engine, its cached prompts and its limits. A tenant without a line has no limits. The file must
-not be accessible for other users. Its group may read it, because Kubernetes mounts secrets in this way.
+share its part of the engine, its cached prompts and its limits. A tenant without a line has no limits. Other users must
+not be able to access the file. Its group may read it, because Kubernetes mounts secrets in this way.
 """
 
 import hashlib

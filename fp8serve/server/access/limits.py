@@ -1,10 +1,11 @@
 """Enforces the limits of each tenant: requests per minute, tokens per minute, and concurrent requests.
 
 A limit of N per minute is a token bucket that holds N and is refilled at N per minute, so an idle tenant may use all of
-it at once. The prompt's tokens and the most tokens that may be generated are reserved before the response starts, and
-unused ones are returned at its end. So clients that set `max_tokens` can send more requests within the same limit. A
-request for more tokens than the bucket can hold needs a full bucket and leaves it below zero. Requests above a limit do
-not wait in the server: they get a 429 with the time to try again, and do not count.
+it at once. Before the response starts, the tokens of the prompt and the largest number of tokens that may be generated
+are reserved. At the end of the response, unused ones are returned. So clients that set `max_tokens` can send more
+requests within the same limit. A request for more tokens than the bucket can hold needs a full bucket and leaves it
+below zero. Requests above a limit do not wait in the server: they get a 429 with the time to try again, and do not
+count.
 
 The counts last as long as the server, even if the file of keys changes. New limits apply from the next request on.
 """
@@ -81,7 +82,7 @@ class TenantRequest:
         self._metrics.tenant_in_flight.labels(self._tenant).inc()
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Reserves the most tokens that the request may use. Raises Fault 429 if the bucket has too few."""
+        """Reserves the tokens that the request may use at most. Raises Fault 429 if the bucket has too few."""
         bucket = self._bucket("tokens")
         if bucket is None:
             return

@@ -6,7 +6,8 @@ template as `reasoning_effort` and `enable_thinking`.
 
 A response is a message with content blocks, or the events that build one. A thinking block has an empty signature,
 because this server checks no signatures. If `max_tokens` truncates the arguments of a tool call, `input` is
-`{"INVALID_JSON": text}` in a response that is not streamed. Anthropic recommends to send truncated arguments back so.
+`{"INVALID_JSON": text}` in a response that is not streamed. Anthropic recommends this form for sending truncated
+arguments back.
 """
 
 import json
@@ -99,7 +100,7 @@ class TokenCount(ResponseModel):
 
 
 class AnthropicChatBody(ChatBody):
-    """A chat request with as many stop strings as Anthropic allows, which are more than OpenAI's."""
+    """A chat request that may have more stop strings than OpenAI allows, as in Anthropic's API."""
 
     stop: list[StopString] | None = None
 
@@ -179,7 +180,8 @@ def _tool_and_text_messages(
 
 
 def _tool_result(block: bodies.ToolResultBlock) -> str:
-    """Returns the text of a tool result. Chat templates have no flag for errors, so the text says that it is one."""
+    """Returns the text of a tool result. Chat templates have no flag for errors, so the text of an error begins with
+    "Error: "."""
     text = bodies.text_of(block.content)
     return f"Error: {text}" if block.is_error else text
 
@@ -240,8 +242,8 @@ class MessageRenderer(Renderer[list[SegmentEvent], AnthropicMessage]):
         return AnthropicMessage.model_validate(message)
 
     def events(self, index: int, output: RequestOutput, delta: list[SegmentEvent]) -> Iterator[JsonObject]:
-        """Yields the events of an output. `message_start` waits for the first output, because its usage contains the
-        number of cached tokens."""
+        """Yields the events of an output. `message_start` is sent with the first output, because it contains the number
+        of cached tokens."""
         if not self._has_started:
             self._has_started = True
             yield {"type": "message_start", "message": self._message([])}

@@ -1,4 +1,4 @@
-"""Chat generation, from the `ChatBody` that every protocol converts its request into, to a `Generation`.
+"""Turns a chat request into a `Generation`. Every protocol first converts its request body to a `ChatBody`.
 
 This module also turns the tools of a request into a grammar and an output parser, and divides an output into segments
 for protocols with content blocks (Anthropic's messages) or output items (OpenAI's responses).
@@ -77,8 +77,8 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
 
 
 def adapt_params(served: ServedWeights, body: ChatBody, prompt_end: str, params: SamplingParams) -> SamplingParams:
-    """Returns the parameters with the grammar and the special tokens that parsing this model's output needs. Raises
-    Fault if the model's tool calls cannot be parsed."""
+    """Returns the parameters with a grammar that enforces tool calls, if any, and with special tokens in the output if
+    its parser needs them. Raises Fault if the model's tool calls cannot be parsed."""
     if body.visible_tools and not body.requires_call and served.output_format.tools == "none":
         message = "How this model writes tool calls is not known."
         raise Fault(Code.INVALID_PARAMETER, message, param="tools", hint="Start the server with --tool-parser.")
@@ -153,8 +153,8 @@ class SegmentEvent:
 
 
 class SegmentedOutput:
-    """The output of one choice, divided into segments. `reasoning_tokens` counts the tokens that arrived while the last
-    segment was reasoning."""
+    """The output of one choice, divided into segments. `reasoning_tokens` is the number of tokens up to the end of the
+    last reasoning segment."""
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser

@@ -3,8 +3,8 @@
     body -> served model -> prompts as token ids, and parameters -> Generation -> outputs -> one object, or a stream
 
 A route parses its body, calls `generate_texts` or `generate_chat` (chat_generation.py), and passes a `Renderer` to
-`respond`, which writes the response. All refusals come before the status 200, also for streams. A failure after that is
-the last event of the stream.
+`respond`, which writes the response. A request can only be refused before the status 200 is sent, even if it asks for a
+stream. A later failure becomes the last event of the stream.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ JsonObject = dict[str, Any]
 
 
 class GenerationBody(Protocol):
-    """The field that the bodies of all these routes have."""
+    """The field that the bodies of all generating routes have."""
 
     @property
     def model(self) -> str | None: ...
@@ -42,8 +42,8 @@ class GenerationBody(Protocol):
 
 
 async def resolve_model(body: GenerationBody, state: ServerState) -> ServedWeights:
-    """Returns the model for a request, after a swap of its weights if one is under way. The caller leases it before it
-    waits for anything.
+    """Returns the model for a request. If its weights are being swapped, waits for the end of the swap first. The
+    caller must lease the model before its next `await`.
 
     Raises Fault if the model generates no text or the request exceeds a limit of this server.
     """
@@ -80,9 +80,9 @@ async def generate_texts(
     truncate: int | None = None,
     echo: bool = False,
 ) -> Generation:
-    """Starts the generation of `choices` outputs for each prompt. If `truncate` is given, only this many last tokens of
-    each prompt are used. `echo` says whether the response includes the prompts. `field` is the field of the request
-    that holds them.
+    """Starts the generation of `choices` outputs for each prompt. `field` is the field of the request that holds the
+    prompts. If `truncate` is given, only the last `truncate` tokens of each prompt are used. `echo` says whether the
+    response includes the prompts.
     """
     with reserve(served, state, choices, len(prompts)) as reservation:
         ids = await until_disconnect(request, state.parser.encode_prompts(served, prompts, field, truncate))
@@ -161,8 +161,8 @@ ResponseT = TypeVar("ResponseT")
 class Renderer(ABC, Generic[DeltaT, ResponseT]):
     """Writes the outputs of one generation as the response of one protocol.
 
-    `add` stores an output and returns its delta. A stream writes `events` for each delta. A response that is not
-    streamed is `response`, after the last output.
+    `add` stores an output and returns its delta. A stream writes `events` for each delta. If the response is not
+    streamed, `response` returns it after the last output.
     """
 
     END: ClassVar[bytes] = b""
@@ -200,8 +200,8 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         return event(item)
 
     def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Returns the bytes of outputs of text alone, or None if `encode_outputs` must write them. Stores nothing that
-        a second call would not store again."""
+        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them. May be
+        called twice with the same outputs, so it must be idempotent."""
         return None
 
     def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:

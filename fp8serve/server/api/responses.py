@@ -197,8 +197,8 @@ class _AssistantTurn:
         self._calls: list[ToolCall] = []
 
     def ends_before(self, item: bodies.Item) -> bool:
-        """Returns whether `item` belongs to another message. A message of the assistant is reasoning, text and calls in
-        this order."""
+        """Returns whether `item` belongs to another message. A message of the assistant consists of reasoning, text and
+        calls, in this order."""
         if isinstance(item, bodies.FunctionCallItem):
             return False
         is_assistant_item = isinstance(item, bodies.ReasoningItem) or (

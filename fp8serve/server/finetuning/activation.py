@@ -62,8 +62,8 @@ class Activation:
     async def activate(self, model: ServedModel, key: str, ratio: float) -> tuple[ServedWeights, Verified | None]:
         """Verifies the weights with this key and swaps them in. `ratio` is the `max_ratio` of the verification.
 
-        The activation is stored for the next start of the server. The base weights are not verified, because they serve
-        if everything else fails; their engine only has to generate a token.
+        The activation is stored for the next start of the server. The base weights only have to generate a token. They
+        are not verified, because they must be able to serve if all else fails.
         """
         change = self._activate(model, key, ratio)
         return await self.model_loader.run_to_completion(change, f"activate {shown(key)} as the model {model.name}")

@@ -159,7 +159,7 @@ def file_path(data_dir: Path, file_id: str) -> Path:
 def check_lora_targets(config: TrainConfig) -> None:
     """Raises Fault if a pattern of `lora_targets` matches no layer of the model that can have an adapter.
 
-    Another process, which takes seconds, builds the model without weights, because the server imports no torch.
+    The server does not import torch, so another process builds the model without weights. That takes seconds.
     """
     command = [*_TARGETS_COMMAND, config.model, *config.lora_targets]
     try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_RESULT = re.compile(r"ft:(.+?):org-local:[^:]*:[^:]*(?::ckpt-step-\d+)?")  # `Job.model_id`, or a checkpoint's
+_RESULT = re.compile(r"ft:(.+?):org-local:[^:]*:[^:]*(?::ckpt-step-\d+)?")  # `Job.model_id`, or a checkpoint's name
 Status = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 

@@ -1,9 +1,9 @@
 """Runs fine-tune jobs, one at a time, each in its own process: `python -m fp8serve.train.job_process JOB_DIR`.
 
 Only the training process writes the job's directory: `events.jsonl`, checkpoints, `result.json`, and `worker.lock`,
-which it holds while it runs. Only the server writes the job database, which clients read and change. The job's row
-stores how many bytes of `events.jsonl` are in the database. So no event is lost or stored twice, whichever process
-dies.
+which it holds while it runs. Only the server writes the job database, which clients read and change through its routes.
+The job's row stores how many bytes of `events.jsonl` are in the database. So no event is lost or stored twice,
+whichever process dies.
 
 If the server is killed, the training process continues. The next server finds the lock held and follows that process
 instead of starting another one. A training process that dies without an error event is started again and resumes from

@@ -1,12 +1,12 @@
 """Stores what survives a restart of the server: fine-tune jobs, their events, uploaded files, and activations.
 
-Every method is one transaction and blocks until it is on the disk (`database.py`), so handlers call them in a thread. A
-job changes its status only along `TRANSITIONS`. The UPDATE statement itself checks the previous status, so of two
+Every method blocks until its transactions are on the disk (`database.py`), so handlers call it in a thread. A job
+changes its status only along `TRANSITIONS`. The UPDATE statement itself checks the previous status, so of two
 concurrent callers only one succeeds.
 
-Events have a number `seq` that rises over all jobs. It is the id of a server-sent event, from which a client resumes.
-The events of a training process are read from its events.jsonl. The transaction that stores them also updates the byte
-offset in the job's row.
+Every event has a number `seq`, which increases over all jobs. It is the id of the server-sent event, so a client that
+reconnects resumes after the last number that it received. The events of a training process are read from its
+events.jsonl. The transaction that stores them also updates the byte offset in the job's row.
 """
 
 import json

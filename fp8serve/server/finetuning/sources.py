@@ -89,7 +89,7 @@ class WeightSources:
         return self._source(base_source, job.id, job.model_id, directory)
 
     def from_checkpoint(self, job: Job, step: int, base_source: WeightSource) -> WeightSource:
-        """Returns a checkpoint as a model, which is exported now if it was not before.
+        """Returns a checkpoint as a model. Exports it unless it was exported before.
 
         Raises Fault 409 if there is no such checkpoint.
         """
@@ -129,7 +129,7 @@ class WeightSources:
         return self.runner.job_dir(job.id) / "out" / "checkpoints" / f"step-{step}"
 
     def _export_checkpoint(self, job: Job, step: int) -> Path:
-        """Returns the model directory of a checkpoint, which is exported now if it was not before.
+        """Returns the model directory of a checkpoint. Exports the checkpoint unless it was exported before.
 
         Raises Fault 409 if there is no such checkpoint or it cannot be exported.
         """
@@ -173,7 +173,8 @@ class WeightSources:
     def find_adapter(self, name: str) -> tuple[Job, int | None] | None:
         """Returns the job that trained an adapter and the step of a checkpoint, or None if there is no such job.
 
-        `name` is the job's id, its result's name or a checkpoint's name. The step is None unless it is a checkpoint's.
+        `name` is the job's id, its result's name or a checkpoint's name. The step is None unless `name` is a
+        checkpoint's.
         """
         if (checkpoint := self.find_checkpoint(name)) is not None:
             return checkpoint if is_adapter(checkpoint[0]) else None
@@ -206,7 +207,8 @@ class WeightSources:
             raise Fault(Code.JOB_STATE, message, hint="First activate the weights for which the adapter was trained.")
 
     def owning_model(self, job: Job) -> ServedModel:
-        """Returns the loaded model from whose base weights the job, or the first of the jobs before it, started.
+        """Returns the loaded model from whose base weights the job started. A job that started from the result of
+        another job is traced back to the first one.
 
         Raises Fault 409 if that model is not loaded.
         """
@@ -220,7 +222,8 @@ class WeightSources:
         )
 
     def _original_directory(self, job: Job) -> str | None:
-        """Returns the model directory from which the job, or the first of the jobs before it, started."""
+        """Returns the directory of the base weights from which the job started, directly or through the results of
+        other jobs."""
         while (previous := self._get_job(job.source)) is not None:
             job = previous
         try:

@@ -5,9 +5,9 @@ trainer's own code checks the rows, so the training process accepts what the ser
 rows and parses long files; short files are parsed in a thread of the server. The job's directory is complete before the
 job is added to the database. If the server crashes in between, its next start removes the directory.
 
-A job that has ended is deleted by its id, or if there are more ended jobs than the server keeps. A job is kept if its
-result is served, is activated for the next start, or is needed by another job. The job is removed from the database
-before its files. If the server crashes in between, its next start removes the files.
+A client can delete a job that has ended. The server deletes the oldest of them if there are more than it keeps. Neither
+deletes a job whose result is served, is activated for the next start, or is needed by another job. The job is removed
+from the database before its files. If the server crashes in between, its next start removes the files.
 """
 
 import asyncio
@@ -164,8 +164,8 @@ class Submissions:
     async def _check_rows(
         self, config: TrainConfig, files: Sequence[str], param: str, names: Mapping[str, str]
     ) -> None:
-        """Parses the rows of `files`. Short files are parsed in a thread, compressed ones, which may expand, never.
-        `names` are those of `_upload_names`."""
+        """Parses the rows of `files`. Short files of lines are parsed in a thread of the server. All others go to a
+        parser process, even short compressed files, which may expand. `names` are those of `_upload_names`."""
         try:
             if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT_BYTES:
                 await asyncio.to_thread(read_files, config, files)
@@ -183,8 +183,8 @@ class Submissions:
     def _memory(self, config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
         """Returns an estimate of the memory of each process of the job.
 
-        It runs in the server, not in a parser process: to read the configuration of a model that transformers computes,
-        another process must be started, which the limits of a parser process forbid.
+        This runs in the server: reading the configuration of a model that transformers computes starts another process,
+        and the limits of a parser process forbid that.
         """
         model, processes = read_config(config.model), config.usable_processes(self.settings.train_procs)
         return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)

@@ -5,18 +5,19 @@ scopes (access/scopes.py). Clients send it as `Authorization: Bearer KEY`, or as
 clients. Browsers send it as the password of HTTP Basic. Keys are compared in constant time.
 
 **Other sites.** A page of another site can reach a server on the user's machine by DNS rebinding: the site's name is
-changed to point to 127.0.0.1 after the page has loaded. Its requests have the site's name in `Host`. So a server that
-listens only on this machine and has no key accepts only names of this machine in `Host`. `--allowed-host` adds names,
-and makes every server check `Host`. A request that changes something must not come from a page of another site.
-Browsers report this in `Sec-Fetch-Site`, but not to servers that they reach by plain HTTP over a network. Without that
-header, scheme, host and port of `Origin` must be those of the request. A proxy that adds TLS reports its scheme in
-`X-Forwarded-Proto`, which a page of another site cannot set, or its name is given by `--allowed-host`.
+changed to point to 127.0.0.1 after the page has loaded. The requests of such a page have the site's name in `Host`. So
+a server that listens only on this machine and has no key accepts only names of this machine in `Host`. `--allowed-host`
+adds names, and makes every server check `Host`. A request that changes something must not come from a page of another
+site. Browsers report this in `Sec-Fetch-Site`, but not to servers that they reach by plain HTTP over a network. Without
+that header, scheme, host and port of `Origin` must be those of the request. Behind a proxy that adds TLS, the scheme is
+that in the proxy's `X-Forwarded-Proto`, which a page of another site cannot set. Otherwise `--allowed-host` must name
+the proxy.
 
 **Tenants.** The engine shares its time between tenants and keeps their cached prompts separate. The tenant of a request
 is that of its API key or, on a server without keys, the address of the connection. OpenAI's `user` and forwarding
 headers do not count: a client that chose its tenant could take several shares, or learn another tenant's prompts from
-response times. So all clients behind one proxy are one tenant. For an IPv6 address the network counts, because its
-owner has all addresses in it.
+response times. So all clients behind one proxy are one tenant. For an IPv6 address, the tenant is the /64 network,
+because its owner can use every address in it.
 """
 
 import base64

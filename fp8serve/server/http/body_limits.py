@@ -4,7 +4,8 @@ So handlers never wait for a slow client. Uploads are streamed and timed by thei
 bodies together are bounded, too (429); short bodies are always accepted. Compressed bodies are refused (415).
 
 The rest of a refused body is read and discarded, up to a bound. Otherwise the kernel would reset the connection, and
-the client would lose the response (RFC 9112, 9.6). A client that waits for "100 Continue" has not sent the body.
+the client would lose the response (RFC 9112, 9.6). Nothing is read from a client that waits for "100 Continue", because
+it has not sent the body.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from fp8serve.server.http.scope import header, refuse, replay
 
 STREAMED_UPLOADS = frozenset({"/v1/files"})
 SHORT_BODY_BYTES = 64 << 10
-MAX_DISCARDED_BODIES = 8  # at most so many times `max_bytes` of a refused body are read and discarded
+MAX_DISCARDED_BODIES = 8  # at most this many times `max_bytes` of a refused body are read and discarded
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 

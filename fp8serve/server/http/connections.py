@@ -1,9 +1,9 @@
 """uvicorn's HTTP/1.1 protocol with time limits, and a limit of open connections.
 
-`header_seconds` limits the time from opening a connection, or from the first byte of a later request, to the last
-header; then the server sends 408. `send_seconds` limits how long a client may accept nothing of a pending response;
-then the connection is reset, which aborts the generation. uvicorn itself closes connections that are idle between two
-requests. `body_limits.py` and `uploads.py` limit the time for bodies.
+A client gets 408 if its last header has not arrived `header_seconds` after it opened the connection, or after the first
+byte of a later request. If a client accepts nothing of a pending response for `send_seconds`, its connection is reset,
+which aborts the generation. uvicorn itself closes connections that are idle between two requests. `body_limits.py` and
+`uploads.py` limit the time for bodies.
 
 Event streams write their chunks through `write_chunk`, which frames them as h11 does, at a fraction of the time.
 
@@ -41,8 +41,8 @@ WARNING_INTERVAL_SECONDS = 60.0  # between two warnings of one kind
 class ConnectionLimit:
     """The largest number of open connections, and of connections that are accepted in one iteration of the loop.
 
-    A batch is small: a request that has arrived is read only a few iterations later, and newly accepted connections
-    must not close its connection before.
+    A batch is small, because a request that has arrived is read only a few iterations later. Until then its connection
+    counts as waiting, and a large batch of new connections could close it.
     """
 
     connections: int
@@ -50,8 +50,8 @@ class ConnectionLimit:
 
     @classmethod
     def within(cls, max_files: int, max_connections: int) -> "ConnectionLimit":
-        """Returns a limit that leaves descriptors for files and engines, of the `max_files` that the process may
-        open."""
+        """Returns a limit for a process that may open `max_files` files, some of which are left for files and
+        engines."""
         available = max_files - min(OTHER_FILES, max_files // 4)
         connections = max(1, min(max_connections, available - min(BATCH, available // 8)))
         return cls(connections, max(1, min(BATCH, connections // 8)))

@@ -175,8 +175,8 @@ def _with_alternatives(clause: str, error: Any, errors: Sequence[Any]) -> str:
 def _error_of_matching_branch(errors: Sequence[Any]) -> Any:
     """Returns the first error, or the error of the union branch whose type the value has.
 
-    pydantic reports errors of all branches of a union. A type error about the whole value says only that it was meant
-    for another branch, so an error of another kind, or about a part of the value, is preferred.
+    pydantic reports errors of all branches of a union. A type error about the whole value only says that the value was
+    meant for another branch. So an error of another kind, or about a part of the value, is preferred.
     """
     field = _field_path(errors[0]["loc"])
     within = [error for error in errors if f"{_field_path(error['loc'])}.".startswith(f"{field}.")]

@@ -2,12 +2,13 @@
 
 `EventStream` sends what an async generator yields. During a silence it sends comments, so that proxies keep the
 connection open. It closes the generator when the client disconnects, which aborts the generation. The generator must
-not raise: errors after the status 200 can only be sent as events. `until_disconnect` does the same for JSON responses.
-`request.is_disconnected()` is not used, because behind middleware it detects a disconnect too late.
+not raise: errors after the status 200 can only be sent as events. `until_disconnect` aborts the work for a JSON
+response when the client disconnects. `request.is_disconnected()` is not used, because behind middleware it detects a
+disconnect too late.
 
 A chunk costs no task and no timer: the generator runs in the task of the request, a second task waits for the
-disconnect, and one timer looks twice per `keep_alive` whether the stream was silent. A server of our own protocol
-(connections.py) puts `write_chunk` into the scope, which writes a chunk to the socket without h11.
+disconnect, and one timer looks twice per `keep_alive` whether the stream was silent. fp8serve's own HTTP protocol
+(connections.py) puts the function `write_chunk` into the scope, which writes a chunk to the socket without h11.
 """
 
 import asyncio
@@ -50,8 +51,8 @@ def event(data: Any, *, name: str | None = None, id: int | None = None) -> bytes
 class EventStream(Response):
     """A `text/event-stream` response of the chunks that `events` yields. `on_close` is called when the response ends.
 
-    `on_start` gets a function that writes a chunk at once and returns True. It may be called while `events` waits. It
-    returns False if `events` must yield the chunk, because it cannot be written at once.
+    `on_start` gets a function that writes a chunk at once, even while `events` waits, and returns True. If the function
+    returns False, nothing was written, and `events` must yield the chunk.
     """
 
     media_type = "text/event-stream"
@@ -142,7 +143,7 @@ class _KeepAlive:
 
 @contextlib.asynccontextmanager
 async def _until_disconnect(receive: Receive) -> AsyncGenerator[asyncio.Timeout, None]:
-    """Runs a block until the client disconnects. The block is then cancelled, and the result has `expired`."""
+    """Runs a block until the client disconnects. Then the block is cancelled, and the yielded timeout has `expired`."""
 
     async def watch() -> None:
         await wait_for_disconnect(receive)

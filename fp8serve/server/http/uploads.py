@@ -44,8 +44,8 @@ class Upload:
 class RowBounds:
     """Counts the rows of a file while it is received: lines, or paragraphs if `is_text`.
 
-    Raises Fault if there are too many rows or a row is too large. If not `is_enabled`, nothing is counted: compressed
-    files are checked by the parser process that reads them.
+    Raises Fault if there are too many rows or a row is too large. If not `is_enabled`, nothing is counted: rows of
+    JSON, Parquet and compressed files are checked by the process that reads them.
     """
 
     def __init__(self, limits: ServerLimits, is_text: bool, is_enabled: bool = True) -> None:

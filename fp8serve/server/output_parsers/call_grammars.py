@@ -1,9 +1,9 @@
 """Grammars of outputs in which every tool call is valid: the tool is declared and the arguments match its schema.
 
-`CallGrammar.calls_only` requires calls. `CallGrammar.text_with_calls` allows text, in which everything after a call's
-trigger must be a valid call. Both grammars are in llguidance's dialect of Lark (engine/grammar.py) and allow reasoning
-first. A tag that is a token of the vocabulary is written as its token id, because llguidance does not match special
-tokens by their text.
+`CallGrammar.calls_only` requires calls. `CallGrammar.text_with_calls` allows text, but a valid call must follow each
+trigger in it. Both grammars are in llguidance's dialect of Lark (engine/grammar.py) and allow reasoning first. A tag
+that is a token of the vocabulary is written as its token id, because llguidance does not match special tokens by their
+text.
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from fp8serve.server.output_parsers.family_parsers import ToolSchemas
 
 WHITESPACE = r"\n? {0,24}"
-"""White space between the elements of JSON, as in engine/grammar.py. The bound ends a model's endless indentation."""
+"""White space between the elements of JSON, as in engine/grammar.py. The bound keeps a model from indenting without
+end."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class CallGrammar:
         return "\n".join([start, trigger, f"calls: {calls}", *self._reasoning_rules(), *self._call_rules()])
 
     def _call_rules(self) -> list[str]:
-        """Returns the rules `call` and `named`, which is a call from its name on."""
+        """Returns the rules `call` and `named`. The rule `named` is a call without the text before its name."""
         rules = [f"call: {self._terms(self.syntax.before_name)} named"]
         names = " | ".join(f"named_{i}" for i in range(len(self.tools)))
         rules.append(f"named: {names}")

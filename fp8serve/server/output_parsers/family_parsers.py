@@ -252,7 +252,7 @@ def tagged_reasoning(openings: Sequence[str], closings: Sequence[str], is_open: 
 
 
 def _accept_any(buffer: TextBuffer, tags: Sequence[str]) -> Generator[None, None, bool]:
-    """Consumes one of `tags` and the white space before it if the text starts so. Returns whether it does."""
+    """Consumes one of `tags`, and white space before it, if the text starts with them. Returns whether it does."""
     buffer.if_truncated = Content, ()
     while not buffer.ended and any(
         len(buffer.text.lstrip()) < len(tag) and tag.startswith(buffer.text.lstrip()) for tag in tags

@@ -46,9 +46,9 @@ TextPart = Callable[[str], Part]
 class TextBuffer:
     """The text that has arrived and that the parser has not consumed.
 
-    `skipped_space` is the white space that the last `parse_until` dropped before a tag. `if_truncated` says what the
-    text is if the output is truncated now: the type of the part, and the tags that may have begun at the end of the
-    text. It is None inside a tool call, where unconsumed text is dropped.
+    `skipped_space` is the white space that the last `parse_until` dropped before a tag. `if_truncated` says how the
+    text is returned if the output is truncated now: the type of the part, and the tags whose beginning is removed from
+    the end of the text. It is None inside a tool call, where unconsumed text is dropped.
     """
 
     def __init__(self) -> None:

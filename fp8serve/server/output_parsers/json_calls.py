@@ -81,7 +81,8 @@ def json_calls(
     buffer: TextBuffer, opening: str, closing: str = "", names: Collection[str] | None = None
 ) -> Generator[Part | None, None, bool]:
     """Parses the calls after the tag `opening`, and consumes the tag `closing` if the model writes it. Returns False if
-    there is no call; then `opening` was yielded as content. Only `names` make a call, unless this is None.
+    there is no call; then `opening` was yielded as content. Only objects with one of `names` are calls, unless `names`
+    is None.
     """
     if not (yield from json_call(buffer, closing, names)):
         yield Content(buffer.skipped_space + opening)
@@ -154,7 +155,7 @@ def _skip_other_members(buffer: TextBuffer) -> Generator[None, None, None]:
     following = yield from skip(buffer)
     if following == "}":
         buffer.consume(1)
-    elif following == ",":  # an id, for example, instead of which the server returns its own
+    elif following == ",":  # for example an id, which the server replaces by its own
         nesting = NestingDepth(1)
         while True:
             length, is_complete = nesting.read(buffer.text)

@@ -50,7 +50,7 @@ class ToolFamily:
 
     Args:
         template_tags: texts that identify the family's chat templates.
-        parser: parses text without reasoning; None if calls are not parsed.
+        parser: parses text without reasoning; None if calls are not parsed, or if `reasoning.parser` parses them.
         special_tokens: tags that the parser needs in the text, even if they are special tokens.
         syntax: the syntax of calls with JSON arguments, for grammars. Without it, required calls are in Hermes format.
         reasoning: the reasoning format, if the family has only one.

@@ -1,10 +1,10 @@
 """The server's side of the parser processes (`parser_process.py`), which parse and tokenize what clients send.
 
-The server itself parses short bodies in a thread: their length bounds the cost to a few milliseconds. Longer bodies,
-and everything that needs a tokenizer or a chat template, go to a parser process with limits of processor time and
-memory. A process that exceeds its limits ends, and another one is started for the next job. Long jobs run one at a
-time, so that one of the two processes stays free for short jobs. The bytes of waiting jobs are bounded; a job beyond
-the bound gets a 429 at once. If the caller of a job is cancelled, the process is killed.
+The server itself parses short bodies: their length bounds the cost to a few milliseconds. Longer bodies, and everything
+that needs a tokenizer or a chat template, go to a parser process with limits of processor time and memory. A process
+that exceeds its limits ends, and another one is started for the next job. Long jobs run one at a time, so that one of
+the two processes stays free for short jobs. The bytes of waiting jobs are bounded; a job beyond the bound gets a 429 at
+once. If the caller of a job is cancelled, the process is killed.
 """
 
 import asyncio

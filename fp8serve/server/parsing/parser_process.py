@@ -105,7 +105,7 @@ def _detokenize(head: Head, body: bytes) -> JobResult:
 
 
 def _echo(head: Head, body: bytes) -> JobResult:
-    """Returns the texts of prompts, and for each token the number of characters that are final after it."""
+    """Returns the texts of prompts, and for each token the number of characters that it adds to the text."""
     tokenizer, texts, lengths = _tokenizer(head["directory"]), list[str](), []
     for ids in json.loads(body):
         decoder = tokenizer.stream(head["skip"])
@@ -120,7 +120,7 @@ def _table(head: Head, body: bytes) -> JobResult:
 
 
 def _check_grammar(head: Head, body: bytes) -> JobResult:
-    """Raises RequestError if the grammar in SamplingParams' fields cannot be compiled."""
+    """Raises RequestError if the grammar cannot be compiled. The body holds it as fields of SamplingParams."""
     from fp8serve.engine.grammar import validate
     from fp8serve.engine.sampling_params import SamplingParams
 
@@ -129,7 +129,7 @@ def _check_grammar(head: Head, body: bytes) -> JobResult:
 
 
 def _check(head: Head, body: bytes) -> JobResult:
-    """Validates a request body and returns its fields that were set as JSON, or pydantic's first error.
+    """Validates a request body. Returns the fields that the client set, as JSON, or the first error.
 
     Rows of training data are written to files in `folder` and replaced by one empty row. Token ids are truncated to the
     last `truncate` ones.

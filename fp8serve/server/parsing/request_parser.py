@@ -28,7 +28,7 @@ from fp8serve.server.settings import ServerLimits
 Ids = tuple[int, ...]
 MAX_CHECKED_GRAMMARS = 64
 SHORT_SECONDS = 2.0
-"""Limit of the processor time to tokenize a short text, which is a thousand times what it normally takes."""
+"""The limit of processor time for tokenizing a short text: a thousand times the usual time."""
 Prompt = str | list[int]
 
 
@@ -46,7 +46,7 @@ class RequestParser:
         self, served: ServedWeights, prompts: Sequence[Prompt], field: str, max_tokens: int | None = None
     ) -> list[Ids]:
         """Returns the token ids of each prompt, truncated to the last `max_tokens`. Raises Fault for an empty or too
-        long prompt. `field` is the name that the request has for the prompts."""
+        long prompt. `field` is the field of the request that holds the prompts."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if max_tokens is None else ():
             check_fit(served, served.tokenizer.min_token_count(text), field, "at least ")
@@ -62,7 +62,7 @@ class RequestParser:
         """Returns the token ids of each text or pair, and for each id the index of its text in the pair.
 
         All requests must have the same `prompt_parts` and `prefix`. Raises Fault if a text is too long or has no
-        tokens. `field` is the name that the body has for the texts.
+        tokens. `field` is the field of the body that holds the texts.
         """
         texts = [text or "" for request in requests for text in (request.first, request.second)]
         for request in requests:
@@ -130,7 +130,7 @@ class RequestParser:
                 self._valid_grammars.pop(next(iter(self._valid_grammars)))
 
     async def render(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> bytes:
-        """Runs a job for a model's tokenizer and returns the JSON that the parser process answers with."""
+        """Runs a job of a parser process with the model's tokenizer and returns the bytes of its result."""
         return (await self._run(served, head, body))[1]
 
     async def _run(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -153,7 +153,7 @@ class RequestParser:
             raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
 
     def size_limits(self, context: int) -> Sizes:
-        """Returns the limits of one request to weights with this context."""
+        """Returns the limits of one request to a model with this context length."""
         return Sizes(self.limits.prompts, self.limits.chat_messages, context, self.limits.texts)
 
     async def check_body(self, model: type[Any], raw: bytes, folder: Path, context: int) -> bytes:
@@ -176,7 +176,7 @@ class RequestParser:
         return content
 
     async def inspect_rows(self, job: str, request: bytes) -> bytes:
-        """Runs a job on training data and returns its report as JSON. Raises DataError for bad data."""
+        """Runs a job on training data and returns its result. Raises DataError for bad data."""
         allowance = Allowance(self.limits.validation_seconds, self.limits.validation_memory)
         return (await self.pool.inspect_rows({"op": job}, request, allowance))[1]
 

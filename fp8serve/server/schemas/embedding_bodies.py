@@ -1,6 +1,6 @@
 """The bodies of `/v1/embeddings` (OpenAI), `/v1/rerank` (Jina, Cohere), `/v1/score` and `/classify` (vLLM).
 
-Limits apply to the property `texts`. `TEXTS_FIELD` is the name of the field that errors about it name.
+Limits apply to the property `texts`. Errors about these texts name the field `TEXTS_FIELD`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,8 +29,8 @@ TextOrTexts = Annotated[str | Texts, _expects("a text, or a list of one or more 
 
 class TruncationFields(Body):
     """The fields that truncate a text, or a pair of texts. `truncate_prompt_tokens` (vLLM) is the number of tokens that
-    are read. With -1, `truncate` (Text Embeddings Inference) or `truncation` (Jina, Voyage), this is the model's
-    context. Without these fields, texts beyond the context are refused."""
+    are read; -1 stands for the model's context. `truncate` (Text Embeddings Inference) and `truncation` (Jina, Voyage)
+    mean the same as -1. Without these fields, texts beyond the context are refused."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     truncate: bool | None = None

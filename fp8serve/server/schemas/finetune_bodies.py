@@ -1,8 +1,8 @@
 """The bodies that start fine-tune jobs, natively and in OpenAI's format, and the bodies that load and activate weights.
 
-OpenAI's `method` may be supervised or dpo; other methods are refused. `"auto"` is the default of the native route, and
-`learning_rate_multiplier` multiplies the default learning rate. The fields that OpenAI's API lacks configure an adapter
-or the loss of dpo.
+OpenAI's `method` may be supervised or dpo; other methods are refused. `"auto"` stands for the default of the native
+route, and `learning_rate_multiplier` multiplies the default learning rate. Further fields, which OpenAI's API lacks,
+configure an adapter or the loss of dpo.
 """
 
 from typing import Annotated, Any, Literal, Self

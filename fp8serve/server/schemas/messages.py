@@ -221,7 +221,8 @@ def tool_choice_tag(choice: Any) -> str | None:
 
 
 def tool_choice_discriminator(function: str, allowed_tools: str) -> Discriminator:
-    """Returns the discriminator of `tool_choice`. The arguments show the two objects in the error message."""
+    """Returns the discriminator of `tool_choice`. The arguments are examples of the two objects for the error
+    message."""
     return Discriminator(
         tool_choice_tag,
         custom_error_type="tool_choice",

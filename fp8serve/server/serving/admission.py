@@ -58,8 +58,8 @@ class Capacity:
     """The requests of one engine and their tokens, with a limit for each. A request's tokens are those of its prompt
     plus the most that it may generate.
 
-    `num_seqs` requests run at the same time, and `queue` requests may wait. `num_seqs` changes when an engine has
-    loaded that derived another number from its GPU.
+    `num_seqs` requests run at the same time, and `queue` requests may wait. `num_seqs` changes when a new engine has
+    derived another number from its GPU's memory.
     """
 
     def __init__(self, num_seqs: int, queue: int, max_tokens: int) -> None:

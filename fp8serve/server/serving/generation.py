@@ -3,11 +3,12 @@
 `build_requests` checks each request against the engine's limits. A `Generation` then takes their admission slots and a
 lease on the weights; only after that does a handler send a header. `Generation.outputs()` yields lists of `(index,
 RequestOutput)` of all its requests. If the caller closes it early, for example because the client disconnected, the
-requests that still run are aborted. If the engine fails or the request is aborted, it raises `Fault`.
+requests that still run are aborted. If the engine fails or the request is aborted, `outputs` raises `Fault`.
 
-The engine's client delivers each output by a call, and `outputs` waits in the task of its caller, so an output costs no
-task and no queue. A caller that comes late gets all outputs that have arrived in one list. A stream can also set
-`write_directly`, which is called once in a turn of the event loop; then the task of the request is not even resumed.
+The engine's client delivers each output by a callback, and `outputs` runs in the task of its caller, so an output costs
+no task and no queue. A slow caller gets all outputs that have arrived as one list. A stream can also set
+`write_directly`, which is called at most once in an iteration of the event loop. If it writes the outputs, the task of
+the request is not even resumed.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ State = Literal["queued", "prefill", "decode"]
 
 @dataclass(frozen=True)
 class Echo:
-    """The text of a prompt, and for each of its tokens the number of characters that are final after it."""
+    """The text of a prompt, and for each of its tokens the number of characters that it adds to the text."""
 
     text: str
     lengths: list[int]
@@ -69,7 +70,7 @@ class Generation:
         self.echoes: list[Echo] = []
         self._arrived: list[Item] = []  # outputs that the caller of `outputs` has not received yet
         self._fault: Fault | None = None  # raised after these outputs
-        self._waiter: asyncio.Future[None] | None = None  # of `outputs`, while nothing has arrived
+        self._waiter: asyncio.Future[None] | None = None  # what `outputs` awaits while nothing has arrived
         self._flush: asyncio.Handle | None = None  # the call of `write_directly` in the next turn of the event loop
         self.write_directly: Callable[[list[Item]], bool] | None = None
         self._lease = contextlib.ExitStack()
@@ -94,7 +95,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """The number of `prompt_tokens` that every choice of their prompt found in the prefix cache."""
+        """The number of prompt tokens found in the prefix cache: for each prompt, the minimum over its choices."""
         groups = range(0, len(self._sequences), self.n)
         return sum(min(each.usage.cached_tokens for each in self._sequences[at : at + self.n]) for at in groups)
 
@@ -122,8 +123,8 @@ class Generation:
         self.end_with(fault)
 
     async def outputs(self) -> AsyncGenerator[list[Item], None]:
-        """Yields the index and output of each request, as many as have arrived, until all requests have finished.
-        Raises Fault."""
+        """Yields lists of the outputs that have arrived, each with the index of its request, until all requests have
+        finished. Raises Fault."""
         loop = asyncio.get_running_loop()
         alarm = None if self.time_limit is None else loop.call_later(self.time_limit, self._fail_late)
         try:
@@ -191,7 +192,8 @@ class Generation:
         self.discard()
 
     def discard(self) -> None:
-        """Aborts what still runs, and releases slots and lease. Call it directly only if `outputs` is never used."""
+        """Aborts the requests that still run, and releases slots and lease. `outputs` does this at its end; a caller
+        that may never use `outputs` must do it, and may do it twice."""
         for sequence in self._sequences:
             sequence.cancel()
         self._lease.close()

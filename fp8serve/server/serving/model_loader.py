@@ -1,8 +1,8 @@
 """Loads and unloads models other than the default one while the server runs.
 
-Changes of the same name wait for each other, and models are loaded one at a time, because each one is compared with the
-memory that the others may use (`with_cache_bound`). Models that are already served are not affected. A change continues
-when the client that requested it disconnects, and is cancelled when the server shuts down.
+Changes to the model of one name wait for each other. Models are loaded one at a time, because each must fit in the
+memory that the others leave free (`with_cache_bound`). Models that are already served are not affected. A change
+continues when the client that requested it disconnects, and is cancelled when the server shuts down.
 """
 
 import asyncio

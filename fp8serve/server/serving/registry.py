@@ -15,8 +15,8 @@ from fp8serve.server.serving.served_weights import ServedWeights
 
 SEQUENCE_COUNTS = ("running", "waiting")
 PLACEHOLDERS = frozenset({"dummy", "tgi"})
-"""Model names that stand for the default model: huggingface_hub's InferenceClient sends the first one if it has only an
-address, and text-generation-inference tells users of OpenAI's client to send the second one."""
+"""Model names that stand for the default model. huggingface_hub's InferenceClient sends "dummy" if it has only an
+address. text-generation-inference tells users of OpenAI's client to send "tgi"."""
 
 
 class Registry:
@@ -87,8 +87,8 @@ class Registry:
         return (self._choose(model, tasks) or self.require(str(model), "model")).resolve()
 
     async def wait_for_swap(self, model: str | None, tasks: Sequence[Task] = ()) -> None:
-        """Waits while the model that `resolve` would choose exchanges its weights. The choice may be another one
-        afterwards."""
+        """Waits while the model that `resolve` would choose exchanges its weights. Afterwards, `resolve` may choose
+        another model."""
         while (chosen := self._choose(model, tasks)) is not None and not chosen.released.is_set():
             await chosen.released.wait()
 

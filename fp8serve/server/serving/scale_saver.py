@@ -1,8 +1,8 @@
 """Saves the rolling scales of a served model: a new model directory beside the original one.
 
 The engine process writes its current scales to a private file, which takes little time. Another process then copies the
-weights and publishes the new directory atomically (model/format_conversion.py). It continues even if the client
-disconnects or this server ends.
+weights and publishes the new directory atomically (model/format_conversion.py). That process continues even if the
+client disconnects or this server ends.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which weights answer to a model name, and how other weights replace them.
+"""The weights that serve a model name, and how other weights replace them.
 
 `ServedModel.current` is the only place that says which weights are served. It is replaced by one assignment on the
 event loop, so every request sees either the previous weights or the new ones, never a mixture. A request holds a lease
@@ -56,7 +56,8 @@ PROBATION_SECONDS = 600.0
 MAX_DRAIN_SECONDS = 2.0
 """How long new requests may wait for those in flight before weights are exchanged in place."""
 MAX_VERIFICATION_SECONDS = 5.0
-"""How long the previous weights may take to be measured, so that requests can wait while new weights are measured."""
+"""The longest time for measuring the previous weights. If it takes longer, requests would wait too long while the new
+weights are measured in the same engine, so the new weights get a new engine process."""
 MAX_DEATHS = 3
 """Deaths of an engine process within its probation after which the previous weights are loaded again."""
 
@@ -80,7 +81,8 @@ class _NotInPlaceError(Exception):
 
 
 class ServedModel:
-    """A model name and the weights that answer to it: at first, and as "base", those of `base_source`."""
+    """A model name and the weights that serve it. `base_source` are its first weights, which activations call
+    "base"."""
 
     def __init__(
         self, name: str, base_source: WeightSource, start_engine: Launch, admission: Admission, deadlines: Deadlines
@@ -99,7 +101,7 @@ class ServedModel:
         self.released.set()
         self.is_shutting_down = False  # whether the server stops after the requests in flight
         self.needs_layer_stats = False  # whether /metrics reports FP8 layers one by one
-        self.gpu_memory: float | None = None  # the option of an engine that has none and does not replace another one
+        self.gpu_memory: float | None = None  # for an engine without this option, unless it replaces another one
         self.last_stats: tuple[ServedWeights | None, dict[str, Any]] = (None, {})
         self.last_layer_stats: tuple[ServedWeights | None, list[dict[str, Any]]] = (None, [])
         self.history = ScaleHistory()
@@ -117,7 +119,7 @@ class ServedModel:
         return list(dict.fromkeys([self.name, *([self.current.source.model_id] if self.current else [])]))
 
     def resolve(self) -> ServedWeights:
-        """Returns the weights for a new request. Raises Fault 503 while no engine runs, 404 if the model unloads."""
+        """Returns the weights for a new request. Raises Fault 503 while no engine runs, 404 during an unload."""
         self._refuse_if_unloading()
         served = self.current
         if self.is_replacing_weights:
@@ -242,7 +244,7 @@ class ServedModel:
         previous = self.current
         self._serve(new)
         if previous is not None and new.source != previous.source:
-            self._probation = None  # the base weights have none: they are what a failed probation leads to
+            self._probation = None  # base weights get none: they are the fallback
             if new.source != self.base_source:
                 ends_at = time.monotonic() + PROBATION_SECONDS
                 self._probation = Probation(previous.source, save_activation, ends_at)
@@ -254,10 +256,10 @@ class ServedModel:
     async def _swap_in_place(
         self, source: WeightSource, save_activation: SaveActivation, verification: Verification
     ) -> tuple[ServedWeights, Verified | None]:
-        """Exchanges the weights of the running engine for those of `source`; see the module.
+        """Exchanges the weights of the running engine for those of `source` (see the docstring of this module).
 
         Raises Fault 409 if the new weights fail their verification, and _NotInPlaceError if they cannot be exchanged.
-        The previous weights then serve.
+        In both cases the previous weights stay in use.
         """
         old = self.current
         if old is None or (obstacle := await asyncio.to_thread(self._obstacle_to_swap, old, source)) is not None:
@@ -301,7 +303,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def _held_requests(self) -> Iterator[None]:
-        """Lets new requests wait inside the context."""
+        """Makes new requests wait while the block runs."""
         self.released.clear()
         try:
             yield
@@ -482,8 +484,9 @@ class ServedModel:
         return self._swap.locked()
 
     async def load_engine(self, source: WeightSource, replaces_another: bool = False) -> ServedWeights:
-        """Starts an engine process with `source` and its adapters, and lets it generate a token. An engine that
-        `replaces_another` runs beside it for a while, and may use the memory that the other one left.
+        """Starts an engine process with `source` and its adapters, and lets it generate a token. With
+        `replaces_another`, it runs beside the engine that it replaces for a while, and may use the memory that the old
+        engine has left free.
 
         Raises Fp8ServeError if that fails or exceeds the deadline; the engine process is then killed.
         """

@@ -30,7 +30,7 @@ AUTO_FORMAT = OutputFormat("auto", "auto")
 
 
 class HeartbeatMonitor:
-    """Measures for how long an engine process has sent no heartbeat, in `silence` seconds.
+    """Measures in `silence` for how many seconds an engine process has sent no heartbeat.
 
     An update adds at most MAX_SECONDS_PER_UPDATE: if the server itself was suspended, the engine is not blamed for it.
     """

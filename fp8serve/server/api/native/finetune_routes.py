@@ -202,7 +202,7 @@ async def follow(state: ServerState, job_id: str, after: int) -> AsyncGenerator[
 
 
 async def _wait_for_change(state: ServerState) -> None:
-    """Waits until the job runner reports a change, at most half a second, because other changes are not reported."""
+    """Waits until the job runner reports a change, but at most half a second, because not all are reported."""
     try:
         async with asyncio.timeout(0.5), state.runner.changed:
             await state.runner.changed.wait()

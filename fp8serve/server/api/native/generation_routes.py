@@ -114,12 +114,12 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         self._events_sent = 0
 
     def add(self, index: int, output: RequestOutput) -> NewTokens:
-        """Stores an output. Its text belongs to the last of its tokens."""
+        """Stores an output. All its text is assigned to its last token."""
         tokenizer = self.generation.served.tokenizer
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         texts = [""] * (len(output.token_ids) - 1) + [output.text_delta]
         tokens = [_token(tokenizer, *item) for item in zip(output.token_ids, texts, logprobs, strict=False)]
-        if not tokens and output.text_delta and self.tokens:  # withheld text may follow its tokens at the end
+        if not tokens and output.text_delta and self.tokens:  # at the end, withheld text may arrive without a token
             tokens = [self.tokens[-1] | {"text": output.text_delta}]
         top_tokens = [_top_tokens(tokenizer, logprob) for logprob in logprobs if logprob is not None]
         self.text += output.text_delta
@@ -164,7 +164,7 @@ class NativeRenderer(Renderer[NewTokens, GenerateResponse]):
         return event | {"generated_text": self._full_text(), "details": self._details(last_output)} | self._origin()
 
     def _empty_token(self) -> JsonObject:
-        """Returns the last token without text, and as a special token, which clients do not display."""
+        """Returns the last token without its text, marked as special so that clients do not display it."""
         return (self.tokens[-1] if self.tokens else {"id": 0, "logprob": None}) | {"text": "", "special": True}
 
     # -- parts of both -------------------------------------------------------------------------------------------------

@@ -167,8 +167,8 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsR
 
 
 async def _verification_on_texts(state: ServerState, model: ServedModel, body: WeightsBody) -> Verification:
-    """Returns how replaced weights are verified. Raises Fault if a text is too long or the perplexity of no text can be
-    measured."""
+    """Returns how replaced weights are verified. Raises Fault if a text is too long or all texts are too short to have
+    a perplexity."""
     if body.texts is None:
         return UNVERIFIED
     served = model.resolve()

@@ -1,10 +1,12 @@
 """The routes for the state of the server: health, information, live scales, metrics and active requests.
 
 A server is live if its process responds and the engine is loading or has sent a recent heartbeat; a busy engine is
-live. A server is ready if weights are loaded, it is neither draining nor paused, and its queue is not nearly full.
+live. A server is ready if its default model is loaded, every other model of the command line is loaded or has failed,
+the server is neither draining nor paused, and its queue is not nearly full.
 
 An entry of /requests is an HTTP request with all its choices: its tenant, its size and its progress, without the prompt
-and the generated text. Requests for embeddings or classification, and prompts in tokenization, are not listed.
+and the generated text. Requests for embeddings or classification are not listed, nor are requests whose prompts are
+still being tokenized.
 """
 
 import asyncio

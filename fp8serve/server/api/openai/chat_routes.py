@@ -97,7 +97,8 @@ class MessageBuilder:
         return message
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Returns OpenAI's finish reason for the engine's. It is `tool_calls` unless a stop string truncated a call."""
+        """Returns OpenAI's finish reason for the engine's. If the message has tool calls, `stop` becomes `tool_calls`,
+        unless a stop string truncated the last call."""
         return "tool_calls" if reason == "stop" and self._calls and not self._has_truncated_call else reason
 
     @property
@@ -171,8 +172,9 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
         }
 
     def events(self, index: int, output: RequestOutput, delta: list[PositionedToken]) -> Iterator[JsonObject]:
-        """Yields a chunk for each delta of the message. The first chunk has the log-probabilities, the last one the
-        finish reason. The role is sent with the first output, because clients time the first token by this chunk."""
+        """Yields a chunk for each delta of the message. The first of them has the log-probabilities, the last one the
+        finish reason. The chunk with the role is sent together with the first output, because clients take its arrival
+        as the time of the first token."""
         if index not in self._has_sent_role:
             self._has_sent_role.add(index)
             role = {"role": "assistant", "content": ""}

@@ -107,7 +107,7 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
         self.tokenizer = generation.served.tokenizer
         self.params = generation.requests[0].params
         self.choices = [ChoiceState(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
-        self._plain_chunk: tuple[bytes, bytes] | None = None  # around the text of a chunk that has only text
+        self._plain_chunk: tuple[bytes, bytes] | None = None  # the bytes before and after a plain chunk's text
 
     @abstractmethod
     def choice(self, index: int, choice: ChoiceState) -> JsonObject:
@@ -124,7 +124,7 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
 
     @property
     def has_plain_chunks(self) -> bool:
-        """Whether an output of text alone adds nothing but text to the stream, so that its chunk is always the same."""
+        """Whether the chunks of outputs that contain only text differ in nothing but this text."""
         return len(self.choices) == 1 and self.params.logprobs is None and not self.body.continuous_usage
 
     @abstractmethod
@@ -132,7 +132,7 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
         """Returns the choice of a chunk that has only text, if the stream `has_plain_chunks`."""
 
     def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Writes outputs of text alone as one chunk, whose bytes around the text are made once."""
+        """Returns outputs that contain only text as one chunk. The bytes around the text are built once."""
         if not (self.has_plain_chunks and all(output.has_only_text for _, output in outputs)):
             return None
         text = "".join(output.text_delta for _, output in outputs)

@@ -188,8 +188,8 @@ async def score(body: ScoreBody, request: Request, state: StateDep) -> ScoreResp
 
 @dataclass(frozen=True)
 class _TextOptions:
-    """How texts are embedded. `document_limit` is the number of tokens that are read of each text in `documents`, which
-    are indexes of texts."""
+    """How texts are embedded. `documents` are the indexes of the texts that are documents. At most `document_limit`
+    tokens of a document are read."""
 
     dimensions: int | None = None
     prompt_name: str | None = None
@@ -355,8 +355,9 @@ async def _classify(
 async def run_encoder(
     call: Callable[[], Awaitable[T]], tokens: Sequence[int], reservation: Reservation, tenant_request: TenantRequest
 ) -> T:
-    """Runs a call of the engine for texts with these numbers of tokens, and counts them for the tenant. Raises Fault if
-    the engine refuses the texts or has stopped, or if the texts exceed a limit of the tenant or of the queue."""
+    """Awaits `call`, an engine call for texts that have `tokens` tokens each, and counts the tokens for the tenant.
+    Raises Fault if the engine refuses the texts or has stopped, or if the texts exceed a limit of the tenant or of the
+    queue."""
     tenant_request.reserve_tokens(sum(tokens))
     outcome: Outcome = "failed"
     (slot,) = reservation.admit([sum(tokens)])  # a request takes one slot, whatever its number of texts
@@ -375,7 +376,7 @@ async def run_encoder(
 
 def max_tokens_read(body: TruncationFields, served: ServedWeights, *, is_pair: bool) -> int | None:
     """Returns the number of tokens that are read of a text or a pair of texts, or None if it is not limited. Raises
-    Fault for more tokens than the model's context holds, and for too few tokens to contain any text."""
+    Fault if the limit exceeds the model's context or leaves no room for text."""
     context = served.engine.limits.max_model_len
     limit = body.truncation_limit(context)
     if limit is None or limit == context:

@@ -3,8 +3,8 @@
 `LogprobStream` assigns each token its offset in the returned text. It returns a token together with the token's text. A
 token is withheld while its text may begin a stop string, and the tokens of a stop string are not returned.
 
-A token is written as text, or as `bytes:\\xe2\\x98` if it is only a part of a character, as OpenAI does. The `bytes` of
-all tokens are the UTF-8 bytes of the text. They are null for a token without text, such as end-of-text. In
+A token is written as text, or as `bytes:\\xe2\\x98` if it is only a part of a character, as OpenAI does. The joined
+`bytes` of all tokens are the UTF-8 bytes of the text. They are null for a token without text, such as end-of-text. In
 `/v1/completions` the alternatives are keyed by text; of two alternatives with the same text, the less probable one has
 the key `token_id:N`. Minus infinity is clamped (`routing.finite`), because JSON has no infinity.
 """
@@ -81,8 +81,8 @@ class LogprobStream:
 
     def __init__(self, tokenizer: TokenizerFacts, params: SamplingParams, offset: int = 0) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._decoded_length = offset  # characters that follow from the tokens so far
-        self._sent_length = offset  # characters that were returned
+        self._decoded_length = offset  # the characters of the tokens so far
+        self._sent_length = offset  # the characters that were returned
         self._has_text_before = False
         self._withheld: deque[PositionedToken] = deque()
 
@@ -119,7 +119,7 @@ def position_prompt_tokens(
     first_id: int, logprobs: Sequence[TokenLogprob], lengths: Sequence[int], hidden_ids: Collection[int]
 ) -> list[PositionedToken]:
     """Returns the tokens of a prompt with their positions. The first token has no log-probability. `lengths` are the
-    characters that each token adds to the text."""
+    numbers of characters that the tokens add to the text."""
     tokens = (TokenLogprob(first_id, 0.0), *logprobs)
     offsets = accumulate(lengths, initial=0)
     return [
