@@ -69,7 +69,7 @@ class AdapterAssignment:
         return self._numbers is not None
 
     def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> AdapterRows | None:
-        """Returns the rows that have one of these adapters, or None if no row has. The result is cached for the
+        """Returns the rows that have one of these adapters, or None if there are none. The result is cached for the
         step."""
         key = numbers, is_pruned
         if key not in self._rows:

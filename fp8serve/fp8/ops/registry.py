@@ -77,7 +77,7 @@ def define(
 
 
 def _check_one_device(name: str, fake: Kernel) -> Kernel:
-    """Returns `fake` with a check that not only some arguments are on meta; the result would be uninitialized."""
+    """Returns `fake` with a check for arguments of which only some are on "meta": the result would be uninitialized."""
 
     @wraps(fake)
     def checked(*args: Any, **options: Any) -> Any:

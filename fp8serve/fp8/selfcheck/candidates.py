@@ -8,7 +8,8 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
-    stored_mm.early_weights                 the same, and the second reads its weights while the first still runs
+    stored_mm.early_weights                 like scaled_mm.overlap, and the second kernel reads its weight while the
+                                            first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
 Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.
@@ -50,8 +51,8 @@ _KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("1x128", "12
 class Candidate:
     """A kernel of an op.
 
-    `run` has the op's arguments. It raises RuntimeError with UNSUPPORTED_CASE in its message for a case that the kernel
-    does not support; such a case is skipped.
+    `run` takes the op's arguments. It raises RuntimeError with UNSUPPORTED_CASE in its message for a case that the
+    kernel does not support; such a case is skipped.
     """
 
     name: str
@@ -195,8 +196,8 @@ def _prompt_cases() -> list[Case]:
 
 
 def _run_overlapping(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs two kernels, of which the second may start before the first has ended, with these switches on. Other checks
-    run without overlap."""
+    """Runs two kernels with these switches on, so the second may start before the first has ended. Other checks run
+    without overlap."""
     first = arguments[0]
     if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
