@@ -38,7 +38,7 @@ def causal_attention(
     """Returns the output of causal attention within each sequence, in q's shape. It is differentiable.
 
     Sequences of equal length are computed as one batch. Sequences of different lengths are computed in one call if
-    flash attention supports the tensors, else one by one. Raises ValueError if the lengths do not add up to T.
+    flash attention supports it, else one by one. Raises ValueError if the lengths do not add up to T.
 
     Args:
         q: [T, heads, head_dim], where heads is a multiple of kv_heads.

@@ -52,8 +52,8 @@ def make_header(
 class ReductionState:
     """What the ranks of a group have agreed on through their headers.
 
-    `num_positions` is the number of positions that the next collective reduces; it grows by powers of two. From the
-    first context in which only some ranks have a backward pass, all ranks defer the reduction of gradients' amaxes.
+    `num_positions` is the number of positions that the next collective reduces; it grows by powers of two. As soon as
+    only some ranks have a backward pass in a context, all ranks defer the reduction of gradients' amaxes.
     """
 
     def __init__(self) -> None:

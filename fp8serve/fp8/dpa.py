@@ -174,7 +174,7 @@ class KvRecordingAttention(DotProductAttention):
     """Attention in high precision that records the amaxes of keys and values in delayed scaling states.
 
     The states are those of an FP8 KV cache, which stores keys after their rotary embedding. The recipe must not have
-    `fp8_dpa` or `fp8_mha`. The output has the bits of `served_attention`.
+    `fp8_dpa` or `fp8_mha`. The output is bit-equal to that of `served_attention`.
     """
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": ("k", "v"), "backward": ()}

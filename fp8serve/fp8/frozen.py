@@ -289,8 +289,7 @@ class FrozenLinear(nn.Module):
         self.saturated.zero_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict, after bringing the weight and its scale to this layer's layout: packed, or one scale per
-        row.
+        """Loads a state dict; first packs the weight and expands its scale to rows if this layer has that layout.
 
         Other layers may share this layer's scales (joined.py). So the input scale is replaced and not written in place,
         and so is a shared weight scale that differs from the loaded one.

@@ -83,8 +83,7 @@ def served_attention(
     sinks: Tensor | None = None,
     scale: KvScale | None = None,
 ) -> Tensor:
-    """Returns what `causal_attention` computes, with the bits of serving with a BF16 cache, or an E4M3 cache if `scale`
-    is given.
+    """Returns causal attention, bit-equal to serving with a BF16 cache or, if `scale` is given, an E4M3 cache.
 
     Without a kernel of serving (`has_serving_kernel`) it calls `causal_attention`, or with `scale` the reference of
     `paged_attention`. Raises ValueError if the lengths do not add up.

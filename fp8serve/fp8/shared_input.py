@@ -39,7 +39,7 @@ class SharedInput:
         self._different: list[ScalingState] = []  # the layers' states when they were last found to differ
 
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-        """Returns layer(x) for each layer, with the bits of separate calls."""
+        """Returns layer(x) for each layer, bit-equal to separate calls."""
         frame = current_frame()
         runs_in_fp8 = frame is not None and frame.enabled
         # The backward pass runs a checkpointed region again, outside of the context.

@@ -5,8 +5,8 @@ a module did not run contributes zeros, so nothing hangs and all ranks hold equa
 pass, the amaxes of gradients are reduced at the end of the next context (distributed.py).
 
 A context or backward pass that ends inside `accumulated_update` is no step of its own: all states are updated together
-when `accumulated_update` ends. So the microbatches of a step compute with the same scales, wherever and in which order
-they run.
+when `accumulated_update` ends. So the microbatches of a step compute with the same scales, wherever and in whatever
+order they run.
 
 States are updated when the outermost context ends, so any number of forward passes can be one step. A whole training
 loop inside one context therefore never updates its scales. On a new model they are 1, at which most gradients are below
@@ -90,7 +90,7 @@ class Step:
 
     direction: Direction
     staged: dict[UpdateConfig, dict[int, ScaledModule]] = field(default_factory=dict)
-    configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # with a module that has a backward pass
+    configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # a module under it has a backward pass
     loop_detector: LoopDetector = field(default_factory=LoopDetector)
     # Modules that were evaluated for the first time and still have their initial scales.
     without_history: list[ScaledModule] = field(default_factory=list)

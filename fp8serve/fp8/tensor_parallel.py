@@ -8,10 +8,10 @@ With sequence parallelism, activations outside of these layers are sharded along
 all-gathers its input, the row layer reduce-scatters its output, and norms and residuals process a shard of the tokens.
 
 If the recipe has one scale per tensor (delayed, current), the all-gathers transfer FP8 data, one byte per element: of x
-in a column layer and of dY in a row layer. A column layer saves only the data of its own tokens and gathers the others
-again in the backward pass, while dgrad runs. Row-wise and block scales are valid along one direction only, so both
-directions would have to be gathered. With such scales, or if a GEMM runs in high precision, a single all-gather
-transfers high-precision values.
+in a column layer and of dY in a row layer. A column layer saves only the data of its own tokens and gathers the data of
+the other ranks again in the backward pass, while dgrad runs. Row-wise and block scales are valid along one direction
+only, so both directions would have to be gathered. With such scales, or if a GEMM runs in high precision, a single
+all-gather transfers high-precision values.
 
 All ranks use the scale of the whole tensor. Delayed scaling: the amax reduction group of the `autocast` contains all
 ranks, as the default group does. Current scaling: each cast all-reduces its amax with MAX. Row-wise and block scales

@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention, with which training
-runs the same forward pass as serving."""
+"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention. With these gradients,
+training can run the same forward op as serving."""
 
 from functools import partial
 from itertools import product

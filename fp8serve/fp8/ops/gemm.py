@@ -245,7 +245,7 @@ define(
 def wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """Returns dy^T x, FP32 [N, K], for BF16 dy [T, N] and x [T, K].
 
-    The op is for weights of adapters, of which N or K is the rank. For these a kernel is faster than this reference,
+    The op is for adapter weights, for which N or K is the rank. For such sizes a kernel is faster than this reference,
     which spends more time on FP32 copies than on the product.
     """
     with torch.autocast(dy.device.type, enabled=False):

@@ -120,8 +120,7 @@ def _differ_too_often(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor]:
-    """Returns the sums of the magnitudes of a GEMM's summands: for each element of the result, and for its amax if
-    any."""
+    """Returns the sums of the magnitudes of a GEMM's summands: for each element of the result, and for an amax."""
     if op != "scaled_mm_quantize":
         return [_run_with_magnitudes(op, arguments)]
     *operands, scale, _ = arguments

@@ -17,7 +17,7 @@ Kernels on which other kernels depend come first, so that a fault is reported fo
 A bad kernel is switched off for the whole process, and another takes its place. On a GPU the next kernel in the order
 of GEMM or attention kernels (csrc/cuda/gemm.cu, attention_tensor.cu) replaces it; any other op runs its default kernel;
 overlapping launches run one after the other. On a CPU all ops use the best set of features with which no bad variant
-runs; an op of which all variants are bad runs its default kernel.
+runs; an op whose variants are all bad runs its default kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
