@@ -5,8 +5,8 @@ function supports neither soft caps nor sinks; with these the steps of attention
 our own op `paged_attention`, because no PyTorch op reads a paged, possibly FP8, KV cache.
 
 One call of scaled_dot_product_attention takes sequences of equal length. Sequences of different lengths are computed
-one by one, unless the GPU can run flash attention, the op beneath it, which takes the boundaries of all sequences in
-one call.
+one by one, unless the GPU can run flash attention, the op beneath it. Flash attention takes the boundaries of all
+sequences in one call.
 """
 
 from collections.abc import Callable, Sequence

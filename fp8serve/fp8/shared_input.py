@@ -10,8 +10,8 @@ outside of a step reads or writes its states: in `state_dict`, `scaling_state` a
 next common call compares again. States that differ, for example because a checkpoint has different scales for q and k,
 stay separate, and the layers cast for themselves.
 
-Layers are called one by one if one of them has hooks, which may change the input, or is not exactly a `Linear` but of a
-subclass (tensor-parallel, parametrized, sharded by itself) or of another class (adapters, frozen layers).
+Layers are called one by one if one of them has hooks, which may change the input. The same holds if one is of a
+subclass of Linear (tensor-parallel, parametrized, sharded by itself) or of another class (adapters, frozen layers).
 """
 
 from collections.abc import Callable, Sequence
