@@ -76,7 +76,7 @@ def quantized_notes(source: Path, *, scales_only: bool = False) -> tuple[str, ..
 def check_model(config: ModelConfig, settings: CalibrationOptions) -> None:
     """Raises ModelError for a classifier, and RecipeError for smoothing with the transformers backend.
 
-    Smoothing must know which layers read which norms. The transformers backend does not say so.
+    Smoothing must know which layers read which norms. The transformers backend does not provide this.
     """
     if config.head is not None:
         raise ModelError("The model classifies texts and does not generate text; use calibrate_encoder.")

@@ -98,7 +98,7 @@ def freeze_function(
     The function returns the linears in `rounded`, if that is given. Otherwise it rounds to nearest, with the present
     scales of `states` if `recipe` is delayed scaling.
     """
-    # Freezing checks its scales on the host, so they are read at once here.
+    # Freezing checks scales on the host, so all of them are read in one transfer here.
     scales = read_scales(states) if rounded is None and as_delayed(recipe) is not None else {}
 
     def freeze(name: str, linear: Linear) -> FrozenLinear:

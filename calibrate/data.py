@@ -1,10 +1,10 @@
 """Selects the token sequences for a calibration or an evaluation.
 
-A sample is one sequence of 2 to `seq_len` tokens from the start of its example. Short examples are not changed. Longer
-texts are cut into windows, which are separate samples. Longer prompts and chats are truncated at the end. Short texts
-are not packed into one long sequence: in many models the first token of a text has the largest activations, and a
-packed sequence has one first token instead of ten. The sequences of a batch are concatenated, [tokens], without
-padding, so that no padding token affects an amax.
+A sample is one sequence of 2 to `seq_len` tokens. A short example is one sample. Longer texts are cut into windows,
+which are separate samples. Longer prompts and chats are truncated at the end. Short texts are not packed into one long
+sequence: in many models the first token of a text has the largest activations, and a packed sequence has one first
+token instead of ten. The sequences of a batch are concatenated, [tokens], without padding, so that no padding token
+affects an amax.
 
 Examples are read in the order of a seeded hash of their content, and tokenized only until there are enough samples.
 So a large file costs no more than a small one, and the result does not depend on the order of files and lines or on
@@ -250,8 +250,9 @@ def calibration_batches(
     """Returns at most `samples` samples to calibrate on, and an eighth as many (1 to 16) to measure quality on.
 
     `holdout` are files to measure quality on, or None for the shipped passages. If `holdout` are other files than
-    `data`, none of their examples is used for calibration. Otherwise, and of the shipped passages, only the examples
-    that are measured are not used. Raises DataError like `load_samples`, or if no example remains for calibration.
+    `data`, none of their examples is used for calibration. If they are the same files or the shipped passages, only the
+    examples that are measured are excluded from calibration. Raises DataError like `load_samples`, or if no example
+    remains for calibration.
     """
     held_out_count = max(1, min(16, samples // 8))
     source, holdout_source = _Source(data, seed), _Source(holdout, seed)

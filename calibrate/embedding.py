@@ -1,8 +1,8 @@
 """Results of models that embed or score: the change of their vectors, scores and rankings by FP8.
 
-The cosine between the vectors of a text by both models measures the error of FP8. The ranking test needs no labelled
-data. Each text is split into halves. The first halves are the queries, the second halves are the documents, and the
-correct document of a query is the other half of the same text.
+The error of FP8 is measured by the cosine between the vectors that both models return for a text. The ranking test
+needs no labelled data. Each text is split into halves. The first halves are the queries, the second halves are the
+documents, and the correct document of a query is the other half of the same text.
 """
 
 import json

@@ -221,7 +221,7 @@ def evaluate_encoder(
 
 
 def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
-    """Loads the model as it is served, with outputs of a text that do not depend on other texts of the batch."""
+    """Loads the model as it is served, so that a text's outputs do not depend on the other texts of its batch."""
     model = load_any_servable(source, recipe, scales, device)
     for module in model.modules():
         if isinstance(module, FrozenLinear):

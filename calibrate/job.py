@@ -159,7 +159,7 @@ class EmbeddingTask:
         return observe_texts(job.model, job.observer, job.batches.calibration, job.recipe, job.stages)
 
     def meet_target(self, job: Job) -> None:
-        """See `Task`. Groups whose FP8 changes vectors most, for each byte that it saves, stay in BF16 first."""
+        """See `Task`. The groups whose quantization changes the vectors most per byte saved stay in BF16 first."""
         if (cosine := job.options.target_cosine) is None:
             return
         frozen = self._frozen(job)

@@ -122,7 +122,7 @@ def _round_share(share: float) -> float:
 
 
 def outlier(inputs: Tensor | None, columns: Tensor | None) -> ChannelReport | None:
-    """Returns the channel with the largest excess, from the amaxes [K] of an input's channels and of weight columns.
+    """Returns the channel that is largest relative to its weights, from the amaxes [K] of inputs and weight columns.
 
     Returns None if there are no amaxes, or if most channels are zero.
     """

@@ -175,7 +175,7 @@ class Observer:
         self._store_states(self.states())
 
     def _store_states(self, states: Mapping[str, ScalingState]) -> None:
-        if states:  # or else the layer stays in high precision
+        if states:  # empty if the layer stays in high precision
             self._unread.append((tuple(states), _rows(list(states.values()))))
 
     def read_records(self) -> None:

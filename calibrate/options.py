@@ -17,7 +17,7 @@ from fp8serve.options import AUTO, DEVICE_HELP, About, check, known_fields
 SHIPPED = "passages that ship with fp8serve"
 HEAL_RATE = 3e-5
 CPU_BATCH, GPU_BATCH = 4, 32
-"""Sequences in a batch by default. On a GPU the time of a small batch is that of its launches, whatever its size."""
+"""Sequences in a batch by default. On a GPU a small batch takes as long as its kernel launches, whatever its size."""
 Files = tuple[str, ...]
 Patterns = tuple[str, ...]
 Rounding = Literal["nearest", "gptq"]

@@ -1,7 +1,7 @@
 """Forward and backward passes over flattened batches, as a whole or layer by layer, and forward hooks.
 
 No gradient of a weight is computed here. Gradient calibration needs only the gradients of activations, so it needs no
-memory beyond the activations of one batch. For the same reason the loss is computed in slices of the logits.
+memory beyond the activations of one batch. The loss is computed in slices of the logits, which also saves memory.
 
 In layer-by-layer passes one layer runs over all batches before the next layer runs. So every weight is read from its
 file only once, and a model larger than memory needs one pass over the disk. Memory holds the weights of one layer and
@@ -73,7 +73,7 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
 
 
 def backpropagate(hidden: Tensor, gradient: Tensor) -> None:
-    """Does the same as `hidden.backward(gradient)`, which would import sympy, most of a second, to compare shapes."""
+    """Does the same as `hidden.backward(gradient)`, which would spend most of a second on importing sympy."""
     with torch.enable_grad():
         (hidden * gradient).sum().backward()  # type: ignore[no-untyped-call]
 

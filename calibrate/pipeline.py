@@ -19,7 +19,7 @@ of its sequences, and observing with `gradients` reads them twice for each batch
 layers for that sequence or batch. On a GPU the weights must fit into its memory.
 
 A model that embeds has the same stages except smooth, heal and generate (`calibrate_encoder`). Only the measurements
-differ, and they are those of a `Task` (job.py).
+differ, which a `Task` makes (job.py).
 
 Recipes that scale by content (current, rowwise, block) need no input scales. For them amaxes are observed for the
 report, and the directory has FP8 weights and, if requested, scales of the KV cache.

@@ -1,6 +1,6 @@
 """The HTML pages of reports: which sections a page has, and in which order.
 
-A page is made only from the contents of calibration.json. The page of a calibration has some hundreds of kilobytes.
+A page is made only from the contents of its report. The page of a calibration takes a few hundred kilobytes.
 """
 
 from collections.abc import Sequence

@@ -319,7 +319,7 @@ def _histograms(title: str, casts: Mapping[str, CastReport | None]) -> str:
 
 
 def _histogram(cast: CastReport) -> str:
-    """Returns bars for zero and for each of the 16 exponents of E4M3, and the figures of bars that are often tiny."""
+    """Returns bars for zero and for each of the 16 exponents of E4M3, and the shares of often tiny bars as text."""
     binades = (f"2^{exponent} to 2^{exponent + 1}" for exponent in range(-6, 8))
     ranges = ["zero", "subnormal, below 2^-6", *binades, "2^8 and above"]
     shares = (cast.zeros, *cast.binades)

@@ -5,8 +5,8 @@
     weights    FP32 masters of the linears; embeddings and norms do not change
 
 The reference is the same directory, mapped a second time, so its weights need no additional memory. Delayed scaling
-continues from the calibrated states. The served model has the scales of the last step, with which its weights are
-quantized again.
+continues from the calibrated states. At the end the weights are quantized with the scales of the last step, which are
+also those of the served model.
 """
 
 import math

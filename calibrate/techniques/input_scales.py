@@ -3,7 +3,7 @@
 With a scale for the largest value no value saturates, but the smallest values underflow. A scale for a smaller range
 represents small values more precisely, and a few large values saturate. The effect on a layer's output depends on its
 weights. Large values matter: in many models they occur at the first token of every text. So the search runs the
-calibration text once more, and selects the fraction of the largest value, one of RANGE_FRACTIONS, with the smallest sum
+calibration text once more. From RANGE_FRACTIONS it selects the fraction of the largest value that has the smallest sum
 over tokens of |(cast(x) - x) W^T|^2.
 """
 

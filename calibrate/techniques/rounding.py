@@ -4,8 +4,8 @@
                        round its weights
                        run the layer again in FP8 to compute the input of the next layer
 
-Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights of all layers; of
-one layer only, if the results of finished layers are stored in files (stage_results.py).
+Memory holds the hidden states of all batches, the products of one layer's inputs, and the FP8 weights of all layers, or
+of one layer only if the results of finished layers are stored in files (stage_results.py).
 
 GPTQ (Frantar et al., arXiv 2210.17323) compensates for errors; here it rounds to E4M3. Rounding to nearest minimizes
 the error of every single weight. What matters is the error of the layer's output over its inputs X [tokens, K],
@@ -47,7 +47,7 @@ from fp8serve.model.building import AnyModel
 from fp8serve.ranks import ALONE, Ranks
 
 E4M3 = torch.float8_e4m3fn
-DAMPING = 0.01  # fraction of the diagonal's mean that is added to it, because X^T X of few tokens is singular
+DAMPING = 0.01  # this fraction of the diagonal's mean is added to the diagonal: X^T X of few tokens is singular
 BLOCK_COLUMNS = 64  # columns that are rounded before one product updates all later columns
 FrozenLinears = Mapping[str, FrozenLinear]
 
@@ -166,7 +166,7 @@ def _zeros(layers: FrozenLinears) -> dict[str, Tensor]:
 def _products_of(
     layerwise_pass: LayerwisePass, index: int, linears: Linears, frozen: FrozenLinears
 ) -> dict[str, Tensor]:
-    """Returns X^T X of one batch. Ranks add the batches up in order, so the sums have the bits of a single process."""
+    """Returns X^T X of one batch. Ranks add batches up in order, so the sums are bit-equal to those of one process."""
     products = _zeros(frozen)
 
     def make_hook(name: str) -> Callable[..., None]:

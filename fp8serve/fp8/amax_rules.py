@@ -20,7 +20,8 @@ class AmaxRule:
     """A rule that reduces an amax history to one amax.
 
     Attributes:
-        compute_amax: Reduces a history FP32 [N] to an amax FP32 []. Slot 0 has the present step, slot 1 the oldest.
+        compute_amax: Reduces a history FP32 [N] to an amax FP32 []. Slot 0 holds the current step; slots 1 to N-1 hold
+            earlier steps, oldest first.
         lower_bound: Reduces a stored history FP32 [N-1], oldest first, to an amax FP32 [] that is at most the amax from
             which the stored scale was computed. None if the history does not determine such an amax.
         in_op: Whether the op `delayed_update` implements the rule.

@@ -4,8 +4,9 @@ It calls PyTorch's scaled_dot_product_attention, which is differentiable and has
 function supports neither soft caps nor sinks; with these the steps of attention are computed one by one. Serving uses
 our own op `paged_attention`, because no PyTorch op reads a paged, possibly FP8, KV cache.
 
-scaled_dot_product_attention takes sequences of one length. Others take a call each, unless a GPU can run the op below
-it, flash attention, which takes the ends of all sequences.
+One call of scaled_dot_product_attention takes sequences of equal length. Sequences of different lengths are computed
+one by one, unless the GPU can run flash attention, the op beneath it. Flash attention takes the boundaries of all
+sequences in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from fp8serve.fp8.ops.attention import attention_mask, attention_weights
 
 _flash_attention = torch.ops.aten._flash_attention_forward.default
 MAX_FLASH_HEAD_DIM = 256
-MIN_QUERIES_PER_CALL = 256  # with a sliding window, a sequence is computed in chunks of at least so many queries
+MIN_QUERIES_PER_CALL = 256  # with a sliding window, a sequence is computed in chunks of at least this many queries
 
 
 def causal_attention(
@@ -36,8 +37,8 @@ def causal_attention(
 ) -> Tensor:
     """Returns the output of causal attention within each sequence, in q's shape. It is differentiable.
 
-    Sequences of equal length are computed as one batch, and sequences of any length if flash attention supports the
-    tensors. Raises ValueError if the lengths do not add up to T.
+    Sequences of equal length are computed as one batch. Sequences of different lengths are computed in one call if
+    flash attention supports it, else one by one. Raises ValueError if the lengths do not add up to T.
 
     Args:
         q: [T, heads, head_dim], where heads is a multiple of kv_heads.

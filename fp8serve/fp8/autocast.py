@@ -14,8 +14,8 @@ states of gradients are updated when the backward pass ends. The autograd engine
 backward hook of the first module would not do, because a frozen first module has no backward pass.
 
 If a compiled function enters a context itself, as a decorated `model.forward` does, torch.compile compiles the code
-inside the context only. Entry and exit run in Python (`keep_compiler_out`), because a graph of them would refer to the
-step of its first run.
+inside the context only. Entry and exit run in Python (`keep_compiler_out`), because a compiled graph would keep
+referring to the step of its first run.
 
 The process group is the default group unless the caller passes another or sets `reduce_amax=False`. It is looked up at
 each entry, because a decorator is often applied before the process group exists.
@@ -79,8 +79,8 @@ class autocast(ContextDecorator):  # noqa: N801 - reads like torch.autocast
         amax_reduction_group: The process group over which delayed amaxes are reduced with MAX, in every context that
             ends with gradients enabled. None is the default group, if one is initialized. With a recipe that has
             `reduce_amax=False` amaxes are not reduced.
-        session: The session whose modules are reduced. None is the common session: all modules whose model owns no
-            session.
+        session: The session whose amaxes are reduced. None is the common session, which has all modules whose model
+            owns no session.
         is_first_microbatch: For gradient accumulation. True quantizes weights and caches them, False uses the cached
             ones, None quantizes weights without caching. The innermost context decides.
     """

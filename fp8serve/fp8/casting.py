@@ -6,9 +6,9 @@ data are its transpose, copied if the device's GEMM needs a copy. A scale per ro
 dimension only, so the columnwise data are cast from x^T separately.
 
 Ada and Hopper multiply FP8 only if the contracted dimension is contiguous in both operands (layout "tn"). Our CPU
-kernels have the same layout. For them a cast also produces the transposed data for the backward pass. Blackwell reads
-any layout, so a transposed view of the same data suffices. The layout is a property of the device; `operand_layout`
-overrides it, so that tests can run both paths on any machine.
+kernels need the same layout. On these devices a cast also produces the transposed data for the backward pass. Blackwell
+reads any layout, so a transposed view of the same data suffices. The layout is a property of the device;
+`operand_layout` overrides it, so that tests can run both paths on any machine.
 
 A cast saturates infinities, but a loss scaler or a finite-norm check must see an infinite gradient. So the scale_inv of
 a gradient with an infinity is NaN (`infinity_is_nan`). A NaN value stays NaN in any case.
@@ -197,7 +197,7 @@ def transposes_data(device: torch.device, columnwise: bool) -> bool:
 
 
 def operand_of_cast(q: Tensor, q_t: Tensor, scale_inv: Tensor, columnwise: bool) -> Operand:
-    """Returns the operand of what a cast under delayed scaling returns. q_t is empty if the cast wrote none."""
+    """Returns the operand of a cast under delayed scaling. q_t is empty if the cast wrote no transposed data."""
     data = Quantized(q, scale_inv)
     return Operand(data, Quantized(q_t, scale_inv)) if q_t.shape[0] or not columnwise else _with_columnwise(data, True)
 

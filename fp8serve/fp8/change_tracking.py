@@ -85,7 +85,7 @@ class TrackedTensor(Tensor):
 
 
 def track_view(tensor: Tensor, listener: Listener) -> TrackedTensor:
-    """Returns the same view as a TrackedTensor that notifies this listener."""
+    """Returns another view of the tensor's memory: a TrackedTensor that notifies this listener."""
     view = tensor.as_subclass(TrackedTensor)
     view.listeners = [listener]
     return view
@@ -94,13 +94,13 @@ def track_view(tensor: Tensor, listener: Listener) -> TrackedTensor:
 def track_tensor(tensor: Tensor, listener: Listener) -> None:
     """Makes the tensor itself a TrackedTensor that notifies this listener, too.
 
-    An instance of another subclass is not changed. Parameters are of one, because `nn.Parameter(x)` accepts no x of a
-    subclass whose `detach` returns a plain tensor.
+    A tensor of another subclass, such as a parameter, is not changed. A parameter cannot be tracked, because
+    `nn.Parameter(x)` rejects an x of a subclass whose `detach` returns a plain tensor.
     """
     if type(tensor) is Tensor:
         tensor.__class__ = TrackedTensor
     if isinstance(tensor, TrackedTensor) and not any(_is_same(listener, other) for other in tensor.listeners):
-        object.__setattr__(tensor, "listeners", [*tensor.listeners, listener])  # which notifies nobody
+        object.__setattr__(tensor, "listeners", [*tensor.listeners, listener])  # notifies no listener
 
 
 def _notify(listeners: Sequence[Listener]) -> None:
@@ -148,9 +148,9 @@ class CapturedModel:
     """The modules, tensors and hooks of a model at the time of a capture. While this object exists, the memory of the
     tensors is not freed.
 
-    They are compared only after a listener was notified of a change (fp8/change_tracking.py). What cannot notify is
-    compared at every call: the addresses of parameters, which a served model has few of, and the hooks that a module
-    has already.
+    `is_current` compares most of them only after a listener was notified of a change. At every call it compares only
+    what cannot notify: the addresses of parameters, of which a served model has few, and the hooks of a module that had
+    hooks before the capture.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -184,7 +184,7 @@ class CapturedModel:
 def _are_same(
     tables: Sequence[tuple[Mapping[Any, Any], Mapping[Any, Any]]], addresses: Sequence[tuple[Tensor, int]]
 ) -> bool:
-    """Returns whether each table has the entries beside it, and each tensor the address."""
+    """Returns whether each table still has the entries that it is paired with, and each tensor the address."""
     for table, entries in tables:
         if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
             return False

@@ -16,7 +16,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. `capability` is 10 * major + minor of its compute capability, and `memory` is all of it, in bytes."""
+    """A GPU. `capability` is 10 * major + minor of its compute capability, `memory` its total memory in bytes."""
 
     name: str
     capability: int

@@ -68,7 +68,7 @@ def read_build(library: Path) -> CudaBuild:
 
 
 def incompatibility(build: CudaBuild, gpu: str, capability: int, driver: tuple[int, int] | None) -> str | None:
-    """Returns a sentence why the library cannot run on a GPU whose driver supports CUDA `driver`, or None if it can."""
+    """Returns the reason why the library cannot run on a GPU whose driver supports CUDA `driver`, or None if it can."""
     if not build.runs_on(capability):
         return (
             f"the CUDA kernels were built for {' '.join(build.architectures)} and not for {gpu} (sm_{capability}); "
@@ -83,7 +83,7 @@ def incompatibility(build: CudaBuild, gpu: str, capability: int, driver: tuple[i
 
 
 def slowdown(build: CudaBuild, gpu: str, capability: int) -> str | None:
-    """Returns a sentence that a GPU runs the library only through PTX, or None if the library has code for the GPU."""
+    """Returns a warning that a GPU runs the library only through PTX, or None if the library has code for the GPU."""
     if not build.architectures or not build.runs_on(capability) or build.has_code_for(capability):
         return None
     return (

@@ -5,7 +5,7 @@ the backward pass ends. The reduced vector has a row for every module of the ses
 the number of rows through `ReductionState`, so the vector has the same length on every rank. This holds even if a
 module did not run on some rank, if one rank has already garbage-collected a discarded model, or if only one rank makes
 copies. All ranks must create the session's modules in the same order; copies have positions of their own. A module
-beyond the agreed number of rows keeps its staged amax until the next collective, by which the number has grown.
+beyond the agreed number of rows keeps its staged amax until the next collective, which has more rows.
 
 A rank on which no FP8 layer ran takes part in the forward pass's collective through its `autocast`. It has no backward
 pass, so it cannot know that the other ranks reduce at the end of theirs. The forward collective therefore also reports
@@ -52,8 +52,8 @@ def make_header(
 class ReductionState:
     """What the ranks of a group have agreed on through their headers.
 
-    `num_positions` is the number of positions that the next collective reduces; it grows by powers of two. From the
-    first context in which only some ranks have a backward pass, all ranks defer the reduction of gradients' amaxes.
+    `num_positions` is the number of positions that the next collective reduces; it grows by powers of two. As soon as
+    only some ranks have a backward pass in a context, all ranks defer the reduction of gradients' amaxes.
     """
 
     def __init__(self) -> None:

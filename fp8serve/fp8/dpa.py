@@ -12,8 +12,9 @@ casts it to FP8. Rotary embeddings are applied to Q and K in high precision.
 
 The rounded operands are multiplied in FP32, which is exact for FP8 values, so the results are those of an FP8 tensor
 core with FP32 accumulation. There is no fused kernel yet: this attention is slow and stores scores of [heads, L, L] for
-every sequence of L tokens. If the recipe has no `fp8_dpa`, attention runs in high precision with the bits of a server
-(`served_attention`), and `KvRecordingAttention` also records the amaxes that the scales of an FP8 KV cache need.
+every sequence of L tokens. If the recipe has no `fp8_dpa`, attention runs in high precision and gives the same bits as
+a server (`served_attention`), and `KvRecordingAttention` also records the amaxes that the scales of an FP8 KV cache
+need.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ class AttentionQuantizer:
             record_amax(direction, self.states[name].amax_history, amax, self.module_key, self.config_id)
 
     def for_second_run(self) -> "AttentionQuantizer":
-        """Returns the quantizer of a recomputed forward pass: it has the present scales and records nothing."""
+        """Returns the quantizer for recomputing the forward pass, with copied scales and without recording."""
         forward_states = {n: replace(s, scale=s.scale.clone()) for n, s in self.states.items() if n in FORWARD}
         return replace(self, states={**self.states, **forward_states}, is_recording=False)
 
@@ -173,7 +174,7 @@ class KvRecordingAttention(DotProductAttention):
     """Attention in high precision that records the amaxes of keys and values in delayed scaling states.
 
     The states are those of an FP8 KV cache, which stores keys after their rotary embedding. The recipe must not have
-    `fp8_dpa` or `fp8_mha`. The output has the bits of `served_attention`.
+    `fp8_dpa` or `fp8_mha`. The output is bit-equal to that of `served_attention`.
     """
 
     tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": ("k", "v"), "backward": ()}

@@ -51,7 +51,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation, whose gradient is rotated by the opposite angle. The two halves of cos are equal, and those of
+    """A rotation. Its gradient is rotated by the opposite angle. Both halves of cos are equal, and both halves of
     sin."""
 
     @staticmethod

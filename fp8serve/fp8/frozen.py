@@ -92,7 +92,7 @@ class FrozenLinear(nn.Module):
         bias: [N] or None.
         input_scale: FP32 [], by which the input is multiplied to quantize it.
         input_spec: How the input is quantized: with the stored `input_scale`, with current scaling, or not at all
-            (BF16). By default with `input_scale`, or without one with current scaling per tensor.
+            (BF16). By default with `input_scale` if it is given, else with current scaling per tensor.
         out_dtype: The dtype of the output; None is the dtype of the input.
     """
 
@@ -181,7 +181,7 @@ class FrozenLinear(nn.Module):
         self.weight_q = pack_weight(self.weight_q, out)
 
     def set_input_spec(self, spec: QuantSpec) -> None:
-        """Sets how inputs are quantized. The spec is evaluated here and not in every call."""
+        """Sets how inputs are quantized. The cast op is chosen here and not in every call."""
         if spec.element == "e5m2":
             raise ValueError(f"A FrozenLinear quantizes its input to e4m3 or leaves it in BF16, found {spec}.")
         self.input_spec = spec
@@ -289,10 +289,10 @@ class FrozenLinear(nn.Module):
         self.saturated.zero_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict. The weight is packed and its scale is expanded to rows if this layer's are.
+        """Loads a state dict; first packs the weight and expands its scale to rows if this layer has that layout.
 
-        The input scale, and a weight scale that other layers share and that differs, are replaced and not written in
-        place (joined.py).
+        Other layers may share this layer's scales (joined.py). So the input scale is replaced and not written in place,
+        and so is a shared weight scale that differs from the loaded one.
         """
         scale, input_scale = (state_dict.get(prefix + name) for name in ("weight_scale_inv", "input_scale"))
         if self.is_packed:

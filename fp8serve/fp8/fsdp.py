@@ -12,7 +12,8 @@ weight, so the gathered data are bit-equal to those of a single process:
 * Delayed scaling: the scale is equal on all ranks, because amaxes are reduced over the group of the `autocast`, which
   must contain all ranks that share the weight. The cast computes the amax of the shard in the same read. The four bytes
   of the amax are gathered with the data, or all-reduced if the rows are uneven. So every rank on which the layer runs
-  stages the amax of the whole weight; an expert of a mixture may run on one rank only, or in one microbatch only.
+  stages the amax of the whole weight, even if the layer (an expert of a mixture, for example) runs on one rank only or
+  in one microbatch only.
 * Current scaling: the scale needs the amax of the whole weight. The first gather of a forward pass computes the amaxes
   of all shards of the model and reduces them with one MAX (and one more over a tensor-parallel group). Each amax is
   used once: when a weight is gathered a second time, all amaxes are computed again.
@@ -24,7 +25,7 @@ only buffer: the gradients of the first pass are then computed with the data and
 
 FSDP2's extension points are methods of a tensor, so this module has two tensor subclasses: a rank holds a
 `ShardedWeight`, and a layer reads a `GatheredWeight`. A GatheredWeight has FP8 data in FSDP's own buffer and no
-high-precision values. FSDP frees and refills this buffer, also under tensors that autograd has saved. Whatever needs
+high-precision values. FSDP frees and refills this buffer even if autograd has saved tensors that use it. Whatever needs
 high-precision values raises an error: row-wise and block recipes (whose two directions would need two sets of data),
 high-precision fprop or dgrad, and a forward pass outside of `autocast`. FSDP2 without `gather_in_fp8` supports these in
 high precision.

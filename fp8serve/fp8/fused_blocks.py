@@ -4,9 +4,10 @@
     gated MLP     the norm and the cast for gate and up; silu(gate) * up and the cast for down; in the backward pass,
                   the gradients of gate and up and their casts
 
-Each of these casts is one op with the operation before it (ops/fused_delayed.py), so the values between them are never
-written in high precision. Autograd saves what it saves otherwise. Placeholders without values represent these tensors
-in the graph. The bits are those of the separate modules on the same device.
+Each of these casts is fused with the operation before it into one op (ops/fused_delayed.py), so the values between the
+two are never written in high precision. Placeholders without values represent them in the autograd graph, which saves
+the same tensors as for separate modules. The results have the same bits as those of separate modules on the same
+device.
 
 The functions return None if a part cannot be fused: outside of FP8, under other recipes than delayed scaling, without
 gradients, with hooks or observers, in checkpointed regions, in compiled graphs (which the compiler fuses itself), and
@@ -105,8 +106,7 @@ def _are_fusible(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[Linea
 
 
 def _share_state(shared: SharedInput, layers: Sequence[Linear], delayed: DelayedScaling) -> bool:
-    """Returns whether the layers have one state for their input, which they share from now on if their states are
-    equal."""
+    """Makes the layers share one state for their input if their states are equal. Returns whether they share one."""
     if len(layers) == 1:
         return True
     shared.share_states(layers, delayed)

@@ -53,9 +53,9 @@ def grouped_linear(linears: Sequence[Linear], x: Tensor, spans: Sequence[Span]) 
 
 
 def _can_group(linears: Sequence[Linear], x: Tensor) -> bool:
-    """Returns whether the forward GEMMs run in FP8 and no layer must be called itself.
+    """Returns whether the forward GEMMs run in FP8 and no layer needs a call of its own.
 
-    A layer with hooks must be called, and so must a layer in a checkpointed region, whose second run is outside of the
+    A layer with hooks needs one, and so does a layer in a checkpointed region, whose second run is outside of the
     context.
     """
     frame = current_frame()

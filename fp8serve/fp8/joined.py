@@ -89,8 +89,9 @@ class JoinedLinear:
     def cast_gated(
         self, x: Tensor, norm_weight: Tensor, eps: float, linear: FrozenLinear
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns `linear.cast_silu_mul(gate, up)` for the outputs gate and up of this layer for rms_norm(x [M, K]), or
-        None if the shapes or dtypes do not fit."""
+        """Returns silu(gate) * up, cast as the input of `linear`, where gate and up are this layer's outputs for
+        rms_norm(x [M, K]). Returns None if the joined layers are no such pair or `linear.cast_gated_product` cannot
+        compute it."""
         is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
         dtype = self._first.out_dtype or x.dtype
         if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):
@@ -253,7 +254,7 @@ def _joinable_scale(layer: FrozenLinear) -> Tensor:
 
 
 def _shared_scale(layers: Sequence[FrozenLinear]) -> Tensor | None:
-    """Returns the layers' only scale, FP32 [], in memory of its own, or None if they have several."""
+    """Returns a copy of the weight scale that all layers have in common, FP32 [], or None if their scales differ."""
     scales = [layer.weight_scale_inv for layer in layers]
     if any(scale.dim() for scale in scales) or not all(torch.equal(scale, scales[0]) for scale in scales):
         return None

@@ -2,8 +2,8 @@
 
 nn.Linear accepts more than FP8 kernels do: nested and sparse tensors, FP64 and complex numbers, the transforms of
 torch.func and torch.jit.trace. In high precision a converted layer accepts them, too, because it calls torch's own
-function. In FP8 they would fail in an op that the caller does not know, or would not fail at all: zero tokens of a
-wrong width pass every reshape. So inputs are checked before they are cast and their amax is recorded.
+function. In FP8 they would fail in an op that the caller does not know, or would not fail at all: an input of zero
+tokens and a wrong width passes every reshape. So inputs are checked before they are cast and their amax is recorded.
 """
 
 import torch
@@ -19,7 +19,7 @@ _IN_HIGH_PRECISION = "run the layer in high precision, under autocast(enabled=Fa
 def cast_by_torch_autocast(x: Tensor) -> Tensor:
     """Returns x in the dtype of torch.autocast if that is active, as torch does for nn.Linear.
 
-    FP64 tensors and tensors of other than floating-point dtypes are not cast. Raises TypeError if x is not a tensor.
+    FP64 tensors and tensors that are not floating-point are not cast. Raises TypeError if x is not a tensor.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"A linear layer takes a tensor, found {type(x).__name__}.")

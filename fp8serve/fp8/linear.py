@@ -136,7 +136,7 @@ class LinearCall:
         return operand
 
     def join_cast(self, compute: Callable[[], Tensor], operand: Operand) -> None:
-        """Does what `cast("input", ...)` does besides the cast and the record of the amax.
+        """Does what `cast("input", ...)` does, except for the cast and the recording of the amax.
 
         Layers that share an operand share the history, so its staging slot has risen to the amax already. `compute`
         returns the input for an observer.

@@ -10,7 +10,7 @@
     True     quantizes the weight and caches the result, one byte per element, until the next True
     False    uses the cached result, because the weight has not changed since the last True
 
-Only the caller knows that a weight is unchanged. The version counter does not tell: fused optimizers, writes through
+Only the caller knows that a weight is unchanged. The version counter does not show it: fused optimizers, writes through
 `.data` and writes through NumPy do not increase it. Evidence that a weight has changed still overrides False: a step of
 any torch optimizer, a higher version counter, another storage or another recipe. Then False acts like True.
 """

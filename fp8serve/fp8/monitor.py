@@ -14,8 +14,8 @@ only at every `every`-th step. On one CPU core, with a training step of 25 ms (f
 `step` takes 0.1 ms and counting 1.1 ms every 16th step.
 
 Each kind of problem is logged once per tensor: *overflow* (values beyond the range of the scale), *underflow* (more
-than half of the nonzero values became zero) and *non-finite* (a step was dropped). Of a compiled module only the states
-are read.
+than half of the nonzero values became zero) and *non-finite* (a step was dropped). For a compiled module only the
+states are read.
 """
 
 import logging

@@ -212,7 +212,7 @@ class Float8BlockScaling(_HasSpecs):
 class Float8WeightOnly(_HasSpecs):
     """Weight-only quantization: FP8 weights and BF16 activations. The recipe is for serving and cannot train.
 
-    The weight has one current scale per output channel ("row") or one in all ("tensor").
+    The weight has one current scale per output channel ("row") or a single one ("tensor").
     """
 
     weight_granularity: Literal["tensor", "row"] = "row"
@@ -263,7 +263,7 @@ def can_train(recipe: Recipe | None) -> bool:
 
 
 def as_delayed(recipe: Recipe | None) -> DelayedScaling | None:
-    """Returns the recipe if it is DelayedScaling, else None: the recipe has no scaling states."""
+    """Returns the recipe if it is DelayedScaling, else None. Other recipes have no scaling states."""
     return recipe if isinstance(recipe, DelayedScaling) else None
 
 

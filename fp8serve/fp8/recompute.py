@@ -42,7 +42,7 @@ class Region:
 
 
 _LOGS: WeakKeyDictionary[Any, list[tuple[int, Any]]] = WeakKeyDictionary()  # (layer key, plan) of each call, by frame
-_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # in the log, by second run
+_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the position in the log, by second run
 
 
 def _region_of(hook: Callable[..., Any]) -> Region | None:

@@ -69,7 +69,7 @@ class AdapterAssignment:
         return self._numbers is not None
 
     def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> AdapterRows | None:
-        """Returns the rows that have one of these adapters, or None if no row has. The result is cached for the
+        """Returns the rows that have one of these adapters, or None if there are none. The result is cached for the
         step."""
         key = numbers, is_pruned
         if key not in self._rows:
@@ -162,7 +162,7 @@ class ServedAdapters:
         )
 
     def _apply_magnitude(self, y: Tensor, rows: AdapterRows) -> Tensor:
-        """Rescales the rows whose adapter is a DoRA, as `LoraLinear` does."""
+        """Rescales the rows that have a DoRA adapter, as `LoraLinear` does."""
         if self._factor is None:
             return y
         z = y if self._bias is None else y - self._bias
@@ -173,7 +173,7 @@ class ServedAdapters:
 
 @torch.no_grad()
 def dora_factor(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None) -> Tensor | None:
-    """Returns the factor by which a DoRA multiplies each output of `base`, FP32 [N], or None for a LoRA."""
+    """Returns the factors by which a DoRA adapter multiplies the outputs of `base`, FP32 [N], or None for LoRA."""
     if magnitude is None:
         return None
     return magnitude / row_norms(base, squared_norms(base), a, b, scaling)

@@ -1,4 +1,4 @@
-"""Causal attention over flattened sequences with the bits of serving, but differentiable, for training.
+"""Differentiable causal attention over flattened sequences with the same bits as in serving, for training.
 
 The forward pass runs the op of serving, `paged_attention`, with the new keys and values as its cache, in blocks of one
 token. The result of a query depends only on the query, its keys and its position (csrc/cpu/attention.h). So it has the
@@ -83,7 +83,7 @@ def served_attention(
     sinks: Tensor | None = None,
     scale: KvScale | None = None,
 ) -> Tensor:
-    """Returns the output of `causal_attention` with the bits of serving with a BF16 cache, or E4M3 with `scale`.
+    """Returns causal attention, bit-equal to serving with a BF16 cache or, if `scale` is given, an E4M3 cache.
 
     Without a kernel of serving (`has_serving_kernel`) it calls `causal_attention`, or with `scale` the reference of
     `paged_attention`. Raises ValueError if the lengths do not add up.

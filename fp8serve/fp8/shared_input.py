@@ -11,8 +11,8 @@ next common call compares again. States that differ, for example because a check
 stay separate, and the layers cast for themselves. So do the layers of a compiled graph: it would be compiled again
 whenever their states were separated.
 
-Layers with hooks, of subclasses of Linear (tensor-parallel, parametrized, sharded themselves) or of other classes
-(adapters, frozen layers) are called one by one, because a hook may change the input.
+Layers are called one by one if one of them has hooks, which may change the input. The same holds if one is of a
+subclass of Linear (tensor-parallel, parametrized, sharded by itself) or of another class (adapters, frozen layers).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class SharedInput:
         self._different: list[ScalingState] = []  # the layers' states when they were last found to differ
 
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-        """Returns layer(x) for each layer, with the bits of separate calls."""
+        """Returns layer(x) for each layer, bit-equal to separate calls."""
         frame = current_frame()
         runs_in_fp8 = frame is not None and frame.enabled
         # The backward pass runs a checkpointed region again, outside of the context.

@@ -135,7 +135,7 @@ class StackedExperts:
 
     @property
     def has_input_scale(self) -> bool:
-        """Whether the layers have stored input scales, so that their inputs are counted."""
+        """Whether the layers have stored input scales, in which case their counters are updated."""
         return self._input_scale is not None
 
     @property

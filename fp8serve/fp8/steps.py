@@ -5,8 +5,8 @@ a module did not run contributes zeros, so nothing hangs and all ranks hold equa
 pass, the amaxes of gradients are reduced at the end of the next context (distributed.py).
 
 A context or backward pass that ends inside `accumulated_update` is no step of its own: all states are updated together
-when `accumulated_update` ends. So the microbatches of a step compute with the same scales, wherever and in which order
-they run.
+when `accumulated_update` ends. So the microbatches of a step compute with the same scales, wherever and in whatever
+order they run.
 
 States are updated when the outermost context ends, so any number of forward passes can be one step. A whole training
 loop inside one context therefore never updates its scales. On a new model they are 1, at which most gradients are below
@@ -90,13 +90,13 @@ class Step:
 
     direction: Direction
     staged: dict[UpdateConfig, dict[int, ScaledModule]] = field(default_factory=dict)
-    configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # a module that ran has a backward pass
+    configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # a module under it has a backward pass
     loop_detector: LoopDetector = field(default_factory=LoopDetector)
     # Modules that were evaluated for the first time and still have their initial scales.
     without_history: list[ScaledModule] = field(default_factory=list)
 
     def add_config(self, config: UpdateConfig) -> None:
-        """Takes part in the collective of an update config even if no module runs on this rank."""
+        """Makes the step take part in the collective of an update config even if no module runs on this rank."""
         self.staged.setdefault(config, {})
 
     def add_module(self, module: ScaledModule, config: UpdateConfig) -> None:
@@ -153,7 +153,7 @@ class StepAccumulator:
 
 @contextmanager
 def accumulated_update(session: Session, recipe: DelayedScaling, group: Any = None) -> Iterator[None]:
-    """Makes all contexts of the session and all backward passes inside one step, with one recipe.
+    """Makes one step of all contexts of the session and all backward passes in the `with` block, with one recipe.
 
     At the end the amaxes are reduced over `group`, and each scale is updated once from the largest amax of all passes.
     An exception discards the amaxes.

@@ -3,15 +3,15 @@
     column    W [N / ranks, K]    x [T, K], equal on all ranks    -> y [T, N / ranks]
     row       W [N, K / ranks]    x [T, K / ranks]                -> y [T, N], all-reduced; then the bias is added
 
-A column layer followed by a row layer communicates twice per direction, whatever elementwise ops are between them. With
-sequence parallelism, activations outside of these layers are sharded along the tokens: the column layer all-gathers its
-input, the row layer reduce-scatters its output, and norms and residuals process a shard of the tokens.
+A column layer followed by a row layer needs one all-reduce per direction, whatever elementwise ops are between them.
+With sequence parallelism, activations outside of these layers are sharded along the tokens: the column layer
+all-gathers its input, the row layer reduce-scatters its output, and norms and residuals process a shard of the tokens.
 
 If the recipe has one scale per tensor (delayed, current), the all-gathers transfer FP8 data, one byte per element: of x
-in a column layer and of dY in a row layer. A column layer saves only the data of its own tokens and gathers the others
-again in the backward pass, while dgrad runs. Row-wise and block scales are valid along one direction only, so both
-directions would have to be gathered. With such scales, and if a GEMM runs in high precision, a single all-gather
-transfers high precision.
+in a column layer and of dY in a row layer. A column layer saves only the data of its own tokens and gathers the data of
+the other ranks again in the backward pass, while dgrad runs. Row-wise and block scales are valid along one direction
+only, so both directions would have to be gathered. With such scales, or if a GEMM runs in high precision, a single
+all-gather transfers high-precision values.
 
 All ranks use the scale of the whole tensor. Delayed scaling: the amax reduction group of the `autocast` contains all
 ranks, as the default group does. Current scaling: each cast all-reduces its amax with MAX. Row-wise and block scales

@@ -1,6 +1,7 @@
-"""silu(gate) * up, its gradient, its fusion with a cast, and functions of a BF16 number as a table of all its values.
+"""silu(gate) * up, its gradient and its fusion with a cast; and `look_up`, which evaluates a BF16 function by a table.
 
-A fused op equals the composition of its parts and rounds where they round. Only the last bit of the sigmoid is open.
+A fused op equals the composition of its parts and rounds where they round. Kernels may differ from the reference only
+in the last bit of the sigmoid.
 """
 
 from functools import partial

@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention, with which training
-runs the same forward pass as serving."""
+"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention. With these gradients,
+training can run the same forward op as serving."""
 
 from functools import partial
 from itertools import product
@@ -21,7 +21,7 @@ def _cached_tokens(cache: Tensor, blocks: Tensor, length: int, scale_inv: Tensor
 
 
 def attention_mask(queries: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns a mask, bool [queries, length], that is True where one of the last `queries` tokens does not see a token.
+    """Returns a mask, bool [queries, length], that is True where a query, one of the last tokens, does not see a token.
 
     A token sees itself and all tokens before it, or with a window (>= 1) the last `window` of these.
     """

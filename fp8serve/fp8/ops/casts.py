@@ -99,7 +99,10 @@ define(
 def quantize_current(
     x: Tensor, dtype: torch.dtype, power_2: bool, infinity_is_nan: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes x by its amax; returns (q, scale_inv []), NaN if the amax is infinite and `infinity_is_nan` is set."""
+    """Quantizes x by its amax; returns (q, scale_inv []).
+
+    scale_inv is NaN if the amax is infinite and `infinity_is_nan` is set.
+    """
     largest = amax(x)
     scale = scale_from_amax(largest, FP8_MAX[dtype], power_2)
     return saturating_cast(x.float() * scale, dtype), inverse_scale(scale, largest, infinity_is_nan)

@@ -23,7 +23,7 @@ def _make_quantize_delayed(ops: Any) -> Any:
         """Casts x [M, K] by a stored scale [] and returns (q [M, K], q_t, scale_inv []).
 
         q_t is the transpose of q, [K, M], if `transpose` is set, or else empty. Slot 0 of `history`, FP32 [N], rises to
-        the amax of x, unless it is None. With `infinity_is_nan` scale_inv is NaN if x has an infinity.
+        the amax of x, unless `history` is None. With `infinity_is_nan` scale_inv is NaN if x has an infinity.
         """
         if transpose:
             q, q_t, amax = ops.quantize_transpose(x, scale, dtype)
@@ -51,7 +51,8 @@ def _delayed_case(cast: Case, staged: float | None, transpose: bool, infinity_is
 
 
 def _delayed_cases() -> list[Case]:
-    """The cases of casts with a scale, with options in turn; staged amaxes are below, between and above those of x."""
+    """The cases of casts with a given scale. The cases take turns with these options; staged amaxes are below, between
+    and above those of x."""
     options = cycle(
         ((0.0, True, True), (None, True, False), (1e30, False, True), (2.5, False, False), (2.5, True, True))
     )

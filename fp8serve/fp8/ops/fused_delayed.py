@@ -1,7 +1,8 @@
 """Casts under delayed scaling that are fused with the operation before them, for training on a GPU.
 
 Each op equals `quantize_delayed` of the operation's result, which is rounded to the dtype of activations in between.
-Only the last bit of the operation is open, as in the ops without a cast (norm.py, activation.py).
+Kernels may differ from the reference only in the last bits in which the ops without a cast may differ (norm.py,
+activation.py).
 """
 
 from functools import partial

@@ -128,8 +128,8 @@ def _stored_mm_cases() -> list[Case]:
     return [Case(f"{s} {kind}", partial(mm_case, *s, e4m3, e4m3, kind, torch.bfloat16)) for s, kind in grid]
 
 
-# scaled_mm by a weight b that the kernel before it on the same stream does not write. A GPU reads such a weight while
-# that kernel still runs. So do scaled_mm_add and watched_mm_add.
+# scaled_mm for a weight b that the preceding kernel on the stream does not write, so a GPU may read the weight while
+# that kernel still runs. scaled_mm_add and watched_mm_add expect such a weight, too.
 define(
     "stored_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
@@ -145,7 +145,8 @@ declare(
     " str kernel, int swizzle) -> Tensor",
     kernels=("cuda",),
 )
-# Disables the named GEMM kernels on a GPU (csrc/cuda/gemm_switches.h). If all are disabled, products call the next op.
+# Disables the named GEMM kernels on a GPU (csrc/cuda/gemm_switches.h). If all are disabled, products call
+# scaled_mm_by_reference.
 declare("gemm_kernels(Tensor here, str off) -> str", kernels=("cuda",))
 declare(
     "scaled_mm_by_reference(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
@@ -244,7 +245,7 @@ define(
 def wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """Returns dy^T x, FP32 [N, K], for BF16 dy [T, N] and x [T, K].
 
-    The op is for weights of adapters, of which N or K is the rank. For these a kernel is faster than this reference,
+    The op is for adapter weights, for which N or K is the rank. For such sizes a kernel is faster than this reference,
     which spends more time on FP32 copies than on the product.
     """
     with torch.autocast(dy.device.type, enabled=False):

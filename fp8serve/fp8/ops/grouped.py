@@ -58,7 +58,7 @@ def _make_grouped_mm(ops: Any) -> Any:
         """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
 
         a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
-        [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and BF16 if a is.
+        [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
         """
         out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
         for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):

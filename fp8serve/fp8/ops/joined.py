@@ -5,7 +5,7 @@
     b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], the scales of the weights stacked along the rows
 
 If all weights but the last have a multiple of 128 rows, one `scaled_mm` of the stacked weight computes this. Otherwise
-`joined_mm` equals one `scaled_mm` per weight bit for bit. If all rows are multiples of 16 there is a kernel.
+`joined_mm` equals one `scaled_mm` per weight bit for bit. There is a kernel if each weight has a multiple of 16 rows.
 """
 
 from functools import partial

@@ -19,7 +19,7 @@ LEVELS = (
     "avx2",
     "avx512",
     "avx512bf16",
-)  # instruction sets, each a subset of the next names for sets of processor features, each a subset of the next
+)  # names of sets of processor features, each a subset of the next
 
 # Returns the level of the CPU library after limiting it to `cap`: one of LEVELS, alone or with single features as in
 # "avx512+avx512vbmi", or "best" for no limit. "" does not change the limit.

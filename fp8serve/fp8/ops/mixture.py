@@ -139,7 +139,7 @@ define(
 
 
 def sort_by_expert(topk_ids: Tensor, tokens: Tensor) -> Sorted:
-    """Returns (token_indices, row_indices, offsets) for topk_ids [T, k]; adds the rows per expert to `tokens` [E]."""
+    """Returns (token_indices, row_indices, offsets) for topk_ids [T, k]; adds each expert's row count to `tokens`."""
     flat = topk_ids.reshape(-1)
     order = flat.argsort(stable=True)
     row_indices = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=flat.device))

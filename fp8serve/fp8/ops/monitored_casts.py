@@ -36,9 +36,9 @@ def _make_quantize_watched(ops: Any) -> Any:
     ) -> Tensor:
         """Casts an input [T, K] to E4M3 by scale [] and records its amax and the number of saturated elements.
 
-        The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [],
-        rises to the amax, and `saturated`, int64 [], by the number of saturated elements. Both are those of the first
-        `rows` rows, int64 [], or of all rows if it is None: the others are padding.
+        The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [], rises
+        to the amax, and `saturated`, int64 [], by the number of saturated elements. Both count only the first `rows`
+        rows, int64 [], because the others are padding. If `rows` is None, there is no padding.
         """
         q, amax = _cast(ops, x, other, eps, scale)
         _count(ops, x, other, eps, scale, amax, running_amax, saturated, rows)
@@ -182,8 +182,8 @@ def _make_stored_gated_mm(ops: Any) -> Any:
         saturated: Tensor,
         rows: Tensor | None,
     ) -> Tensor:
-        """Multiplies a [M, K] by b [2 N, K], the rows of a gate and those of up, as stored_mm does, in BF16. Returns
-        quantize_watched of silu_mul(gate, up) [M, N]."""
+        """Multiplies a [M, K] by b [2 N, K] as stored_mm does, with BF16 output. The halves of the output are gate and
+        up. Returns quantize_watched of silu_mul(gate, up) [M, N]."""
         gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).chunk(2, 1)
         return ops.quantize_watched(gate, up, None, scale, running_amax, saturated, rows)  # type: ignore[no-any-return]
 

@@ -1,8 +1,8 @@
 """RMSNorm, its gradient, and norms fused with a cast.
 
 A fused op equals the composition of its parts and rounds where they round, so a model gives the same numbers with fused
-ops. Only the order in which the squares are summed is open: a kernel may differ from this reference by the last bit of
-their mean.
+ops. Only the order in which the squares are summed is not fixed: a kernel may differ from this reference in the last
+bit of their mean.
 """
 
 from functools import partial

@@ -18,7 +18,7 @@ from fp8serve.fp8.ops.inputs import fake_nothing, random_fp8, random_normal
 from fp8serve.fp8.ops.registry import Case, define
 
 GROUP, RUN, BLOCK = 16, 8, 1024
-_FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four times two times two of them
+_FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four groups of two pairs of rows
 PACKABLE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
 
 
@@ -33,7 +33,7 @@ def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Returns FP8 as bytes, because some torch ops do not support FP8."""
+    """Returns FP8 data as bytes, because some torch ops do not support FP8, and BF16 data unchanged."""
     return x if _is_wide(x) else x.view(torch.uint8)
 
 

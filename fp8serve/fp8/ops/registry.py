@@ -1,9 +1,9 @@
 """The registry of ops. `define` registers an op with torch and adds it to OPS, which `backends()`, doctor, the
 benchmark and the tests read.
 
-The module of an op's family (casts.py, gemm.py, ...) defines its schema, its reference in plain PyTorch, a fake kernel
-that returns shapes, and the inputs on which it is tested. torch's dispatcher chooses the kernel: the reference is
-registered as CompositeExplicitAutograd, which runs on every device that has no kernel.
+The module of a family (casts.py, gemm.py, ...) defines for every op a schema, a reference in plain PyTorch, a fake
+kernel that returns shapes, and test inputs. torch's dispatcher chooses the kernel: the reference is registered as
+CompositeExplicitAutograd, which runs on every device that has no kernel.
 
 Only this module imports `torch.library`.
 """
@@ -77,7 +77,7 @@ def define(
 
 
 def _check_one_device(name: str, fake: Kernel) -> Kernel:
-    """Returns `fake` with a check that not only some arguments are on meta; the result would be uninitialized."""
+    """Returns `fake` with a check for arguments of which only some are on "meta": the result would be uninitialized."""
 
     @wraps(fake)
     def checked(*args: Any, **options: Any) -> Any:

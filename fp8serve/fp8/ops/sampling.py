@@ -142,7 +142,7 @@ define(
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Returns the token with the largest logit of each row of `logits` [rows, vocab], int64 [rows].
 
-    It is the first of equal ones, and -1 if the largest logit is not finite.
+    Of equal logits the first is chosen. The token is -1 if the largest logit is not finite.
     """
     best = logits.max(-1)
     return torch.where(best.values.isfinite(), best.indices, -1)

@@ -64,7 +64,7 @@ def prepare_device(device: torch.device) -> None:
             _prepared.add(str(device))
             try:
                 _prepare(device)
-            except Exception as error:  # a failed check must not keep the process from computing
+            except Exception as error:  # a check that cannot run must not stop the process
                 log.warning(
                     "The kernels on %s could not be checked (%s); all of them are used.", device, one_line(error)
                 )

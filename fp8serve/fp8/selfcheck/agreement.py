@@ -1,4 +1,4 @@
-"""Comparison of a kernel's results with the reference: bit by bit if that is promised, else within its roundings.
+"""Comparison of a kernel's results with the reference: bit by bit if the op is exact, else within rounding errors.
 
 The comparison finds broken kernels (a wrong index, a missing synchronization, an instruction that differs on this
 chip), whose errors are as large as the values. The tests check how exact the kernels are.
@@ -49,7 +49,7 @@ def flatten_tensors(*values: Any) -> list[Tensor]:
 def describe_difference(op: str, arguments: Arguments, actual: list[Tensor], expected: list[Tensor]) -> str | None:
     """Returns a phrase that describes how the results of an op differ from the expected ones, or None if they agree.
 
-    `arguments` are new ones, as the op received them, to compute the magnitudes of sums.
+    `arguments` are equal to those that the op received; the magnitudes of sums are computed from them.
     """
     if [(t.dtype, t.shape) for t in actual] != [(t.dtype, t.shape) for t in expected]:
         return "results of another type or shape"
@@ -120,7 +120,7 @@ def _differ_too_often(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def _sums_of_magnitudes(op: str, arguments: Arguments) -> list[Tensor]:
-    """Returns the sums of the magnitudes of summands for the results of a GEMM: of each element, and of an amax."""
+    """Returns the sums of the magnitudes of a GEMM's summands: for each element of the result, and for an amax."""
     if op != "scaled_mm_quantize":
         return [_run_with_magnitudes(op, arguments)]
     *operands, scale, _ = arguments

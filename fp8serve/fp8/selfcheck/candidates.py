@@ -8,8 +8,8 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     scaled_mm.overlap, ...                  the op after a kernel that writes its input, on GPUs where the launches of
                                             two kernels can overlap
     stored_gated_mm.gated                   the skinny kernel that casts the product of gate and up
-    stored_mm.early_weights                 stored_mm after a kernel that writes its input, and that still runs when
-                                            stored_mm reads its weights
+    stored_mm.early_weights                 like scaled_mm.overlap, and the second kernel reads its weight while the
+                                            first still runs
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
 Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.
@@ -17,7 +17,7 @@ Kernels on which other kernels depend come first, so that a fault is reported fo
 A bad kernel is switched off for the whole process, and another takes its place. On a GPU the next kernel in the order
 of GEMM or attention kernels (csrc/cuda/gemm.cu, attention_tensor.cu) replaces it; any other op runs its default kernel;
 overlapping launches run one after the other. On a CPU all ops use the best set of features with which no bad variant
-runs; an op of which all variants are bad runs its default kernel.
+runs; an op whose variants are all bad runs its default kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,8 +51,8 @@ _KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("1x128", "12
 class Candidate:
     """A kernel of an op.
 
-    `run` has the op's arguments. It raises RuntimeError with UNSUPPORTED_CASE in its message for a case that the kernel
-    does not support; such a case is skipped.
+    `run` takes the op's arguments. It raises RuntimeError with UNSUPPORTED_CASE in its message for a case that the
+    kernel does not support; such a case is skipped.
     """
 
     name: str
@@ -196,8 +196,8 @@ def _prompt_cases() -> list[Case]:
 
 
 def _run_overlapping(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs two kernels, of which the second may start before the first has ended, with these switches on. Other checks
-    run without overlap."""
+    """Runs two kernels with these switches on, so the second may start before the first has ended. Other checks run
+    without overlap."""
     first = arguments[0]
     if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
