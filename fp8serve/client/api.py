@@ -169,7 +169,7 @@ def response_error(response: "Response") -> ServerError:
 
 
 def _error_message(response: "Response") -> tuple[str, str | None]:
-    """Returns the message and the code of an error of OpenAI's, vLLM's or fp8serve's API."""
+    """Returns the message and the code in the error response of an OpenAI, vLLM or fp8serve server."""
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else {}
