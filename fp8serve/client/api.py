@@ -1,8 +1,8 @@
 """An HTTP client that sends and receives JSON, uploads files and reads event streams.
 
 Every failure raises ServerError with a message for the user: the server cannot be reached, the URL or the key is wrong,
-the server returned an error (the message quotes it), or the connection was lost. The proxies of the environment are
-used, except for servers on this machine.
+the server returned an error (the message quotes it), or the connection was lost. Requests use the proxies in the
+environment, except those to servers on this machine.
 """
 
 import json
