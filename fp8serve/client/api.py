@@ -1,8 +1,8 @@
 """An HTTP client that sends and receives JSON, uploads files and reads event streams.
 
 Every failure raises ServerError with a message for the user: the server cannot be reached, the URL or the key is wrong,
-the server returned an error (the message quotes it), or the connection was lost. The proxies of the environment are
-used, except for servers on this machine.
+the server returned an error (the message quotes it), or the connection was lost. Requests use the proxies in the
+environment, except those to servers on this machine.
 """
 
 import json
@@ -169,7 +169,7 @@ def response_error(response: "Response") -> ServerError:
 
 
 def _error_message(response: "Response") -> tuple[str, str | None]:
-    """Returns the message and the code of an error of OpenAI's, vLLM's or fp8serve's API."""
+    """Returns the message and the code in the error response of an OpenAI, vLLM or fp8serve server."""
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else {}

@@ -1,7 +1,7 @@
 """Requests completions from a server. Chat completions are streamed as pieces of text, reasoning and tool calls.
 
-Servers have two names for reasoning, `reasoning_content` and `reasoning`. A tool call is streamed in fragments, of
-which the first has the name of the tool.
+Servers have two names for reasoning, `reasoning_content` and `reasoning`. A tool call is streamed in fragments; the
+first one holds the tool's name.
 """
 
 import json
@@ -18,8 +18,8 @@ Kind = Literal["text", "reasoning", "tool"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A fragment of a chat completion. If `starts_call` is true, `text` is the name of a tool, and the next pieces have
-    the arguments of the call."""
+    """A fragment of a chat completion. If `starts_call` is true, `text` is a tool's name, and the next pieces hold the
+    arguments of the call."""
 
     kind: Kind
     text: str
@@ -60,8 +60,8 @@ API_NAMES = {"max_new_tokens": "max_tokens", "regex": "guided_regex"}  # fields 
 
 
 def complete(api: Api, model: str | None, prompts: Sequence[str], sampling: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the text and the finish reason of the completion of each prompt. `sampling` are fields of SamplingParams.
-    Raises ServerError if the request fails."""
+    """Completes each prompt and returns the prompt, the text and the finish reason. `sampling` holds values of
+    SamplingParams by field name. Raises ServerError if the request fails."""
     body = {"model": model or api.first_model(), "prompt": list(prompts) if len(prompts) > 1 else prompts[0]}
     response = api.post("/v1/completions", body | _sampling_fields(sampling))
     try:

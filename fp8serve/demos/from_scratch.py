@@ -1,8 +1,8 @@
 """The demonstration on a new model, offline: train it in FP8, calibrate, serve and fine-tune it over HTTP.
 
-The text is `pydoc_data.topics`, the language reference in every Python installation (about 465,000 characters). It is
-used to make a byte-pair tokenizer, and to train a Llama of 4 layers from random weights with delayed scaling. All
-linear layers compute in E4M3 in the forward pass and in E5M2 in the backward pass.
+The text is `pydoc_data.topics`, the language reference in every Python installation (about 465,000 characters). A
+byte-pair tokenizer is made from this text, and a Llama of 4 layers with random weights is trained on it with delayed
+scaling. All linear layers compute in E4M3 in the forward pass and in E5M2 in the backward pass.
 
 The run takes about two minutes on two CPU cores. The small model can only continue text in the style of the reference.
 After the fine-tune it answers the questions of the training data.

@@ -1,7 +1,7 @@
 """The demonstration on SmolLM2-135M-Instruct: calibrate and serve it, teach it facts over HTTP, and serve the result.
 
-The model answers the general questions correctly in BF16. Their answers show whether FP8 and the fine-tune change that.
-The facts are terms of fp8serve, which the model does not know before the fine-tune.
+In BF16, the model answers the general questions correctly; the demonstration shows whether it still does in FP8 and
+after the fine-tune. The facts are terms of fp8serve, which the model does not know before the fine-tune.
 """
 
 from pathlib import Path

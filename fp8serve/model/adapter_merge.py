@@ -3,12 +3,12 @@
     W' = W + s B A                                 LoRA
     W' = m (W + s B A) / ||W + s B A||, by row     DoRA
 
-The scales of FP8 weights do not change, so elements that the adapter does not change keep their bits. If a tensor, row
-or block of W' exceeds the range of its scale, this scale is doubled as often as needed; its unchanged E4M3 elements are
-halved, which is exact except for the smallest. Neighbouring E4M3 values are 6 to 12 % apart, and an adapter often
-changes an element by less than half of that: rounding then restores the old value. `RoundingLoss` counts such elements
-in each layer and measures the error of the merged change. Input scales do not change. With a BF16 base, only rounding
-to BF16 causes a loss.
+FP8 weights keep their scales where possible, so that elements which the adapter does not change keep their bits. If a
+tensor, row or block of W' exceeds the range of its scale, this scale is doubled as often as needed. Each doubling
+halves the unchanged E4M3 elements, which is exact except for the smallest. Neighbouring E4M3 values are 6 to 12 %
+apart, and an adapter often changes an element by less than half of that: rounding then restores the old value.
+`RoundingLoss` counts such elements in each layer and measures the error of the merged change. Input scales do not
+change. With a BF16 base, only rounding to BF16 causes a loss.
 """
 
 import math
@@ -49,9 +49,9 @@ class RoundingLoss:
     """Statistics of the rounding in one merged weight, or sums of them over several weights."""
 
     changed: int = 0  # elements that the adapter changes
-    lost: int = 0  # changed elements to which rounding gives their old value
+    lost: int = 0  # changed elements that rounding returns to their old value
     trained: float = 0.0  # sum of squares of the trained change
-    missed: float = 0.0  # sum of squares of the merged change's difference from the trained one
+    missed: float = 0.0  # sum of squares of (merged change - trained change)
     rescaled: int = 0  # scales that were doubled
 
     @property

@@ -4,7 +4,8 @@
     adapter_model.safetensors   `base_model.model.{linear}.lora_A.weight` [r, K], `lora_B.weight` [N, r],
                                 `lora_magnitude_vector` [N] (DoRA)
 
-Every linear layer that FP8 may run can have an adapter, except the experts of a mixture, which run stacked.
+Every linear layer that can run in FP8 can have an adapter, except the experts of a mixture, whose weights are stacked,
+and layers whose weights are stored transposed.
 """
 
 import sys
@@ -146,7 +147,7 @@ def write_adapter(
 
     Args:
         base: name or path of the base model, for adapter_config.json
-        weights: FP32 tensors by `{linear}.lora_A` and so on; A and B are rounded to BF16, as training multiplies them
+        weights: FP32 tensors by `{linear}.lora_A` and so on; A and B are rounded to BF16, as in training
         linears: all linear layers of the model that can have an adapter, in the model's order
     """
     owners = {name.rpartition(".")[0] for name in weights}

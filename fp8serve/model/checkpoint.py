@@ -4,8 +4,8 @@ Loading builds the model on the "meta" device and replaces one parameter after a
 copies of the weights. On the CPU, FP8 weights and weights that already have the requested dtype stay views of the
 mapped file: serving starts before the whole file was read, and processes share the page cache.
 
-Other packages import from here what stored_checkpoint.py (opening a directory) and formats/scales.py (the file of
-scaling states) define.
+This module re-exports names of stored_checkpoint.py (opens a directory) and formats/scales.py (the file of scaling
+states); other packages import them from here.
 """
 
 from collections.abc import Iterable
@@ -84,7 +84,8 @@ def open_trainable(model_dir: Path | str, dtype: torch.dtype = torch.float32) ->
 def load_parameters(
     model: Model, checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, device: str | torch.device
 ) -> None:
-    """Loads copies of the tensors `names` into `model` as trainable parameters. The caller ties weights again."""
+    """Loads copies of the tensors `names` into `model` as trainable parameters. The caller must call `model.tie`
+    afterwards."""
     for name in names:
         stored = checkpoint[name]
         copy = stored.to(device, torch.float32 if needs_fp32(name) else dtype, copy=True)
@@ -103,8 +104,9 @@ def load_servable(
     """Loads a model to serve: FP8 linear layers become `FrozenLinear` modules, everything else is in `dtype`.
 
     Args:
-        recipe: "stored" uses the directory's FP8 weights and input scales, or the weights of a high-precision directory
-            with calibrated scales. "bf16" or None dequantizes everything. A `Recipe` quantizes the weights by it now.
+        recipe: "stored" uses the directory's FP8 weights and input scales; it quantizes a high-precision directory with
+            calibrated scales. "bf16" or None dequantizes everything. A `Recipe` quantizes the weights while they are
+            loaded.
         scales: file of calibrated scales; None is the directory's scales.safetensors. `DelayedScaling` needs a file.
         head: "fp8" also casts the matrix that makes logits, see `_cast_head`
 
@@ -307,7 +309,7 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     """Returns each layer's (k, v) scales, FP32 scalars that quantize an FP8 KV cache; empty if the model has none.
 
     They come from the file `scales`, else from the directory's scales.safetensors, else from the checkpoint's tensors.
-    Raises ScalesError or ModelError if a scale is unusable, has no counterpart, or belongs to a layer that is missing.
+    Raises ScalesError or ModelError if a scale is unusable, a layer lacks one, or the model lacks a scale's layer.
     """
     path = real_path(scales) if scales is not None else Path(model_dir) / FILE_NAME
     state = load_scales(path, model_dir) if scales is not None or present(path) else None

@@ -3,13 +3,14 @@
 docs/formats.md says which program loads which format, and tests/model/test_compatibility.py checks it with the
 programs' own code. There are four cases:
 
-* vLLM and transformers name the scales of `quant_method: fp8` with one scale per tensor differently: `weight_scale` and
-  `input_scale`, or `weight_scale_inv` and `activation_scale`. A file cannot hold both, because vLLM fails on unknown
-  tensors. fp8serve writes vLLM's names; compressed-tensors expresses the same scales, and all programs read it.
+* In `quant_method: fp8` with one scale per tensor, vLLM calls the scales `weight_scale` and `input_scale`; transformers
+  calls them `weight_scale_inv` and `activation_scale`. A file cannot hold both, because vLLM fails on unknown tensors.
+  fp8serve writes vLLM's names; compressed-tensors expresses the same scales, and all programs read it.
 * transformers does not support ModelOpt's format; it logs a warning and uses the FP8 values without their scales.
 * If 128 does not divide a dimension of a weight, the last block is smaller. transformers divides the dimension by the
-  number of blocks instead: 448 silently becomes four blocks of 112, and 576 is an error. vLLM fuses q, k, v and gate,
-  up, and fails if a block would span two of them. Padding would contradict the shapes that follow from config.json.
+  number of blocks instead: 448 silently becomes four blocks of 112, and 576 is an error. vLLM fuses q, k and v, and
+  gate and up; it fails if a block would span two of them. Padding would contradict the shapes that follow from
+  config.json.
 * vLLM loads experts with one scale per channel only if inputs are scaled per token and the format is
   compressed-tensors (tested with benchmarks/peer_programs/vllm_loads.py).
 """

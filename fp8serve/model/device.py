@@ -1,8 +1,9 @@
 """Chooses the device for `device="auto"`: a GPU if fp8serve can use it and the weights fit, else the CPU.
 
-The choice needs no torch and reads only the headers of weight files. It looks at all of a GPU's memory, not at what is
-free: a GPU that another process has filled is an error that names the memory, because a model that moves to the CPU
-without notice would be a hundred times slower. The choice does not consider the memory of activations in training.
+The choice needs no torch and reads only the headers of weight files. It considers the total memory of a GPU, not the
+free memory. If another process has filled the GPU, loading fails with an error that names the memory; moving the model
+to the CPU without notice would make it a hundred times slower. The choice does not consider the memory of activations
+in training.
 """
 
 import logging
@@ -19,13 +20,13 @@ from fp8serve.options import AUTO
 
 log = logging.getLogger("fp8serve.device")
 GIB = 1 << 30
-WEIGHT_FACTOR = 1.2  # memory of a model in use over that of its weights, besides EXTRA_BYTES
+WEIGHT_FACTOR = 1.2  # a model in use needs about WEIGHT_FACTOR * its weights' bytes + EXTRA_BYTES
 EXTRA_BYTES = GIB
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """A device, "cuda" or "cpu", and the reason for the choice as a clause. `has_gpu` is whether there was a choice."""
+    """A device, "cuda" or "cpu", and the reason for the choice as a clause. `has_gpu` is whether a GPU was found."""
 
     device: str
     reason: str
@@ -37,7 +38,7 @@ class DeviceChoice:
 
 
 def choose_device(gpus: list[Gpu], obstacle: str | None, weight_bytes: int, processes: int = 1) -> DeviceChoice:
-    """Chooses a device for weights of `weight_bytes` and so many processes, each of which needs a GPU.
+    """Chooses a device for weights of `weight_bytes` bytes and for `processes` processes, each of which needs a GPU.
 
     `obstacle` is a clause that says why fp8serve cannot use the first GPU, or None if it can.
     """

@@ -42,7 +42,7 @@ from fp8serve.model.storage.opening import real_path
 from fp8serve.model.stored_checkpoint import Checkpoint, StoredLinear, check_agreement, open_checkpoint
 
 _CURRENT = Float8CurrentScaling()
-# The recipes that quantize inputs in a given way. `infer_recipe` returns the first with the file's weight scales.
+# Recipes by how they quantize inputs. `infer_recipe` returns the first whose weight scales have the file's layout.
 _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     STATIC: (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, weight_granularity="row")),
     PER_TOKEN: (Float8CurrentScaling(granularity="row"),),
@@ -142,7 +142,7 @@ def _has_layout(stored: _Linears, recipe: Recipe) -> bool:
 
 
 def expand_scale(linear: StoredLinear, spec: QuantSpec) -> Tensor:
-    """Returns the weight's scales in the shape of `spec`; the scale of a tensor is repeated."""
+    """Returns the weight's scales in the shape of `spec`; a single scale is repeated."""
     scale, shape = linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)
     return scale.reshape(()).repeat(shape) if scale.numel() == 1 else scale
 

@@ -1,9 +1,10 @@
-"""Lists why the server's log-probabilities may differ from those of training; without a reason they are bitwise equal.
+"""Lists why the server's log-probabilities may differ from those of training. If the list is empty, they are bitwise
+equal.
 
 On a CPU, server and training run the same matrix products (fp8/batch_invariant_product.py), the same attention
-(fp8/served_attention.py) and the same norms, rotary embeddings and casts. With these, the bits of a token do not depend
-on its batch. Some recipes and models compute differently in the two; `/info`, the events of a run and `log_probs` name
-the reasons.
+(fp8/served_attention.py) and the same norms, rotary embeddings and casts. All of these give a token the same bits in
+every batch. Some recipes and models compute differently in server and training; `/info`, the events of a run and
+`log_probs` name the reasons.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Opens a model directory as a mapping from parameter names to tensors, and checks that nothing is missing or unknown.
 
-Every tensor in the files must be a parameter with the expected shape, a known scale, or a buffer that old programs
-wrote. Opening reads the files' headers, and of the tensors only a head that must equal the embedding.
+Every tensor in the files must be a parameter with the expected shape, a known scale or scaling state, or a tensor known
+to be unused. Opening reads the files' headers. It reads no tensors, except to compare a stored head with the embedding
+to which it is tied.
 """
 
 import math
@@ -37,7 +38,7 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.maske
 _IGNORED_ENCODER_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.",
                              "head.", "decoder.")  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-TOLERANCE = 0.01  # relative difference of scales in scales.safetensors and in the checkpoint
+TOLERANCE = 0.01  # largest relative difference between a scale in scales.safetensors and in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator
         name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
         if name is None or checkpoint.shards[name].numel() != 1:
             continue
-        stored = float(checkpoint.shards[name])  # dequantizes; an invalid scale is refused where it is used
+        stored = float(checkpoint.shards[name])  # a dequantizing scale; an invalid one is refused where it is used
         ratio = float(entry.scale) * stored
         if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
             yield key, f"has a scale that is {ratio:.4g} times the scale of {name} in the weight files"

@@ -1,4 +1,4 @@
-"""Exports a `transformers` model that was trained in FP8 in a user's own loop as a directory that can be served.
+"""Writes a `transformers` model, trained in FP8 in the user's own loop, to a directory that can be served.
 
     model = convert(AutoModelForCausalLM.from_pretrained("base"))
     ...                                                        # train under autocast(recipe=recipe)
@@ -219,7 +219,7 @@ def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
 
 
 def _history_or_none(history: Tensor) -> Tensor | None:
-    """Returns the history without the amax of a step in progress, or None if nothing else is in it."""
+    """Returns the history without the amax of a step in progress, or None if it holds no other amax."""
     history = history.clone()
     history[0] = 0.0
     return history if bool(history.any()) else None

@@ -65,9 +65,9 @@ def read_any_config(model_dir: Path | str) -> AnyConfig:
 
 
 def check_any_config(model_dir: Path | str) -> None:
-    """Same as `read_any_config` without a result, but models without a family are not checked.
+    """Checks the configuration as `read_any_config` does, and returns nothing. Models without a family are not checked.
 
-    Their check would need torch, transformers and several seconds. The process that runs the model does it.
+    Checking these would need torch, transformers and several seconds; the process that runs the model checks them.
     """
     if is_encoder_directory(model_dir):
         read_any_config(model_dir)
@@ -225,7 +225,8 @@ def _attention_fields(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
 
 
 def _softmax_scale(get: Reader, head_dim: int) -> float:
-    """Returns Granite's own factor of attention scores, or 1 / sqrt(head_dim), where Gemma may replace `head_dim`."""
+    """Returns the factor of attention scores: Granite's own, or 1 / sqrt(d), where d is head_dim or Gemma's
+    replacement."""
     multiplier = get.optional_number("attention_multiplier")
     if multiplier is not None:
         return multiplier
@@ -246,7 +247,7 @@ def _scale_fields(get: Reader) -> dict[str, Any]:
 
 
 def _activation(get: Reader, where: str) -> Activation:
-    """Returns the activation. `hidden_activation` precedes `hidden_act`, which is wrong in Gemma's old files."""
+    """Returns the activation: `hidden_activation` if it is set, because `hidden_act` is wrong in Gemma's old files."""
     key = "hidden_act" if get("hidden_activation") is None else "hidden_activation"
     table = _GATED if get.family.gated else _UNGATED
     activation = table.get(get(key)) if isinstance(get(key), str) else None

@@ -1,8 +1,8 @@
-"""`FAMILIES`, the table of decoder architectures: one row for each `model_type`, with the switches that no file has.
+"""`FAMILIES`, the table of decoder architectures: one row per `model_type`, with the switches that config.json lacks.
 
 A row and config.json together become a `ModelConfig` (model_config.py). The decoder reads only that configuration,
 never the name of a family. What all families share (rotary position, a dense MLP) is code of the layer
-(network/decoder.py). A family that differs there adds a field, the branch that reads the field, and the key of
+(network/decoder.py). A family that differs there needs a new field, the branch that reads the field, and the key of
 config.json that sets it.
 
 Defaults are those of transformers' config classes. This module does not import torch.

@@ -16,9 +16,10 @@ class Norms:
 
 
 Norm = Literal["rms", "wide_rms", "layer"]
-"""RMSNorm that rounds before it multiplies by its weight, RMSNorm that does not ("wide_rms"), or LayerNorm."""
+"""RMSNorm that rounds before it multiplies by its weight ("rms") or only after that ("wide_rms"), or LayerNorm."""
 HeadNorm = Literal["shared", "whole", "by_head"]
-"""Queries and keys are normalized per head with one weight, as one vector, or per head with a weight for each head."""
+"""How queries and keys are normalized: per head with one weight for all heads ("shared"), all heads as one vector
+("whole"), or per head with a weight for each head ("by_head")."""
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")

@@ -20,7 +20,7 @@ class Routing:
     """
 
     scale: float  # multiplies the weights of the chosen experts
-    groups: int  # into which the experts are divided
+    groups: int  # number of groups into which the experts are divided
     chosen_groups: int  # groups from which a token's experts may come
     sigmoid: bool
 
@@ -42,7 +42,7 @@ class Experts:
     interleaved: bool = False  # see family.Mixture
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
     routing: Routing | None = None  # of DeepSeek
-    closeness: float | None = None  # of sparsemixer: an expert at most this far below the best is in its softmax
+    closeness: float | None = None  # of sparsemixer: experts at most this fraction below the best are in its softmax
 
 
 def needs_fp32(name: str) -> bool:

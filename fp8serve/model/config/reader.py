@@ -1,10 +1,10 @@
 """Typed access to the keys of `config.json`. Every error names the file, the key and the value.
 
-Two tables list the keys that every family honours, and the harmless keys, which change nothing or nothing at some
-values. The harmless keys come from the config.json of the most used repositories of these architectures, and of the
-programs that write them (transformers 4 and 5, trainers, converters). A key is harmless only if the architecture's own
-code never reads it in a forward pass of inference. A key in neither table must be null, false, empty or zero, because
-an unknown term of the maths must not be ignored.
+`HONOURED` lists the keys that every family honours. Two other tables list the harmless keys: those that never change
+the result, and those that do not change it at some values. The harmless keys come from the config.json of the most used
+repositories of these architectures, and of the programs that write them (transformers 4 and 5, trainers, converters). A
+key is harmless only if the architecture's own code never reads it in a forward pass of inference. A key in none of the
+tables must be null, false, empty or zero, because an unknown term of the maths must not be ignored.
 
 `Fields` reads any untrusted JSON. A value of the wrong type raises an error that names its key. Every getter, such as
 `fields.text("fmt")`, returns None if the key is missing or null. Callers therefore need no type checks of their own.

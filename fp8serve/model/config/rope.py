@@ -194,7 +194,7 @@ _QUERY_SCALING_KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings
 
 
 def _rope(get: Reader, parameters: Mapping[str, Any], theta: Any, max_len: int, rotary_dim: int) -> Rope:
-    """Returns the rotary position embedding in `parameters`. `theta` is its default base."""
+    """Returns the rotary position embedding in `parameters`. `theta` is the base if `parameters` has none."""
     where = get.where
     rope = {key: value for key, value in parameters.items() if value is not None}
     rope.pop("partial_rotary_factor", None)  # `rotary_dim` reads it
@@ -268,8 +268,7 @@ def _scaling(kind: str, rope: dict[str, Any], max_len: int, where: str) -> RopeS
 def _yarn_attention(factor: float, rope: Mapping[str, Any], number: Callable[[str], float]) -> float:
     """Returns YaRN's factor of cos and sin, 0.1 ln(factor) + 1 (arXiv 2309.00071).
 
-    DeepSeek multiplies the logarithm by a weight, and divides the factor with the weight `mscale` by the one with the
-    weight `mscale_all_dim`.
+    DeepSeek's factor is f(mscale) / f(mscale_all_dim), where f(weight) = 0.1 weight ln(factor) + 1.
     """
 
     def mscale(weight: float) -> float:

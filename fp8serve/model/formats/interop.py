@@ -1,6 +1,6 @@
 """Reads how other projects' FP8 checkpoints quantize inputs (`Scheme`), and what their scales mean.
 
-The tables from other projects' granularities to QuantSpecs are here; quantization_config.py writes with the same ones.
+The tables that map other projects' granularities to QuantSpecs are here; quantization_config.py uses them to write.
 
 `SCALE_SUFFIXES` says what each scale tensor scales. In every supported format a stored scale dequantizes, whatever its
 name; DeepSeek's `weight_scale_inv` is no exception. In memory, `weight_scale_inv` dequantizes and `input_scale`
@@ -104,7 +104,7 @@ class Quantization:
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # (targets, scheme)
     ignore: tuple[str, ...]
     producer: str
-    has_fp8_cache: bool = False  # whether it asks readers to use an FP8 KV cache
+    has_fp8_cache: bool = False  # whether the configuration asks readers to use an FP8 KV cache
 
     def find_scheme(self, linear: str) -> Scheme | None:
         """Returns the scheme of the group with this layer, or None. Targets by name precede targets by class."""
@@ -253,12 +253,12 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. No layer of these runs in FP8, but in BF16."""
+    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Their layers run in BF16."""
     return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
 
 
 def _modelopt(config: Fields) -> Quantization:
-    """Reads ModelOpt's configuration, in which some algorithms are in lower case, or null if only the cache is FP8."""
+    """Reads ModelOpt's configuration. An algorithm may be in lower case, and is null if only the cache is FP8."""
     cache, algo = config.text("kv_cache_quant_algo"), config.text("quant_algo")
     if cache is not None and cache.upper() != "FP8":
         raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
@@ -317,10 +317,11 @@ def equivalent_shapes(spec: QuantSpec, shape: tuple[int, ...]) -> set[tuple[int,
 
 
 def to_dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
-    """Returns the reciprocal of a quantizing scale FP32 [], and a note with the scale if 1 / reciprocal is not equal.
+    """Returns the reciprocal of a quantizing scale FP32 [], and a note with the scale if 1 / reciprocal is not the
+    scale.
 
-    One scale in six is not the reciprocal of any FP32 number, because for scales between sqrt(2) and 2, times a power
-    of two, the reciprocals of FP32 numbers are further apart than FP32 numbers. The file's header has the note.
+    The file's header holds the note. One scale in six is not the reciprocal of any FP32 number: between sqrt(2) and 2,
+    times any power of two, the reciprocals of FP32 numbers are further apart than FP32 numbers.
     """
     stored = scale.reciprocal()
     return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()

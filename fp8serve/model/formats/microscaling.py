@@ -1,4 +1,4 @@
-"""Reads MXFP8 and MXFP4, in which blocks of 32 numbers in a row share an 8-bit exponent, as BF16, which is exact.
+"""Reads MXFP8 and MXFP4 weights as BF16, without a loss. In both, 32 consecutive numbers share an 8-bit exponent.
 
 | format | weight [N, K]                                           | scales [N, K / 32]                  |
 |--------|---------------------------------------------------------|-------------------------------------|

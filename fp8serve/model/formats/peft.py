@@ -22,7 +22,7 @@ MAX_RANK = 4096
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-# Unsupported fields, with their values that have no effect.
+# Unsupported fields, with the values at which they have no effect.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "modules_to_save": (None, []), "lora_bias": (False, None), "fan_in_fan_out": (False, None),
     "layer_replication": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, [], {}),

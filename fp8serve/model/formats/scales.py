@@ -5,9 +5,9 @@ gradient calibration or training, for `P.grad_output`. An FP8 KV cache has `mode
 `.v.scale`. A scale quantizes: q = saturate(x * scale). The metadata contain the recipe as JSON, the models'
 fingerprints and the observation counts. Nothing is pickled.
 
-A wrong scale only makes answers worse, which is easily overlooked. A file therefore raises ScalesError if a scale is
-zero, negative, infinite, NaN or subnormal, if a tensor was never observed, if an amax in its history exceeds the range
-of its scale, if a key is unknown, or if the file belongs to another model or version.
+A wrong scale only makes answers worse, which is easily overlooked. Loading a file therefore raises ScalesError if a
+scale is zero, negative, infinite, NaN or subnormal, if a tensor was never observed, if an amax in its history exceeds
+the range of its scale, if a key is unknown, or if the file belongs to another model or version.
 """
 
 import hashlib
@@ -194,8 +194,8 @@ def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
 def _amax_fraction(recipe: Recipe | None, key: str, entry: TensorScale) -> float:
     """Returns the history's amax as a fraction of the largest value that the scale can represent.
 
-    It is at most 1, and less if the recipe has a margin or larger amaxes have left the history. The result is 0 if the
-    scale may be older than the history.
+    If scale and history agree, it is at most 1; it is smaller if the recipe has a margin or larger amaxes have left the
+    history. The result is 0 if the scale may be older than the history.
     """
     rules = as_delayed(recipe)
     if rules is None or rules.interval != 1 or entry.amax_history is None:

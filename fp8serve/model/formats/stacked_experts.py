@@ -5,9 +5,9 @@
 
 The module also splits the scales of FP8 weights (`gate_up_proj_scale_inv`) and of static inputs
 (`gate_up_proj_activation_scale` [E]); gate and up share the latter. An expert is a slice of the stack's bytes, so
-nothing is copied. transformers 5 can save this layout. It uses the names of its modules, such as `mlp` for Mixtral,
-whose own files have `block_sparse_moe`. llm-compressor writes the experts of every family one by one as gate_proj,
-up_proj and down_proj; Mixtral's own files call them w1, w3 and w2.
+nothing is copied. transformers 5 can save stacks. It names them after its modules, for example `mlp` for Mixtral, whose
+own files have `block_sparse_moe`. llm-compressor writes the experts of every family one by one as gate_proj, up_proj
+and down_proj; Mixtral's own files call them w1, w3 and w2.
 
 In gpt-oss files, the rows of gate and up alternate, and weights are in MXFP4 or BF16:
 
@@ -117,7 +117,8 @@ def split_stacked_experts(shards: Shards, config: ModelConfig) -> Shards:
     if experts is None:
         return shards
     # A tensor of shape [experts, 2, 1] holds one scale for gate and one for up. If the hidden size is at most
-    # BLOCK_ROWS, the scales of two blocks have this shape, too, and only files of the first format have input scales.
+    # BLOCK_ROWS, the scales of two blocks have this shape, too. Input scales then tell the two apart, because only
+    # files with one scale for gate and one for up have them.
     has_pairs = config.hidden_size > BLOCK_ROWS or any(map(_INPUT_SCALES.fullmatch, shards.entries))
     entries: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():

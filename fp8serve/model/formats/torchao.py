@@ -4,8 +4,8 @@
     P._weight_scale  FP32 [N, 1], [1, 1] or [N / 128, K / 128], dequantizes
 
 Stacks of experts have the same suffixes: `mlp.experts._gate_up_proj_qdata` [E, N, K]. This module renames these tensors
-as in other projects: `P.weight` and `P.weight_scale`. `quant_type` in config.json, a configuration class of torchao and
-its fields as JSON, determines how inputs are quantized. torchao has only dynamic inputs. A scale per tensor is read as
+as in other projects: `P.weight` and `P.weight_scale`. `quant_type` in config.json determines how inputs are quantized:
+it holds a configuration class of torchao and its fields. torchao has only dynamic inputs. A scale per tensor is read as
 one per token, so that an output does not depend on other sequences of the batch. Limits on the inputs and
 configurations for single layers raise ModelError.
 """

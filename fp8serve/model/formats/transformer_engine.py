@@ -10,8 +10,8 @@ state. Otherwise it is a pickle (in 1.x also a torch.save file) of
     amax_history_bwd       FP32 [N, 2 g]
     extra_fp8_variables    {"num_gemms": g, "fp8_max_fwd": 448.0, ...}
 
-In both projects a scale quantizes. Loading a pickle runs the code in it, which Transformer Engine itself now refuses.
-`restricted_pickle` reads it as data and imports or calls nothing.
+In both projects a scale quantizes. Loading a pickle runs the code in it, so recent versions of Transformer Engine
+refuse to load one unless they are told otherwise. `restricted_pickle` reads it as data and imports or calls nothing.
 
 A model whose nn.Linear modules were replaced has its Hugging Face names. The fused modules of TransformerLayer and
 Megatron are mapped to the linears that they combine. These linears share the scales of the fused module, because they
@@ -112,7 +112,8 @@ def _recipe(value: Any) -> DelayedScaling | None:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Returns the value of a recipe's field. Raises ScalesError unless it is small enough for an error message."""
+    """Returns the value of a recipe's field. Raises ScalesError unless it is short text, an integer or a triple of
+    bool."""
     if name == "fp8_format":
         return _format(value)
     if name == "override_linear_precision" and isinstance(value, Call):

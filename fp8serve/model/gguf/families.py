@@ -1,7 +1,7 @@
 """`LAYOUTS`, the table of GGUF architectures: how llama.cpp's converter changes each family's names and tensors.
 
 A row has the `model_type` of the Hugging Face model, the keys and tensors in addition to the common ones, and values
-that llama.cpp fixes in code (`fixed`). A function `derive` computes keys of config.json that are more than a renaming,
+that llama.cpp fixes in code (`fixed`). A function `derive` computes the keys of config.json that are not only renamed,
 from the file and the keys that were read before. An architecture without a row raises ModelError. `decimal` and
 `dequantize` read the numbers of any file.
 """
@@ -80,7 +80,7 @@ def rotary_keys(file: GgufFile, config: Config) -> Config:
 
 
 def phi3_keys(file: GgufFile, config: Config) -> Config:
-    """Returns the window, where 0 means none, the rotated fraction, and LongRoPE's factors if the file has them."""
+    """Returns the window (0 means none), the rotated fraction, and LongRoPE's factors if the file has them."""
     window = file.require("phi3.attention.sliding_window", int)
     keys = rotary_keys(file, config) | {"sliding_window": window or None}
     if LONG not in file.tensors and SHORT not in file.tensors:

@@ -5,8 +5,8 @@ healthy and gives wrong answers. Llama 3's frequencies come as a tensor of divis
 parameters. This module tries candidates for the parameters and compares them with every divisor.
 
 Weights are dequantized one by one when they are read. In the architecture llama, llama.cpp rotates neighbouring pairs
-of a head's elements, and Hugging Face the two halves, so the file has the rows of q and k in another order. Qwen's rows
-have the same order.
+of a head's elements, and Hugging Face rotates its two halves. The rows of q and k therefore have another order in the
+file than in Hugging Face. Qwen's rows have Hugging Face's order.
 """
 
 import math
@@ -41,7 +41,7 @@ SIZES = {
 }
 KEYS = SIZES | {RMS_EPS: "rms_norm_eps"}
 _DEFAULT_THETA = 10000.0
-# Keys that this module reads apart from SIZES, or that repeat them.
+# Keys that this module reads in addition to SIZES, or that repeat other keys.
 _OTHER_KEYS = {"attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
            "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
            "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "vocab_size"}  # fmt: skip
@@ -139,7 +139,7 @@ def _rope_scaling(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any] |
 def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
     """Returns YaRN's parameters. Raises ModelError unless the attention factor is 1 or YaRN's own.
 
-    The key has had two meanings in GGUF, which agree only for these values.
+    The key of the attention factor has had two meanings in GGUF, which agree only for these values.
     """
     factors = {name: file.get(f"{arch}.rope.scaling.{name}", float) for name in
              ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor")}  # fmt: skip

@@ -2,11 +2,11 @@
 
 Two kinds of tokenizers are supported: byte-level BPE ("gpt2", with merges), and SentencePiece's BPE ("llama", with
 scores). SentencePiece merges the pair whose result has the highest score. BPE does the same if its merges are all pairs
-of all pieces, sorted by falling score.
+that form a piece, sorted by falling score of the piece.
 
 `tokenizer.ggml.pre` names the pre-tokenizer, which splits a text into words before byte-level BPE. The patterns are
-those of the families' own tokenizer.json; the pattern "default" is llama.cpp's own. An unknown name raises ModelError,
-because other words give other tokens, which makes the model's answers only a little worse, so nobody would notice.
+those of the families' own tokenizer.json; the pattern "default" is llama.cpp's own. An unknown name raises ModelError:
+another split gives other tokens, which make the model's answers only a little worse, so nobody would notice.
 """
 
 import json

@@ -12,9 +12,9 @@ transformers rounds. With the reference ops, BF16 logits equal those of transfor
 differ through the order of the sum in a norm, and through the last bit of an exponential.
 
 Serving needs the logits of few rows: the last token of each complete prompt, and each decoding sequence's token. The
-last layer computes keys and values of all rows, and everything else only for `output_rows`, as do the final norm and
-the head. Rows do not depend on each other, so this changes no bit. The linears in `pruned_names` therefore do not see
-the other rows.
+last layer computes queries, keys and values for all rows. The rest of that layer, the final norm and the head compute
+only `output_rows`. Rows do not depend on each other, so this changes no bit. The linears in `pruned_names` therefore do
+not see the other rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -369,7 +369,7 @@ class Decoder(nn.Module):
         self.model.rotary.max_length = length
 
     def join(self) -> None:
-        """Prepares for serving: joins q, k, v, and gate, up of each layer if possible, and stacks experts."""
+        """Prepares for serving: joins q, k and v, and gate and up, in each layer if possible, and stacks experts."""
         layers: Any = self.model.layers
         for layer in layers:
             layer.self_attn.qkv.join()

@@ -54,7 +54,8 @@ class SelfAttention(nn.Module):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the attention of one sequence [length, heads, head_dim], whose bits could depend on others in a batch."""
+    """Returns the attention of one sequence [length, heads, head_dim]. In a batch, its bits could depend on the
+    others."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
 

@@ -101,7 +101,8 @@ class Experts(nn.ModuleList):
     """The experts of one mixture.
 
     `tokens`, int64 [E], counts the tokens of each expert since the last `reset_counters`. If `route_to_all_experts` is
-    set, every token also runs through the other experts, so that calibration observes all linears; outputs are equal.
+    set, every token also runs through the other experts, so that calibration observes all linears; the outputs do not
+    change.
     """
 
     def __init__(self, experts: Iterable[Expert]) -> None:
@@ -298,7 +299,7 @@ class GroupRouter(nn.Module):
     """DeepSeek's router: returns FP32 logits [T, experts] for x [T, hidden].
 
     V3's router has a correction that balances the experts' load. `ExpertSelector` adds it to the scores when it chooses
-    experts, but not to their weights. It is not trained by gradients.
+    experts, but not to their weights. The correction is not trained by gradients.
     """
 
     weight: nn.Parameter
@@ -374,7 +375,8 @@ def sparsemixer(logits: Tensor, closeness: float) -> ExpertChoice:
 
 
 def _best_of(candidates: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
-    """Returns (weight, index) [T, 1] of the largest of `candidates`: the logits, with -inf for chosen experts."""
+    """Returns (weight, index) [T, 1] of the largest of `candidates`, which are the logits with -inf for chosen
+    experts."""
     with torch.no_grad():
         largest, index = candidates.max(-1, keepdim=True)
         is_far = (largest - logits) / logits.abs().clamp(min=largest) > closeness

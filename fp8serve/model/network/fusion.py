@@ -79,8 +79,8 @@ class Projections:
         return run_gated_mlp(self._shared_input, [*modules, down], x, parameters)
 
     def cast_gated(self, x: Tensor, norm: nn.Module | None, linear: FrozenLinear) -> tuple[Tensor, Tensor] | None:
-        """Returns the input of `linear`, silu(gate) * up as it casts it, where gate and up are the projections of
-        norm(x [T, K]). Returns None if that takes several ops."""
+        """Returns silu(gate) * up, cast as the input of `linear`, for the projections gate and up of norm(x [T, K]).
+        Returns None if no fused op can compute it."""
         if self._joined is None or torch.is_grad_enabled() or type(norm) is not RMSNorm:
             return None
         joined, weight = self._current_joined(), norm.fused_weight(x)
@@ -100,7 +100,7 @@ class Projections:
             self._changed.clear()
 
     def matrices(self) -> Iterator["nn.Module | Projections"]:
-        """Yields the modules with matrices that may be packed: this object if they are joined, or each linear."""
+        """Yields the modules whose matrices may be packed: this object if its linears are joined, or each linear."""
         joined = self._current_joined()
         if joined is None:
             yield from (module for name in self._names if (module := self._owner._modules[name]) is not None)

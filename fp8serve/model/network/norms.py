@@ -14,8 +14,8 @@ from fp8serve.model.config.model_config import ModelConfig
 
 
 def make_embedding(rows: int, width: int) -> nn.Embedding:
-    """Returns a new embedding. On the device "meta" its weight is not initialized, because PyTorch would import its
-    compiler for that, which takes one to two seconds of the start of every process."""
+    """Returns a new embedding. On the device "meta" its weight is not initialized, because for that PyTorch imports its
+    compiler, which adds one to two seconds to the start of every process."""
     if torch.get_default_device().type == "meta":
         return cast(nn.Embedding, nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False))  # type: ignore[no-untyped-call]
     return nn.Embedding(rows, width)

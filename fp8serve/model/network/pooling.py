@@ -36,7 +36,7 @@ class Pooling:
     default_prompt: str | None = None  # a name in `prompts`
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], dimensions: int | None = None) -> Tensor:
-        """Returns the embeddings, FP32 [texts, H], of hidden [tokens, H]; `lengths` are the tokens of each text.
+        """Returns the embeddings, FP32 [texts, H], of hidden [tokens, H]; `lengths` are the texts' numbers of tokens.
 
         If `dimensions` is given, embeddings are truncated to that length before they are normalized.
         """

@@ -2,8 +2,8 @@
 
 Rounding follows transformers, so that fp8serve gives the same tokens: frequencies and angles are FP32, cos and sin are
 rounded to the activations' dtype, and the products and the sum are in that dtype. Kernels support only the Hugging Face
-layout, in which the first half of a head's elements pairs with the second half. In the papers' layout, neighbouring
-elements are pairs. Its elements, and those of a head that is rotated only in part, are first reordered.
+layout, in which the first half of a head's elements pairs with the second half. Heads in the papers' layout, in which
+neighbouring elements form pairs, and heads that are rotated only in part are first reordered.
 """
 
 import math
@@ -25,7 +25,7 @@ Attend = Callable[[int, Heads, Rotation, Tensor | None], Tensor]
 
 
 class PositionEmbedding(NamedTuple):
-    """What a layer does with queries and keys because of their positions."""
+    """How a layer changes queries and keys depending on their positions."""
 
     rotation: Rotation
     order: Tensor | None  # int64 [head_dim]: the indices that reorder a head's elements into the Hugging Face layout
@@ -36,12 +36,12 @@ class Rotary:
     """The rotary position embeddings of one model.
 
     This is not an nn.Module, because `.to(bfloat16)` must not round frequencies and the device "meta" must not drop
-    them. A layer without rotary position has frequencies of 0, so cos = 1 and sin = 0 leave its queries and keys
-    unchanged, and so have the elements of a head that are not rotated.
+    them. A layer without rotary position has frequencies of 0: cos = 1 and sin = 0 leave its queries and keys
+    unchanged. Elements of a head that are not rotated also have cos = 1 and sin = 0.
 
-    `LongRope` has other frequencies for long sequences. Cached keys must not change their angles, so the engine sets
-    `max_length`, and the frequencies follow from that maximum length of all sequences. If it is None, every sequence is
-    whole, and the frequencies follow from its own length.
+    `LongRope` has other frequencies for long sequences. Cached keys must keep their angles when their sequence grows,
+    so the engine sets `max_length`, the maximum length of all sequences, and the frequencies follow from it. If it is
+    None, every call has whole sequences, and the frequencies of each follow from its own length.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,1 +1,1 @@
-"""Files of model directories: opened without following foreign links, memory-mapped, and written atomically."""
+"""Files of model directories: opened without following links out of them, memory-mapped, and written atomically."""

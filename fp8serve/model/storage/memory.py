@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-RETAINED_BYTES = (
-    256 << 20
-)  # about the temporary tensors of a small model, whose page faults would cost 10 % of the time
+# About the size of a small model's temporary tensors; if `trim` released them, page faults would cost 10 % of the time.
+RETAINED_BYTES = 256 << 20
 
 
 _USAGE = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -82,7 +81,7 @@ def limited_memory(most: int) -> Iterator[None]:
 def free_memory() -> int:
     """Returns the free memory in bytes: of the machine, or of its container (cgroup v2) if that has less.
 
-    macOS does not report free pages; there it is all memory of the machine.
+    macOS does not report free pages; there the result is all memory of the machine.
     """
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -106,8 +106,8 @@ def _checked_file(descriptor: int, path: Path, limit: int | None, error: type[Fp
 
 
 def _allowed_folder(root: Path) -> tuple[Path, list[str]]:
-    """Returns the folder that links may not leave, and the path components from there to `root`. It is `root`, or
-    the model's folder in the cache of the Hugging Face hub."""
+    """Returns the folder that links may not leave, and the path components from there to `root`. That folder is `root`,
+    or the model's folder in the cache of the Hugging Face hub."""
     folder = Path(os.path.realpath(root))
     for snapshot in (folder, *folder.parents):
         repository = snapshot.parent.parent

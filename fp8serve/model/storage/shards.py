@@ -142,7 +142,7 @@ class Shards(Mapping[str, Tensor]):
         metadata: dict[str, str] | None = None,
         keys: Mapping[str, str] | None = None,
     ) -> None:
-        """`keys` has the keys in the file of renamed tensors, by their new names."""
+        """`keys` maps the new names of renamed tensors to their keys in the file."""
         self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
         self._mapped: dict[Path, Tensor] = {}
 

@@ -94,7 +94,7 @@ def _block_spans(
 
 
 def _drop_skipped(rendering: "_Rendering | None", skip: Collection[int], text: str, spans: list[Span]) -> list[Span]:
-    """Removes the spans of skipped messages; the located texts in a span tell its message."""
+    """Removes the spans of skipped messages; the located texts inside a span determine its message."""
     texts = rendering.texts if rendering else []
     messages = [{t.message for t in texts if start <= t.start and t.end <= end} for start, end in spans]
     if rendering is None or rendering.text != text or any(len(indices) != 1 for indices in messages):
@@ -187,7 +187,7 @@ def _locate_texts(template: ChatTemplate, render: _Render, messages: list[Messag
 
 
 def _searched_constants(template: ChatTemplate) -> re.Pattern[str]:
-    """Matches constants that the template may search for in messages: its string constants that are no plain words."""
+    """Returns a pattern of what the template may search for in messages: string constants that are no plain words."""
     texts = {c.strip() for c in template.constants}
     constants = sorted((t for t in texts if len(t) > 1 and not t.replace("_", "").isalnum()), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, constants)) or '(?!)'})")
@@ -273,8 +273,8 @@ class _TurnFinder:
         return text.start - (len(text.prefix) if text.prefix.strip() and literal.endswith(text.prefix) else 0)
 
     def _stop(self, index: int) -> int:
-        """Returns the end of a turn whose last text is number `index`. The turn includes the text that follows both
-        it and the last turn, at most up to an end-of-sequence token."""
+        """Returns the end of a turn whose last text is number `index`. The turn includes the text that the template
+        writes after both this turn and the last one, up to an end-of-sequence token."""
         following, stop = self._following_text(index), self._rendering.texts[index].end
         literal = following.lstrip()  # white space may belong to the message
         begin = stop + len(following) - len(literal)
@@ -328,7 +328,7 @@ class _TurnFinder:
         return text[texts[index].end : texts[index + 1].start if index + 1 < len(texts) else len(text)]
 
     def _common_prefix(self, a: str, b: str) -> str:
-        """Returns the common prefix of two texts, which does not end inside a special token."""
+        """Returns the longest common prefix of two texts that does not end inside a special token."""
         pairs = enumerate(zip(a, b, strict=False))
         size = next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
         for text in (a, b):
@@ -343,7 +343,8 @@ class _TurnFinder:
         return prompt[len(self._common_prefix(prompt, self._rendering.tail)) :]
 
     def _last_turn_ending(self) -> str:
-        """Returns the template's text after the assistant's last turn without calls, if nothing follows it."""
+        """Returns the template's text after the assistant's last turn without calls, as if that turn ended the
+        conversation."""
         last = next((i for i in reversed(self._assistants) if not self._messages[i].get("tool_calls")), None)
         if last is None:
             return ""

@@ -11,8 +11,8 @@ training run uses the date on which it started, so that a resumed run renders th
 
 Templates differ in the format of tool calls. transformers passes arguments as objects, and null as the content of a
 message that only has calls. DeepSeek's templates concatenate arguments, so they need text; Qwen 3's search the content,
-so it must not be null. A template does not say which format it needs, so `message_formats` yields several, of which
-the first that the template accepts is used.
+so it must not be null. A template does not say which format it needs, so `message_formats` yields several, and the
+first one that the template accepts is used.
 
 If a template does not support tools, `with_tools` rewrites the conversation. The system message describes the tools,
 calls are written as `<tool_call>{...}</tool_call>`, as Hermes and Qwen models are trained, and results become user
@@ -138,7 +138,8 @@ class ChatTemplate:
         return text if suffix.startswith(" ") else text.rstrip()
 
     def _render_first_accepted(self, messages: list[Message], context: dict[str, Any]) -> str:
-        """Renders the messages in the first format that the template accepts, or raises its error for the first one."""
+        """Renders the messages in the first format that the template accepts, or raises the error for the first
+        format."""
         reason = ""
         for formatted in message_formats(messages):
             try:

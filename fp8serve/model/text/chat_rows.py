@@ -93,7 +93,7 @@ def valid_unicode(value: str, what: str) -> str:
 
 
 def decode_json(value: Any, what: str) -> Any:
-    """Decodes JSON text, with which CSV and Parquet files store lists, and returns other values unchanged."""
+    """Decodes JSON text, as CSV and Parquet files may store lists, and returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -186,8 +186,8 @@ def _file_chunks(path: Path, limits: DataLimits) -> Iterator[str]:
 
 
 def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, keep_ends: bool = False) -> Iterator[str]:
-    """Yields lines, which only a newline ends, without a byte-order mark. Consecutive blank lines have the limit of
-    rows, because reading them takes as long."""
+    """Yields lines, which only a newline ends, without a byte-order mark. The limit of rows also applies to consecutive
+    blank lines, because reading them takes as long."""
     offset = number = blanks = 0
     was_blank = False
     while raw := file.readline(limits.row_bytes + 1):

@@ -1,10 +1,11 @@
 """Runs untrusted work in a child process with limits of CPU time and memory.
 
 An untrusted request, chat template or tokenizer can use any amount of time and memory, or crash the process that runs
-it. Such work is therefore sent as a job to a child process, which reads a frame of a JSON head and bytes from the
-socket that is its standard input, and writes the result as another frame. No frame is unpickled. The child process sets
-the job's limits before it runs the job: `cpu` seconds, after which the kernel ends the process (ITIMER_PROF), and
-`memory` bytes beyond those in use (RLIMIT_AS). macOS does not report the bytes in use, so memory is not limited there.
+it. Such work is therefore sent as a job to a child process. A job is a frame, a JSON head followed by bytes, which the
+process reads from the socket that is its standard input. It writes the result as another frame. No frame is unpickled.
+The child process sets the job's limits before it runs the job: `cpu` seconds, after which the kernel ends the process
+(ITIMER_PROF), and `memory` bytes beyond those in use (RLIMIT_AS). macOS does not report the bytes in use, so memory is
+not limited there.
 
 `serve` is the loop of the child process, where `is_limited()` is true. `LimitedProcess` starts a child process for a
 caller that waits for each result; `server/parsing/parser_pool.py` does so for an event loop. A process that was forked

@@ -5,10 +5,9 @@ of JSON and CSV hold one row at a time in memory.
 
 A few bytes of Parquet can encode any number of values: a million repetitions of a string, lists of a billion nulls, or
 a page that decompresses to two gigabytes. So only requested columns are decoded, ROWS_PER_BATCH rows at a time, and
-decoding them may allocate at most MEMORY_BYTES in addition to the process's memory, if the system has
-such a limit. The size of decoded rows is
-estimated before they become Python objects. A value that Python cannot represent, such as a date in the year 30000,
-raises DataError with its row and column.
+decoding them may allocate at most MEMORY_BYTES beyond the memory in use, if the system has such a limit. The size of
+decoded rows is estimated before they become Python objects. A value that Python cannot represent, such as a date in the
+year 30000, raises DataError with its row and column.
 """
 
 import csv

@@ -87,7 +87,7 @@ def _is_lossless(splitter: dict[str, Any]) -> bool:
 
 
 def _lost_characters(backend: tokenizers.Tokenizer, components: list[dict[str, Any]]) -> str | None:
-    """Returns the characters without a token, or None if any character can be lost, or any number becomes one token."""
+    """Returns the characters without a token, or None if all can be lost or any number of them can become one token."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return None
@@ -98,7 +98,7 @@ def _lost_characters(backend: tokenizers.Tokenizer, components: list[dict[str, A
 
 
 def _characters_without_symbol(model: models.BPE) -> str | None:
-    """Returns the ASCII characters without a symbol in a byte-level vocabulary, or None if other bytes have none.
+    """Returns the ASCII characters without a symbol in a byte-level vocabulary; None if a continuation byte has none.
 
     The last byte of any other character is one of 64 continuation bytes; if all of them have a symbol, the character
     has a token.
@@ -111,7 +111,7 @@ def _characters_without_symbol(model: models.BPE) -> str | None:
 
 
 def _longest_entry(backend: tokenizers.Tokenizer) -> int:
-    """Returns the symbols of the longest entry; tokenizers matches added tokens also in their normalized spelling."""
+    """Returns the length of the longest entry; tokenizers also matches added tokens in their normalized spelling."""
     entries = backend.get_vocab(with_added_tokens=True)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     if backend.normalizer is not None:

@@ -1,4 +1,4 @@
-"""Decodes the tokens of one output, one after another. Texts that were returned concatenate to the text of all tokens.
+"""Decodes the tokens of one output, one after another. The returned texts concatenate to the text of all tokens.
 
 The texts of single tokens cannot simply be concatenated: a character may span several tokens, and SentencePiece
 vocabularies drop a leading space at the beginning of a text only. A stream withholds text that later tokens may change:
@@ -48,8 +48,8 @@ class ByteStream:
 
 
 class WindowStream:
-    """Decodes with any tokenizer. A window of tokens, which begins with the last tokens whose text was returned, is
-    decoded for every token."""
+    """Decodes with any tokenizer. For every new token, it decodes a window of tokens, which begins with those of the
+    last returned text."""
 
     def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special_tokens

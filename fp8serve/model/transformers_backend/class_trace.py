@@ -238,7 +238,7 @@ def _max_length(config: Any) -> int | None:
 
 
 def _check_rope(config: Any, name: str, where: str) -> None:
-    """Raises ModelError if rotary frequencies depend on the sequence's length, which contradicts keys in a cache."""
+    """Raises ModelError if rotary frequencies depend on the sequence's length, because cached keys stay as they are."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     for kind in {str(kind_config.get("rope_type")) for kind_config in kinds} & {"dynamic", "longrope"}:

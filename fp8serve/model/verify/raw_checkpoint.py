@@ -1,7 +1,8 @@
 """Reads a checkpoint for the checks: its tensors, what each scale belongs to, and the errors of reading.
 
 A file that cannot be read becomes a finding, so that the checks still see the other files. The codes of an FP8 weight
-are counted once, a few million at a time, into 256 counts and the largest magnitude of each part with a scale.
+are read once, a few million at a time. The result has the count of each of the 256 codes, and the largest magnitude in
+each part that has its own scale.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ class Codes:
     """Statistics of the codes of an FP8 weight."""
 
     counts: Tensor  # int64 [256], the number of codes with each byte
-    largest: Tensor  # FP32, the largest magnitude in each part with a scale, without NaN
+    largest: Tensor  # FP32, the largest magnitude in each part that has its own scale, without NaN
     values: Tensor  # FP32 [256], the value of each byte
 
     @property

@@ -131,7 +131,7 @@ def check_reciprocal_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Findin
 
 
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds weights whose root mean square no known model has, or is far from that of the other weights."""
+    """Finds weights whose root mean square is outside the range of known models, or far from the other weights'."""
     sizes = _weight_sizes(checkpoint)
     middle = median(sizes.values()) if len(sizes) > 2 else None
     smallest, largest = WEIGHT_RMS_RANGE
@@ -237,7 +237,7 @@ def _is_reciprocal(checkpoint: RawCheckpoint, owner: str, size: float) -> bool:
 
 
 def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
-    """Returns the amax of every layer's input that its scale represents."""
+    """Returns the amax that the scale of every layer's input represents."""
     scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.of_role("input")}
     return {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
 
