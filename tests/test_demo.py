@@ -82,7 +82,7 @@ import signal, sys
 from fp8serve.cli import main
 from fp8serve.demos import Demo
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with it ignored
-Demo.__init__.__defaults__ = (None, None, 0.02)
+Demo.__init__.__defaults__ = (None, None, 0.02, "cpu")
 sys.exit(main(["demo", "--from-scratch"]))
 """
 

@@ -79,7 +79,7 @@ def test_replayed_decoding_gives_the_same_bits(device: str, calibrated: Path) ->
         replayed.loaded.runner.capture_steps(replayed.options, 256, lambda run: run)
     else:
         assert replayed.info()["cuda_graphs"].startswith("batches of 1, 2, 3; prompts")
-        replayed.loaded.runner.graphed_prompts = None
+    replayed.loaded.runner.graphed_prompts = None
     prompts, sampling = SENTENCES[:3], {"seed": 5, "max_new_tokens": 20, "ignore_eos": True, "logprobs": 3}
     assert replayed.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
     assert replayed.scales() == plain.scales()

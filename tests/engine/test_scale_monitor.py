@@ -97,7 +97,7 @@ def test_a_window_is_two_copies_and_two_resets(kind: str, tmp_path: Path) -> Non
     assert len({layer.amax.untyped_storage().data_ptr() for layer in layers}) == 1
     assert len({layer.saturated.untyped_storage().data_ptr() for layer in layers}) == 1
     assert len({layer.amax.data_ptr() for layer in layers}) == len(monitor._counters._amax)
-    rows, before = engine._rows(), [float(layer.amax) for layer in layers]
+    rows, before = engine._rows_by_layer(), [float(layer.amax) for layer in layers]
     with Operations() as operations:
         monitor.close_window(rows)
     assert operations.names == ["copy_", "copy_", "zero_", "zero_"]
@@ -119,7 +119,7 @@ def test_a_window_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
     assert late.stats() == plain.stats()
     for engine in (plain, late):
         monitor = engine.loaded.scale_monitor
-        monitor.close_window(engine._rows())
+        monitor.close_window(engine._rows_by_layer())
     assert late.stats()["scale_windows_total"] == closed
     event.passed = True
     assert not monitor.ends_window(1)
