@@ -109,7 +109,7 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     separate_states(forward)
     checkpoint = load_scales(path, model_dir) if has_states and path.exists() else ScalingCheckpoint(None, {})
     stored, rules = checkpoint.tensors, as_delayed(checkpoint.recipe) or DelayedScaling()
-    if has_states and forward.records_kv:  # of another tool: among the tensors of the checkpoint
+    if forward.records_kv and model_dir.exists():  # of another tool: among the tensors of the checkpoint
         owners = {f"model.layers.{layer}.self_attn": pair for layer, pair in kv_scales(model_dir).items()}
         pairs = {owner: zip("kv", pair, strict=True) for owner, pair in owners.items()}
         found = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}

@@ -138,18 +138,14 @@ async def test_a_request_may_have_the_id_of_one_that_was_cancelled_just_before(a
 
 
 async def test_of_two_iterators_with_one_id_the_later_is_refused_and_the_other_completes(alive: EngineClient) -> None:
-    short = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    both = [alive.generate(request("twice", short)) for _ in range(2)]
-
-    async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-        return [output async for output in outputs][-1]
-
+    tokens = CONTEXT - 10
+    first = alive.generate(request("twice", SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
     async with asyncio.timeout(PATIENCE):
-        first, second = await asyncio.gather(*map(last, both), return_exceptions=True)
-    assert isinstance(first, RequestOutput)
-    assert (first.finish_reason, first.num_generated) == ("length", 3)
-    assert isinstance(second, RequestError)
-    assert "is still running" in str(second)
+        outputs = [await anext(first)]
+        with pytest.raises(RequestError, match="is still running"):
+            await collect(alive, request("twice"))
+        outputs += [output async for output in first]
+    assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", tokens)
 
 
 async def test_it_says_how_it_is(alive: EngineClient) -> None:
