@@ -1,6 +1,8 @@
 // A kernel around the rotary embedding in FP32, for its test to read the instructions of.
 #include "cuda/rows.h"
 
-__global__ void probe_turned(const float* head, const float* cos, const float* sin, float* out) {
-  out[threadIdx.x] = fp8serve::turned(head, cos, sin, static_cast<int>(threadIdx.x), 64);
+__global__ void probe_rotated(const float* head, const float* cos, const float* sin, float* out) {
+  const auto load = [&](const float* from) { return fp8serve::load_pairs<true>(from, threadIdx.x * 8, 32); };
+  const fp8serve::Pairs y = fp8serve::rotated<float>(load(head), load(cos), load(sin));
+  fp8serve::store_pairs<true>(y, out, threadIdx.x * 8, 32);
 }

@@ -77,5 +77,5 @@ def test_a_rotation_in_fp32_rounds_every_product(tmp_path):
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
     options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_89", "-cubin", "-O3"]
     subprocess.run([NVCC, *options, *places, *defines, ROOT / "tests/cuda/probe.cu", "-o", cubin], check=True)
-    found = sass.fused_in(cubin, sass.cuobjdump(), "probe_turned")
+    found = sass.fused_in(cubin, sass.cuobjdump(), "probe_rotated")
     assert list(found.values()) == [0]
