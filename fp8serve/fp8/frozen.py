@@ -255,7 +255,7 @@ class FrozenLinear(nn.Module):
 
     def can_cast_product(self, x: Tensor) -> bool:
         """Returns whether `cast_gated_product` supports this layer and activations like x."""
-        return self.is_watched and self._buffers["input_scale"] is not None and x.dtype is BF16 and _is_on_gpu(x)
+        return _is_on_gpu(x) and x.dtype is BF16 and self.is_watched and self._buffers["input_scale"] is not None
 
     def cast_gated_product(
         self, q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None

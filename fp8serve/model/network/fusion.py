@@ -176,9 +176,10 @@ def add_mlp(
     """Returns residual [T, hidden] + transform(linear(activation(gate) * up)) for the projections gate and up of
     norm(x [T, K])."""
     if (
-        transform is IDENTITY
+        isinstance(linear, FrozenLinear)
+        and linear.can_cast_product(x)  # first, because it never holds on a CPU
+        and transform is IDENTITY
         and activation == "silu"
-        and isinstance(linear, FrozenLinear)
         and linear.can_fuse(residual)
         and (cast := gate_up.cast_gated(x, norm, linear)) is not None
     ):
