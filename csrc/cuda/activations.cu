@@ -117,12 +117,6 @@ __global__ void __launch_bounds__(kColumns* kGroups)
 // --- gated activation
 // -----------------------------------------------------------------------------------------------
 
-template <class T>
-struct Matrix {
-  const T* at;
-  int64_t stride;
-};
-
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul_rows(Matrix<T> gate, Matrix<T> up, T* y, int64_t rows, int64_t n) {
@@ -231,11 +225,6 @@ Pair rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight
            device.stream(), data<float>(partial), chunks, in.width, data<T>(dw));
   });
   return {dx, dw};
-}
-
-template <class T>
-Matrix<T> matrix(const Rows& rows) {
-  return {data<T>(rows.held), rows.stride};
 }
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {

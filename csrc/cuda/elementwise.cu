@@ -232,15 +232,6 @@ void check_fp8(const DeviceContract& check, ScalarType dtype) {
                 ", must be Float8_e4m3fn or Float8_e5m2");
 }
 
-// Calls f(Type<Format>, Type<Element>, bool_constant).
-template <class F>
-void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
-  with_format(format, [&](auto fmt) {
-    with_element(element,
-                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
-  });
-}
-
 Tensor zero_amax(const Tensor& like, const OnDevice& device) {
   const Tensor amax = empty(like, {}, ScalarType::Float);
   set_zero(amax.data_ptr(), sizeof(float), device.stream());

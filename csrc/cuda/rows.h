@@ -17,6 +17,18 @@ inline Rows rows_of(const Tensor& x) {
   const Tensor held = usable ? x : dense(x);
   return {held, held.size(0), held.size(1), std::max<int64_t>(held.stride(0), held.size(1))};
 }
+// The same as a kernel's argument.
+template <class T>
+struct Matrix {
+  const T* at;
+  int64_t stride;
+};
+
+template <class T>
+Matrix<T> matrix(const Rows& rows) {
+  return {data<T>(rows.held), rows.stride};
+}
+
 inline bool fast_rows(const Rows& r) {
   return r.width % kChunk == 0 && r.stride % kChunk == 0 && aligned(r.held.data_ptr(), 16);
 }
@@ -35,6 +47,15 @@ struct HeadsOf {
   }
   static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
 };
+
+// Calls f(Type<Format>, Type<Element>, bool_constant).
+template <class F>
+void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
+  with_format(format, [&](auto fmt) {
+    with_element(element,
+                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
+  });
+}
 
 // Whether eight pairs of a head of `dim` elements can be read at once from these places.
 inline bool fast_pairs(int64_t dim, std::initializer_list<Heads> heads,

@@ -22,12 +22,6 @@ using Casts = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // of
 
 constexpr int kThreads = kSquareThreads;
 
-template <class T>
-struct Matrix {
-  const T* at;
-  int64_t stride;
-};
-
 // A cast to be written by blocks that have a square each.
 struct Target {
   uint8_t *q, *q_t;  // [rows, cols], [cols, rows]; q_t is null if the transposed data are not needed
@@ -36,10 +30,10 @@ struct Target {
 };
 
 // The part of a matrix [rows, cols] that a block has.
-struct Place {
+struct SquareRange {
   int64_t r0, c0, rows, cols;
 
-  __device__ __forceinline__ Place(int64_t rows, int64_t cols)
+  __device__ __forceinline__ SquareRange(int64_t rows, int64_t cols)
       : r0(static_cast<int64_t>(blockIdx.y) * kSquare),
         c0(static_cast<int64_t>(blockIdx.x) * kSquare),
         rows(rows),
@@ -69,10 +63,10 @@ __device__ __forceinline__ void write(const Target& to, Square& square, const Ch
 
 // Whole blocks call this when the square is written.
 __device__ __forceinline__ void finish(const Target& to, Square& square, float seen, float* memory,
-                                       const Place& place) {
+                                       const SquareRange& range) {
   seen = block_max(seen, memory);  // also: the square is whole
   if (threadIdx.x == 0) tell_amax(to.seen, seen);
-  if (to.q_t != nullptr) square.store_turned(to.q_t, place.r0, place.c0, place.rows, place.cols);
+  if (to.q_t != nullptr) square.store_turned(to.q_t, range.r0, range.c0, range.rows, range.cols);
 }
 
 template <class F, class T, bool kAligned>
@@ -80,16 +74,16 @@ __global__ void __launch_bounds__(kThreads)
     gated_cast(Matrix<T> gate, Matrix<T> up, int64_t rows, int64_t cols, const __grid_constant__ Target to) {
   __shared__ __align__(16) Square square;
   __shared__ float memory[32];
-  const Place place(rows, cols);
+  const SquareRange range(rows, cols);
   const float scale = *to.scale;
   float seen = 0.0f;
-  place.for_lines([&](int line, int column, int64_t row, int64_t at) {
+  range.for_lines([&](int line, int column, int64_t row, int64_t at) {
     const Chunk y = gated<T>(load_chunk<kAligned>(gate.at + row * gate.stride, at, cols),
                              load_chunk<kAligned>(up.at + row * up.stride, at, cols));
     seen = amax_of(y, seen);
     write<F, kAligned>(to, square, y, scale, line, column, row, at, cols);
   });
-  finish(to, square, seen, memory, place);
+  finish(to, square, seen, memory, range);
 }
 
 template <class T>
@@ -104,10 +98,10 @@ __global__ void __launch_bounds__(kThreads)
                          const __grid_constant__ Target to_up) {
   __shared__ __align__(16) Square squares[2];
   __shared__ float memory[2][32];
-  const Place place(in.rows, in.cols);
+  const SquareRange range(in.rows, in.cols);
   const float gate_scale = *to_gate.scale, up_scale = *to_up.scale;
   float gate_seen = 0.0f, up_seen = 0.0f;
-  place.for_lines([&](int line, int column, int64_t row, int64_t at) {
+  range.for_lines([&](int line, int column, int64_t row, int64_t at) {
     GatedGradients d =
         gated_gradients<T>(load_chunk<kAligned>(in.grad.at + row * in.grad.stride, at, in.cols),
                            load_chunk<kAligned>(in.gate.at + row * in.gate.stride, at, in.cols),
@@ -122,8 +116,8 @@ __global__ void __launch_bounds__(kThreads)
     write<F, kAligned>(to_gate, squares[0], d.gate, gate_scale, line, column, row, at, in.cols);
     write<F, kAligned>(to_up, squares[1], d.up, up_scale, line, column, row, at, in.cols);
   });
-  finish(to_gate, squares[0], gate_seen, memory[0], place);
-  finish(to_up, squares[1], up_seen, memory[1], place);
+  finish(to_gate, squares[0], gate_seen, memory[0], range);
+  finish(to_up, squares[1], up_seen, memory[1], range);
 }
 
 // --- ops
@@ -137,23 +131,9 @@ void check_cast(const DeviceContract& check, const char* name, const Tensor& sca
                 ", must be Float8_e4m3fn or Float8_e5m2");
 }
 
-// Calls f(Type<Format>, Type<Element>, bool_constant).
-template <class F>
-void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
-  with_format(format, [&](auto fmt) {
-    with_element(element,
-                 [&](auto elem) { fast ? f(fmt, elem, std::true_type{}) : f(fmt, elem, std::false_type{}); });
-  });
-}
-
 dim3 squares_of(const Rows& rows) {
   return {static_cast<unsigned>(ceil_over(rows.width, kSquare)),
           static_cast<unsigned>(ceil_over(rows.count, kSquare))};
-}
-
-template <class T>
-Matrix<T> matrix(const Rows& rows) {
-  return {data<T>(rows.held), rows.stride};
 }
 
 // The tensors that one cast writes. An amax that holds zero is raised by all blocks.

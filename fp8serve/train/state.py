@@ -112,8 +112,8 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     if forward.records_kv and model_dir.exists():  # of another tool: among the tensors of the checkpoint
         owners = {f"model.layers.{layer}.self_attn": pair for layer, pair in kv_scales(model_dir).items()}
         pairs = {owner: zip("kv", pair, strict=True) for owner, pair in owners.items()}
-        found = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}
-        stored = found | stored
+        scales = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}
+        stored = scales | stored
     seeded = {name: state for name, state in states(forward) if name in stored}
     for name, state in seeded.items():
         state.scale.copy_(stored[name].scale)
