@@ -1,16 +1,19 @@
 """Does everything that needs a GPU in one command: builds, tests, measures, checks memory, and writes
 benchmarks/<gpu>-<date>.json with its page, .md.
 
-    make gpu        or        python benchmarks/gpu.py [--cutlass PATH] [--skip build,test,measure,tune,sanitize]
+    make gpu        or        python benchmarks/gpu.py [--library DIR] [--cutlass PATH] [--skip build,test,...]
     make gpu GPU_ARGS=--dry-run                        the same on a machine without a GPU, as far as that goes
 
 Needs a GPU, a torch with CUDA, nvcc, CMake, ninja and pytest, and no network. CUTLASS comes from the nvidia-cutlass
 package, from a wheel of it in the repository or in build/, or from --cutlass: a wheel, or a folder that holds
-include/cutlass.
+include/cutlass. --library names a folder with libfp8serve_cuda.so and libfp8serve_cpu.so that were built elsewhere.
 
-Planned for 8 minutes on 16 cores: building 3, testing 1.5, measuring 1.5, tiles 0.5, the sanitizer with what is left.
-The machine may be available for minutes only, and a new kernel may hang. So every test function and every group of
-measurements has its own process and time limit, and the results are written after each part.
+Planned for 10 minutes on 16 cores with --library: testing 1.5, measuring kernels 2, training beside torchao and BF16
+1.5, the server under load 2, its features and the main job 2, tiles 0.5. Building takes 3 minutes, the sanitizers 4.
+The machine may be available for minutes only, and a new kernel may hang. So every file of tests and every group of
+measurements has its own process and time limit, and the results are written after each part. If the process of a file
+crashes, each of its functions is run in a process of its own: after an illegal access, CUDA answers every call of a
+process with that error.
 
 --dry-run rehearses: the build is configured without CUDA and its steps are listed, tests for a GPU are collected, every
 measurement runs on the CPU with small sizes, tiles are tuned into a copy of the table, and what compute-sanitizer would
@@ -38,7 +41,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build/gpu"
 LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
-GROUPS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")  # of gpu_measure.py, the safest first
+KERNELS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")  # of gpu_measure.py, the safest first
+TRAINING = "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise"
+# Of the programs besides gpu_measure.py: arguments and seconds.
+PROGRAMS = {
+    "training": ("benchmarks.gpu_training", 150),
+    "load": ("benchmarks.gpu_server", 150),
+    "features": ("benchmarks.gpu_server", 120),
+    "job": ("benchmarks.gpu_server", 120),
+}
+REHEARSAL_SECONDS = 900  # of each program on a CPU
 Result = dict[str, Any]
 
 
@@ -124,16 +136,26 @@ def build(options: argparse.Namespace) -> Result:
     BUILD.mkdir(parents=True, exist_ok=True)
     if options.dry_run:
         return rehearsed_build()
+    if options.library is not None:
+        return install(options.library)
     arch = f"-DFP8SERVE_CUDA_ARCHS={present_architecture()}"
     folder = cutlass(options.cutlass)
     parts = {"build": compiled([arch, *([f"-DFP8SERVE_CUTLASS_DIR={folder.resolve()}"] if folder else [])])}
     if parts["build"]["status"] != 0:
         parts["build without CUTLASS"] = compiled([arch, "-DFP8SERVE_CUTLASS_DIR=none"])
-    for library in BUILD.glob("libfp8serve_*.so"):
+    parts["install"] = install(BUILD)
+    return together(parts)
+
+
+def install(folder: Path) -> Result:
+    """Copies the libraries of `folder` into the package."""
+    libraries = list(folder.glob("libfp8serve_*.so"))
+    for library in libraries:
         target = ROOT / "fp8serve" / library.name
         target.unlink(missing_ok=True)
         shutil.copy(library, target)
-    return together(parts)
+    names = ", ".join(library.name for library in libraries)
+    return {"status": 0 if libraries else 1, "seconds": 0.0, "tail": names or f"{folder} has no libfp8serve_*.so"}
 
 
 # --- test -----------------------------------------------------------------------------------------------------------
@@ -168,17 +190,30 @@ def test_functions(collected: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"^(tests/\S+?::\w+)", collected, re.MULTILINE)))
 
 
+def has_crashed(result: Result) -> bool:
+    """Whether a process of pytest ended by a signal or a time limit, or an error of CUDA may have failed later tests. A
+    status of 1 alone is failed tests, 5 no test."""
+    return result["status"] not in (0, 1, 5) or "CUDA error" in result["tail"]
+
+
 def test(options: argparse.Namespace) -> Result:
-    """Runs every test function in its own process, twelve at a time: after one illegal access, CUDA answers every call
-    of the process with that error, and a kernel that hangs takes its process with it."""
+    """Runs every file of tests in its own process, twelve at a time, and each function of the files whose process
+    crashed in a further one."""
     collected = run([*PYTEST, "--collect-only", *test_files()], LIMITS["test"], keep=1 << 24)
     begin, functions = time.monotonic(), test_functions(collected["tail"])
     collected["tail"] = collected["tail"][-2000:]
     if options.dry_run or not functions:
         return collected
     with ThreadPoolExecutor(12) as pool:
-        results = pool.map(lambda name: run([*PYTEST, name], LIMITS["test"]), functions)
-        parts = dict(zip([name.removeprefix("tests/") for name in functions], results, strict=True))
+
+        def run_each(names: list[str]) -> dict[str, Result]:
+            results = pool.map(lambda name: run([*PYTEST, name], LIMITS["test"]), names)
+            return dict(zip(names, results, strict=True))
+
+        parts = run_each(list(dict.fromkeys(name.partition("::")[0] for name in functions)))
+        crashed = [name for name, result in parts.items() if has_crashed(result)]
+        again = run_each([name for name in functions if name.partition("::")[0] in crashed])
+    parts = {name: result for name, result in parts.items() if name not in crashed} | again
     return together({"collect": collected, **parts}) | {"seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -205,18 +240,30 @@ def sanitize(options: argparse.Namespace) -> Result:
 
 
 def measured(group: str, *flags: str, limit: float) -> Result:
+    """Runs a group of gpu_measure.py."""
+    return measured_by(["benchmarks.gpu_measure", group, "--out", BUILD / f"{group}.json", *flags], group, limit)
+
+
+def measured_by(module: list[Any], group: str, limit: float) -> Result:
+    """Runs a module that writes build/gpu/GROUP.json, and adds the contents of the file to the result."""
     target = BUILD / f"{group}.json"
     target.unlink(missing_ok=True)
-    result = run([sys.executable, "-m", "benchmarks.gpu_measure", group, "--out", target, *flags], limit)
+    result = run([sys.executable, "-m", *module], limit)
     if target.exists():  # also when the group did not finish
         result["measured"] = json.loads(target.read_text())
     return result
 
 
 def measure(options: argparse.Namespace) -> Result:
+    """Runs the groups of KERNELS, and PROGRAMS, which measure a fine-tune's layers and the server."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    flags = ["--dry-run"] if options.dry_run else []
-    return together({group: measured(group, *flags, limit=LIMITS["measure"]) for group in GROUPS})
+    flags, device = (["--dry-run"], "cpu") if options.dry_run else ([], "cuda")
+    parts = {group: measured(group, *flags, limit=LIMITS["measure"]) for group in KERNELS}
+    for group, (module, limit) in PROGRAMS.items():
+        target = BUILD / f"{group}.json"
+        words = [device, target, TRAINING] if group == "training" else [group, device, target]
+        parts[group] = measured_by([module, *words], group, REHEARSAL_SECONDS if options.dry_run else limit)
+    return together(parts)
 
 
 def tune(options: argparse.Namespace) -> Result:
@@ -338,6 +385,7 @@ def attempted(part: Callable[[argparse.Namespace], Result], options: argparse.Na
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="a folder with the compiled libraries; nothing is built")
     parser.add_argument("--cutlass", type=Path, help="the nvidia-cutlass wheel, or a folder with include/cutlass")
     parser.add_argument("--skip", default="", help="parts to leave out, separated by commas")
     parser.add_argument("--out", type=Path, help="where JSON and page go: benchmarks, of a rehearsal build/gpu")

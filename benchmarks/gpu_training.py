@@ -149,7 +149,7 @@ class Bench:
             row = self._norm(name) if name.startswith("norm") else self._layers(name)
         except Exception as error:
             row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        self.rows.append({"case": name, **row})
+        self.rows.append({"what": name, **row})
         print(json.dumps(self.rows[-1]), flush=True)
         self.out.write_text(json.dumps({"environment": environment(self.device), "rows": self.rows}, indent=1) + "\n")
 

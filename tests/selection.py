@@ -143,7 +143,7 @@ FAMILIES = {
     "training in several processes": Family(
         ("tests/fp8/distributed", "tests/train/sharded", "tests/train/test_processes.py"), TRAINING
     ),
-    "killed training": Family(("tests/train/test_job_process.py",), TRAINING),
+    "killed training": Family(("tests/train/test_job_process.py", "tests/train/test_killed_groups.py"), TRAINING),
     "requests that are long or hostile": Family(
         ("tests/server/parsing",), ("fp8serve/server/*", "fp8serve/model/*", "fp8serve/processes.py")
     ),

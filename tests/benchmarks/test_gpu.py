@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def options(**given: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"cutlass": None, "skip": "", "out": Path("."), "dry_run": False, **given})
+    return argparse.Namespace(
+        **{"cutlass": None, "library": None, "skip": "", "out": Path("."), "dry_run": False, **given}
+    )
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started() -> None:
@@ -116,27 +118,53 @@ def test_files_with_tests_for_a_gpu() -> None:
     assert "test_recipe.py" not in names
 
 
-def test_every_function_is_its_own_process() -> None:
+def test_functions_are_listed_once() -> None:
     printed = "tests/cuda/test_a.py::test_one[cuda-1]\ntests/cuda/test_a.py::test_one[cuda-a::b]\n"
     printed += "tests/cuda/test_b.py::test_two\n\n3/9 tests collected (6 deselected) in 0.5s\n"
     assert gpu.test_functions(printed) == ["tests/cuda/test_a.py::test_one", "tests/cuda/test_b.py::test_two"]
 
 
-def test_a_file_that_cannot_be_collected_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that lacks a package of one file."""
+def run_tests_with(monkeypatch: pytest.MonkeyPatch, collected: str, results: dict[str, tuple[int, str]]) -> gpu.Result:
+    """Runs `gpu.test` where pytest prints `collected`, and ends with a status and output of `results` (else 0)."""
 
     def run(command: list[str], limit: float, keep: int = 2000, **environment: str) -> gpu.Result:
-        collects = "--collect-only" in command
-        tail = "tests/cuda/test_a.py::test_one[cuda]\n" if collects else "1 passed"
-        return {"status": 2 if collects else 0, "seconds": 1.0, "tail": tail}
+        default = (2, collected) if "--collect-only" in command else (0, "1 passed")
+        status, tail = results.get(command[-1], default)
+        return {"status": status, "seconds": 1.0, "tail": tail}
 
     monkeypatch.setattr(gpu, "run", run)
-    result = gpu.test(options())
+    return gpu.test(options())
+
+
+def test_a_file_that_cannot_be_collected_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lacks a package of one file."""
+    result = run_tests_with(monkeypatch, "tests/cuda/test_a.py::test_one[cuda]\n", {})
     assert result["status"] == 2
-    assert {name: part["status"] for name, part in result["parts"].items()} == {
-        "collect": 2,
-        "cuda/test_a.py::test_one": 0,
-    }
+    assert {name: part["status"] for name, part in result["parts"].items()} == {"collect": 2, "tests/cuda/test_a.py": 0}
+
+
+@pytest.mark.parametrize(
+    ("status", "output"), [(124, ""), (-11, ""), (1, "RuntimeError: CUDA error: an illegal memory access")]
+)
+def test_functions_of_a_file_that_crashes_run_by_themselves(
+    status: int, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = "tests/cuda/test_a.py", "tests/cuda/test_b.py"
+    collected = f"{a}::test_one[cuda]\n{a}::test_two\n{b}::test_one\n"
+    results = {a: (status, output), f"{a}::test_two": (status, output), b: (1, "1 failed")}
+    parts = run_tests_with(monkeypatch, collected, results)["parts"]
+    statuses = {name: part["status"] for name, part in parts.items() if name != "collect"}
+    assert statuses == {f"{a}::test_one": 0, f"{a}::test_two": status, b: 1}
+
+
+def test_a_library_that_was_built_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "fp8serve").mkdir()
+    assert gpu.build(options(library=tmp_path / "nowhere"))["status"] == 1
+    (tmp_path / "libfp8serve_cuda.so").write_text("new")
+    (tmp_path / "fp8serve/libfp8serve_cuda.so").write_text("old")
+    assert gpu.build(options(library=tmp_path))["status"] == 0
+    assert (tmp_path / "fp8serve/libfp8serve_cuda.so").read_text() == "new"
 
 
 def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

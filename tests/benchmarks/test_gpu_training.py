@@ -18,7 +18,7 @@ def test_every_case_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[
     bench = Bench("cpu", tmp_path / "out.json")
     for case in CASES:
         bench.run(case)
-    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    rows = {row["what"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
     assert len(capsys.readouterr().out.splitlines()) == len(rows) == len(CASES)
     digests = {name: row["digest"] for name, row in rows.items() if "digest" in row}

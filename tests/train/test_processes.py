@@ -4,7 +4,6 @@ ends."""
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +17,16 @@ from fp8serve.ranks import Ranks
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, training_command
 from fp8serve.train import job_process
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.job_process import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from fp8serve.train.job_process import EXIT_USAGE
 from fp8serve.train.train_step import GradientExchange
 from fp8serve.train.trainer import Trainer
 from tests.fp8.distributed.ranks import on_ranks
-from tests.patience import PATIENCE, until
+from tests.patience import PATIENCE
 
 from . import spoiled
 from .conftest import TEXTS, Configure, write_lines
-from .test_job_process import events, finish, make_job, run_whole, start
-from .test_resume import TIMES, every_file
+from .test_job_process import make_job
+from .test_resume import every_file
 from .test_trainer import after
 
 pytestmark = pytest.mark.distributed
@@ -134,100 +133,6 @@ def test_more_processes_than_microbatches_are_refused(configure: Configure) -> N
     ):
         Trainer(config, Ranks(0, 3)).run()
     assert not Path(config.out).exists()
-
-
-def in_group(job: Path, count: int = 2) -> "subprocess.Popen[str]":
-    return start(job, "-m", "fp8serve.train.job_process", "--procs", str(count), str(job))
-
-
-def metrics_in(job: Path) -> list[dict[str, Any]]:
-    path = job / "events.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["type"] == "metrics"]
-
-
-def assert_stops_by_a_signal(job: Path) -> None:
-    """Run by a group of processes, the job stops at a checkpoint, without a word."""
-    process = in_group(job)
-    until(lambda: metrics_in(job) or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
-    assert events(job)[-1]["code"] == "stopped"
-
-
-@pytest.mark.smoke
-def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
-    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None)
-    assert_stops_by_a_signal(job)
-    assert not (job / "result.json").exists()
-
-
-def test_a_broken_input_is_told_once_and_the_group_does_not_start_again(tmp_path: Path, configure: Configure) -> None:
-    job = make_job(tmp_path / "job", configure, **SHARED, eval_data=["/no/such/file"])
-    process = in_group(job)
-    assert process.communicate(timeout=PATIENCE) == ("", "")
-    assert process.returncode == EXIT_FAILED
-    assert [e["level"] for e in events(job)].count("error") == 1
-    assert "/no/such/file does not exist" in events(job)[-1]["message"]
-
-
-def test_the_ranks_die_with_the_process_that_started_them(tmp_path: Path, configure: Configure) -> None:
-    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=1)
-    process = in_group(job)
-    until(lambda: len(metrics_in(job)) > 2)
-    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    assert len(ranks) == 2
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-    until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_rank(pid) for pid in ranks))
-    again = in_group(job)  # it finds both locks free
-    steps = len(metrics_in(job))
-    until(lambda: len(metrics_in(job)) > steps or again.poll() is not None)
-    again.send_signal(signal.SIGTERM)
-    again.communicate(timeout=PATIENCE)
-    assert again.returncode == EXIT_STOPPED
-
-
-def is_rank(pid: int) -> bool:
-    """Whether the process still runs: after its end the command line is empty."""
-    try:
-        return b"fp8serve.train.group" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return False
-
-
-def run_shared(tmp_path: Path, configure: Configure, **options: Any) -> tuple[Path, Path]:
-    return run_whole(tmp_path, configure, **SHARED | options)
-
-
-def assert_same(whole: Path, killed: Path) -> None:
-    one, two = every_file(whole), every_file(killed)
-    assert {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)} <= TIMES | {"worker.lock"}
-
-
-@pytest.mark.slow
-def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
-    """Kills a rank, which the group survives, or the process that holds the group together."""
-    whole, job = run_shared(tmp_path, configure, max_steps=12, save_every=2, keep_last=2)
-    assert finish(job, "group", "5") >= 2
-    assert_same(whole, job)
-    losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_two_go_on_from_what_a_kill_at_any_fsync_or_rename_leaves(tmp_path: Path, configure: Configure) -> None:
-    whole, job = run_shared(tmp_path, configure, max_steps=2, save_every=1)
-    assert finish(job, "group-points", str(whole)) >= 20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-def test_rank_0_killed_at_every_tenth_point_writes_the_same_directory(tmp_path: Path, configure: Configure) -> None:
-    whole, job = run_shared(tmp_path, configure, max_steps=2, save_every=1)
-    assert finish(job, "group-kills", str(whole), "10") >= 2
 
 
 def under_torchrun(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -18,17 +18,8 @@ from tests.fp8.distributed.ranks import on_ranks
 from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
 from tests.train.test_job_process import events, finish, make_job
-from tests.train.test_processes import (
-    SHARED,
-    _train_spoiled,
-    assert_same,
-    assert_stops_by_a_signal,
-    by_processes,
-    metrics_in,
-    metrics_of,
-    run_shared,
-    trained,
-)
+from tests.train.test_killed_groups import assert_same, assert_stops_by_a_signal, metrics_in, run_shared
+from tests.train.test_processes import SHARED, _train_spoiled, by_processes, metrics_of, trained
 
 pytestmark = pytest.mark.distributed
 
