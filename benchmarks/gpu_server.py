@@ -38,7 +38,10 @@ SIZES = {
 SAMPLES, EPOCHS = {"cuda": 64, "cpu": 2}, {"cuda": 16, "cpu": 1}
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+    },
     "required": ["city", "population"],
     "additionalProperties": False,
 }
