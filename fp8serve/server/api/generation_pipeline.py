@@ -205,8 +205,7 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         return None
 
     def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them. May be
-        called twice with the same outputs, so it must be idempotent."""
+        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them."""
         return None
 
     def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
