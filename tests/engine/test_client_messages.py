@@ -14,7 +14,7 @@ import pytest
 
 from fp8serve.engine import client as client_module
 from fp8serve.engine import worker as worker_module
-from fp8serve.engine.client import EngineClient
+from fp8serve.engine.client import EngineClient, Token
 from fp8serve.engine.embedding_engine import EncoderEngine
 from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
 from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
@@ -196,6 +196,25 @@ def step_outputs() -> list[RequestOutput]:
 
 def of_request(outputs: Sequence[Any], name: str) -> list[Any]:
     return [output for output in outputs if output.request_id == name]
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is_written: bool) -> None:
+    worker, wire = in_pieces(SimpleNamespace())
+    client, received = taker(), list[Any]()
+
+    def write_tokens(tokens: list[Token]) -> bool:
+        received.append(tokens)
+        return is_written
+
+    client._start(Request("a", (1,)), received.append, write_tokens)
+    worker._streams["a"] = client._streams["a"].number
+    first, *outputs = [plain("a", text, token, token) for token, text in enumerate("xyz", 1)]
+    last = RequestOutput("a", "", (9,), None, "stop", 1, 4, 3)
+    for each in ([replace(first, timing=Timing(0.5, 0.25, 0.125))], outputs[:1], outputs[1:], [last]):
+        worker._send_outputs(each)
+    wire.read(client)
+    assert received == [first, [(2, "y"), (3, "z")], *([] if is_written else outputs), last]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
