@@ -5,7 +5,9 @@ benchmark runs the engine with a device that takes no time: a model of 320 token
 every replay. All else is the engine's own: scheduling, the inputs of the graph, sampling, and the outputs of every
 sequence. `engine` is the processor time of `Engine.step`, and `messages` that of the messages which the engine process
 sends for it. The cost of torch's ops does not grow with the number of sequences, so the time of a sequence is
-the slope between two batch sizes. `detokenize` is measured alone, because it belongs to the tokenizer.
+the slope between two batch sizes. `detokenize` is measured alone, because it belongs to the tokenizer. In a `mixed`
+step, the oldest request has just been aborted, and the step computes the prompt of a new one beside the sequences that
+decode.
 
 `--model DIR` measures a real model on `--device` instead: the time of a step on the clock, with a step launched before
 the previous one lands (engine/flights.py) and without, on the same engine in turns.
@@ -21,6 +23,7 @@ import pstats
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -30,6 +33,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from fp8serve.engine import runner as runner_module
 from fp8serve.engine import sampler
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.output import RequestOutput
@@ -41,6 +45,7 @@ from fp8serve.train.scratch import write_random_model
 TEXT = "The host prepares the next step while the device computes this one, and reads the sampled tokens afterwards."
 PROMPT, CONTEXT, BLOCK = 64, 1024, 16
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.95}}
+MIXED = {f"{name} mixed": {**options, "mixed": True} for name, options in SAMPLING.items()}
 
 
 class InstantModel(nn.Module):
@@ -52,6 +57,9 @@ class InstantModel(nn.Module):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: object, last: Tensor | None) -> Tensor:
         return torch.zeros(len(token_ids) if last is None else len(last), 1)
+
+    def modules_of_output_rows(self) -> list[nn.Module]:
+        return []
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = torch.zeros(len(hidden), self.config.vocab_size)
@@ -72,9 +80,12 @@ class SilentConnection(Connection):
 
 
 class InstantDecoding:
-    """An engine whose sequences all decode, with a device that takes no time."""
+    """An engine whose sequences all decode, with a device that takes no time. If its steps are `mixed`, a request is
+    replaced before each of them."""
 
-    def __init__(self, model_dir: Path, batch: int, tokenizes: bool = False, **sampling: Any) -> None:
+    def __init__(
+        self, model_dir: Path, batch: int, tokenizes: bool = False, mixed: bool = False, **sampling: Any
+    ) -> None:
         self.engine = Engine(
             model_dir, recipe="bf16", max_num_seqs=batch, num_blocks=batch * CONTEXT // BLOCK, block_size=BLOCK,
             max_batch_tokens=batch * PROMPT, max_prefill_tokens=batch * PROMPT,
@@ -84,20 +95,34 @@ class InstantDecoding:
         self.engine.async_scheduling = True  # as on a GPU
         runner = self.engine.loaded.runner
         runner.model = InstantModel(runner.model)  # type: ignore[assignment]
-        runner.use_graphs(_replay_nothing, batch, CONTEXT)
-        self.worker = Worker(SilentConnection(), self.engine)
-        params = SamplingParams(max_new_tokens=CONTEXT - PROMPT, ignore_eos=True, seed=0, **sampling)
-        for number in range(batch):
-            prompt = tuple((number + i) % 256 for i in range(PROMPT))
-            request = Request(f"request-{number:016x}", prompt, params, "tenant")
-            self.worker._generate({"request": request.to_json(), "stream": number, "arrived": time.monotonic()})
+        with patch.object(runner_module, "can_replay_prompts", lambda _: True):
+            runner.use_graphs(_replay_nothing, batch, CONTEXT, 4 * PROMPT + batch if mixed else 0)
+        self.worker, self._mixed = Worker(SilentConnection(), self.engine), mixed
+        self._params = SamplingParams(max_new_tokens=CONTEXT - PROMPT, ignore_eos=True, seed=0, **sampling)
+        self._numbers = count()
+        for _ in range(batch):
+            self._add_request()
         while any(seq.num_generated < 2 for seq in self.engine.scheduler.running) or self.engine.scheduler.waiting:
             self.engine.step()
+
+    def _add_request(self) -> None:
+        number = next(self._numbers)
+        prompt = tuple((number + i) % 256 for i in range(PROMPT))
+        request = Request(f"request-{number:016x}", prompt, self._params, "tenant")
+        self.worker._generate({"request": request.to_json(), "stream": number, "arrived": time.monotonic()})
+
+    def prepare_step(self) -> None:
+        """Replaces the oldest request if steps are mixed."""
+        if self._mixed:
+            name = self.engine.scheduler.running[0].request_id
+            self.worker._abort({"request_id": name, "stream": self.worker._streams[name]})
+            self._add_request()
 
     def us(self, steps: int) -> tuple[float, float]:
         """Returns the microseconds of a step: those of the engine, and those of its messages."""
         engine_seconds = message_seconds = 0.0
         for _ in range(steps):
+            self.prepare_step()
             start = time.process_time()
             outputs = self.engine.step()
             middle = time.process_time()
@@ -122,7 +147,7 @@ def _sample_nothing(logits: Tensor, *_: Tensor) -> Tensor:
 def measure(model_dir: Path, batches: tuple[int, ...], steps: int, rounds: int) -> dict[str, Any]:
     """Returns the microseconds of a step at each batch size, and those of one sequence more."""
     result: dict[str, Any] = {"unit": "us", "batches": list(batches)}
-    for name, sampling in SAMPLING.items():
+    for name, sampling in (SAMPLING | MIXED).items():
         runs = [InstantDecoding(model_dir, batch, **sampling) for batch in batches]
         with patch.object(sampler, "_sample", _sample_nothing):
             times = [[run.us(steps) for run in runs] for _ in range(rounds)]
@@ -183,16 +208,19 @@ def measure_overlap(
     return result
 
 
-def calls_per_sequence(model_dir: Path, batches: tuple[int, int] = (16, 48), steps: int = BLOCK) -> float:
+def calls_per_sequence(
+    model_dir: Path, batches: tuple[int, int] = (16, 48), steps: int = BLOCK, mixed: bool = False
+) -> float:
     """Returns how many Python functions one more sequence calls in a step, on average over the tokens of a block."""
     calls = []
     for batch in batches:
-        run = InstantDecoding(model_dir, batch, temperature=0.0)
+        run = InstantDecoding(model_dir, batch, mixed=mixed, temperature=0.0)
         profiler = cProfile.Profile()
-        profiler.enable()
         for _ in range(steps):
+            run.prepare_step()
+            profiler.enable()
             run.engine.step()
-        profiler.disable()
+            profiler.disable()
         calls.append(pstats.Stats(profiler).total_calls / steps)  # type: ignore[attr-defined]
     return float((calls[1] - calls[0]) / (batches[1] - batches[0]))
 
@@ -202,7 +230,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=(32, 128), help="two sizes, or any with --model")
     parser.add_argument("--steps", type=int, default=BLOCK)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--profile", choices=tuple(SAMPLING), help="profile this kind of sampling")
+    parser.add_argument("--profile", choices=tuple(SAMPLING | MIXED), help="profile steps of this kind")
     parser.add_argument("--model", type=Path, help="measure this model's steps on the clock")
     parser.add_argument("--recipe", default="stored", help="of --model")
     parser.add_argument("--device", default="cuda", help="of --model")
@@ -224,9 +252,14 @@ def main() -> None:
         if options.profile is None:
             print(json.dumps(measure(model_dir, batches, options.steps, options.rounds), indent=2))
             return
-        run = InstantDecoding(model_dir, batches[-1], **SAMPLING[options.profile])
-        with cProfile.Profile() as profiler, patch.object(sampler, "_sample", _sample_nothing):
-            outputs: list[RequestOutput] = [output for _ in range(options.steps) for output in run.engine.step()]
+        run = InstantDecoding(model_dir, batches[-1], **(SAMPLING | MIXED)[options.profile])
+        outputs, profiler = list[RequestOutput](), cProfile.Profile()
+        with patch.object(sampler, "_sample", _sample_nothing):
+            for _ in range(options.steps):
+                run.prepare_step()
+                profiler.enable()
+                outputs += run.engine.step()
+                profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
         print(f"{len(outputs)} outputs in {options.steps} steps")
 

@@ -3,8 +3,9 @@
 `EngineClient.start` listens on an AF_UNIX socket (mode 0600, in a private directory) and spawns `worker.py`, which
 connects to the socket. The first message of the worker says that the engine is ready, or why it could not start. After
 that, one task reads the worker's messages (`messages.py`) and passes each to the request or the coroutine that waits
-for it. If the process dies or sends an invalid message, every request in flight ends with finish_reason "error" and a
-message, so nothing waits forever.
+for it. A request gets all tokens of one read in one call, however many frames they came in. If the process dies or
+sends an invalid message, every request in flight ends with finish_reason "error" and a message, so nothing waits
+forever.
 """
 
 import asyncio
@@ -40,6 +41,10 @@ CLOSE_SECONDS = 5.0  # that the engine process may take to exit; then it is kill
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Deliver = Callable[[RequestOutput | Exception], None]
 """Receives the outputs of a request, or the exception that ended it. It must not raise."""
+Token = tuple[int, str]  # its id, and the text that it released
+WriteTokens = Callable[[list[Token]], bool]
+"""Receives tokens of a request that are nothing but text, and returns True. If it returns False, it has changed
+nothing, and the tokens are passed to `Deliver` as outputs. It must not raise."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,8 @@ class _Stream:
     request: Request
     deliver: Deliver
     number: int  # identifies the request in messages; unlike the request id, it is not used again
+    write_tokens: WriteTokens | None = None
+    tokens: list[Token] = field(default_factory=list)  # received and not passed on yet
     num_generated: int = 0
     num_cached: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # received so far
@@ -65,6 +72,7 @@ class EngineClient:
         self._reader, self._writer = connection
         self._streams: dict[str, _Stream] = {}  # by request id
         self._streams_by_number: dict[int, _Stream] = {}
+        self._pending: list[_Stream] = []  # those that had tokens in the current read
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._partial_replies: dict[int, list[Any]] = {}
         self._ids = itertools.count()
@@ -124,13 +132,14 @@ class EngineClient:
         self.limits.check(request)
         self._check_running()
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: Request, deliver: Deliver, write_tokens: WriteTokens | None = None) -> None:
         """Starts a request and calls `deliver` with each output, until one has a finish_reason or is an exception.
+        Tokens that are nothing but text are first offered to `write_tokens`.
 
         Raises the errors of `check`.
         """
         self.check(request)
-        self._start(request, deliver)
+        self._start(request, deliver, write_tokens)
 
     def cancel(self, request_id: str) -> None:
         """Aborts a request whose outputs are no longer read. Does nothing if the request has ended."""
@@ -227,8 +236,8 @@ class EngineClient:
             if stream.number in self._streams_by_number:
                 self._abort(stream)
 
-    def _start(self, request: Request, deliver: Deliver) -> _Stream:
-        stream = _Stream(request, deliver, next(self._ids) % 2**32)
+    def _start(self, request: Request, deliver: Deliver, write_tokens: WriteTokens | None = None) -> _Stream:
+        stream = _Stream(request, deliver, next(self._ids) % 2**32, write_tokens)
         self._streams[request.request_id] = self._streams_by_number[stream.number] = stream
         if self._exit_message is None:
             self._write("generate", stream=stream.number, request=request.to_json())
@@ -242,6 +251,7 @@ class EngineClient:
 
     def _forget(self, stream: _Stream) -> None:
         """Removes a request that has ended."""
+        stream.tokens = []
         del self._streams_by_number[stream.number]
         if self._streams.get(stream.request.request_id) is stream:  # and no later request with the same id
             del self._streams[stream.request.request_id]
@@ -290,10 +300,14 @@ class EngineClient:
         try:
             while data := await self._reader.read(READ_BYTES):
                 self._last_message_time = self._loop.time()
-                for message, size in messages.feed(data):
-                    self._handle(message)
-                    if size > LONG_MESSAGE_BYTES:
-                        await asyncio.sleep(0)
+                try:
+                    for message, size in messages.feed(data):
+                        self._handle(message)
+                        if size > LONG_MESSAGE_BYTES:
+                            self._deliver_pending()
+                            await asyncio.sleep(0)
+                finally:
+                    self._deliver_pending()
         except ConnectionError:
             pass
         except Exception as error:
@@ -323,7 +337,7 @@ class EngineClient:
         """Passes a message to the request or the coroutine that waits for it. An invalid message may raise any
         exception."""
         if isinstance(message, TokenFrame):
-            self._deliver_tokens(message)
+            self._collect_tokens(message)
             return
         match message["event"]:
             case "outputs":
@@ -349,18 +363,42 @@ class EngineClient:
             case "failed":
                 self._ready.set_exception(to_exception(message, MachineError))
 
-    def _deliver_tokens(self, frame: TokenFrame) -> None:
-        for number, token_id, text in zip(frame.streams, frame.token_ids, frame.texts, strict=True):
-            if (stream := self._streams_by_number.get(number)) is not None:
-                stream.num_generated += 1
-                request, counts = stream.request, (stream.num_generated, stream.num_cached)
-                prompt = len(request.prompt_token_ids)
-                stream.deliver(RequestOutput(request.request_id, text, (token_id,), None, None, prompt, *counts))
+    def _collect_tokens(self, frame: TokenFrame) -> None:
+        """Appends the tokens of a frame to those that their streams have not passed on."""
+        find, pending = self._streams_by_number.get, self._pending
+        tokens = zip(frame.token_ids, frame.texts, strict=True)
+        for number, token in zip(frame.streams, tokens, strict=True):
+            if (stream := find(number)) is not None:
+                if not stream.tokens:
+                    pending.append(stream)
+                stream.tokens.append(token)
+
+    def _deliver_pending(self) -> None:
+        """Passes on the tokens of all frames since the last call. A stream that has ended since then has no tokens."""
+        for stream in self._pending:
+            if stream.tokens:
+                self._deliver_tokens(stream)
+        self._pending.clear()
+
+    def _deliver_tokens(self, stream: _Stream) -> None:
+        """Passes on the tokens of a stream: all together, or as an output for each."""
+        tokens, stream.tokens = stream.tokens, []
+        count = stream.num_generated
+        stream.num_generated += len(tokens)
+        if stream.write_tokens is not None and stream.write_tokens(tokens):
+            return
+        request = stream.request
+        for token_id, text in tokens:
+            count += 1
+            counts = len(request.prompt_token_ids), count, stream.num_cached
+            stream.deliver(RequestOutput(request.request_id, text, (token_id,), None, None, *counts))
 
     def _deliver(self, number: int, output: RequestOutput) -> None:
         stream = self._streams_by_number.get(number)
         if stream is None:
             return
+        if stream.tokens:
+            self._deliver_tokens(stream)
         if output.prompt_logprobs is not None:
             stream.prompt_logprobs += output.prompt_logprobs
             if not output.num_generated:

@@ -31,7 +31,6 @@ was replaced. `CapturedModel` checks for replacements while the device computes.
 again and the step is repeated, which overwrites the same slots of the cache.
 """
 
-import itertools
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -102,30 +101,45 @@ class GraphReport:
 
 
 @dataclass(slots=True)
-class DecodeRows:
-    """A step in which every sequence decodes one token, as lists with an entry for each."""
+class StepRows:
+    """The work of a step as lists with an entry for each sequence. A step may have many sequences that decode, so they
+    are read from the lists of `StepWork` without a `Work` for each."""
 
     tables: list[list[int]]  # the block tables
-    positions: list[int]
-    tokens: list[int]  # those that are promised are 0
-    sources: list[int]  # the row of a promised token in the step in flight, and -1 for another token
+    starts: list[int]  # the position of each sequence's first token
+    counts: list[int]  # of its tokens
+    sources: list[int]  # the row of a promised token in the step in flight, and -1 for other tokens
+    sampled: list[int]  # the rows that sample a token
+    tokens: list[int]  # of all sequences; those that are promised are 0
 
     @classmethod
-    def of(cls, work: StepWork | Sequence[Work]) -> "DecodeRows | None":
-        """Returns the rows of `work`, or None if it has other work than one token of each sequence."""
-        others = work.others if isinstance(work, StepWork) else work
-        if not all(item.count == 1 and item.needs_sample for item in others):
+    def of(cls, work: StepWork | Sequence[Work]) -> "StepRows | None":
+        """Returns the rows of `work`, or None if it has a draft or scores a prompt."""
+        if not isinstance(work, StepWork):
+            work = StepWork(others=list(work))
+        if any(item.draft or item.scored_positions for item in work.others):
             return None
-        if others or not isinstance(work, StepWork):
-            items = list(work)
-            tables, positions = [item.seq.block_table for item in items], [item.start for item in items]
-            return cls(tables, positions, [item.token_ids[0] for item in items], [item.source for item in items])
         seqs, sources = work.decodes, work.sources
         tokens = [0] * len(seqs)
-        if min(sources) < 0:
-            rows = zip(seqs, work.positions, sources, strict=True)
-            tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in rows]
-        return cls([seq.block_table for seq in seqs], work.positions, tokens, sources)
+        if min(sources, default=0) < 0:
+            decodes = zip(seqs, work.positions, sources, strict=True)
+            tokens = [seq.token_ids[position] if source < 0 else 0 for seq, position, source in decodes]
+        tables, counts = [seq.block_table for seq in seqs], [1] * len(seqs)
+        rows = cls(tables, work.positions.copy(), counts, sources.copy(), list(range(len(seqs))), tokens)
+        for item in work.others:
+            if item.needs_sample:
+                rows.sampled.append(len(rows.tables))
+            rows.tables.append(item.seq.block_table)
+            rows.starts.append(item.start)
+            rows.counts.append(item.count)
+            rows.sources.append(item.source)
+            rows.tokens += item.token_ids
+        return rows
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence decodes one token."""
+        return len(self.tokens) == len(self.tables) == len(self.sampled)
 
 
 def can_replay_prompts(model: nn.Module) -> TypeGuard[Decoder]:
@@ -281,10 +295,10 @@ class Buffers:
         inputs.lengths[0].copy_(inputs.starts.diff().clamp(min=1))
         inputs.lengths[1].fill_(1)
 
-    def fill_decoding(self, inputs: DecodeRows, size: int) -> None:
+    def fill_decoding(self, inputs: StepRows, size: int) -> None:
         """Copies the inputs of a decoding step to the device, padded to `size` rows with copies of the first row. Does
         not wait for the device."""
-        live, positions = len(inputs.positions), np.array(inputs.positions)
+        live, positions = len(inputs.starts), np.array(inputs.starts)
         blocks = self._tables.update(inputs.tables, positions)
         buffer, int64, host = self._begin(StepLayout(size, size))
         columns, sources = host.columns, np.array(inputs.sources)
@@ -300,32 +314,31 @@ class Buffers:
         int64[0] = live
         buffer.copy_to(self._inputs[: StepLayout(size, size).nbytes])
 
-    def fill_prompts(self, work: Sequence[Work], size: int) -> int:
+    def fill_prompts(self, inputs: StepRows, size: int) -> None:
         """Copies the inputs of a step with prompts to the device, padded to `size` tokens with those of one more
-        sequence. Does not wait for the device. Returns the number of sampled rows."""
-        seqs, counts = len(work), np.array([item.count for item in work])
-        first, ends = np.array([item.start for item in work]), counts.cumsum()
-        starts, live = ends - counts, int(ends[-1])
-        blocks = self._tables.update([item.seq.block_table for item in work], first + counts - 1)
+        sequence. Does not wait for the device."""
+        seqs, live, counts = len(inputs.tables), len(inputs.tokens), np.array(inputs.counts)
+        first, ends = np.array(inputs.starts), counts.cumsum()
+        starts, blocks = ends - counts, self._tables.update(inputs.tables, first + counts - 1)
         layout = self.prompt_layout(size)
         buffer, int64, host = self._begin(layout)
         token_ids, sources, positions, slots = host.columns
-        token_ids[:live] = list(itertools.chain.from_iterable(item.token_ids for item in work))
-        sources[:live] = self._number_sources(np.repeat([item.source for item in work], counts))
+        token_ids[:live] = inputs.tokens
+        sources[:live] = self._number_sources(np.repeat(inputs.sources, counts))
         positions[:live] = np.arange(live) + np.repeat(first - starts, counts)
         offsets = positions[:live] % self._block_size
         slots[:live] = np.repeat(blocks, counts) * self._block_size + offsets
         for row in np.flatnonzero(counts > 1).tolist():
             tokens = slice(int(starts[row]), int(ends[row]))
             indices = positions[tokens] // self._block_size
-            table = np.array(work[row].seq.block_table[indices[0] : indices[-1] + 1])
+            table = np.array(inputs.tables[row][indices[0] : indices[-1] + 1])
             slots[tokens] = table[indices - indices[0]] * self._block_size + offsets[tokens]
         token_ids[live:], slots[live:] = 0, -1
         sources[live:] = self._first_token + np.arange(live, size)
         positions[live:] = np.arange(size - live)
 
         places, lengths = self._tables.row_places, first + counts
-        sampled = np.flatnonzero([item.needs_sample for item in work])
+        sampled = np.array(inputs.sampled, np.int64)
         chosen = np.zeros(layout.seqs, np.int64)  # other rows compute the first sequence's last token
         chosen[: len(sampled)] = sampled
         host.rows[0], host.rows[0, :seqs] = places[0], places
@@ -336,7 +349,6 @@ class Buffers:
         host.lengths[1, : len(sampled)] = lengths[sampled]
         int64[:] = live, len(sampled)
         buffer.copy_to(self._inputs[: layout.nbytes])
-        return len(sampled)
 
     def _begin(self, layout: StepLayout) -> tuple[PinnedBuffer, IntArray, StepInputs]:
         """Returns the host buffer that is not being copied, its two live numbers, and its inputs."""
@@ -373,9 +385,13 @@ class GraphedDecode:
             buffers.prepare_capture(StepLayout(size, size))
             self._replays[size] = capture(partial(_run, compute, buffers.decoding_step, size))
 
-    def run(self, rows: DecodeRows) -> Tensor:
+    def supports(self, rows: StepRows) -> bool:
+        """Returns whether `run` can compute these rows."""
+        return rows.decodes and len(rows.tables) <= self.sizes[-1]
+
+    def run(self, rows: StepRows) -> Tensor:
         """Returns the logits [sequences, vocab], in a buffer that the next step overwrites."""
-        live = len(rows.positions)
+        live = len(rows.tables)
         size = self.sizes[bisect_left(self.sizes, live)]
         self._buffers.fill_decoding(rows, size)
         return self._replays[size]()[:live]
@@ -397,22 +413,20 @@ class GraphedPrompts:
             buffers.prepare_capture(buffers.prompt_layout(size))
             self._replays[size] = capture(partial(_run, compute, buffers.prompt_step, size))
 
-    def supports(self, work: Sequence[Work]) -> bool:
-        """Returns whether `run` can compute this work."""
-        if len(work) > self._buffers.seqs or any(item.draft or item.scored_positions for item in work):
+    def supports(self, rows: StepRows) -> bool:
+        """Returns whether `run` can compute these rows."""
+        if len(rows.tables) > self._buffers.seqs or max(rows.starts) > MAX_REPLAYED_CONTEXT:
             return False
-        if max(item.start for item in work) > MAX_REPLAYED_CONTEXT:
-            return False
-        size = self._padded_size(live := sum(item.count for item in work))
-        return size is not None and size - live <= self._buffers.max_length
+        size = self._padded_size(len(rows.tokens))
+        return size is not None and size - len(rows.tokens) <= self._buffers.max_length
 
-    def run(self, work: Sequence[Work]) -> Tensor:
+    def run(self, rows: StepRows) -> Tensor:
         """Returns the hidden states of the sampled tokens, [samples, hidden], in a buffer that the next step
         overwrites."""
-        size = self._padded_size(sum(item.count for item in work))
+        size = self._padded_size(len(rows.tokens))
         assert size is not None
-        num_samples = self._buffers.fill_prompts(work, size)
-        return self._replays[size]()[:num_samples]
+        self._buffers.fill_prompts(rows, size)
+        return self._replays[size]()[: len(rows.sampled)]
 
     def _padded_size(self, tokens: int) -> int | None:
         index = bisect_left(self.sizes, tokens)

@@ -24,10 +24,10 @@ from fp8serve.engine.graphs import (
     Buffers,
     Capture,
     CudaCapture,
-    DecodeRows,
     GraphedDecode,
     GraphedPrompts,
     GraphReport,
+    StepRows,
     can_replay_prompts,
 )
 from fp8serve.engine.options import MAX_LORA_RANK, EngineOptions
@@ -106,14 +106,14 @@ class Runner:
         of `work`, FP32 [samples, vocab]. The next step may overwrite them."""
         if self.graphs is None or self._uses_adapters(work):
             return self.model.logits(self._hidden_states(list(work)))
-        rows = DecodeRows.of(work) if len(work) <= self.graphs.sizes[-1] else None
-        logits = self._replay(work, rows)
-        if logits is None:
+        rows = StepRows.of(work)
+        logits = None if rows is None else self._replay(rows)
+        if rows is None or logits is None:
             return self.model.logits(self._hidden_states(list(work)))
         if self._captured_model is not None and not self._captured_model.is_current():
             logits = None  # the memory of a graph is free only without it
             self.update_graphs()
-            logits = self._replay(work, rows)
+            logits = self._replay(rows)
         return logits  # type: ignore[return-value]  # the same steps are captured again
 
     def update_graphs(self) -> None:
@@ -132,12 +132,12 @@ class Runner:
     def _uses_adapters(self, work: StepWork | list[Work]) -> bool:
         return self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work))
 
-    def _replay(self, work: StepWork | list[Work], rows: DecodeRows | None) -> Tensor | None:
-        """Returns the logits of a step that was captured, or None. `rows` are those of a decoding step."""
-        if rows is not None and self.graphs is not None:
+    def _replay(self, rows: StepRows) -> Tensor | None:
+        """Returns the logits of a step that was captured, or None."""
+        if self.graphs is not None and self.graphs.supports(rows):
             return self.graphs.run(rows)
-        if self.graphed_prompts is not None and self.graphed_prompts.supports(items := list(work)):
-            return self.model.logits(self.graphed_prompts.run(items))
+        if self.graphed_prompts is not None and self.graphed_prompts.supports(rows):
+            return self.model.logits(self.graphed_prompts.run(rows))
         return None
 
     @torch.inference_mode()

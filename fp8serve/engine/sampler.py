@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fp8serve.engine.flights import HostCopy
 from fp8serve.engine.output import TokenLogprob
-from fp8serve.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from fp8serve.engine.sampling_params import MAX_LOGPROBS
 from fp8serve.engine.sequence import Sequence, Status
 from fp8serve.engine.step import to_device
 from fp8serve.fp8 import ops as ops  # registers the ops called below
@@ -65,6 +65,19 @@ class _TopLogprobs:
     top_ids: Tensor  # int64 [rows, MAX_LOGPROBS]
 
 
+_SAMPLING_STEPS: dict[str, Callable[[Sequence], bool]] = {
+    "sampled": lambda seq: not seq.params.is_greedy,
+    "logprobs": lambda seq: seq.params.logprobs is not None,
+    "penalized": lambda seq: seq.params.has_penalty,
+    "biased": lambda seq: bool(seq.params.logit_bias),
+    "min_tokens": lambda seq: seq.params.min_tokens > 0,
+    "banned": lambda seq: seq.ban is not None,
+    "grammar": lambda seq: seq.matcher is not None,
+}
+"""The operations that not every row needs, and which sequences need them. They are looked up once for each sequence,
+because a new plan is made whenever a sequence starts or ends, which is in most steps of a busy server."""
+
+
 class SamplingPlan:
     """The rows of a batch that need each operation, with parameters of the sequences as tensors on the device."""
 
@@ -74,23 +87,25 @@ class SamplingPlan:
     filters: tuple[Tensor, ...]  # temperature, top_k, top_p and min_p of the sampled rows
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
-        params = [seq.params for seq in seqs]
+        rows: dict[str, list[int]] = {name: [] for name in _SAMPLING_STEPS}
+        for row, seq in enumerate(seqs):
+            if seq.sampling_steps is None:
+                seq.sampling_steps = tuple(name for name, applies in _SAMPLING_STEPS.items() if applies(seq))
+            for name in seq.sampling_steps:
+                rows[name].append(row)
         self.seqs = seqs
-        self.sampled = _rows_where(params, lambda p: not p.is_greedy)
-        self.logprobs = _rows_where(params, lambda p: p.logprobs is not None)
-        self.penalized = _rows_where(params, lambda p: p.has_penalty)
-        self.biased = _rows_where(params, lambda p: bool(p.logit_bias))
-        self.min_tokens = _rows_where(params, lambda p: p.min_tokens > 0)
-        self.banned = [row for row, seq in enumerate(seqs) if seq.ban is not None]
-        self.depends_on_tokens = any(seq.depends_on_tokens for seq in seqs)
-        self.has_grammar = any(seq.matcher is not None for seq in seqs)
+        self.sampled, self.logprobs, self.penalized = rows["sampled"], rows["logprobs"], rows["penalized"]
+        self.biased, self.min_tokens, self.banned = rows["biased"], rows["min_tokens"], rows["banned"]
+        self.has_grammar = bool(rows["grammar"])
+        # whether the next tokens cannot be sampled before the values of all previous tokens are known
+        self.depends_on_tokens = bool(self.has_grammar or self.banned or self.penalized)
         self.is_plain = not (self.logprobs or self.penalized or self.biased or self.min_tokens or self.banned)
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
-            self.seed_hashes = [_seed_hash(seqs[row].seed) for row in self.sampled]
+            self.seed_hashes = [_seed_hash_of(seqs[row]) for row in self.sampled]
             self.sampled_rows = to_device(self.sampled, torch.long, device)
-            chosen = [params[row] for row in self.sampled]
+            chosen = [seqs[row].params for row in self.sampled]
             columns = [p.temperature for p in chosen], [p.top_p for p in chosen], [p.min_p for p in chosen]
             temperature, top_p, min_p = to_device(columns, torch.float64, device)
             self.filters = temperature, to_device([p.top_k for p in chosen], torch.long, device), top_p, min_p
@@ -160,6 +175,12 @@ def _seed_hash(seed: int) -> blake2b:
     return blake2b(seed.to_bytes(8, "little"), digest_size=8)
 
 
+def _seed_hash_of(seq: Sequence) -> blake2b:
+    if seq.seed_hash is None:
+        seq.seed_hash = _seed_hash(seq.seed)
+    return seq.seed_hash
+
+
 def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:
     """Returns `uniform` for each pair of a hashed seed and a position."""
     digests = []
@@ -168,10 +189,6 @@ def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.fl
         state.update(position.to_bytes(8, "little"))
         digests.append(state.digest())
     return (np.frombuffer(b"".join(digests), "<u8") >> 11) * 2.0**-53
-
-
-def _rows_where(params: list[SamplingParams], predicate: Callable[[SamplingParams], bool]) -> list[int]:
-    return [row for row, item in enumerate(params) if predicate(item)]
 
 
 def _column(logits: Tensor, values: list[float]) -> Tensor:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from fp8serve.engine.bad_words import Ban
@@ -52,6 +53,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
+    # the sampler writes the following fields once
+    sampling_steps: tuple[str, ...] | None = None  # the operations of SamplingPlan that this sequence needs
+    seed_hash: blake2b | None = None
     # the scheduler writes the following fields
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -116,11 +120,6 @@ class Sequence:
         """The number of tokens, including those that a step in flight samples. A step that computes the last token
         samples the next one."""
         return max(len(self.token_ids), self.num_launched + 1)
-
-    @property
-    def depends_on_tokens(self) -> bool:
-        """Whether the next token cannot be sampled before the values of all previous tokens are known."""
-        return self.matcher is not None or self.ban is not None or self.params.has_penalty
 
     @property
     def num_pending(self) -> int:

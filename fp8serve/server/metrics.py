@@ -7,7 +7,9 @@ scrape. vllm_metrics.py publishes families with a vLLM name under that name, too
 routes are templates, unknown paths share one label, and the operator names the models.
 """
 
+import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +34,45 @@ LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 
 PHASES = (0.001, 0.005, 0.01, 0.02, *LATENCY)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+Kind = TypeVar("Kind", Counter, Gauge, Histogram, "BatchedHistogram")
 Stats = Mapping[str, Mapping[str, Any]]
+
+
+class BatchedHistogram(Histogram):
+    """A histogram that takes many observations in one call."""
+
+    def observe_all(self, counts: Sequence[int], total: float) -> None:
+        """Adds the number of observations in each bucket, and the sum of all of them."""
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+
+
+class TokenCounts:
+    """Counts tokens and the seconds between them, and adds them to the metrics once in an iteration of the event loop:
+    a metric takes a lock and several calls, which is too much for every token."""
+
+    def __init__(self, tokens: Counter, seconds: BatchedHistogram) -> None:
+        self._tokens, self._seconds = tokens, seconds
+        self._reset()
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Counts tokens that arrived together. `seconds` is the interval from one of them to the next."""
+        if not self._count:
+            asyncio.get_running_loop().call_soon(self._record)
+        self._count += tokens
+        self._buckets[bisect_left(INTER_TOKEN, seconds)] += tokens
+        self._total_seconds += seconds * tokens
+
+    def _record(self) -> None:
+        self._tokens.inc(self._count)
+        self._seconds.observe_all(self._buckets, self._total_seconds)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._count, self._total_seconds = 0, 0.0
+        self._buckets = [0] * (len(INTER_TOKEN) + 1)
 
 
 class Family(Generic[Kind]):
@@ -104,7 +143,7 @@ class ModelMetrics:
         buckets=TTFT, vllm="time_to_first_token_seconds",
     )  # fmt: skip
     inter_token = Family(
-        Histogram, "inter_token_seconds", "Seconds between two tokens of a request", buckets=INTER_TOKEN,
+        BatchedHistogram, "inter_token_seconds", "Seconds between two tokens of a request", buckets=INTER_TOKEN,
         vllm="inter_token_latency_seconds",
     )  # fmt: skip
     per_token = Family(
@@ -172,6 +211,7 @@ class ModelMetrics:
             )
             for value in family.values if isinstance(family, LabeledCounter) else ():
                 metric.labels(model, value)
+        self.token_counts = TokenCounts(self.generated_tokens, self.inter_token)
 
     def forget(self) -> None:
         """Removes the series, because the model or adapter is no longer served."""

@@ -7,9 +7,11 @@ import pytest
 from benchmarks import host_time
 from benchmarks.host_time import CONTEXT, TEXT, InstantDecoding
 from fp8serve.engine.engine import Engine
+from fp8serve.engine.graphs import Buffers
 from fp8serve.train.scratch import write_random_model
 
 MAX_CALLS = 12.0  # Python and C functions, of a greedy sequence in a step
+MAX_MIXED_CALLS = 20.0  # if the step also computes the prompt of a new request
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +22,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_sequence_calls_few_functions_in_a_step(model_dir: Path) -> None:
     assert host_time.calls_per_sequence(model_dir) <= MAX_CALLS
+
+
+def test_a_sequence_calls_few_functions_beside_a_prompt(model_dir: Path) -> None:
+    assert host_time.calls_per_sequence(model_dir, mixed=True) <= MAX_MIXED_CALLS
+
+
+def test_prompts_beside_sequences_that_decode_are_replayed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, replayed = InstantDecoding(model_dir, 8, mixed=True, temperature=0.0), list[int]()
+    fill = Buffers.fill_prompts
+    monkeypatch.setattr(
+        Buffers, "fill_prompts", lambda each, rows, size: (replayed.append(len(rows.tables)), fill(each, rows, size))
+    )
+    for _ in range(3):
+        run.prepare_step()
+        assert len(run.engine.step()) >= 7
+    assert replayed == [8, 8, 8]
 
 
 def test_more_work_for_a_sequence_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 
 from fp8serve.engine import client as client_module
 from fp8serve.engine import worker as worker_module
-from fp8serve.engine.client import EngineClient
+from fp8serve.engine.client import EngineClient, Token
 from fp8serve.engine.embedding_engine import EncoderEngine
 from fp8serve.engine.messages import MAX_MESSAGE_BYTES, MessageReader, encode_json
 from fp8serve.engine.output import RequestOutput, Timing, TokenLogprob
@@ -194,6 +194,29 @@ def step_outputs() -> list[RequestOutput]:
     ]  # fmt: skip
 
 
+def of_request(outputs: Sequence[Any], name: str) -> list[Any]:
+    return [output for output in outputs if output.request_id == name]
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is_written: bool) -> None:
+    worker, wire = in_pieces(SimpleNamespace())
+    client, received = taker(), list[Any]()
+
+    def write_tokens(tokens: list[Token]) -> bool:
+        received.append(tokens)
+        return is_written
+
+    client._start(Request("a", (1,)), received.append, write_tokens)
+    worker._streams["a"] = client._streams["a"].number
+    first, *outputs = [plain("a", text, token, token) for token, text in enumerate("xyz", 1)]
+    last = RequestOutput("a", "", (9,), None, "stop", 1, 4, 3)
+    for each in ([replace(first, timing=Timing(0.5, 0.25, 0.125))], outputs[:1], outputs[1:], [last]):
+        worker._send_outputs(each)
+    wire.read(client)
+    assert received == [first, [(2, "y"), (3, "z")], *([] if is_written else outputs), last]
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: int) -> None:
     worker, wire = in_pieces(SimpleNamespace())
@@ -206,8 +229,11 @@ def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: in
     for start in range(0, len(data), size):
         for message, _ in reader.feed(data[start : start + size]):
             client._handle(message)
+    client._deliver_pending()
     assert reader.is_complete
-    assert delivered == step_outputs()
+    for name in "abc":  # the outputs of each request are in order
+        assert of_request(delivered, name) == of_request(step_outputs(), name)
+    assert len(delivered) == len(step_outputs())
     assert set(client._streams) == set(worker._streams) == {"a"}
     assert len(client._streams_by_number) == 1
 
@@ -242,6 +268,7 @@ class Wire:
         for message, size in reader.feed(b"".join(self.messages)):
             client._handle(message)
             sizes.append(size)
+        client._deliver_pending()
         return sizes
 
 
@@ -255,7 +282,7 @@ def taker() -> EngineClient:
     """A client without a process, which is handed messages."""
     client = EngineClient.__new__(EngineClient)
     client._streams, client._streams_by_number, client._replies, client._partial_replies = {}, {}, {}, {}
-    client._ids, client._exit_message = itertools.count(), None
+    client._ids, client._exit_message, client._pending = itertools.count(), None, []
     client._write = lambda op, **fields: None  # type: ignore[method-assign]
     return client
 
@@ -277,7 +304,7 @@ def test_log_probabilities_of_a_prompt_arrive_in_pieces_as_one_output(count: int
     sizes = wire.read(client)
     assert max(sizes) < 2 * worker_module.PIECE_BYTES
     assert len(sizes) > count // 4000
-    assert delivered == [other, expected]
+    assert sorted(delivered, key=lambda output: output.request_id) == [expected, other]  # type: ignore[union-attr]
 
 
 def test_the_outputs_of_a_step_arrive_in_their_order() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from fp8serve.engine.client import Deliver
+from fp8serve.engine.client import Deliver, WriteTokens
 from fp8serve.engine.output import FinishReason, RequestOutput, TokenLogprob
 from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import MachineError, ModelError, RequestError
@@ -87,19 +87,21 @@ class FakeEngine:
             raise RequestError(f"A request with the id {request.request_id!r} is still running; use another id.")
         self.limits.check(request)
 
-    def submit(self, request: Request, deliver: Deliver) -> None:
+    def submit(self, request: Request, deliver: Deliver, write_tokens: WriteTokens | None = None) -> None:
         self.check(request)
-        self._tasks[request.request_id] = asyncio.create_task(self._deliver(request, deliver))
+        self._tasks[request.request_id] = asyncio.create_task(self._deliver(request, deliver, write_tokens))
 
     def cancel(self, request_id: str) -> None:
         if task := self._tasks.get(request_id):
             task.cancel()
 
-    async def _deliver(self, request: Request, deliver: Deliver) -> None:
+    async def _deliver(self, request: Request, deliver: Deliver, write_tokens: WriteTokens | None) -> None:
         try:
             async with contextlib.aclosing(self.generate(request)) as outputs:
                 async for output in outputs:
-                    deliver(output)
+                    is_text = output.has_only_text and write_tokens is not None
+                    if not (is_text and write_tokens([(*output.token_ids, output.text_delta)])):
+                        deliver(output)
         except Exception as error:
             deliver(error)
         finally:

@@ -21,7 +21,7 @@ from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.server.access.limits import TenantRequest
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.http.streams import EventStream, WriteChunk, event, until_disconnect
+from fp8serve.server.http.streams import EventStream, WriteChunk, event, string_to_json, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Reservation
@@ -199,9 +199,13 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         """Returns an event as the bytes of the stream."""
         return event(item)
 
+    def plain_chunk(self) -> tuple[bytes, bytes] | None:
+        """Returns the bytes before and after the text, as a JSON string, of every event from now on whose output has
+        only text. Returns None if such events differ in more, or are not built from text alone."""
+        return None
+
     def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them. May be
-        called twice with the same outputs, so it must be idempotent."""
+        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them."""
         return None
 
     def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
@@ -244,9 +248,13 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
         state.streams.release()
 
     def write_plain(write: WriteChunk) -> None:
-        def write_directly(outputs: list[tuple[int, RequestOutput]]) -> bool:
-            events = renderer.encode_plain(outputs)
-            return events == b"" or (events is not None and write(events))
+        chunk = None
+
+        def write_directly(text: str) -> bool:
+            nonlocal chunk
+            if chunk is None and (chunk := renderer.plain_chunk()) is None:
+                return False
+            return not text or write(chunk[0] + string_to_json(text).encode() + chunk[1])
 
         generation.write_directly = write_directly
 

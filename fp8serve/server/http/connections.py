@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -180,8 +179,11 @@ class TimedProtocol(H11Protocol):
     def write_chunk(self, data: bytes) -> bool:
         """Writes a part of the response's body. Returns False if it must be passed to `send`: if the client is slow or
         gone, or if the body is not chunked."""
-        is_chunked = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
-        if not data or not is_chunked or self.flow.write_paused or self.cycle.disconnected:
+        cycle = self.cycle
+        has_ended = cycle.response_complete or cycle.disconnected
+        if has_ended or not cycle.response_started or self.flow.write_paused or not data:
+            return False
+        if self.conn.their_http_version != b"1.1":
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True

@@ -7,8 +7,8 @@ requests that still run are aborted. If the engine fails or the request is abort
 
 The engine's client delivers each output by a callback, and `outputs` runs in the task of its caller, so an output costs
 no task and no queue. A slow caller gets all outputs that have arrived as one list. A stream can also set
-`write_directly`, which is called at most once in an iteration of the event loop. If it writes the outputs, the task of
-the request is not even resumed.
+`write_directly`, which gets the text of all tokens that arrived for the request together. If it writes the text, the
+tokens become no outputs, and the task of the request is not even resumed.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fp8serve.engine.client import Token
 from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -47,8 +48,8 @@ class Generation:
     """The admitted engine requests of one HTTP request. `outputs` may be used once and releases slots and lease.
 
     `prompt_end` is the text of the last tokens of a conversation. `echoes` has an entry for each prompt, if the
-    response shall contain the prompts. `write_directly` may write outputs that have arrived and return True; if it
-    returns False, it must have changed nothing, and `outputs` yields them.
+    response shall contain the prompts. `write_directly` may write the text of tokens and return True; if it returns
+    False, it must have changed nothing, and `outputs` yields the tokens.
     """
 
     def __init__(
@@ -71,8 +72,7 @@ class Generation:
         self._arrived: list[Item] = []  # outputs that the caller of `outputs` has not received yet
         self._fault: Fault | None = None  # raised after these outputs
         self._waiter: asyncio.Future[None] | None = None  # what `outputs` awaits while nothing has arrived
-        self._flush: asyncio.Handle | None = None  # the call of `write_directly` in the next turn of the event loop
-        self.write_directly: Callable[[list[Item]], bool] | None = None
+        self.write_directly: Callable[[str], bool] | None = None
         self._lease = contextlib.ExitStack()
         slots = reservation.admit([len(r.prompt_token_ids) + r.params.max_new_tokens for r in requests])
         self._lease.enter_context(served.lease())
@@ -150,32 +150,26 @@ class Generation:
         if self._fault is not None:
             return
         self._arrived.append((index, output))
-        if self.write_directly is None:
-            self._wake()
-        elif self._flush is None:
-            self._flush = asyncio.get_running_loop().call_soon(self._flush_arrived)
+        self._wake()
+
+    def write_tokens(self, tokens: list[Token]) -> bool:
+        """Writes the text of tokens by `write_directly`. Returns False and changes nothing if they must pass through
+        `outputs`: because earlier outputs are there, or the client is slow, or they are not written as text alone."""
+        if self.write_directly is None or self._waiter is None or self._waiter.done():
+            return False
+        text = tokens[0][1] if len(tokens) == 1 else "".join([text for _, text in tokens])
+        try:
+            return self.write_directly(text)
+        except Exception:
+            log.exception("a stream could not be written")
+            self.write_directly = None
+            self.fail(Fault(Code.INTERNAL, "The server failed while it was generating."))
+            return True
 
     def end_with(self, fault: Fault) -> None:
         """Ends `outputs` with a fault, after the outputs that have arrived. Only the first fault counts."""
         self._fault = self._fault or fault
         self._wake()
-
-    def _flush_arrived(self) -> None:
-        """Writes the outputs that have arrived, or lets `outputs` yield them."""
-        self._flush = None
-        if not self._arrived or self._waiter is None or self._waiter.done():
-            return  # `outputs` is about to yield them, or its caller is busy with earlier ones
-        try:
-            is_written = self.write_directly is not None and self._fault is None and self.write_directly(self._arrived)
-        except Exception:
-            log.exception("a stream could not be written")
-            self._arrived, self.write_directly = [], None
-            self.fail(Fault(Code.INTERNAL, "The server failed while it was generating."))
-            return
-        if is_written:
-            self._arrived = []
-        else:
-            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -214,7 +208,7 @@ class _Sequence:
             return
         self._has_started = True
         try:
-            self._generation.served.engine.submit(self._request, self._deliver)
+            self._generation.served.engine.submit(self._request, self._deliver, self._write_tokens)
         except Exception as error:
             self._deliver(error)
 
@@ -232,6 +226,14 @@ class _Sequence:
             self._generation.end_with(fault)
         elif isinstance(item, RequestOutput):
             self._generation.receive(self._index, item)
+
+    def _write_tokens(self, tokens: list[Token]) -> bool:
+        """Writes tokens directly and counts them, or returns False. The first output is never written directly."""
+        if not self.usage.generated_tokens or not self._generation.write_tokens(tokens):
+            return False
+        self.usage.generated_tokens += len(tokens)
+        self._recorder.record_tokens(len(tokens))
+        return True
 
     def _record(self, output: RequestOutput) -> Fault | None:
         """Counts an output, and ends the sequence if it is the last one. Returns the fault if the engine has failed."""
@@ -278,6 +280,7 @@ class _LatencyRecorder:
 
     def __init__(self, metrics: ModelMetrics, usage: Usage, started: float) -> None:
         self._metrics = metrics
+        self._token_counts = metrics.token_counts
         self._usage = usage
         self._started = started
         self._first: float | None = None
@@ -286,15 +289,20 @@ class _LatencyRecorder:
     def record_output(self, output: RequestOutput) -> None:
         if not output.token_ids:
             return
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now
-            self._metrics.first_token.observe(now - self._started)
-        else:
-            self._metrics.inter_token.observe((now - self._last) / len(output.token_ids))
-        self._last = now
+        if self._first is not None:
+            self.record_tokens(len(output.token_ids))
+            return
+        self._first = self._last = time.perf_counter()
+        self._metrics.first_token.observe(self._first - self._started)
         self._metrics.generated_tokens.inc(len(output.token_ids))
         self._usage.generated_tokens += len(output.token_ids)
+
+    def record_tokens(self, count: int) -> None:
+        """Records `count` tokens after the first one."""
+        now = time.perf_counter()
+        self._token_counts.add(count, (now - self._last) / count)
+        self._last = now
+        self._usage.generated_tokens += count
 
     def record_end(self, request: Request, output: RequestOutput) -> None:
         now = time.perf_counter()

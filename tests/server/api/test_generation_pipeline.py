@@ -199,7 +199,7 @@ async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message.get("body", b""))
 
-    def write(outputs: Any) -> bool:
+    def write(text: str) -> bool:
         raise ValueError("a defect")
 
     writer = property(lambda generation: write, lambda generation, value: None)

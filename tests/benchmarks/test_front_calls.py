@@ -1,0 +1,26 @@
+"""What the server does for a token of a stream is held without a clock: by the number of functions that it calls."""
+
+import pytest
+
+from benchmarks.front_calls import measure
+from fp8serve.server.serving.generation import Generation
+
+MAX_CALLS = 32.0  # Python and C functions, of a token that is an event of its own
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_token_calls_few_functions(route: str) -> None:
+    figures = await measure(route, rounds=1, streams=(4, 12))
+    assert 0 < figures["calls"] <= MAX_CALLS
+
+
+async def test_more_work_for_a_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokens = Generation.write_tokens
+
+    def slower(generation: Generation, *arguments: object) -> bool:
+        for _ in range(20):
+            len("work")
+        return write_tokens(generation, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Generation, "write_tokens", slower)
+    assert (await measure("/v1/completions", rounds=1, streams=(4, 12)))["calls"] > MAX_CALLS
