@@ -25,7 +25,7 @@ from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import Activation
+from fp8serve.server.finetuning.activation import Activator
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources
@@ -100,7 +100,7 @@ class ServerState:
         self.submissions = Submissions(
             settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
-        self.activation = Activation(
+        self.activator = Activator(
             self.jobs,
             self.runner,
             self.sources,
@@ -153,9 +153,9 @@ class ServerState:
 
     async def _load_models(self) -> None:
         default = self.models.default
-        await self.activation.register_activated_adapters(default)
+        await self.activator.register_activated_adapters(default)
         try:
-            served = await default.start(await self.activation.sources_of(default.name, default.base_source))
+            served = await default.start(await self.activator.sources_of(default.name, default.base_source))
         except Fp8ServeError as error:
             if isinstance(error, MachineError):
                 await self._wait_for_own_signal()
@@ -186,7 +186,7 @@ class ServerState:
         """Loads the other models of the command line, one by one. A model that fails stays listed with its error."""
         for named in self.settings.models:
             try:
-                await self.activation.load(named.name, keep_failed=True)
+                await self.activator.load(named.name, keep_failed=True)
             except Fault as fault:
                 if fault.code is Code.DRAINING:
                     return

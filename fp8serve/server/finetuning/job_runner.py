@@ -28,16 +28,13 @@ from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
 from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import EVENTS
-from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, job_config
+from fp8serve.train.events import EVENT_FIELDS, EVENTS
+from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
 
 log = logging.getLogger("fp8serve.server")
 
 POLL_SECONDS = 0.1
 NICENESS = 10
-EVENT_FIELDS = {"id", "created_at", "level", "type", "message"}
-"""Fields that every event has."""
 
 
 class TrainingProcess:
@@ -197,10 +194,6 @@ class JobRunner:
         """Returns the directory of a job. `job_id` must be in the database, because it becomes a path."""
         return self.root / job_id
 
-    def load_config(self, job_id: str) -> TrainConfig:
-        """Returns the configuration of a job's training process. Raises JobError if it cannot be read."""
-        return job_config(self.job_dir(job_id))
-
     def result_dir(self, job: Job) -> Path:
         return self.job_dir(job.id) / "out" / "model"
 
@@ -256,8 +249,10 @@ class JobRunner:
 
     async def _run_process(self, job: Job) -> None:
         """Runs or follows the job's training process until it ends, and sets the job's status."""
-        if job.status == "queued" and not await asyncio.to_thread(self._set_running, job):
-            return
+        if job.status == "queued":
+            message = "The job is running." if job.started_at is None else "The job continues from its last checkpoint."
+            if not await asyncio.to_thread(self.store.set_status, job.id, "running", message):
+                return
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
@@ -265,10 +260,6 @@ class JobRunner:
         self._process = None
         await asyncio.to_thread(self._set_final_status, process)
         await self._notify()
-
-    def _set_running(self, job: Job) -> bool:
-        message = "The job is running." if job.started_at is None else "The job continues from its last checkpoint."
-        return self.store.set_status(job.id, "running", message)
 
     def _pause_without_process(self, job: Job) -> bool:
         """Pauses a job that was asked to pause and has no running process. Returns whether the job is paused now."""

@@ -133,7 +133,7 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> Mode
     if source is None and body is not None and body.options:
         message = "options needs a source; send source, or leave out options."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
-    return model_view(state, await state.activation.load(name, source))
+    return model_view(state, await state.activator.load(name, source))
 
 
 @router.post("/weights", summary="Replace the weights of a served model by another version of them")
@@ -273,11 +273,11 @@ async def activate_source(state: ServerState, model: ServedModel, key: str, rati
     if the client disconnects. `ratio` is the largest ratio of perplexities that verification accepts.
     """
     if (trained := await asyncio.to_thread(state.sources.find_adapter, key)) is not None:
-        adapter, verified = await state.activation.activate_adapter(model, *trained, ratio)
+        adapter, verified = await state.activator.activate_adapter(model, *trained, ratio)
         name, view, previous = adapter.name, served_view(adapter.served_with(model.resolve())), None
     else:
         name, previous = model.name, served_view(model.current)
-        served, verified = await state.activation.activate(model, key, ratio)
+        served, verified = await state.activator.activate(model, key, ratio)
         view = served_view(served)
     return ActivationResponse(model=name, served=view, previous=previous, verified=verification_view(verified))
 
@@ -307,14 +307,14 @@ async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
     base = body.base_model_name
     model = state.models.default if base is None else state.models.require(base, "base_model_name")
     source = await asyncio.to_thread(_adapter_source, state, body)
-    await state.activation.load_adapter(model, source)
+    await state.activator.load_adapter(model, source)
     return f"Success: LoRA adapter '{source.name}' added successfully."
 
 
 @router.post("/v1/unload_lora_adapter", name="unload", summary="Unload an adapter", response_class=PlainTextResponse)
 async def unload_adapter(body: UnloadAdapterBody, state: StateDep) -> str:
     """Refuses new requests for the adapter with 404. Active requests complete with it."""
-    await state.activation.unload_adapter(body.lora_name)
+    await state.activator.unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 

@@ -308,8 +308,7 @@ def job_view(state: ServerState, job: Job) -> OpenAIJob:
 
 
 def _method(config: Mapping[str, Any], hyperparameters: JsonObject) -> JsonObject:
-    """Returns OpenAI's `method`. Jobs of older versions have no method in their configuration and are supervised."""
-    if config.get("method", "sft") == "dpo":
+    if config["method"] == "dpo":
         beta = "auto" if config["beta"] is None else config["beta"]
         return {"type": "dpo", "dpo": {"hyperparameters": {**hyperparameters, "beta": beta}}}
     return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
