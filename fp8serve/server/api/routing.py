@@ -42,15 +42,10 @@ STREAM: dict[int | str, dict[str, Any]] = {
 """The OpenAPI description of a stream of server-sent events, for the argument `responses` of a route."""
 
 
-def state_of(request: Request) -> ServerState:
-    """Returns the state that `create_app` created."""
+async def _state(request: Request) -> ServerState:
+    """Returns the state that `create_app` created. FastAPI would run a synchronous function in another thread."""
     state: ServerState = request.app.state.server
     return state
-
-
-async def _state(request: Request) -> ServerState:
-    """Does what `state_of` does. FastAPI would run a dependency that is not asynchronous in another thread."""
-    return state_of(request)
 
 
 StateDep = Annotated[ServerState, Depends(_state)]
@@ -114,7 +109,7 @@ class BoundedRoute(APIRoute):
                 if has_rows:
                     check_keys(raw)
                 return await handle(request)
-            state = state_of(request)
+            state = await _state(request)
             folder = state.runner.root / f"rows-{secrets.token_hex(8)}"
             try:
                 parsing = state.parser.check_body(model, raw, folder, _longest_context(state))

@@ -3,7 +3,7 @@
 Names are looked up in tables; no text of a client is ever joined to a path.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8serve.engine.request import Task
@@ -107,14 +107,6 @@ class Registry:
         models = list(self.models.values())
         keys = {model.current.source.key for model in models if model.current is not None}
         return keys | {adapter.source.key for model in models for adapter in list(model.adapters.values())}
-
-    def is_serving(self, key: str) -> bool:
-        """Whether weights or an adapter with this key are served."""
-        return key in self.source_keys()
-
-    def total(self, count: Callable[[ServedModel], int]) -> int:
-        """Returns the sum of `count(model)` over all models."""
-        return sum(map(count, self.models.values()))
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the last statistics of each engine. Sequences that use an adapter count under its name alone."""

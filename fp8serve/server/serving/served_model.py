@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fp8serve.engine.client import EngineClient
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
@@ -36,7 +37,6 @@ from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served_weights import (
-    EngineHandle,
     Launch,
     ServedWeights,
     WeightSource,
@@ -174,7 +174,7 @@ class ServedModel:
 
     def hang_reason(self, served: ServedWeights) -> str | None:
         """Returns why the engine process counts as hung, or None if it does not."""
-        if served.heartbeat.silence >= self.deadlines.heartbeat:
+        if served.silence >= self.deadlines.heartbeat:
             return f"The engine sent no heartbeat for {self.deadlines.heartbeat:g} seconds and was killed."
         if served.engine.step_seconds >= self.deadlines.step:
             return f"The engine did not finish a step within {self.deadlines.step:g} seconds and was killed."
@@ -513,7 +513,7 @@ class ServedModel:
             return source
         return replace(source, options=replace(options, gpu_memory=self.gpu_memory))
 
-    async def _load_adapters(self, engine: EngineHandle) -> None:
+    async def _load_adapters(self, engine: EngineClient) -> None:
         """Loads the model's adapters. An adapter that fails is dropped; at the first start a required one raises."""
         for name, adapter in list(self.adapters.items()):
             try:
@@ -525,7 +525,7 @@ class ServedModel:
                 self.adapters.pop(name, None)
                 adapter.admission.metrics.forget()
 
-    async def _run_canary(self, engine: EngineHandle) -> None:
+    async def _run_canary(self, engine: EngineClient) -> None:
         """Computes one greedy token, one embedding or one score, to find an engine that loads but cannot compute."""
         if not engine.limits.generates:
             await (engine.embed([[0]]) if engine.limits.task == "embed" else engine.classify([[0]], [[0]]))
@@ -555,7 +555,7 @@ class ServedModel:
         self._serve(new)
         return True
 
-    def engines(self) -> list[EngineHandle]:
+    def engines(self) -> list[EngineClient]:
         """Returns the engine processes of this model, including replaced ones that still have requests in flight."""
         return [served.engine for served in (*self._retiring, *([self.current] if self.current else []))]
 

@@ -23,7 +23,7 @@ from fp8serve.server.api.routing import (
     ResponseModel,
     StateDep,
 )
-from fp8serve.server.finetuning.job_records import Event, Job
+from fp8serve.server.finetuning.job_records import Event, Job, Status
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES
 from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
@@ -36,12 +36,9 @@ MAX_EVENTS_PER_READ = 500
 CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 
 
-JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
-
-
 class JobView(ResponseModel):
     id: str
-    status: JobStatus
+    status: Status
     base_model: str
     fine_tuned_model: str | None
     active: bool
@@ -169,18 +166,14 @@ async def events(
     text/event-stream`, it follows the job to its end.
     """
     job = await asyncio.to_thread(state.jobs.get, job_id)
-    start = (
-        int(last_event_id)
-        if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit()
-        else after
-    )
-    start = min(start, 2**62)
+    if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit():
+        after = int(last_event_id)
+    after = min(after, 2**62)
     if "text/event-stream" in request.headers.get("accept", ""):
         state.streams.acquire()
-        return EventStream(
-            follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.streams.release
-        )
-    items = await asyncio.to_thread(state.jobs.events, job_id, start, limit + 1)
+        keep_alive = state.settings.limits.keep_alive_seconds
+        return EventStream(follow(state, job.id, after), keep_alive, state.streams.release)
+    items = await asyncio.to_thread(state.jobs.events, job_id, after, limit + 1)
     return EventPage(events=list(map(event_view, items[:limit])), has_more=len(items) > limit)
 
 
@@ -298,7 +291,7 @@ def job_view(state: ServerState, job: Job) -> JobView:
         status=job.status,
         base_model=job.base,
         fine_tuned_model=job.model_id if job.status == "succeeded" else None,
-        active=state.models.is_serving(job.id),
+        active=job.id in state.models.source_keys(),
         created_at=job.created_at,
         started_at=job.started_at,
         finished_at=job.finished_at,

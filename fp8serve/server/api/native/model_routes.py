@@ -26,6 +26,7 @@ from fp8serve.server.schemas.finetune_bodies import (
 )
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.adapters import AdapterSource
+from fp8serve.server.serving.model_loader import source_of
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
@@ -208,11 +209,8 @@ def _add_alias(state: ServerState, model: ServedModel, alias: str) -> None:
         check_name(alias)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="alias") from None
-    if (
-        alias in state.model_loader.known_sources
-        or alias in state.models.models
-        or state.models.get_adapter(alias) is not None
-    ):
+    is_own_name = alias in state.model_loader.known_sources or alias in state.models.models
+    if is_own_name or state.models.get_adapter(alias) is not None:
         raise Fault(Code.NAME_TAKEN, f"{alias} is a model's own name.", param="alias", hint="Choose another.")
     state.models.aliases[alias] = model.name
 
@@ -228,10 +226,7 @@ def _source(state: ServerState, name: str, body: LoadBody) -> WeightSource:
         message = f"{path_option} is a path on the server's disk, which only the server's command line can set."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
     try:
-        named = NamedModel(name, directory or Path(), body.options)
-        source = WeightSource(
-            BASE, name, named.directory, named.engine_options(state.settings.device), named.output_format
-        )
+        source = source_of(NamedModel(name, directory or Path(), body.options), state.settings.device)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="options" if body.options else "name") from None
     return state.sources.find_by_name(key, source) or source

@@ -26,7 +26,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.generation import Generation, State
 from fp8serve.server.vllm_metrics import VllmMetrics
 
 log = logging.getLogger("fp8serve.server")
@@ -115,9 +115,6 @@ class SaveScalesResponse(ResponseModel):
     scales: int
 
 
-RequestState = Literal["queued", "prefill", "decode"]
-
-
 class RequestView(ResponseModel):
     """An active HTTP request with all its choices. `id` identifies it in these routes. `request_id` is the id in the
     log and in the response header, which the client may set. `age` is in seconds since admission. `state` is `decode`
@@ -128,7 +125,7 @@ class RequestView(ResponseModel):
     tenant: str
     model: str
     age: float
-    state: RequestState
+    state: State
     answers: int
     prompt_tokens: int
     generated_tokens: int
