@@ -113,7 +113,6 @@ class ServerState:
         self._connect_metrics()
 
     def _create_model(self, name: str, base_source: WeightSource) -> ServedModel:
-        """Creates a model, which is not loaded yet."""
         limits = self.settings.limits
         capacity = Capacity(base_source.options.num_seqs, limits.queue, limits.queue_tokens)
         admission = Admission(capacity, self.metrics.for_model(name))

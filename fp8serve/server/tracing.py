@@ -119,7 +119,6 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _usage_attributes(usage: Usage, attributes: Attributes) -> Attributes:
-    """Returns the attributes that describe the request's tokens and sequences."""
     if usage.model is None and not usage.total_tokens:
         return {}
     result: Attributes = {

@@ -5,6 +5,7 @@ A parser process validates a long body before FastAPI receives it. FastAPI then 
 training data, which the process has written to a file.
 """
 
+import asyncio
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from starlette.responses import Response
 
+from fp8serve.server.finetuning.job_records import Job
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT_BYTES
@@ -49,6 +51,14 @@ async def _state(request: Request) -> ServerState:
 
 
 StateDep = Annotated[ServerState, Depends(_state)]
+
+
+async def _job(job_id: str, state: StateDep) -> Job:
+    """Returns the job that the path names. Raises Fault 404 if there is none."""
+    return await asyncio.to_thread(state.jobs.get, job_id)
+
+
+JobDep = Annotated[Job, Depends(_job)]
 PageSize = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 

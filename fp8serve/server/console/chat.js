@@ -221,7 +221,7 @@ export class Chat {
 
   /** The first column's conversation as a row for training. Throws an Error where it cannot be one. */
   row() {
-    const messages = this.columns[0].messages;
+    const messages = this.columns[0].messagesOf(this.columns[0].turns);
     if (!messages.some((message) => message.role === "assistant"))
       throw new Error("There is no answer yet that could be learnt.");
     if (messages.some((message) => message.role === "tool" || message.tool_calls))

@@ -151,8 +151,8 @@ class Activator:
         try:
             config = replace(await asyncio.to_thread(job_config, self.runner.job_dir(job.id)), model=str(tokenizer))
             files = list(config.eval_data or config.data)
-            request = {"config": config.to_json(), "files": files, "most": MAX_MEASURED_TOKENS}
-            for ids, counts in json.loads(await self.parser.inspect_rows("some_rows", json.dumps(request).encode())):
+            request = {"config": config.to_json(), "files": files, "max_tokens": MAX_MEASURED_TOKENS}
+            for ids, counts in json.loads(await self.parser.inspect_rows("first_rows", json.dumps(request).encode())):
                 rows.append(MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))))
         except (Fp8ServeError, OSError) as error:
             log.warning("the rows of job %s cannot be read, so its perplexity is not measured: %s", job.id, error)

@@ -89,7 +89,6 @@ class Database:
                     self._db.execute("ROLLBACK")
 
     def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """Returns the rows of a query."""
         with self._lock, _disk_faults():
             return self._db.execute(query, values).fetchall()
 

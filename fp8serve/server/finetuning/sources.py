@@ -235,7 +235,6 @@ class WeightSources:
 
 
 def _find_job(name: str, jobs: list[Job]) -> Job | None:
-    """Returns the job whose id, or whose result's name, is `name`, or None."""
     return next((job for job in jobs if name in (job.id, job.model_id)), None)
 
 

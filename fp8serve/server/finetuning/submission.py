@@ -192,7 +192,6 @@ class Submissions:
     def _create_job(
         self, job_id: str, body: FinetuneBody, source: WeightSource, config: TrainConfig, key: str | None, digest: str
     ) -> tuple[Job, bool]:
-        """Completes the job's directory, then adds the job to the database."""
         write_config(self.runner.job_dir(job_id), config)
         new = NewJob(
             base=source.model_id, source=source.key, config=public_config(config), suffix=body.suffix,
@@ -202,7 +201,6 @@ class Submissions:
 
 
 def _with_upload_names(message: str, names: Mapping[str, str]) -> str:
-    """Replaces the paths of uploaded files in a message by their names."""
     for path, name in names.items():
         message = message.replace(path, name)
     return message

@@ -267,8 +267,6 @@ class RateLimits:
 
 
 def _with_limit_headers(tenant_request: TenantRequest, send: Send) -> Send:
-    """Returns a `send` that adds the tenant's limits to the response's headers."""
-
     async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":
             limits = [(name.encode(), value.encode()) for name, value in tenant_request.headers().items()]

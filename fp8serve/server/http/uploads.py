@@ -97,15 +97,9 @@ class _PartHandler:
 
     def callbacks(self) -> dict[str, object]:
         names = (
-            "part_begin",
-            "part_data",
-            "part_end",
-            "header_field",
-            "header_value",
-            "header_end",
-            "headers_finished",
+            "part_begin", "part_data", "part_end", "header_field", "header_value", "header_end", "headers_finished",
             "end",
-        )
+        )  # fmt: skip
         return {f"on_{name}": getattr(self, name) for name in names}
 
     def part_begin(self) -> None:

@@ -57,17 +57,20 @@ class Registry:
         """Whether a model, an alias or an adapter has this name."""
         return self.get(name) is not None or self.get_adapter(name) is not None
 
-    def canonical_name(self, name: str) -> str:
+    def canonical_name(self, name: str | None) -> str:
         """Returns the name of the adapter or model that `name` stands for. Raises Fault 404 if there is none."""
-        return name if self.get_adapter(name) is not None else self.require(name, "model").name
+        return name if name is not None and self.get_adapter(name) is not None else self.require(name, "model").name
 
     def adapters_of(self, served: ServedWeights) -> list[ServedAdapter]:
         """Returns the adapters of the model that serves these weights."""
         models = (m for m in self.models.values() if m.current is not None and m.current.engine is served.engine)
         return [adapter for model in models for adapter in model.adapters.values()]
 
-    def require(self, name: str, param: str = "name") -> ServedModel:
-        """Returns the model that `get` finds. Raises Fault 404 if there is none."""
+    def require(self, name: str | None, param: str = "name") -> ServedModel:
+        """Returns the model that `get` finds, or the default model if `name` is None. Raises Fault 404 if there is
+        none."""
+        if name is None:
+            return self.default
         if (model := self.get(name)) is not None:
             return model
         known = self.names()

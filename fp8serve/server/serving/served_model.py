@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -183,9 +183,7 @@ class ServedModel:
     # -- loading and replacing weights ---------------------------------------------------------------------------------
 
     async def start(
-        self,
-        sources: Sequence[WeightSource],
-        fit: Callable[[WeightSource], WeightSource] = lambda source: source,
+        self, sources: Sequence[WeightSource], fit: Callable[[WeightSource], WeightSource] = lambda source: source
     ) -> ServedWeights:
         """Loads the first of `sources` that can be served.
 
@@ -278,12 +276,13 @@ class ServedModel:
             old, source=source, weight_version=f"{source.key}-{version}", overwritten_from=None, leases=0,
             unleased=asyncio.Event(),
         )  # fmt: skip
+        self.released.clear()  # new requests wait
         try:
-            with self._held_requests():
-                await self._drain_and_swap(old)
-                verified = await self._verify_swapped(new, save_activation, verification, perplexity)
-                self._take_over(new, save_activation)
+            await self._drain_and_swap(old)
+            verified = await self._verify_swapped(new, save_activation, verification, perplexity)
+            self._take_over(new, save_activation)
         finally:
+            self.released.set()
             with contextlib.suppress(Fp8ServeError, OSError):
                 await old.engine.discard_staged_weights()
         log.info("%s replaced the weights of the running engine", source.model_id)
@@ -300,15 +299,6 @@ class ServedModel:
         if not have_same_text_files(source.directory, old.source.directory):
             return "its tokenizer or generation config differs from that of the served weights"
         return None
-
-    @contextlib.contextmanager
-    def _held_requests(self) -> Iterator[None]:
-        """Makes new requests wait while the block runs."""
-        self.released.clear()
-        try:
-            yield
-        finally:
-            self.released.set()
 
     async def _drain_and_swap(self, old: ServedWeights) -> None:
         try:
@@ -376,7 +366,11 @@ class ServedModel:
             self.is_replacing_weights = True
             try:
                 await self._wait_until_unleased(old, seconds)
-                version = await self._overwrite(old, directory)
+                try:
+                    version = await asyncio.to_thread(weight_version, directory)
+                    await old.engine.load_weights(directory)
+                except (Fp8ServeError, OSError) as error:
+                    raise Fault(Code.LOAD_FAILED, f"The weights cannot be loaded: {error}") from None
                 new = replace(
                     old, weight_version=version, overwritten_from=directory, unleased=asyncio.Event(), leases=0
                 )
@@ -426,15 +420,6 @@ class ServedModel:
         except TimeoutError:
             message = f"{served.leases} requests were still running after {seconds:g} seconds."
             raise Fault(Code.ALIAS_BUSY, message, hint="Try again with a larger value of `seconds`.") from None
-
-    async def _overwrite(self, served: ServedWeights, directory: Path) -> str:
-        """Copies the weights of `directory` over those of the running engine; returns their version."""
-        try:
-            version = await asyncio.to_thread(weight_version, directory)
-            await served.engine.load_weights(directory)
-        except (Fp8ServeError, OSError) as error:
-            raise Fault(Code.LOAD_FAILED, f"The weights cannot be loaded: {error}") from None
-        return version
 
     async def _load_verified(
         self, source: WeightSource, save_activation: SaveActivation, verification: Verification

@@ -144,7 +144,7 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsR
     from one version. The new weights must generate a token. With `texts`, their perplexity may be at most
     `max_perplexity_ratio` times that of the old weights. If a check fails, the old weights are restored.
     """
-    model = state.models.default if body.model is None else state.models.require(body.model, "model")
+    model = state.models.require(body.model, "model")
     directory = (await asyncio.to_thread(models_below, state.settings.models_dir)).get(body.path)
     if directory is None:
         hint = "Paths are the directories of --models-dir that hold a model."
@@ -299,8 +299,7 @@ def served_view(served: ServedWeights | None) -> ServedView | None:
 )
 async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
     """Responds when requests can use the adapter. Active requests continue. A loaded adapter is not reloaded."""
-    base = body.base_model_name
-    model = state.models.default if base is None else state.models.require(base, "base_model_name")
+    model = state.models.require(body.base_model_name, "base_model_name")
     source = await asyncio.to_thread(_adapter_source, state, body)
     await state.activator.load_adapter(model, source)
     return f"Success: LoRA adapter '{source.name}' added successfully."

@@ -15,7 +15,15 @@ from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
-from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, JsonObject, PageSize, ResponseModel, StateDep
+from fp8serve.server.api.routing import (
+    BoundedRoute,
+    IdempotencyKey,
+    JobDep,
+    JsonObject,
+    PageSize,
+    ResponseModel,
+    StateDep,
+)
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_directory import file_path
 from fp8serve.server.finetuning.job_records import Event, Job, Status, StoredFile, new_file_id
@@ -231,8 +239,8 @@ async def list_jobs(state: StateDep, limit: PageSize = 20, after: str | None = N
 
 
 @router.get(JOBS + "/{job_id}", summary="One job")
-async def get_job(job_id: str, state: StateDep) -> OpenAIJob:
-    return job_view(state, await asyncio.to_thread(state.jobs.get, job_id))
+async def get_job(job: JobDep, state: StateDep) -> OpenAIJob:
+    return job_view(state, job)
 
 
 @router.post(JOBS + "/{job_id}/cancel", summary="Cancel a job")
@@ -252,19 +260,17 @@ async def resume(job_id: str, state: StateDep) -> OpenAIJob:
 
 @router.get(JOBS + "/{job_id}/events", summary="Events of a job, newest first")
 async def events(
-    job_id: str, state: StateDep, limit: PageSize = 20, after: Annotated[str | None, Query(max_length=64)] = None
+    job: JobDep, state: StateDep, limit: PageSize = 20, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAIEventPage:
-    await asyncio.to_thread(state.jobs.get, job_id)
     before = _event_number(after, "ftevent-")
-    newest = await asyncio.to_thread(state.jobs.newest_events, job_id, limit + 1, before)
+    newest = await asyncio.to_thread(state.jobs.newest_events, job.id, limit + 1, before)
     return OpenAIEventPage.of(list(map(event_view, newest)), limit)
 
 
 @router.get(JOBS + "/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
 async def checkpoints(
-    job_id: str, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
+    job: JobDep, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAICheckpointPage:
-    job = await asyncio.to_thread(state.jobs.get, job_id)
     before = _event_number(after, "ftckpt_")
     saved = await asyncio.to_thread(state.sources.checkpoints, job)
     older = [checkpoint_view(job, item) for item in saved if before is None or item.seq < before]
