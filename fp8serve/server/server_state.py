@@ -25,6 +25,7 @@ from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.activation import Activator
+from fp8serve.server.finetuning.job_directory import JobDirectories
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources
@@ -94,8 +95,9 @@ class ServerState:
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
+        directories = JobDirectories(settings, self.data_dir, self.jobs)
         self.submissions = Submissions(
-            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
+            settings, directories, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
         self.activator = Activator(
             self.jobs,

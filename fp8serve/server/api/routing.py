@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from starlette.responses import Response
 
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT_BYTES

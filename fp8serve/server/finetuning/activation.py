@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError, shown
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources, job_id_of

@@ -1,9 +1,16 @@
-"""Creates a job's directory in the layout that the training process expects.
+"""Creates a job's directory. The server writes these files before the job is in the database:
 
 JOB_DIR/data.jsonl, data.csv, ...     the training rows: a hard link to the upload, or a file of the request's rows
 JOB_DIR/validation.jsonl, ...         the validation rows, if there are any
 JOB_DIR/job.json                      the TrainConfig
+
+From then on only the training process writes the directory, apart from the server's exports of checkpoints:
+
+JOB_DIR/events.jsonl                  the events, which the server copies to the database
 JOB_DIR/out/                          checkpoints and the result
+JOB_DIR/result.json                   the sign that the job has succeeded
+JOB_DIR/worker.lock, worker.log       the lock of the process, and its output
+JOB_DIR/served/step-N/                checkpoints that were exported as models (sources.py)
 """
 
 import hashlib

@@ -26,7 +26,7 @@ from typing import Any
 from fp8serve.model.storage.files import make_private
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.train.events import EVENT_FIELDS, EVENTS
 from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
@@ -145,11 +145,6 @@ def lock_holder(path: Path) -> int | None:
         return None
     text = path.read_text().strip()
     return int(text) if text.isdigit() else None
-
-
-def last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else ""
 
 
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")
@@ -319,7 +314,9 @@ class JobRunner:
         if last.data.get("code") == "error" and process.exit_code in (None, EXIT_FAILED):
             return last.message
         if process.exit_code in (EXIT_FAILED, EXIT_USAGE):
-            return last_line(process.directory / "worker.log") or "The training process failed without a message."
+            log_path = process.directory / "worker.log"
+            lines = log_path.read_text(errors="replace").strip().splitlines() if log_path.exists() else []
+            return lines[-1] if lines else "The training process failed without a message."
         return None
 
     def _record_crash(self, job: Job, process: TrainingProcess) -> None:

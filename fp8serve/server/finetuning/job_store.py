@@ -18,8 +18,16 @@ from typing import Any, Literal
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.database import Database
-from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
+from fp8serve.server.finetuning.database import (
+    Database,
+    Event,
+    Job,
+    NewJob,
+    Status,
+    StoredFile,
+    as_event,
+    as_job,
+)
 from fp8serve.train.events import EVENT_FIELDS
 
 log = logging.getLogger("fp8serve.server")
@@ -65,7 +73,13 @@ class JobStore(Database):
             if db.execute("SELECT count(*) FROM jobs WHERE status = 'queued'").fetchone()[0] >= max_queued:
                 message = f"{max_queued} fine-tune jobs are queued, which is this server's limit."
                 raise Fault(Code.QUEUE_FULL, message, retry_after=60)
-            _insert_job(db, new, job_id, now)
+            number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
+            row = vars(new) | {
+                "id": job_id, "number": number, "created_at": now, "status": "queued", "progress": "{}",
+                "config": json.dumps(dict(new.config)), "metadata": json.dumps(dict(new.metadata or {})),
+            }  # fmt: skip
+            columns, placeholders = ", ".join(row), ", ".join("?" * len(row))
+            db.execute(f"INSERT INTO jobs ({columns}) VALUES ({placeholders})", tuple(row.values()))
             _insert_event(db, job_id, "info", "message", "The job is queued.", {"code": "queued"})
             if key is not None:
                 db.execute("INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)", (key, now, request, job_id))
@@ -337,15 +351,6 @@ def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: in
             hint="Use a new key for a new job.",
         )
     return str(row["job"])
-
-
-def _insert_job(db: sqlite3.Connection, new: NewJob, job_id: str, now: int) -> None:
-    number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
-    row = vars(new) | {
-        "id": job_id, "number": number, "created_at": now, "status": "queued", "progress": "{}",
-        "config": json.dumps(dict(new.config)), "metadata": json.dumps(dict(new.metadata or {})),
-    }  # fmt: skip
-    db.execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
 
 
 def _insert_event(

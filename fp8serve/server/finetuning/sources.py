@@ -16,7 +16,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import read_json
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.job_records import Event, Job
+from fp8serve.server.finetuning.database import Event, Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.serving.adapters import AdapterSource

@@ -6,7 +6,7 @@ This does not apply to texts that will be truncated, nor to conversations, of wh
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,13 @@ class RequestParser:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if max_tokens is None else ():
             check_fit(served, served.tokenizer.min_token_count(text), field, "at least ")
-        encoded = iter(await self._encode(served, texts, field, max_tokens) if texts else [])
-        all_ids = [next(encoded) if isinstance(prompt, str) else _last(prompt, max_tokens) for prompt in prompts]
+        encoded: Iterator[list[int]] = iter(())
+        if texts:
+            pieces = [text.encode() for text in texts]
+            head = {"op": "encode", "lengths": list(map(len, pieces)), "special": True, "max_tokens": max_tokens}
+            answer, _ = await self.run_job(served, head, b"".join(pieces))
+            encoded = iter(_checked_ids(served, answer["prompts"], field))
+        all_ids = [next(encoded) if isinstance(prompt, str) else prompt[-(max_tokens or 0) :] for prompt in prompts]
         for ids in all_ids:
             check_fit(served, len(ids), field)
         return [tuple(ids) for ids in all_ids]
@@ -82,14 +87,6 @@ class RequestParser:
         for ids, _ in pairs:
             check_fit(served, len(ids), field)
         return [(ids, segments) for ids, segments in pairs]
-
-    async def _encode(
-        self, served: ServedWeights, texts: list[str], field: str, max_tokens: int | None
-    ) -> list[list[int]]:
-        pieces = [text.encode() for text in texts]
-        head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "max_tokens": max_tokens}
-        answer, _ = await self.run_job(served, head, b"".join(pieces))
-        return _checked_ids(served, answer["prompts"], field)
 
     async def encode_conversation(
         self, served: ServedWeights, messages: list[Message], variables: dict[str, Any], ending: Ending
@@ -206,7 +203,3 @@ def _checked_ids(served: ServedWeights, prompts: list[dict[str, Any]], field: st
     for prompt in prompts:
         check_fit(served, prompt["count"], field, "" if prompt["exact"] else "at least ")
     return [prompt["ids"] for prompt in prompts]
-
-
-def _last(ids: list[int], max_tokens: int | None) -> list[int]:
-    return ids[-max_tokens:] if max_tokens else ids

@@ -63,8 +63,13 @@ class ModelLoader:
 
         Raises Fault 404 for an unknown name, and 409 for the default model or while other weights are being activated.
         """
+        if name == self.models.default.name:
+            message = f"{name} is the default model, which cannot be unloaded."
+            raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
         if name not in self.known_sources:
-            self._refuse_unload(name)
+            self.models.require(name)
+            message = f"{name} is an alias or the id of a model's weights; use the model's own name."
+            raise Fault(Code.MODEL_NOT_FOUND, message, param="name")
         await self.run_to_completion(self._unload(name, seconds), f"unload the model {name}")
 
     async def close(self) -> None:
@@ -168,14 +173,6 @@ class ModelLoader:
             await model.unload(seconds)
             self._remove(name)
             log.info("unloaded %s", name)
-
-    def _refuse_unload(self, name: str) -> None:
-        if name == self.models.default.name:
-            message = f"{name} is the default model, which cannot be unloaded."
-            raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
-        self.models.require(name)
-        message = f"{name} is an alias or the id of a model's weights; use the model's own name."
-        raise Fault(Code.MODEL_NOT_FOUND, message, param="name")
 
     def _remove(self, name: str) -> None:
         self.models.models.pop(name).admission.metrics.forget()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8serve.server.finetuning import database, job_runner
-from fp8serve.server.finetuning.job_records import NewJob
+from fp8serve.server.finetuning.database import NewJob
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES, JobStore
 from fp8serve.train.events import EVENTS
 from tests.server.conftest import STUB

@@ -15,7 +15,7 @@ import pytest
 from fp8serve.errors import MachineError
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Fault
-from fp8serve.server.finetuning.job_records import NewJob
+from fp8serve.server.finetuning.database import NewJob
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
 from tests.patience import eventually

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import Fault
-from fp8serve.server.finetuning.job_records import NewJob, new_job_id
+from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import read_events
 from fp8serve.server.finetuning.job_store import JobStore
 

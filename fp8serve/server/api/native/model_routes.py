@@ -199,20 +199,16 @@ async def alias(name: str, body: AliasBody, state: StateDep) -> ModelView:
     model = state.models.require(name)
     if body.remove:
         state.models.aliases.pop(body.alias, None)
-    else:
-        _add_alias(state, model, body.alias)
-    return model_view(state, model)
-
-
-def _add_alias(state: ServerState, model: ServedModel, alias: str) -> None:
+        return model_view(state, model)
     try:
-        check_name(alias)
+        check_name(body.alias)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="alias") from None
-    is_own_name = alias in state.model_loader.known_sources or alias in state.models.models
-    if is_own_name or state.models.get_adapter(alias) is not None:
-        raise Fault(Code.NAME_TAKEN, f"{alias} is a model's own name.", param="alias", hint="Choose another.")
-    state.models.aliases[alias] = model.name
+    is_own_name = body.alias in state.model_loader.known_sources or body.alias in state.models.models
+    if is_own_name or state.models.get_adapter(body.alias) is not None:
+        raise Fault(Code.NAME_TAKEN, f"{body.alias} is a model's own name.", param="alias", hint="Choose another.")
+    state.models.aliases[body.alias] = model.name
+    return model_view(state, model)
 
 
 def _source(state: ServerState, name: str, body: LoadBody) -> WeightSource:
