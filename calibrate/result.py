@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.model.storage.files import MAX_JSON_BYTES, read_text
-from fp8serve.options import rule
+from fp8serve.options import describe_violation
 
 HISTORY_LENGTH = 64  # amaxes per tensor in the report, the most recent ones; scales.safetensors has whole histories
 MIN_OUTLIER_RATIO = 32.0  # a channel is an outlier if it is this many times as large as the median channel
@@ -242,7 +242,7 @@ class CalibrationReport:
         except ValidationError as e:
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the text"
-            raise DataError(f"This is not a calibration report: {rule(where, first)}.") from None
+            raise DataError(f"This is not a calibration report: {describe_violation(where, first)}.") from None
 
 
 def read_report(folder: Path) -> CalibrationReport:

@@ -125,10 +125,10 @@ def _message(error: Mapping[str, Any]) -> str:
     field, *location = error["loc"]
     name = f"{field}" + "".join(f"[{part}]" for part in location if isinstance(part, int))
     value = "" if error["type"] in _STATEMENTS else f", not {shown(_invalid_value(error))}"
-    return f"{rule(name, error)}{value}."
+    return f"{describe_violation(name, error)}{value}."
 
 
-def rule(name: str, error: Mapping[str, Any]) -> str:
+def describe_violation(name: str, error: Mapping[str, Any]) -> str:
     """Returns one of pydantic's errors as a clause that states the rule which `name` breaks: "threads must be a whole
     number". For an error of a validator of fp8serve, the clause is the name and the validator's message. The words with
     which pydantic begins its messages, such as "Input should", are omitted.

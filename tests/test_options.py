@@ -17,7 +17,7 @@ from docs.options_page import page
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from fp8serve.errors import RecipeError, RequestError
-from fp8serve.options import About, check, known_fields, options_of, rule
+from fp8serve.options import About, check, describe_violation, known_fields, options_of
 from fp8serve.server.schemas import generation_bodies, openai_bodies
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody
 from fp8serve.server.schemas.generation_bodies import GenerateParameters
@@ -57,7 +57,7 @@ def test_no_type_of_pydantics_errors_leaks_its_words(error_type: str) -> None:
         error = PydanticKnownError(error_type, context)  # type: ignore[arg-type]
     except TypeError:  # this type has no context
         error, context = PydanticKnownError(error_type), {}  # type: ignore[arg-type]
-    clause = rule("field", {"type": error_type, "msg": error.message(), "ctx": context})
+    clause = describe_violation("field", {"type": error_type, "msg": error.message(), "ctx": context})
     assert clause.startswith("field")
     for words in (" should ", "Input", "input should", "alue error", "ssertion", "field required", "Extra"):
         assert words not in clause
@@ -66,7 +66,7 @@ def test_no_type_of_pydantics_errors_leaks_its_words(error_type: str) -> None:
 def test_the_message_of_a_validator_is_quoted_without_the_name_of_its_exception() -> None:
     context = {"error": ValueError("the tray is hot.")}
     assert (
-        rule("tray", {"type": "value_error", "msg": "Value error, the tray is hot.", "ctx": context})
+        describe_violation("tray", {"type": "value_error", "msg": "Value error, the tray is hot.", "ctx": context})
         == "tray: the tray is hot"
     )
 

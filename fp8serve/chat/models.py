@@ -10,13 +10,13 @@ from typing import Annotated, Any, Protocol, Self
 
 from annotated_types import Ge, Le
 
-from fp8serve.chat.conversation import Message
 from fp8serve.client.api import Api
 from fp8serve.client.completions import Piece, chat_pieces
 from fp8serve.errors import ModelError, RequestError
 from fp8serve.options import About, check
 
 DEFAULT_TEMPERATURE = 0.7
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,45 @@ Answers are printed as they are generated; reasoning and tool calls are dimmed. 
 message without an answer is dropped, and the earlier conversation is unchanged.
 """
 
-import sys
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from fp8serve.chat.conversation import Conversation
-from fp8serve.chat.models import ChatModel, ChatOptions
+from fp8serve.chat.models import ChatModel, ChatOptions, Message
 from fp8serve.client.completions import Piece
-from fp8serve.errors import Fp8ServeError, RequestError, shown
+from fp8serve.errors import Fp8ServeError, MachineError, RequestError, shown
 from fp8serve.terminal import printable
 
 PROMPT = "> "
 DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+class Conversation:
+    """A list of turns. `system` is the system message; it is empty if there is none."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self.turns: list[tuple[str, str]] = []  # (user message, assistant message)
+
+    def messages(self, prompt: str | None = None) -> list[Message]:
+        """Returns the messages of the conversation. `prompt` is added as a last user message."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for user, assistant in self.turns:
+            messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+        return messages if prompt is None else [*messages, {"role": "user", "content": prompt}]
+
+    def save(self, file: Path) -> None:
+        """Writes the conversation to a new file, as a line of JSON that `finetune --data` reads. Raises RequestError if
+        there are no turns, and MachineError if the file exists or cannot be written."""
+        if not self.turns:
+            raise RequestError("There is nothing to save yet.")
+        try:
+            with file.expanduser().open("x", encoding="utf-8") as out:
+                out.write(json.dumps({"messages": self.messages()}, ensure_ascii=False) + "\n")
+        except OSError as problem:
+            raise MachineError(f"{file} cannot be written: {problem.strerror}; use another name.") from None
 
 
 class Session:
@@ -163,4 +188,3 @@ def print_answers(model: ChatModel, options: ChatOptions, system: str, messages:
                     print(piece.text, end="", flush=True)
         print(flush=True)
         conversation.turns.append((message, "".join(texts)))
-    sys.stdout.flush()

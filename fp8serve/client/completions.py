@@ -43,7 +43,6 @@ def chat_pieces(api: Api, body: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
-    """Yields the pieces in the `delta` of an event."""
     if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
         yield Piece("reasoning", str(reasoning))
     if text := delta.get("content") or delta.get("refusal"):

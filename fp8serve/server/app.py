@@ -19,12 +19,7 @@ from starlette.responses import RedirectResponse, Response
 import fp8serve
 from fp8serve.server.api import anthropic_messages, model_list_routes, responses
 from fp8serve.server.api.native import finetune_routes, generation_routes, model_routes, status_routes
-from fp8serve.server.api.openai import (
-    chat_routes,
-    completion_routes,
-    embedding_routes,
-    finetuning_routes,
-)
+from fp8serve.server.api.openai import chat_routes, completion_routes, embedding_routes, finetuning_routes
 from fp8serve.server.api.openapi_description import describe
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.finetuning.job_runner import training_command

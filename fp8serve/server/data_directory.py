@@ -5,7 +5,6 @@ they are empty. Otherwise each failed start, for example with a mistyped option,
 job database. `discard` keeps a directory in which a client has stored a job or a file.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from fp8serve.errors import MachineError
-from fp8serve.model.storage.files import make_private
+from fp8serve.model.storage.files import acquire_lock, make_private
 from fp8serve.server.settings import Settings
 
 JOB_DATABASE = "jobs.sqlite3"  # a file in the data directory
@@ -92,15 +91,9 @@ def _lock(path: Path) -> IO[str]:
     """Locks the directory, because two servers would run each other's jobs. The lock is held while the file is open."""
     try:
         make_private(path / "jobs")
-        lock = (path / "server.lock").open("a+")
-        os.fchmod(lock.fileno(), 0o600)
     except OSError as error:
         raise MachineError(f"The data directory {path} cannot be written: {error.strerror}.") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise MachineError(
-            f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
-        ) from None
+    refusal = f"Another server uses the data directory {path}; stop it, or give this one its own with --data-dir."
+    lock = acquire_lock(path / "server.lock", refusal, MachineError)
+    os.fchmod(lock.fileno(), 0o600)
     return lock

@@ -168,6 +168,6 @@ class DrainingServer(uvicorn.Server):
         if self._reload_keys:
             self._reload_keys = False
             self.state.keys.reload()
-        if self.state.failed.is_set() or (self.state.draining.is_set() and self.state.drained):
+        if self.state.failed.is_set() or (self.state.draining.is_set() and self.state.finish_drain()):
             self.should_exit = True
         return await super().on_tick(counter)

@@ -129,7 +129,6 @@ def _directories_with(file: str, root: Path | None) -> dict[str, Path]:
 
 
 def _select(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that are fields of the dataclass `kind`."""
     names = {f.name for f in fields(kind)}
     return {name: value for name, value in options.items() if name in names}
 

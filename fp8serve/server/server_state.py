@@ -18,26 +18,25 @@ from importlib.metadata import version
 
 import fp8serve
 from fp8serve.engine.request import Task
-from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.processes import phases_text, process_seconds
 from fp8serve.server.access.keys import KeyFile
 from fp8serve.server.access.limits import TenantLimiter
 from fp8serve.server.data_directory import JOB_DATABASE, DataDirectory
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.activation import Activation
+from fp8serve.server.finetuning.activation import Activator
+from fp8serve.server.finetuning.job_directory import JobDirectories
 from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources
 from fp8serve.server.finetuning.submission import Retention, Submissions
 from fp8serve.server.metrics import Metrics
-from fp8serve.server.named_models import NamedModel
 from fp8serve.server.parsing.request_parser import RequestParser
 from fp8serve.server.serving.adapter_loader import AdapterLoader
 from fp8serve.server.serving.adapters import AdapterSource
-from fp8serve.server.serving.admission import Admission, Capacity, Reservation, StreamLimiter
-from fp8serve.server.serving.generation import Generation, build_requests
-from fp8serve.server.serving.model_loader import ModelLoader
+from fp8serve.server.serving.admission import Admission, Capacity, StreamLimiter
+from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.model_loader import ModelLoader, source_of
 from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.scale_saver import ScaleSaver
 from fp8serve.server.serving.served_model import BASE, ServedModel
@@ -45,7 +44,6 @@ from fp8serve.server.serving.served_weights import Launch, ServedWeights, Weight
 from fp8serve.server.serving.supervisor import EngineSupervisor
 from fp8serve.server.settings import Settings, is_loopback
 from fp8serve.server.tracing import create_tracing
-from fp8serve.server.usage import Usage
 
 log = logging.getLogger("fp8serve.server")
 
@@ -77,8 +75,8 @@ class ServerState:
         self.models.default.gpu_memory = settings.gpu_memory_beside_jobs
         self.models.aliases |= settings.named_aliases
         self.model_loader = ModelLoader(self.models, self._create_model)
-        self.model_loader.known_sources |= {named.name: self._base_source(named) for named in settings.models}
-        self.adapter_loader = AdapterLoader(self.models, self._create_adapter_admission)
+        self.model_loader.known_sources |= {named.name: source_of(named, settings.device) for named in settings.models}
+        self.adapter_loader = AdapterLoader(self.models, self.metrics)
         for adapter in settings.adapters:
             source = AdapterSource(adapter.name, adapter.directory.name, adapter.directory, required=True)
             self.adapter_loader.register(self.models.default, source)
@@ -97,10 +95,11 @@ class ServerState:
         self.address = "this application's address"
         self.active: weakref.WeakSet[Generation] = weakref.WeakSet()
         self.draining = asyncio.Event()
+        directories = JobDirectories(settings, self.data_dir, self.jobs)
         self.submissions = Submissions(
-            settings, self.data_dir, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
+            settings, directories, self.jobs, self.runner, self.models, self.parser, self.sources, self.draining
         )
-        self.activation = Activation(
+        self.activator = Activator(
             self.jobs,
             self.runner,
             self.sources,
@@ -115,23 +114,13 @@ class ServerState:
         self._tasks: list[asyncio.Task[None]] = []
         self._connect_metrics()
 
-    def _base_source(self, named: NamedModel) -> WeightSource:
-        return WeightSource(
-            BASE, named.name, named.directory, named.engine_options(self.settings.device), named.output_format
-        )
-
     def _create_model(self, name: str, base_source: WeightSource) -> ServedModel:
-        """Creates a model, which is not loaded yet."""
         limits = self.settings.limits
         capacity = Capacity(base_source.options.num_seqs, limits.queue, limits.queue_tokens)
         admission = Admission(capacity, self.metrics.for_model(name))
         model = ServedModel(name, base_source, self._start_engine, admission, self.settings.deadlines)
         model.needs_layer_stats = self.settings.metrics_per_layer
         return model
-
-    def _create_adapter_admission(self, name: str, base: Admission) -> Admission:
-        """Creates the admission of an adapter, which shares the capacity of its model."""
-        return Admission(base.capacity, self.metrics.for_model(name))
 
     def _connect_metrics(self) -> None:
         sources = self.metrics.sources
@@ -153,9 +142,9 @@ class ServerState:
 
     async def _load_models(self) -> None:
         default = self.models.default
-        await self.activation.register_activated_adapters(default)
+        await self.activator.register_activated_adapters(default)
         try:
-            served = await default.start(await self.activation.sources_of(default.name, default.base_source))
+            served = await default.start(await self.activator.sources_of(default.name, default.base_source))
         except Fp8ServeError as error:
             if isinstance(error, MachineError):
                 await self._wait_for_own_signal()
@@ -186,7 +175,7 @@ class ServerState:
         """Loads the other models of the command line, one by one. A model that fails stays listed with its error."""
         for named in self.settings.models:
             try:
-                await self.activation.load(named.name, keep_failed=True)
+                await self.activator.load(named.name, keep_failed=True)
             except Fault as fault:
                 if fault.code is Code.DRAINING:
                     return
@@ -215,9 +204,8 @@ class ServerState:
         """Ends the drain now; requests that still run are aborted."""
         self._drain_deadline = time.monotonic()
 
-    @property
-    def drained(self) -> bool:
-        """Whether no request or job runs. After the deadline, running requests are aborted and this is true."""
+    def finish_drain(self) -> bool:
+        """Returns whether no request or job runs. After the deadline, aborts the running requests and returns True."""
         if time.monotonic() >= self._drain_deadline:
             for generation in list(self.active):
                 generation.fail(
@@ -250,7 +238,7 @@ class ServerState:
     @property
     def in_flight(self) -> int:
         """The number of admitted requests of all models that have not ended."""
-        return self.models.total(lambda model: model.admission.capacity.in_flight)
+        return sum(model.admission.capacity.in_flight for model in self.models.models.values())
 
     @property
     def ready(self) -> bool:
@@ -288,23 +276,6 @@ class ServerState:
         if self.paused:
             raise Fault(Code.PAUSED, "Serving is paused while a fine-tune job uses the device.", retry_after=30)
         return self.models.resolve(model, tasks)
-
-    def generation(
-        self,
-        served: ServedWeights,
-        prompts: list[tuple[int, ...]],
-        params: SamplingParams,
-        reservation: Reservation,
-        n: int = 1,
-        tenant: str = "",
-        usage: Usage | None = None,
-    ) -> Generation:
-        """Checks and admits the prompts of a request. Raises Fault to refuse them; otherwise the response has the
-        status 200."""
-        requests = build_requests(served, prompts, params, n, tenant)
-        generation = Generation(served, requests, n, reservation, usage or Usage(), self.settings.request_seconds)
-        self.active.add(generation)
-        return generation
 
     async def _wait_before_training(self) -> None:
         if self.paused:

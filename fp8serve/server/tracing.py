@@ -106,20 +106,15 @@ class RequestSpan:
         for name, seconds in (("queue", timing.queue), ("prefill", timing.prefill), ("decode", timing.decode)):
             if seconds is None or (name == "decode" and sequence.finish_reason is None):
                 return
-            span = self._tracer.start_span(name, parent, start_time=_nanoseconds(phase_start))
+            span = self._tracer.start_span(name, parent, start_time=int(phase_start * 1e9))
             span.set_attributes({"gen_ai.request.id": sequence.request.request_id, "fp8serve.sequence": index})
             if name == "prefill":
                 span.set_attribute("fp8serve.cached_tokens", sequence.cached_tokens)
             phase_start += seconds
-            span.end(_nanoseconds(phase_start))
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
+            span.end(int(phase_start * 1e9))
 
 
 def _usage_attributes(usage: Usage, attributes: Attributes) -> Attributes:
-    """Returns the attributes that describe the request's tokens and sequences."""
     if usage.model is None and not usage.total_tokens:
         return {}
     result: Attributes = {

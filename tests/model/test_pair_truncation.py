@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.server.parsing.texts import TextRequest, read_text
+from fp8serve.server.parsing.texts import TextRequest, encode_text
 from tests.model.encoders import letters
 
 
@@ -38,7 +38,7 @@ def test_a_beginning_ends_with_a_token(folder: Path) -> None:
 def test_a_judges_prompt_stays_whole(folder: Path) -> None:
     tokenizer, around = Tokenizer.from_dir(folder), ("xx", "y", "zz")
     asked = TextRequest("qq", "d" * 5000, 14, None, around)
-    assert read_text(tokenizer, asked)[0] == tokenizer.encode("xxqqyddddd" + "zz")
-    assert read_text(tokenizer, TextRequest("qq", "d" * 50, None, 3, around))[0] == tokenizer.encode("xxqqydddzz")
-    cut = read_text(tokenizer, TextRequest("q" * 50, "d", 14, None, around))[0]
+    assert encode_text(tokenizer, asked)[0] == tokenizer.encode("xxqqyddddd" + "zz")
+    assert encode_text(tokenizer, TextRequest("qq", "d" * 50, None, 3, around))[0] == tokenizer.encode("xxqqydddzz")
+    cut = encode_text(tokenizer, TextRequest("q" * 50, "d", 14, None, around))[0]
     assert cut == tokenizer.encode("xx" + "q" * 50 + "yzz")

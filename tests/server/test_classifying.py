@@ -9,7 +9,7 @@ import tokenizers
 from fp8serve.engine.classifying import Classifier
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.parsing.parser_process import JOBS
-from fp8serve.server.parsing.texts import TextRequest, read_text
+from fp8serve.server.parsing.texts import TextRequest, encode_text
 from tests.engine.test_classifying import headed
 from tests.model.encoders import BERT
 from tests.server.process import Process, serving
@@ -90,7 +90,7 @@ def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, P
         forms = [(second is None, most, document) for _, second in pairs]
         head = {"directory": str(served[1]), "lengths": [*map(len, pieces)], "limits": forms}
         head |= {"prompt_parts": None, "prefix": ""}
-        expected = [read_text(tokenizer, TextRequest(*pair, most, document)) for pair in pairs]
+        expected = [encode_text(tokenizer, TextRequest(*pair, most, document)) for pair in pairs]
         assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == expected
 
 

@@ -24,7 +24,7 @@ from fp8serve.server.api.chat_generation import (
     Segment,
     SegmentedOutput,
     SegmentEvent,
-    convert_body,
+    conversion_errors,
     generate_chat,
     new_call_id,
     output_parser,
@@ -103,11 +103,6 @@ class AnthropicChatBody(ChatBody):
     """A chat request that may have more stop strings than OpenAI allows, as in Anthropic's API."""
 
     stop: list[StopString] | None = None
-
-
-def to_conversation(body: bodies.CountBody) -> ChatBody:
-    """Converts the messages and tools. Raises pydantic's ValidationError if the chat request is invalid."""
-    return ChatBody(**_conversation_fields(body))
 
 
 def to_chat_body(body: bodies.MessagesBody) -> ChatBody:
@@ -335,7 +330,9 @@ async def messages(
     body: bodies.MessagesBody, request: Request, response: Response, state: StateDep
 ) -> Response | AnthropicMessage:
     """The message contains text, thinking and tool calls."""
-    chat, request_id = convert_body(to_chat_body, body), request.scope["request_id"]
+    with conversion_errors():
+        chat = to_chat_body(body)
+    request_id = request.scope["request_id"]
     response.headers["request-id"] = request_id  # the header that Anthropic's client reads
     generation = await generate_chat(chat, request, state, clamp_max_tokens=True)
     return await respond(MessageRenderer(chat, generation, request_id), request, state, body.stream)
@@ -344,7 +341,8 @@ async def messages(
 @router.post("/count_tokens", summary="Count the tokens of a conversation")
 async def count_tokens(body: bodies.CountBody, request: Request, state: StateDep) -> TokenCount:
     """Counts the tokens of the prompt, including cached ones. The prompt may be longer than the model's context."""
-    chat = convert_body(to_conversation, body)
+    with conversion_errors():
+        chat = ChatBody(**_conversation_fields(body))
     served = state.models.resolve(chat.model)
     state.parser.size_limits(served.engine.limits.max_model_len).check(chat)
     with served.lease():

@@ -4,11 +4,12 @@ This module also turns the tools of a request into a grammar and an output parse
 for protocols with content blocks (Anthropic's messages) or output items (OpenAI's responses).
 """
 
+import contextlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -28,14 +29,12 @@ from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.generation import Generation
 from fp8serve.server.serving.served_weights import ServedWeights
 
-BodyT = TypeVar("BodyT")
 
-
-def convert_body(convert: Callable[[BodyT], ChatBody], body: BodyT) -> ChatBody:
-    """Converts a body of another protocol to a chat request. Raises RequestValidationError if the chat request is
-    invalid."""
+@contextlib.contextmanager
+def conversion_errors() -> Iterator[None]:
+    """Encloses the conversion of another protocol's body. Raises RequestValidationError for an invalid chat request."""
     try:
-        return convert(body)
+        yield
     except ValidationError as error:
         details = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
         raise RequestValidationError(details) from None

@@ -10,7 +10,7 @@ stream. A later failure becomes the last event of the stream.
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -20,28 +20,21 @@ from fp8serve.engine.output import RequestOutput
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import RequestError
 from fp8serve.server.access.limits import TenantRequest
+from fp8serve.server.api.routing import JsonObject
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import EventStream, WriteChunk, event, string_to_json, until_disconnect
 from fp8serve.server.parsing.request_parser import Ids, Prompt, RequestParser
+from fp8serve.server.schemas.generation_bodies import GenerateBody
+from fp8serve.server.schemas.openai_bodies import SamplingBody
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Reservation
-from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.generation import Echo, Generation, build_requests
 from fp8serve.server.serving.served_weights import ServedWeights
-
-JsonObject = dict[str, Any]
-
-
-class GenerationBody(Protocol):
-    """The field that the bodies of all generating routes have."""
-
-    @property
-    def model(self) -> str | None: ...
-
 
 # -- from a body to a generation ---------------------------------------------------------------------------------------
 
 
-async def resolve_model(body: GenerationBody, state: ServerState) -> ServedWeights:
+async def resolve_model(body: SamplingBody | GenerateBody, state: ServerState) -> ServedWeights:
     """Returns the model for a request. If its weights are being swapped, waits for the end of the swap first. The
     caller must lease the model before its next `await`.
 
@@ -109,17 +102,18 @@ async def admit(
         await until_disconnect(request, _check_grammar(params, tool_schemas or {}, state.parser))
     if params.logprobs is not None or params.prompt_logprobs is not None:
         await until_disconnect(request, state.parser.load_token_texts(served))
-    echoes = []
+    echoes: list[Echo] = []
     if echo:
-        echoes = await until_disconnect(
-            request, state.parser.render_echoes(served, prompts, params.skip_special_tokens)
-        )
+        rendering = state.parser.render_echoes(served, prompts, params.skip_special_tokens)
+        echoes = await until_disconnect(request, rendering)
     tenant_request: TenantRequest = request.scope["tenant_request"]
     tenant_request.reserve_tokens(sum(map(len, prompts)) + len(prompts) * choices * params.max_new_tokens)
-    generation = state.generation(
-        served, prompts, params, reservation, choices, request.scope["tenant"], tenant_request.usage
+    requests = build_requests(served, prompts, params, choices, request.scope["tenant"])
+    generation = Generation(
+        served, requests, choices, reservation, tenant_request.usage, state.settings.request_seconds
     )
     generation.echoes = echoes
+    state.active.add(generation)
     return generation
 
 

@@ -20,7 +20,7 @@ from fp8serve.server.api.chat_generation import (
     Segment,
     SegmentedOutput,
     SegmentEvent,
-    convert_body,
+    conversion_errors,
     generate_chat,
     new_call_id,
     output_parser,
@@ -417,6 +417,7 @@ def _request_fields(body: bodies.ResponsesBody, params: SamplingParams, model: s
 async def responses(body: bodies.ResponsesBody, request: Request, state: StateDep) -> Response | ResponseObject:
     """Generates a message, function calls and reasoning. Responses are not stored, so each request must contain the
     whole conversation."""
-    chat = convert_body(to_chat_body, body)
+    with conversion_errors():
+        chat = to_chat_body(body)
     generation = await generate_chat(chat, request, state)
     return await respond(ResponseRenderer(body, chat, generation), request, state, body.stream)

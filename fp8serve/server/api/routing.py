@@ -5,6 +5,7 @@ A parser process validates a long body before FastAPI receives it. FastAPI then 
 training data, which the process has written to a file.
 """
 
+import asyncio
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine
@@ -16,6 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, with_config
 from starlette.responses import Response
 
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.http.scope import replay
 from fp8serve.server.http.streams import until_disconnect
 from fp8serve.server.parsing.parser_pool import SHORT_BYTES
@@ -42,18 +44,21 @@ STREAM: dict[int | str, dict[str, Any]] = {
 """The OpenAPI description of a stream of server-sent events, for the argument `responses` of a route."""
 
 
-def state_of(request: Request) -> ServerState:
-    """Returns the state that `create_app` created."""
+async def _state(request: Request) -> ServerState:
+    """Returns the state that `create_app` created. FastAPI would run a synchronous function in another thread."""
     state: ServerState = request.app.state.server
     return state
 
 
-async def _state(request: Request) -> ServerState:
-    """Does what `state_of` does. FastAPI would run a dependency that is not asynchronous in another thread."""
-    return state_of(request)
-
-
 StateDep = Annotated[ServerState, Depends(_state)]
+
+
+async def _job(job_id: str, state: StateDep) -> Job:
+    """Returns the job that the path names. Raises Fault 404 if there is none."""
+    return await asyncio.to_thread(state.jobs.get, job_id)
+
+
+JobDep = Annotated[Job, Depends(_job)]
 PageSize = Annotated[int, Query(ge=1, le=1000)]
 IdempotencyKey = Annotated[str | None, Header(max_length=255)]
 
@@ -114,7 +119,7 @@ class BoundedRoute(APIRoute):
                 if has_rows:
                     check_keys(raw)
                 return await handle(request)
-            state = state_of(request)
+            state = await _state(request)
             folder = state.runner.root / f"rows-{secrets.token_hex(8)}"
             try:
                 parsing = state.parser.check_body(model, raw, folder, _longest_context(state))

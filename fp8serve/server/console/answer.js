@@ -2,10 +2,9 @@
 // whole its text is formatted, in which every token keeps its probability.
 
 import { copyButton, element, say } from "./dom.js";
-import { hide, makeReachable, tellTokens, tokenSpan } from "./hover.js";
 import { markdown } from "./markdown.js";
 import { count, seconds } from "./numbers.js";
-import { TokenQueue } from "./tokens.js";
+import { hide, makeReachable, showTokensOn, TokenQueue, tokenSpan } from "./tokens.js";
 
 const ENDS = { length: "cut off at the limit of new tokens", tool_calls: "waits for the results of its calls" };
 export const RELOADED = "Stopped, because the page was loaded again.";
@@ -27,7 +26,7 @@ export class Answer {
     this.copy.hidden = true;
     const foot = element("div", { className: "foot" }, this.facts, this.copy);
     this.node = element("div", { className: "answer" }, this.folded, this.text, foot);
-    tellTokens(this.text);
+    showTokensOn(this.text);
   }
 
   /** Takes in one chunk of a stream of either route. */
@@ -66,7 +65,7 @@ export class Answer {
   showReasoning(pieces) {
     if (!this.reasoning) {
       this.thought = element("div", { className: "text" });
-      tellTokens(this.thought);
+      showTokensOn(this.thought);
       this.folded.prepend(element("details", { className: "part" }, element("summary", {}, "Reasoning"), this.thought));
     }
     this.reasoning += textOf(pieces);
@@ -92,8 +91,8 @@ export class Answer {
   finish() {
     this.state = "done";
     const tokens = this.usage?.completion_tokens;
-    const took = (performance.now() - this.started) / 1000;
-    const speed = tokens > 1 && took > 0 ? `${(tokens / took).toFixed(1)} tokens/s` : null;
+    const duration = (performance.now() - this.started) / 1000;
+    const speed = tokens > 1 && duration > 0 ? `${(tokens / duration).toFixed(1)} tokens/s` : null;
     const parts = [
       tokens !== undefined && `${count(tokens)} tokens`,
       this.first !== undefined && `first after ${seconds(this.first / 1000)}`,

@@ -2,7 +2,7 @@
 
 export const ROOT = new URL("../", import.meta.url);
 
-/** What the server said in refusal, in its own sentence. `status`: 0 when there was no answer at all. */
+/** An error with a sentence for the user. `status` is 0 if the server sent no response. */
 export class Problem extends Error {
   constructor(message, status) {
     super(message);
@@ -10,26 +10,26 @@ export class Problem extends Error {
   }
 }
 
-export async function ask(path, options = {}) {
-  let answer;
+export async function request(path, options = {}) {
+  let response;
   try {
-    answer = await fetch(new URL(path, ROOT), options);
+    response = await fetch(new URL(path, ROOT), options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem("The server does not answer.", 0);
   }
-  if (!answer.ok) throw await problem(answer);
-  return answer;
+  if (!response.ok) throw await problem(response);
+  return response;
 }
 
-export const get = async (path) => read(await ask(path));
+export const get = async (path) => read(await request(path));
 export const post = async (path, body = {}, options = {}) => read(await send(path, body, options));
-export const remove = async (path) => read(await ask(path, { method: "DELETE" }));
+export const remove = async (path) => read(await request(path, { method: "DELETE" }));
 
-/** The answer to a JSON body, unread: for a stream. */
-export function send(path, body, options = {}) {
+/** The response to a JSON body, unread: for a stream. */
+export function send(path, data, options = {}) {
   const headers = { "Content-Type": "application/json", ...options.headers };
-  return ask(path, { ...options, method: "POST", headers, body: JSON.stringify(body) });
+  return request(path, { ...options, method: "POST", headers, body: JSON.stringify(data) });
 }
 
 /** Uploads a file of training data. */
@@ -37,31 +37,31 @@ export async function upload(file) {
   const form = new FormData();
   form.append("purpose", "fine-tune");
   form.append("file", file, file.name);
-  return read(await ask("v1/files", { method: "POST", body: form }));
+  return read(await request("v1/files", { method: "POST", body: form }));
 }
 
-async function read(answer) {
+async function read(response) {
   try {
-    return await answer.json();
+    return await response.json();
   } catch {
     throw new Problem("The connection broke off in the middle of an answer.", 0);
   }
 }
 
-async function problem(answer) {
-  let said = {};
+async function problem(response) {
+  let body = {};
   try {
-    said = await answer.json();
+    body = await response.json();
   } catch {
     /* a proxy's page, perhaps */
   }
-  const text = typeof said.error === "object" ? said.error?.message : [said.error, said.hint].filter(Boolean).join(" ");
-  return new Problem(text || `The server answered ${answer.status}.`, answer.status);
+  const text = typeof body.error === "object" ? body.error?.message : [body.error, body.hint].filter(Boolean).join(" ");
+  return new Problem(text || `The server answered ${response.status}.`, response.status);
 }
 
 /** Server-sent events over fetch, because EventSource cannot POST: {name, id, data}, data as JSON, until [DONE]. */
-export async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {
     for (;;) {
@@ -71,9 +71,9 @@ export async function* events(answer) {
       const parts = buffer.split("\n\n");
       buffer = parts.pop();
       for (const part of parts) {
-        const found = parsed(part);
-        if (found === DONE) return;
-        if (found) yield found;
+        const event = parsed(part);
+        if (event === DONE) return;
+        if (event) yield event;
       }
     }
   } finally {

@@ -4,7 +4,7 @@ import { ChatSettings } from "./chat_settings.js";
 import { Column } from "./column.js";
 import * as conversations from "./conversations.js";
 import { button, element, say } from "./dom.js";
-import { addRow } from "./rows.js";
+import { addRow } from "./job_data.js";
 import { announce } from "./state.js";
 
 const HINT =
@@ -12,16 +12,10 @@ const HINT =
   "stood there. Words that were less probable than 50 % are underlined. Conversations stay in this browser until you delete " +
   "them in the list.";
 
-export function chatView(section) {
-  const chat = new Chat();
-  section.append(chat.node);
-  return { open: (_, query) => chat.open(query) };
-}
-
-class Chat {
+export class Chat {
   constructor() {
-    this.made = []; // columns, of which the first ones are shown
-    this.columns = [];
+    this.allColumns = [];
+    this.columns = []; // the first ones of these, which are shown
     this.area = element("div", { className: "columns" });
     this.note = element("p", { className: "quiet", role: "status" });
     this.prompt = element("textarea", {
@@ -33,7 +27,7 @@ class Chat {
     });
     this.composer();
     this.hint = element("p", { className: "quiet hint" }, HINT);
-    const format = () => this.made.forEach((column) => column.format());
+    const format = () => this.allColumns.forEach((column) => column.format());
     this.settings = new ChatSettings(() => this.arrange(), format);
     this.list = new conversations.List({ open: (id) => this.show(id), remove: (id) => this.remove(id) });
     this.id = null; // of the conversation that is shown, once it is stored
@@ -43,7 +37,7 @@ class Chat {
     this.node = element("div", {}, this.list.node, this.settings.node, this.hint, this.area, this.form);
     this.settings.begin();
     addEventListener("pagehide", () => this.store());
-    addEventListener("beforeunload", () => this.made.forEach((column) => column.expectUnload()));
+    addEventListener("beforeunload", () => this.allColumns.forEach((column) => column.expectUnload()));
     addEventListener("storage", () => this.list.draw(this.id)); // another tab has changed it
   }
 
@@ -53,17 +47,17 @@ class Chat {
     if (!record) return;
     try {
       this.settings.restore(record.settings);
-      record.columns.forEach((turns, i) => (this.made[i] ?? this.addColumn()).restore(turns));
+      record.columns.forEach((turns, i) => (this.allColumns[i] ?? this.addColumn()).restore(turns));
       this.id = id;
       this.stored = { at: conversations.writtenAt(id), text: JSON.stringify(this.record) };
     } catch {
-      for (const column of this.made) column.clear();
+      for (const column of this.allColumns) column.clear();
       conversations.remove(id);
     }
   }
 
   get record() {
-    return { settings: this.settings.record, columns: this.made.map((column) => column.record) };
+    return { settings: this.settings.record, columns: this.allColumns.map((column) => column.record) };
   }
 
   /** Stores what this tab has added. If another tab has written the conversation meanwhile, each gets its own. */
@@ -78,7 +72,7 @@ class Chat {
       announce("Another tab has gone on with this conversation. What this tab shows is now a conversation of its own.");
     }
     this.id ??= conversations.newId();
-    const title = this.made.find((column) => column.turns.length).turns[0].messages[0].content;
+    const title = this.allColumns.find((column) => column.turns.length).turns[0].messages[0].content;
     if (conversations.write(this.id, title, record)) this.stored = { at: conversations.writtenAt(this.id), text };
     else if (!this.busy)
       say(this.note, "This browser has no room for the conversation: a reload ends it. Delete others from the list.");
@@ -87,10 +81,10 @@ class Chat {
 
   /** Ends what is under way, stores it as far as it came, and shows nothing. */
   async leave() {
-    for (const column of this.made) column.stop();
-    await Promise.all(this.made.map((column) => column.ended));
+    for (const column of this.allColumns) column.stop();
+    await Promise.all(this.allColumns.map((column) => column.ended));
     this.store();
-    for (const column of this.made) column.clear();
+    for (const column of this.allColumns) column.clear();
     Object.assign(this, { id: null, stored: {} });
     say(this.note, "");
   }
@@ -113,8 +107,8 @@ class Chat {
   }
 
   addColumn() {
-    this.made.push(new Column(this.settings, () => this.update()));
-    return this.made.at(-1);
+    this.allColumns.push(new Column(this.settings, () => this.update()));
+    return this.allColumns.at(-1);
   }
 
   get begun() {
@@ -123,21 +117,25 @@ class Chat {
 
   composer() {
     const report = (text, isError) => say(this.note, text, isError);
-    this.go = element("button", { id: "go" }, "Send");
-    this.halt = element("button", { id: "stop", type: "button", hidden: true, onclick: () => this.stop() }, "Stop");
-    this.redo = button("Regenerate", () => this.again(), { id: "again", report });
-    this.anew = button("New conversation", () => this.restart(), { id: "new", report });
-    this.keep = button("Use as training data", () => this.train(), { id: "train-on-this", report });
-    this.save = button("Download", () => this.download(), { id: "download", report });
+    this.sendButton = element("button", { id: "go" }, "Send");
+    this.stopButton = element(
+      "button",
+      { id: "stop", type: "button", hidden: true, onclick: () => this.stop() },
+      "Stop",
+    );
+    this.againButton = button("Regenerate", () => this.again(), { id: "again", report });
+    this.newButton = button("New conversation", () => this.restart(), { id: "new", report });
+    this.trainButton = button("Use as training data", () => this.train(), { id: "train-on-this", report });
+    this.downloadButton = button("Download", () => this.download(), { id: "download", report });
     this.tools = element(
       "div",
       { className: "row tools" },
-      this.go,
-      this.halt,
-      this.redo,
-      this.anew,
-      this.keep,
-      this.save,
+      this.sendButton,
+      this.stopButton,
+      this.againButton,
+      this.newButton,
+      this.trainButton,
+      this.downloadButton,
     );
     this.form = element("form", { className: "composer" }, this.prompt, this.tools, this.note);
     this.form.addEventListener("submit", (event) => {
@@ -151,20 +149,20 @@ class Chat {
     });
   }
 
-  open(query) {
+  open(_, query) {
     if (query.has("model")) this.settings.compareWith(query.get("model"));
   }
 
   /** A column for each model that is chosen; a conversation stays in its column when the model changes. */
   arrange() {
     const names = this.settings.chosen;
-    const wanted = Math.max(1, names.length);
-    while (this.made.length < wanted) this.addColumn();
-    for (const column of this.made.slice(wanted)) column.stop(); // and keeps what was said, for when it is shown again
-    this.columns = this.made.slice(0, wanted);
-    this.columns.forEach((column, i) => column.name(names[i] ?? "", wanted === 1));
+    const number = Math.max(1, names.length);
+    while (this.allColumns.length < number) this.addColumn();
+    for (const column of this.allColumns.slice(number)) column.stop(); // and keeps what was said, for when it is shown again
+    this.columns = this.allColumns.slice(0, number);
+    this.columns.forEach((column, i) => column.name(names[i] ?? "", number === 1));
     this.area.replaceChildren(...this.columns.map((column) => column.node));
-    this.area.classList.toggle("two", wanted > 1);
+    this.area.classList.toggle("two", number > 1);
     this.update();
   }
 
@@ -181,13 +179,13 @@ class Chat {
 
   update() {
     const { begun } = this;
-    this.go.disabled = this.busy;
-    this.halt.hidden = !this.busy;
+    this.sendButton.disabled = this.busy;
+    this.stopButton.hidden = !this.busy;
     this.hint.hidden = begun;
     if (begun) this.warn();
     this.store();
-    for (const one of [this.redo, this.anew, this.keep, this.save]) one.hidden = !begun;
-    for (const one of [this.redo, this.keep, this.save]) one.disabled = this.busy;
+    for (const one of [this.againButton, this.newButton, this.trainButton, this.downloadButton]) one.hidden = !begun;
+    for (const one of [this.againButton, this.trainButton, this.downloadButton]) one.disabled = this.busy;
   }
 
   submit() {
@@ -223,7 +221,7 @@ class Chat {
 
   /** The first column's conversation as a row for training. Throws an Error where it cannot be one. */
   row() {
-    const messages = this.columns[0].messages;
+    const messages = this.columns[0].messagesOf(this.columns[0].turns);
     if (!messages.some((message) => message.role === "assistant"))
       throw new Error("There is no answer yet that could be learnt.");
     if (messages.some((message) => message.role === "tool" || message.tool_calls))

@@ -1,6 +1,6 @@
 // What a chat asks for beside its messages: the models, the sampling parameters, the tools.
 
-import { element } from "./dom.js";
+import { element, labelled } from "./dom.js";
 import { onModels } from "./state.js";
 
 const TOP = 5; // alternatives beside each token; /v1/completions has no more
@@ -82,11 +82,11 @@ export class ChatSettings {
       names.map((name) => element("option", { value: name, selected: name === chosen }, name));
     const unloaded = models.filter((model) => model.state === "available");
     const later = unloaded.map(({ id }) => element("option", { value: id, disabled: true }, `${id}: not loaded`));
-    const [model, other] = [this.before ?? this.model.value, this.wanted ?? this.other.value];
+    const [model, other] = [this.pendingModel ?? this.model.value, this.pendingOther ?? this.other.value];
     this.model.replaceChildren(...options(model));
-    if (names.includes(model)) this.before = undefined;
+    if (names.includes(model)) this.pendingModel = undefined;
     this.other.replaceChildren(element("option", { value: "" }, "No other model"), ...options(other), ...later);
-    if (names.includes(other)) this.wanted = undefined;
+    if (names.includes(other)) this.pendingOther = undefined;
     const length = models[0]?.max_model_len;
     const isPreset = Number(this.tokens.value) === MAX_TOKENS;
     if (length && isPreset) this.tokens.value = Math.min(MAX_TOKENS, Math.floor(length / 2));
@@ -95,10 +95,10 @@ export class ChatSettings {
 
   /** Puts `name` into the second column, now or when the server offers it. */
   compareWith(name) {
-    this.wanted = name;
+    this.pendingOther = name;
     if ([...this.other.options].some((option) => option.value === name && !option.disabled)) {
       this.other.value = name;
-      this.wanted = undefined;
+      this.pendingOther = undefined;
       this.changed();
     }
   }
@@ -106,8 +106,14 @@ export class ChatSettings {
   /** What a person chose, as plain data, for `restore`. */
   get record() {
     const fields = Object.entries(this.fields).map(([name, field]) => [name, field.value]);
-    const [model, other] = [this.before ?? this.model.value, this.wanted ?? this.other.value];
-    return { ...Object.fromEntries(fields), model, other, likely: this.likely.checked, markdown: this.markdown.checked };
+    const [model, other] = [this.pendingModel ?? this.model.value, this.pendingOther ?? this.other.value];
+    return {
+      ...Object.fromEntries(fields),
+      model,
+      other,
+      likely: this.likely.checked,
+      markdown: this.markdown.checked,
+    };
   }
 
   /** Models are chosen again when the server offers them. */
@@ -115,8 +121,8 @@ export class ChatSettings {
     for (const [name, field] of Object.entries(this.fields)) if (name in values) field.value = values[name];
     this.likely.checked = likely;
     this.markdown.checked = markdown;
-    this.before = model;
-    this.wanted = other || undefined;
+    this.pendingModel = model;
+    this.pendingOther = other || undefined;
     if (!other) this.other.value = "";
     if (this.offered) this.offer(this.offered);
   }
@@ -166,10 +172,6 @@ export class ChatSettings {
 /** Whether a model of `/v1/models` answers, and with text. */
 export function writes({ state, task }) {
   return !["available", "failed"].includes(state) && (task ?? "generate") === "generate";
-}
-
-export function labelled(text, field) {
-  return element("label", {}, text, field);
 }
 
 function numeric(id, properties) {

@@ -141,20 +141,10 @@ export class Column {
     for (const turn of this.turns) for (const answer of turn.answers) answer.format(this.settings.isFormatted);
   }
 
-  /** All that was said, for the next request or for training data. */
-  get messages() {
-    const counted = this.turns.filter((turn) => turn.answer?.counts);
+  /** The messages of `turns`, for a request or for training data. Turns without an answer that counts are left out. */
+  messagesOf(turns) {
+    const counted = turns.filter((turn) => turn.answer?.counts);
     return [...this.settings.opening, ...counted.flatMap((turn) => [...turn.messages, turn.answer.message])];
-  }
-
-  /** What the answer to `turn` is asked with: what counts before it, and what the turn puts. */
-  before(turn) {
-    const counted = this.turns.slice(0, this.turns.indexOf(turn)).filter((earlier) => earlier.answer?.counts);
-    return [
-      ...this.settings.opening,
-      ...counted.flatMap((earlier) => [...earlier.messages, earlier.answer.message]),
-      ...turn.messages,
-    ];
   }
 
   run(turn, parameters) {
@@ -188,9 +178,10 @@ export class Column {
 
   async stream(turn, parameters, answer) {
     const text = this.settings.isText;
+    const earlier = this.turns.slice(0, this.turns.indexOf(turn));
     const body = text
       ? { model: this.model, prompt: turn.messages[0].content, ...parameters }
-      : { model: this.model, messages: this.before(turn), ...parameters };
+      : { model: this.model, messages: [...this.messagesOf(earlier), ...turn.messages], ...parameters };
     const response = await send(text ? "v1/completions" : "v1/chat/completions", body, { signal: this.running.signal });
     for await (const { data } of events(response)) {
       if (data.error) throw new Problem(data.error.message ?? String(data.error), 500);

@@ -5,7 +5,15 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /** A node. Keys with a dash become attributes, functions named `on...` listeners, everything else properties. */
 export function element(tag, properties = {}, ...children) {
-  return filled(document.createElement(tag), properties, children);
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined) continue;
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (name.includes("-") || name === "role" || name === "for") node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
 }
 
 /** A node of an SVG; all keys become attributes. */
@@ -16,15 +24,8 @@ export function drawn(tag, attributes = {}, ...children) {
   return node;
 }
 
-function filled(node, properties, children) {
-  for (const [name, value] of Object.entries(properties)) {
-    if (value === undefined) continue;
-    if (typeof value === "function") node.addEventListener(name.slice(2), value);
-    else if (name.includes("-") || name === "role" || name === "for") node.setAttribute(name, value);
-    else node[name] = value;
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
+export function labelled(text, field) {
+  return element("label", {}, text, field);
 }
 
 /** A button that is off while its work goes on, and reports how that failed. */

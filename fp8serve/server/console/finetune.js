@@ -10,13 +10,7 @@ import { bytes, count, percent } from "./numbers.js";
 const LISTED = 20;
 const TO_ALLOW = "Start the server with --train-on share, --train-on pause or --train-device to run jobs.";
 
-export function finetuneView(section) {
-  const view = new Finetune();
-  section.append(view.node);
-  return view;
-}
-
-class Finetune {
+export class Finetune {
   constructor() {
     this.data = new JobData();
     this.fields = new JobFields();
@@ -53,7 +47,7 @@ class Finetune {
   }
 
   open([id]) {
-    this.wanted = id;
+    this.linked = id;
   }
 
   /** Asks once whether this server runs jobs at all; where it does not, the form says why and offers a check only. */
@@ -73,7 +67,7 @@ class Finetune {
     const { jobs } = await get(`finetune?limit=${LISTED}`);
     await this.data.refresh();
     const busy = jobs.find((job) => job.status === "running");
-    const shown = this.wanted ?? this.panel.id ?? busy?.id ?? jobs[0]?.id;
+    const shown = this.linked ?? this.panel.id ?? busy?.id ?? jobs[0]?.id;
     if (shown) this.panel.watch(shown);
     renew(this.jobs, [shown, jobs.map((job) => [job.id, job.status, job.active, job.progress.step])], () =>
       jobs.length

@@ -112,12 +112,15 @@ export class HeatMap {
     if (!cell) return element("td", { className: "none" });
     const layer = worst(cell),
       { value, text } = BY[by],
-      found = value(layer);
+      figure = value(layer);
     const trouble = level(layer);
-    const shown = found === null || found === undefined;
+    const isUnknown = figure === null || figure === undefined;
     const node = element(
       "td",
-      { role: "gridcell", className: trouble ? `level-${trouble}` : shown ? "unknown" : `shade-${shade(BY[by], found)}` },
+      {
+        role: "gridcell",
+        className: trouble ? `level-${trouble}` : isUnknown ? "unknown" : `shade-${shade(BY[by], figure)}`,
+      },
       trouble ? "!" : "",
     );
     node.dataset.place = node.dataset.key = `${y} ${x}`;
@@ -125,7 +128,7 @@ export class HeatMap {
     const many = cell.length > 1 ? `, the worst of ${cell.length}` : "";
     node.setAttribute(
       "aria-label",
-      `${layer.name}${many}: ${by} ${shown ? "unknown" : text(found)}${trouble ? ", needs a look" : ""}`,
+      `${layer.name}${many}: ${by} ${isUnknown ? "unknown" : text(figure)}${trouble ? ", needs a look" : ""}`,
     );
     node.title = node.getAttribute("aria-label");
     return node;

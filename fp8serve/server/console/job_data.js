@@ -1,9 +1,8 @@
 // What a fine-tune learns from and is validated on: rows that are typed, or files on the server.
 
 import { get, remove, upload } from "./api.js";
-import { button, element, renew, say } from "./dom.js";
+import { button, element, labelled, renew, say } from "./dom.js";
 import { bytes } from "./numbers.js";
-import { onRow, rowsOf } from "./rows.js";
 
 const EXAMPLE =
   '{"prompt": "The capital of France is", "completion": " Paris."}\n{"prompt": "The capital of Italy is", "completion": " Rome."}';
@@ -30,16 +29,15 @@ export class JobData {
       report: (text, isError) => say(this.note, text, isError),
       hidden: true,
     });
-    const label = (text, field) => element("label", {}, text, field);
     this.node = element(
       "div",
       {},
       element(
         "div",
         { className: "row" },
-        label("Learn from", this.source),
-        label("Validate on", this.validation),
-        label("Upload a file (JSON lines, text, CSV, Parquet)", this.file),
+        labelled("Learn from", this.source),
+        labelled("Validate on", this.validation),
+        labelled("Upload a file (JSON lines, text, CSV, Parquet)", this.file),
         this.forget,
       ),
       this.note,
@@ -81,9 +79,9 @@ export class JobData {
     if (!file) return;
     say(this.note, `Uploading ${file.name}, ${bytes(file.size)}.`);
     try {
-      const made = await upload(file);
+      const { id } = await upload(file);
       await this.refresh();
-      this.source.value = made.id;
+      this.source.value = id;
       say(this.note, `${file.name} is on the server.`);
     } catch (error) {
       say(this.note, error.message, true);
@@ -106,4 +104,37 @@ export class JobData {
     if (rows.length === 0) throw new Error("There are no rows: type some, or upload a file.");
     return { data: rows, ...validation };
   }
+}
+
+// -- rows: one JSON object a line, or one plain text a line --------------------------------------------------------------
+
+const followers = new Set();
+const waiting = []; // until the view Fine-tune is first opened
+
+export function addRow(row) {
+  const line = JSON.stringify(row);
+  if (followers.size === 0) waiting.push(line);
+  for (const follower of followers) follower(line);
+}
+
+/** Calls `follower` with every line that comes from elsewhere. */
+function onRow(follower) {
+  followers.add(follower);
+  waiting.splice(0).forEach(follower);
+}
+
+/** The rows of a text. Throws an Error that names the line. */
+function rowsOf(text) {
+  return text
+    .split("\n")
+    .map((line, i) => [line, i + 1])
+    .filter(([line]) => line.trim())
+    .map(([line, number]) => {
+      if (!line.trim().startsWith("{")) return { text: line };
+      try {
+        return JSON.parse(line);
+      } catch (error) {
+        throw new Error(`Line ${number} is not JSON: ${error.message}.`);
+      }
+    });
 }

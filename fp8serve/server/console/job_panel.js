@@ -1,14 +1,14 @@
 // One fine-tune job: how far it is, its losses as they come, its checkpoints, and what can be done with it.
 
-import { get, post, remove, ROOT } from "./api.js";
+import { events, get, post, remove, request, ROOT } from "./api.js";
 import { Chart } from "./chart.js";
 import { button, element, facts, renew, say, table } from "./dom.js";
-import { follow } from "./job_events.js";
 import { count, moment, number, seconds } from "./numbers.js";
 import { announce } from "./state.js";
 import { load, serve, wayBack } from "./swap.js";
 
 const MESSAGES = 100;
+const RETRY_MS = 2000;
 
 export class JobPanel {
   constructor() {
@@ -22,7 +22,7 @@ export class JobPanel {
     this.csv = element("a", { hidden: true, download: "" }, "Metrics of every step, as CSV");
     this.checkpoints = element("div");
     this.log = element("ol", { className: "events" });
-    const told = element("details", {}, element("summary", {}, "What happened"), this.log);
+    const history = element("details", {}, element("summary", {}, "What happened"), this.log);
     this.node = element(
       "div",
       { className: "card", id: "job", hidden: true },
@@ -34,7 +34,7 @@ export class JobPanel {
       this.chart.node,
       element("p", {}, this.csv),
       this.checkpoints,
-      told,
+      history,
     );
   }
 
@@ -205,7 +205,7 @@ function statusOf(job, checkpoints) {
 
 function jobFacts(job) {
   const p = job.progress,
-    took = job.started_at && job.finished_at ? job.finished_at - job.started_at : null;
+    duration = job.started_at && job.finished_at ? job.finished_at - job.started_at : null;
   const rest =
     job.status === "running" && p.step
       ? ((Date.now() / 1000 - job.started_at) / p.step) * (p.total_steps - p.step)
@@ -217,7 +217,37 @@ function jobFacts(job) {
     ["Validation loss", p.valid_loss === undefined ? null : number(p.valid_loss)],
     ["Tokens/s", p.tokens_per_second ? count(p.tokens_per_second) : null],
     ["Learnt tokens", p.trained_tokens ? count(p.trained_tokens) : null],
-    ["Took", took === null ? null : seconds(took)],
+    ["Took", duration === null ? null : seconds(duration)],
     ["Left, about", rest === null ? null : seconds(rest)],
   ]);
+}
+
+/**
+ * Calls `take` with every event of a job, earlier ones included, and `ended` once the job has ended. A broken connection
+ * is opened again. Returns a function that stops this.
+ */
+function follow(id, take, ended) {
+  const control = new AbortController();
+  let after = 0;
+  (async () => {
+    while (!control.signal.aborted) {
+      try {
+        const response = await request(`finetune/${encodeURIComponent(id)}/events?after=${after}`, {
+          headers: { Accept: "text/event-stream" },
+          signal: control.signal,
+        });
+        for await (const { name, id: number, data } of events(response)) {
+          if (control.signal.aborted) return;
+          if (name === "end") return ended();
+          after = Number(number);
+          take(data);
+        }
+      } catch (error) {
+        const isRefusal = error.status >= 400 && error.status < 500 && error.status !== 429;
+        if (isRefusal) return; // whoever asks for the job itself is told why
+      }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  })();
+  return () => control.abort();
 }

@@ -2,25 +2,19 @@
 
 import { get } from "./api.js";
 import { element, say } from "./dom.js";
-import { chatView } from "./chat.js";
-import { finetuneView } from "./finetune.js";
-import { modelsView } from "./models.js";
-import { requestsView } from "./requests.js";
-import { scalesView } from "./scales.js";
+import { Chat } from "./chat.js";
+import { Finetune } from "./finetune.js";
+import { Models } from "./models.js";
+import { Requests } from "./requests.js";
+import { Scales } from "./scales.js";
 import { lookAtState } from "./state.js";
 
 const REFRESH_MS = 2000;
-const VIEWS = {
-  chat: chatView,
-  scales: scalesView,
-  finetune: finetuneView,
-  models: modelsView,
-  requests: requestsView,
-};
+const VIEWS = { chat: Chat, scales: Scales, finetune: Finetune, models: Models, requests: Requests };
 const NAMES = { chat: "Chat", scales: "Scales", finetune: "Fine-tune", models: "Models", requests: "Requests" };
 
-// A view is made when it is first opened and stays: a stream goes on while another view is looked at.
-const made = new Map();
+// A view is created when it is first opened and stays: a stream goes on while another view is looked at.
+const views = new Map();
 let shown = null;
 
 /** `#/finetune/JOB?model=M` as {name, rest: ["JOB"], query}. */
@@ -44,14 +38,14 @@ function decoded(part) {
 
 function open() {
   const { name, rest, query } = place();
-  if (!made.has(name)) made.set(name, build(name));
-  for (const [other, { section }] of made) section.hidden = other !== name;
+  if (!views.has(name)) views.set(name, build(name));
+  for (const [other, { section }] of views) section.hidden = other !== name;
   for (const link of document.querySelectorAll("#views a")) {
     if (link.dataset.view === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   document.title = `${NAMES[name]} · fp8serve`;
-  const { view, section } = made.get(name);
+  const { view, section } = views.get(name);
   const moved = shown !== null && shown !== name;
   shown = name;
   view.open?.(rest, query);
@@ -62,14 +56,15 @@ function open() {
 function build(name) {
   const heading = element("h2", { tabIndex: -1, id: `h-${name}` }, NAMES[name]);
   const problem = element("p", { className: "error", role: "status" });
-  const section = element("section", { className: `view ${name}`, "aria-labelledby": heading.id }, heading, problem);
-  const view = VIEWS[name](section);
+  const view = new VIEWS[name]();
+  const attributes = { className: `view ${name}`, "aria-labelledby": heading.id };
+  const section = element("section", attributes, heading, problem, view.node);
   document.getElementById("main").append(section);
   return { section, view, problem };
 }
 
 async function refresh() {
-  const current = made.get(shown);
+  const current = views.get(shown);
   try {
     await current.view.refresh?.();
     say(current.problem, "");

@@ -1,27 +1,20 @@
 // What the server is doing now: requests in flight, the queue, the cache, tokens per second, and how requests ended.
 
-import { ask } from "./api.js";
+import { get, post, request } from "./api.js";
 import { Chart } from "./chart.js";
-import { element, facts, renew, table } from "./dom.js";
-import { Samples } from "./metrics.js";
+import { button, element, facts, renew, table } from "./dom.js";
 import { count, percent, seconds } from "./numbers.js";
-import { UnderWay } from "./under_way.js";
+import { announce } from "./state.js";
 
 const KEPT = 150; // looks: five minutes
 
-export function requestsView(section) {
-  const view = new Requests();
-  section.append(view.node);
-  return view;
-}
-
-class Requests {
+export class Requests {
   constructor() {
     this.started = performance.now();
     this.speeds = []; // [seconds, generated tokens/s, prompt tokens/s]
     this.tiles = element("ul", { className: "tiles", id: "tiles" });
     this.chart = new Chart("Tokens per second", { across: (at) => `${Math.round(at)} s`, fromZero: true });
-    this.underWay = new UnderWay();
+    this.active = new ActiveRequests();
     this.latency = element("div", { className: "card" });
     this.ends = element("div", { className: "card" });
     this.drafts = element("div", { className: "card", id: "drafts", hidden: true });
@@ -30,7 +23,7 @@ class Requests {
       "div",
       {},
       this.tiles,
-      this.underWay.node,
+      this.active.node,
       element("div", { className: "card" }, element("h3", {}, "Tokens per second"), this.chart.node),
       element("div", { className: "sides" }, this.latency, this.ends),
       this.drafts,
@@ -39,8 +32,8 @@ class Requests {
   }
 
   async refresh() {
-    await this.underWay.refresh();
-    const samples = new Samples(await (await ask("metrics")).text());
+    await this.active.refresh();
+    const samples = new Samples(await (await request("metrics")).text());
     this.measure(samples);
     this.drawTiles(samples);
     this.drawLatency(samples);
@@ -159,5 +152,110 @@ class Requests {
       element("h3", {}, "Tenants"),
       table("Requests by tenant", ["Tenant", "Requests", "In flight"], rows),
     ]);
+  }
+}
+
+const COLUMNS = ["Request", "Tenant", "Model", "State", "Age", "Tokens", ""];
+
+/** The requests that are being answered, one by one, each with a button that cancels it. */
+class ActiveRequests {
+  constructor() {
+    this.node = element("div", { className: "card", id: "under-way" });
+  }
+
+  async refresh() {
+    const { requests, total } = await get("requests");
+    renew(this.node, [requests, total], () => [
+      element("h3", {}, "Being answered now"),
+      requests.length
+        ? table(
+            "Requests that are being answered, oldest first",
+            COLUMNS,
+            requests.map((one) => this.row(one)),
+            "stacked",
+          )
+        : element("p", { className: "quiet" }, "No request."),
+      total > requests.length
+        ? element("p", { className: "quiet" }, `The oldest ${count(requests.length)} of ${count(total)}.`)
+        : null,
+    ]);
+  }
+
+  row(one) {
+    const end = button("Cancel", () => this.cancel(one), {
+      report: announce,
+      "aria-label": `Cancel ${one.request_id}`,
+    });
+    end.dataset.key = one.id;
+    return [
+      one.request_id,
+      one.tenant,
+      one.model,
+      one.answers > 1 ? `${one.state}, ${count(one.answers)} answers` : one.state,
+      seconds(one.age),
+      `${count(one.generated_tokens)} of ${count(one.max_new_tokens)}`,
+      end,
+    ];
+  }
+
+  async cancel({ id, request_id: name }) {
+    await post(`requests/${encodeURIComponent(id)}/cancel`);
+    announce(`The request ${name} was cancelled.`);
+    await this.refresh();
+  }
+}
+
+// -- Prometheus text: samples by name, summed over labels, and quantiles of histograms ---------------------------------
+
+/** [{name, labels: {}, value}] */
+function parsed(text) {
+  return text
+    .split("\n")
+    .filter((line) => line && !line.startsWith("#"))
+    .map((line) => {
+      const [, name, labels, value] = line.match(/^([a-zA-Z_:][\w:]*)(\{.*\})? ([^ ]+)/) ?? [];
+      return { name, labels: labelsOf(labels ?? ""), value: Number(value) };
+    })
+    .filter((sample) => sample.name && !Number.isNaN(sample.value));
+}
+
+function labelsOf(text) {
+  const matches = text.matchAll(/([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g);
+  return Object.fromEntries(
+    [...matches].map(([, name, value]) => [name, value.replace(/\\(.)/g, (_, c) => (c === "n" ? "\n" : c))]),
+  );
+}
+
+class Samples {
+  constructor(text) {
+    this.all = parsed(text);
+  }
+
+  /** The sum over all labels; null where there is no such series. */
+  sum(name) {
+    const samples = this.all.filter((sample) => sample.name === name);
+    return samples.length ? samples.reduce((total, { value }) => total + value, 0) : null;
+  }
+
+  /** [[label, value]] of one label, in falling order. */
+  by(name, label) {
+    const sums = new Map();
+    for (const { name: own, labels, value } of this.all)
+      if (own === name && label in labels) sums.set(labels[label], (sums.get(labels[label]) ?? 0) + value);
+    return [...sums].sort((a, b) => b[1] - a[1]);
+  }
+
+  /** A quantile of a histogram, interpolated within its bucket; null when nothing was observed. */
+  quantile(name, q) {
+    const buckets = this.by(`${name}_bucket`, "le")
+      .map(([le, n]) => [le === "+Inf" ? Infinity : Number(le), n])
+      .sort((a, b) => a[0] - b[0]);
+    const total = buckets.at(-1)?.[1];
+    if (!total) return null;
+    const rank = q * total,
+      i = buckets.findIndex(([, n]) => n >= rank);
+    const [low, before] = i ? buckets[i - 1] : [0, 0],
+      [high, n] = buckets[i];
+    return high === Infinity ? low : low + ((high - low) * (rank - before)) / (n - before || 1);
   }
 }

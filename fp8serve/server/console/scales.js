@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { writes } from "./chat_settings.js";
-import { element, facts, renew, say, table } from "./dom.js";
+import { element, facts, labelled, renew, say, table } from "./dom.js";
 import { COLOURS, HeatMap, legend } from "./heatmap.js";
 import { moment, number, percent } from "./numbers.js";
 import { onModels } from "./state.js";
@@ -12,13 +12,7 @@ import { level, sentence, trouble, verdict } from "./trouble.js";
 const LISTED = 8;
 const HINT = "Choose a tensor to see its numbers and how they have moved: by a click, or by Tab and the arrow keys.";
 
-export function scalesView(section) {
-  const view = new Scales();
-  section.append(view.node);
-  return view;
-}
-
-class Scales {
+export class Scales {
   constructor() {
     this.past = { entries: [] }; // of the layer in detail, as /scales/history has it
     this.verdict = element("p", { id: "verdict", className: "verdict", role: "status" });
@@ -67,27 +61,27 @@ class Scales {
   }
 
   controls() {
-    return element("div", { className: "row" }, this.which, element("label", {}, "Coloured by", this.by));
+    return element("div", { className: "row" }, this.which, labelled("Coloured by", this.by));
   }
 
   async refresh() {
-    const { layers, weight_version: version } = await this.ask("scales");
+    const { layers, weight_version: version } = await this.get("scales");
     this.version = version;
     this.layers = layers;
     this.draw();
     await this.look();
   }
 
-  ask(path, query = {}) {
-    const asked = new URLSearchParams({ ...query, ...(!this.which.hidden && { model: this.model.value }) });
-    return get(asked.size ? `${path}?${asked}` : path);
+  get(path, query = {}) {
+    const parameters = new URLSearchParams({ ...query, ...(!this.which.hidden && { model: this.model.value }) });
+    return get(parameters.size ? `${path}?${parameters}` : path);
   }
 
   /** Asks for the history of the layer in detail, and draws it. */
   async look() {
     const layer = this.inDetail;
     if (!layer || layer.scale === null) return;
-    const past = await this.ask("scales/history", { layer: layer.name });
+    const past = await this.get("scales/history", { layer: layer.name });
     if (past.layer !== this.inDetail?.name) return; // another was chosen meanwhile
     this.past = past;
     this.drawHistory(layer);
@@ -100,11 +94,12 @@ class Scales {
   draw() {
     if (!this.layers) return;
     const worst = [...this.layers].sort((a, b) => trouble(b) - trouble(a));
-    const found = worst.filter((layer) => level(layer) > 0);
+    const troubled = worst.filter((layer) => level(layer) > 0);
     say(this.verdict, verdict(this.layers));
-    this.verdict.dataset.level = found.length ? level(found[0]) : 0;
+    this.verdict.dataset.level = troubled.length ? level(troubled[0]) : 0;
     say(this.weights, `Weights: ${this.version}.`);
-    renew(this.list, found.slice(0, LISTED), () => found.slice(0, LISTED).map((layer) => this.line(layer)));
+    const listed = troubled.slice(0, LISTED);
+    renew(this.list, listed, () => listed.map((layer) => this.line(layer)));
     this.map.draw(this.layers, this.by.value);
     renew(this.legend, this.by.value, () => legend(this.by.value));
     renew(this.all, this.layers, () => (worst.length ? [numbers(worst)] : []));
@@ -201,4 +196,4 @@ function numbers(layers) {
   );
 }
 
-const mark = (text, found) => element("span", { className: found ? `level-${found}` : "" }, text);
+const mark = (text, level) => element("span", { className: level ? `level-${level}` : "" }, text);

@@ -14,7 +14,7 @@ const SENTENCES = {
 };
 
 let state = null;
-let said = { text: "", isError: false }; // of the last thing that a person asked for
+let result = { text: "", isError: false }; // of the last thing that a person asked for
 let fading;
 const followers = new Set();
 export let models = [];
@@ -29,9 +29,9 @@ export function onModels(follower) {
 export async function lookAtState() {
   show(await ready());
   if (state === "lost") return;
-  const found = await get("v1/models").catch(() => null);
-  if (found === null || JSON.stringify(found.data) === JSON.stringify(models)) return;
-  models = found.data;
+  const { data } = await get("v1/models").catch(() => ({ data: models }));
+  if (JSON.stringify(data) === JSON.stringify(models)) return;
+  models = data;
   $("model").textContent = models[0]?.id ?? "";
   for (const follower of followers) follower(models);
 }
@@ -57,14 +57,14 @@ function show(now) {
 
 /** Says in the line below the header how something went; an empty text takes it away. */
 export function announce(text, isError = false) {
-  said = { text, isError };
+  result = { text, isError };
   clearTimeout(fading);
   if (text && !isError) fading = setTimeout(() => announce(""), SHOWN_MS);
   line();
 }
 
 function line() {
-  const text = SENTENCES[state] ?? said.text;
-  say($("notice"), text, text === said.text && said.isError);
+  const text = SENTENCES[state] ?? result.text;
+  say($("notice"), text, text === result.text && result.isError);
   $("notice").hidden = text === "";
 }

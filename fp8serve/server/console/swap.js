@@ -21,11 +21,7 @@ export async function serve(source, name, base) {
   tell();
   const ticking = setInterval(tell, 1000);
   try {
-    const {
-      model,
-      served,
-      previous: before,
-    } = await post(await route(source, base), body(source));
+    const { model, served, previous: before } = await post(await route(source, base), body(source));
     previous = before && { ...before, base: model };
     announce(`Now serving ${served.model}.`);
   } catch (error) {

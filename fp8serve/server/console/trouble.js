@@ -24,9 +24,9 @@ export function verdict(layers) {
   const stored = layers.filter((layer) => layer.scale !== null);
   if (stored.every((layer) => layer.headroom === null))
     return `No input has been seen since the start: ${stored.length} scales wait for a first request.`;
-  const found = stored.filter((layer) => level(layer) > 0).sort((a, b) => trouble(b) - trouble(a));
-  if (found.length === 0) return `All is well: every one of ${stored.length} scales fits what it is given.`;
-  return `${found.length} of ${stored.length} scales ${found.length === 1 ? "needs" : "need"} a look. ${sentence(found[0])}`;
+  const troubled = stored.filter((layer) => level(layer) > 0).sort((a, b) => trouble(b) - trouble(a));
+  if (troubled.length === 0) return `All is well: every one of ${stored.length} scales fits what it is given.`;
+  return `${troubled.length} of ${stored.length} scales ${troubled.length === 1 ? "needs" : "need"} a look. ${sentence(troubled[0])}`;
 }
 
 /** What is wrong with one layer, or that nothing is. */

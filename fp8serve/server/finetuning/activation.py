@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8serve.errors import Fp8ServeError, shown
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources, job_id_of
@@ -24,14 +24,15 @@ from fp8serve.server.serving.registry import Registry
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
+from fp8serve.train.job_process import job_config
 
 log = logging.getLogger("fp8serve.server")
 MAX_MEASURED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Activation:
-    """The operations that change what models serve. `draining` is set when the server shuts down."""
+class Activator:
+    """Changes what models serve. `draining` is set when the server shuts down."""
 
     jobs: JobStore
     runner: JobRunner
@@ -87,9 +88,8 @@ class Activation:
 
     async def register_activated_adapters(self, model: ServedModel) -> None:
         """Registers the adapters of jobs that an earlier server had activated, to be loaded when the model starts."""
-        for key in await asyncio.to_thread(
-            self.jobs.activated_adapters, self._model_key(model.name, model.base_source)
-        ):
+        model_key = self._model_key(model.name, model.base_source)
+        for key in await asyncio.to_thread(self.jobs.activated_adapters, model_key):
             try:
                 trained = await asyncio.to_thread(self.sources.find_adapter, key)
                 if trained is None:
@@ -149,10 +149,10 @@ class Activation:
         """
         rows: list[MeasuredRow] = []
         try:
-            config = replace(await asyncio.to_thread(self.runner.load_config, job.id), model=str(tokenizer))
+            config = replace(await asyncio.to_thread(job_config, self.runner.job_dir(job.id)), model=str(tokenizer))
             files = list(config.eval_data or config.data)
-            request = {"config": config.to_json(), "files": files, "most": MAX_MEASURED_TOKENS}
-            for ids, counts in json.loads(await self.parser.inspect_rows("some_rows", json.dumps(request).encode())):
+            request = {"config": config.to_json(), "files": files, "max_tokens": MAX_MEASURED_TOKENS}
+            for ids, counts in json.loads(await self.parser.inspect_rows("first_rows", json.dumps(request).encode())):
                 rows.append(MeasuredRow(tuple(ids), tuple(counts if any(counts[1:]) else [True] * len(ids))))
         except (Fp8ServeError, OSError) as error:
             log.warning("the rows of job %s cannot be read, so its perplexity is not measured: %s", job.id, error)

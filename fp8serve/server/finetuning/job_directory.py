@@ -1,9 +1,16 @@
-"""Creates a job's directory in the layout that the training process expects.
+"""Creates a job's directory. The server writes these files before the job is in the database:
 
 JOB_DIR/data.jsonl, data.csv, ...     the training rows: a hard link to the upload, or a file of the request's rows
 JOB_DIR/validation.jsonl, ...         the validation rows, if there are any
 JOB_DIR/job.json                      the TrainConfig
+
+From then on only the training process writes the directory, apart from the server's exports of checkpoints:
+
+JOB_DIR/events.jsonl                  the events, which the server copies to the database
 JOB_DIR/out/                          checkpoints and the result
+JOB_DIR/result.json                   the sign that the job has succeeded
+JOB_DIR/worker.lock, worker.log       the lock of the process, and its output
+JOB_DIR/served/step-N/                checkpoints that were exported as models (sources.py)
 """
 
 import hashlib
@@ -28,16 +35,18 @@ from fp8serve.server.parsing.sizes import write_rows
 from fp8serve.server.schemas.bodies import Body
 from fp8serve.server.schemas.finetune_bodies import FinetuneBody, Rows
 from fp8serve.server.serving.served_weights import WeightSource
-from fp8serve.server.settings import ServerLimits, Settings
+from fp8serve.server.settings import Settings
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import check_length
 from fp8serve.train.reporting import check_optimizer_package
 
 DEFAULT_SEQ_LEN = TrainConfig.seq_len
-LIMIT_FIELDS = ("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory")
 _TARGETS_COMMAND = module_command("fp8serve.model.adapters")
 _TARGETS_SECONDS = 120.0
-PRIVATE_FIELDS = ("model", "data", "eval_data", "out", "reward", "grader_url", *LIMIT_FIELDS)
+PRIVATE_FIELDS = (
+    "model", "data", "eval_data", "out", "reward", "grader_url", "max_rows", "max_row_bytes", "max_data_bytes",
+    "max_data_memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class JobDirectories:
     ) -> TrainConfig:
         """Returns the job's configuration. Raises Fault if the trainer would refuse it."""
         check_grader(body.grader_url, self.settings.grader_urls)
+        limits = self.settings.limits
         try:
             model = read_config(source.directory)
             seq_len = body.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
@@ -103,7 +113,8 @@ class JobDirectories:
                 body.hyper_parameters()
                 | {"model": str(source.directory.resolve()), "out": str(directory / "out"), "seq_len": seq_len}
                 | {"data": [str(p) for p in data], "eval_data": [str(p) for p in validation]}
-                | dict(zip(LIMIT_FIELDS, _data_limits(self.settings.limits), strict=True))
+                | {"max_rows": limits.rows, "max_row_bytes": limits.row_bytes}
+                | {"max_data_bytes": limits.upload_bytes, "max_data_memory": limits.validation_memory}
                 | {"device": self.settings.training_device, "report_to": list(self.settings.report_to)}
             )
             check_optimizer_package(config)
@@ -112,10 +123,6 @@ class JobDirectories:
         if config.lora_targets:
             check_lora_targets(config)
         return config
-
-
-def _data_limits(limits: ServerLimits) -> tuple[int, int, int, int]:
-    return limits.rows, limits.row_bytes, limits.upload_bytes, limits.validation_memory
 
 
 def write_config(directory: Path, config: TrainConfig) -> None:

@@ -26,18 +26,15 @@ from typing import Any
 from fp8serve.model.storage.files import make_private
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import safe_text
-from fp8serve.server.finetuning.job_records import Job
+from fp8serve.server.finetuning.database import Job
 from fp8serve.server.finetuning.job_store import JobStore
-from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import EVENTS
-from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE, job_config
+from fp8serve.train.events import EVENT_FIELDS, EVENTS
+from fp8serve.train.job_process import EXIT_FAILED, EXIT_LOCKED, EXIT_STOPPED, EXIT_USAGE
 
 log = logging.getLogger("fp8serve.server")
 
 POLL_SECONDS = 0.1
 NICENESS = 10
-EVENT_FIELDS = {"id", "created_at", "level", "type", "message"}
-"""Fields that every event has."""
 
 
 class TrainingProcess:
@@ -150,11 +147,6 @@ def lock_holder(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else ""
-
-
 TRAINING_COMMAND = module_command("fp8serve.train.job_process")
 CANCEL_SECONDS = 60.0  # time limit for the checkpoint of a job that is cancelled or paused
 RETRY_SECONDS = 5.0  # pause after an unexpected error
@@ -196,10 +188,6 @@ class JobRunner:
     def job_dir(self, job_id: str) -> Path:
         """Returns the directory of a job. `job_id` must be in the database, because it becomes a path."""
         return self.root / job_id
-
-    def load_config(self, job_id: str) -> TrainConfig:
-        """Returns the configuration of a job's training process. Raises JobError if it cannot be read."""
-        return job_config(self.job_dir(job_id))
 
     def result_dir(self, job: Job) -> Path:
         return self.job_dir(job.id) / "out" / "model"
@@ -256,8 +244,10 @@ class JobRunner:
 
     async def _run_process(self, job: Job) -> None:
         """Runs or follows the job's training process until it ends, and sets the job's status."""
-        if job.status == "queued" and not await asyncio.to_thread(self._set_running, job):
-            return
+        if job.status == "queued":
+            message = "The job is running." if job.started_at is None else "The job continues from its last checkpoint."
+            if not await asyncio.to_thread(self.store.set_status, job.id, "running", message):
+                return
         if self.is_closing or await asyncio.to_thread(self._pause_without_process, job):
             return
         self._process = process = await TrainingProcess.start(job.id, self.job_dir(job.id), self.command)
@@ -265,10 +255,6 @@ class JobRunner:
         self._process = None
         await asyncio.to_thread(self._set_final_status, process)
         await self._notify()
-
-    def _set_running(self, job: Job) -> bool:
-        message = "The job is running." if job.started_at is None else "The job continues from its last checkpoint."
-        return self.store.set_status(job.id, "running", message)
 
     def _pause_without_process(self, job: Job) -> bool:
         """Pauses a job that was asked to pause and has no running process. Returns whether the job is paused now."""
@@ -328,7 +314,9 @@ class JobRunner:
         if last.data.get("code") == "error" and process.exit_code in (None, EXIT_FAILED):
             return last.message
         if process.exit_code in (EXIT_FAILED, EXIT_USAGE):
-            return last_line(process.directory / "worker.log") or "The training process failed without a message."
+            log_path = process.directory / "worker.log"
+            lines = log_path.read_text(errors="replace").strip().splitlines() if log_path.exists() else []
+            return lines[-1] if lines else "The training process failed without a message."
         return None
 
     def _record_crash(self, job: Job, process: TrainingProcess) -> None:

@@ -14,13 +14,21 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from fp8serve import logs
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.database import Database, Transaction
-from fp8serve.server.finetuning.job_records import Event, Job, NewJob, Status, StoredFile, as_event, as_job
+from fp8serve.server.finetuning.database import (
+    Database,
+    Event,
+    Job,
+    NewJob,
+    Status,
+    StoredFile,
+    as_event,
+    as_job,
+)
+from fp8serve.train.events import EVENT_FIELDS
 
 log = logging.getLogger("fp8serve.server")
 
@@ -36,25 +44,13 @@ TRANSITIONS: dict[str, tuple[Status, ...]] = {
 """The statuses from which each status may be entered."""
 
 IDEMPOTENCY_SECONDS = 24 * 3600  # how long an Idempotency-Key is remembered
-NON_DATA_FIELDS = frozenset({"id", "created_at", "level", "type", "message", "path"})
+NON_DATA_FIELDS = EVENT_FIELDS | {"path"}
 """Fields of a training process's event that have a column, or that contain a path on the server's disk, which clients
 must not see."""
 
 
-class JobStore:
+class JobStore(Database):
     """The methods on the database of jobs, events, files and activations. They may be called from several threads."""
-
-    def __init__(self, path: Path) -> None:
-        self._database = Database(path)
-
-    def close(self) -> None:
-        self._database.close()
-
-    def _write(self) -> Transaction:
-        return self._database.transaction()
-
-    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        return self._database.rows(query, *values)
 
     def ids(self, table: Literal["jobs", "files"]) -> set[str]:
         """Returns the ids of all rows of a table."""
@@ -77,7 +73,13 @@ class JobStore:
             if db.execute("SELECT count(*) FROM jobs WHERE status = 'queued'").fetchone()[0] >= max_queued:
                 message = f"{max_queued} fine-tune jobs are queued, which is this server's limit."
                 raise Fault(Code.QUEUE_FULL, message, retry_after=60)
-            _insert_job(db, new, job_id, now)
+            number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
+            row = vars(new) | {
+                "id": job_id, "number": number, "created_at": now, "status": "queued", "progress": "{}",
+                "config": json.dumps(dict(new.config)), "metadata": json.dumps(dict(new.metadata or {})),
+            }  # fmt: skip
+            columns, placeholders = ", ".join(row), ", ".join("?" * len(row))
+            db.execute(f"INSERT INTO jobs ({columns}) VALUES ({placeholders})", tuple(row.values()))
             _insert_event(db, job_id, "info", "message", "The job is queued.", {"code": "queued"})
             if key is not None:
                 db.execute("INSERT OR REPLACE INTO idempotency VALUES (?, ?, ?, ?)", (key, now, request, job_id))
@@ -144,26 +146,7 @@ class JobStore:
 
         Returns False and changes nothing if the job's status does not allow the transition or is not `only_from`.
         """
-        allowed = TRANSITIONS[status] if only_from is None else (only_from,)
-        if not self._update_status(job_id, status, allowed, message, level, code or status, error):
-            return False
-        text = message if error is None else f"{message} {error}"
-        log_level = logging.ERROR if level == "error" else logging.INFO
-        extra = logs.fields(job_id=job_id, state=status, code=code or status)
-        log.log(log_level, "job %s: %s", job_id, text, extra=extra)
-        return True
-
-    def _update_status(
-        self,
-        job_id: str,
-        status: Status,
-        allowed: tuple[Status, ...],
-        message: str,
-        level: str,
-        code: str,
-        error: str | None,
-    ) -> bool:
-        """Updates the job's row and adds an event, in one transaction."""
+        allowed, code = TRANSITIONS[status] if only_from is None else (only_from,), code or status
         now = int(time.time())
         with self._write() as db:
             placeholders = ",".join("?" * len(allowed))
@@ -182,6 +165,9 @@ class JobStore:
             if status == "failed":  # an earlier request to cancel must not apply when the job is resumed
                 db.execute("UPDATE jobs SET cancel_requested = 0 WHERE id = ?", (job_id,))
             _insert_event(db, job_id, level, "message", message, {"code": code})
+        text = message if error is None else f"{message} {error}"
+        log_level = logging.ERROR if level == "error" else logging.INFO
+        log.log(log_level, "job %s: %s", job_id, text, extra=logs.fields(job_id=job_id, state=status, code=code))
         return True
 
     def request_cancel(self, job_id: str) -> Job:
@@ -252,20 +238,15 @@ class JobStore:
                 return
             for event in events:
                 data = {k: v for k, v in event.items() if k not in NON_DATA_FIELDS}
-                _insert_event(
-                    db, job.id, event["level"], event["type"], safe_text(event["message"]), data, event["created_at"]
-                )
+                message, created_at = safe_text(event["message"]), event["created_at"]
+                _insert_event(db, job.id, event["level"], event["type"], message, data, created_at)
                 if event["type"] == "metrics":
                     db.execute("UPDATE jobs SET progress = ?, crashes = 0 WHERE id = ?", (json.dumps(data), job.id))
 
     def events(self, job_id: str, after: int = 0, limit: int = 1000) -> list[Event]:
         """Returns a job's events after the event number `after`, oldest first."""
-        return [
-            as_event(r)
-            for r in self._rows(
-                "SELECT * FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?", job_id, after, limit
-            )
-        ]
+        query = "SELECT * FROM events WHERE job = ? AND seq > ? ORDER BY seq LIMIT ?"
+        return [as_event(row) for row in self._rows(query, job_id, after, limit)]
 
     def newest_events(self, job_id: str, limit: int, before: int | None = None, kind: str = "%") -> list[Event]:
         """Returns a job's events before the event number `before`, newest first. `kind` is a type or "%" for all."""
@@ -323,9 +304,8 @@ class JobStore:
 
     def activated_adapters(self, model: str) -> list[str]:
         """Returns the keys of the jobs and checkpoints whose adapters are loaded when the model starts."""
-        return [
-            row[0] for row in self._rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
-        ]
+        rows = self._rows("SELECT job FROM activated_adapters WHERE model = ? ORDER BY rowid", model)
+        return [row[0] for row in rows]
 
     def add_activated_adapter(self, model: str, job: str) -> None:
         with self._write() as db:
@@ -371,25 +351,6 @@ def _find_idempotent_job(db: sqlite3.Connection, key: str, request: str, now: in
             hint="Use a new key for a new job.",
         )
     return str(row["job"])
-
-
-def _insert_job(db: sqlite3.Connection, new: NewJob, job_id: str, now: int) -> None:
-    number = db.execute("SELECT coalesce(max(number), 0) + 1 FROM jobs").fetchone()[0]
-    config, metadata = json.dumps(dict(new.config)), json.dumps(dict(new.metadata or {}))
-    values = (
-        job_id,
-        number,
-        now,
-        new.base,
-        new.source,
-        new.suffix,
-        config,
-        new.training_file,
-        new.validation_file,
-        metadata,
-    )
-    columns = "id, number, created_at, base, source, suffix, config, training_file, validation_file, metadata"
-    db.execute(f"INSERT INTO jobs ({columns}, status, progress) VALUES (?,?,?,?,?,?,?,?,?,?,'queued','{{}}')", values)
 
 
 def _insert_event(

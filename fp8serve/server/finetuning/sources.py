@@ -16,7 +16,7 @@ from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import read_json
 from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault, safe_text
-from fp8serve.server.finetuning.job_records import Event, Job
+from fp8serve.server.finetuning.database import Event, Job
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.serving.adapters import AdapterSource
@@ -76,11 +76,8 @@ class WeightSources:
         """Returns the job's result or checkpoint with this name, or None. Raises Fault 409 if it cannot be served."""
         if (job := self.find_result(name)) is not None:
             return self.from_job(job, base_source)
-        return (
-            None
-            if (checkpoint := self.find_checkpoint(name)) is None
-            else self.from_checkpoint(*checkpoint, base_source)
-        )
+        checkpoint = self.find_checkpoint(name)
+        return None if checkpoint is None else self.from_checkpoint(*checkpoint, base_source)
 
     def from_job(self, job: Job, base_source: WeightSource) -> WeightSource:
         """Returns the job's result, with the engine options of `base_source`. Raises Fault 409 if there is none."""
@@ -122,7 +119,7 @@ class WeightSources:
         """Returns the key of the checkpoint at `step`, or of the job's result if `step` is None or the result's
         step."""
         last = next((int(event.data["step"]) for event in self.checkpoints(job)), None)
-        is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
+        is_result = job.status == "succeeded" and step == last and job.config["result"] == "last"
         return job.id if step is None or is_result else checkpoint_name(job.id, step)
 
     def _checkpoint_dir(self, job: Job, step: int) -> Path:
@@ -140,9 +137,8 @@ class WeightSources:
             steps = ", ".join(str(event.data["step"]) for event in self.checkpoints(job)) or "none"
             message = f"The job has no checkpoint at step {step}; its checkpoints are: {steps}."
             raise Fault(Code.JOB_STATE, message, param="step")
-        export = subprocess.run(
-            [*EXPORT_COMMAND, str(checkpoint), str(out)], capture_output=True, text=True, check=False
-        )
+        command = [*EXPORT_COMMAND, str(checkpoint), str(out)]
+        export = subprocess.run(command, capture_output=True, text=True, check=False)
         if export.returncode and not out.is_dir():  # another request may have exported it meanwhile
             last_line = (export.stderr.strip().splitlines() or [describe_exit(export.returncode)])[-1]
             raise Fault(Code.JOB_STATE, f"The checkpoint cannot be exported as a model: {safe_text(last_line)}")
@@ -239,7 +235,6 @@ class WeightSources:
 
 
 def _find_job(name: str, jobs: list[Job]) -> Job | None:
-    """Returns the job whose id, or whose result's name, is `name`, or None."""
     return next((job for job in jobs if name in (job.id, job.model_id)), None)
 
 

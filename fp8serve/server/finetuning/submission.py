@@ -23,8 +23,8 @@ from fp8serve.errors import DataError
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.text.data_files import is_lines
 from fp8serve.server.faults import Code, Fault, safe_text
+from fp8serve.server.finetuning.database import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_directory import JobDirectories, public_config, request_hash, write_config
-from fp8serve.server.finetuning.job_records import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import JobRunner
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.finetuning.sources import WeightSources, job_id_of
@@ -47,7 +47,7 @@ class Submissions:
     """Accepts fine-tune jobs, and pauses, resumes and cancels them. `draining` is set when the server shuts down."""
 
     settings: Settings
-    data_dir: Path
+    directories: JobDirectories
     store: JobStore
     runner: JobRunner
     models: Registry
@@ -69,7 +69,7 @@ class Submissions:
         job_id = new_job_id()
         try:
             digest = await asyncio.to_thread(request_hash, body, rows)
-            config = await asyncio.to_thread(self._directories.fill, self.runner.job_dir(job_id), body, source, rows)
+            config = await asyncio.to_thread(self.directories.fill, self.runner.job_dir(job_id), body, source, rows)
             await self._check_data(body, config, check_files)
             job, is_new = await asyncio.to_thread(self._create_job, job_id, body, source, config, key, digest)
         except BaseException:
@@ -106,7 +106,7 @@ class Submissions:
         source = await asyncio.to_thread(self._training_source, body.model)
         directory = self.runner.job_dir(f"validate-{new_job_id()}")
         try:
-            config = await asyncio.to_thread(self._directories.fill, directory, body, source, rows)
+            config = await asyncio.to_thread(self.directories.fill, directory, body, source, rows)
             report, names = await self._report(config), await asyncio.to_thread(self._upload_names, body, config)
             bad_lines = [
                 {"line": bad["line"], "message": safe_text(_with_upload_names(bad["message"], names))}
@@ -116,10 +116,6 @@ class Submissions:
             return report | {"bad_lines": bad_lines, "memory_bytes": memory}
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-
-    @property
-    def _directories(self) -> JobDirectories:
-        return JobDirectories(self.settings, self.data_dir, self.store)
 
     def _refuse_if_not_allowed(self) -> None:
         """Raises Fault 409 if a job would run on the serving device without permission, and 503 while draining."""
@@ -192,7 +188,6 @@ class Submissions:
     def _create_job(
         self, job_id: str, body: FinetuneBody, source: WeightSource, config: TrainConfig, key: str | None, digest: str
     ) -> tuple[Job, bool]:
-        """Completes the job's directory, then adds the job to the database."""
         write_config(self.runner.job_dir(job_id), config)
         new = NewJob(
             base=source.model_id, source=source.key, config=public_config(config), suffix=body.suffix,
@@ -202,7 +197,6 @@ class Submissions:
 
 
 def _with_upload_names(message: str, names: Mapping[str, str]) -> str:
-    """Replaces the paths of uploaded files in a message by their names."""
     for path, name in names.items():
         message = message.replace(path, name)
     return message

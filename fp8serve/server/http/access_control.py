@@ -180,13 +180,14 @@ class AccessControl:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # the server has no websockets
             return await send({"type": "websocket.close", "code": 1008})
-        caller = self._caller(scope)
+        is_anonymous = not self._keys.is_required
+        caller = _ANONYMOUS_CALLER if is_anonymous else self._keys.current_keys().caller(key_of(scope))
         if (fault := self._refusal(scope, caller)) is not None:
             return await refuse(fault, scope, receive, send, close=True)
         scope["caller"] = caller
         if caller is not None:
             logs.bind(tenant=caller.tenant)
-        tenant = caller.tenant if caller is not None and self._keys.is_required else None
+        tenant = None if caller is None or is_anonymous else caller.tenant
         scope["tenant"] = self._tenants.name(scope, tenant)
         return await self.app(scope, receive, send)
 
@@ -211,11 +212,6 @@ class AccessControl:
             message = f"The scopes of this API key ({', '.join(caller.scopes)}) do not open this route."
             return Fault(Code.FORBIDDEN, message, hint="Check the path, or ask the operator for another key.")
         return None
-
-    def _caller(self, scope: Scope) -> Caller | None:
-        if not self._keys.is_required:
-            return _ANONYMOUS_CALLER
-        return self._keys.current_keys().caller(key_of(scope))
 
 
 _ANONYMOUS_CALLER = Caller(ANONYMOUS, ANONYMOUS, SCOPES)
@@ -267,8 +263,6 @@ class RateLimits:
 
 
 def _with_limit_headers(tenant_request: TenantRequest, send: Send) -> Send:
-    """Returns a `send` that adds the tenant's limits to the response's headers."""
-
     async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":
             limits = [(name.encode(), value.encode()) for name, value in tenant_request.headers().items()]

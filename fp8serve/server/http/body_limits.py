@@ -127,7 +127,6 @@ class _HeldBody:
 
 
 def _is_compressed(scope: Scope) -> bool:
-    """Whether the request declares a compressed body."""
     encoding = header(scope, b"content-encoding") or b"identity"
     return scope["method"] in BODY_METHODS and encoding.strip().lower() != b"identity"
 

@@ -91,7 +91,7 @@ class ThrottledWarning:
             log.warning(message, *values)
 
 
-class OpenConnections:
+class WaitingConnections:
     """The connections of one server that wait for a request, in order of their waiting time, the longest first."""
 
     def __init__(self, limit: int) -> None:
@@ -123,7 +123,7 @@ def timed_protocol(limits: ServerLimits, max_connections: int) -> type[H11Protoc
 
     class Timed(TimedProtocol):
         header_seconds, send_seconds = limits.header_seconds, limits.send_seconds
-        open_connections = OpenConnections(max_connections)
+        waiting_connections = WaitingConnections(max_connections)
 
     return Timed
 
@@ -133,7 +133,7 @@ class TimedProtocol(H11Protocol):
 
     header_seconds = 10.0
     send_seconds = 60.0
-    open_connections: OpenConnections
+    waiting_connections: WaitingConnections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -143,12 +143,12 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self.header_seconds, self._fail_late_header)
-        self.open_connections.add_waiting(self)
-        if len(self.connections) > self.open_connections.limit:
-            self.open_connections.close_longest_waiting()
+        self.waiting_connections.add_waiting(self)
+        if len(self.connections) > self.waiting_connections.limit:
+            self.waiting_connections.close_longest_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.remove_waiting(self)
+        self.waiting_connections.remove_waiting(self)
         self._stop_header_timer()
         self._stop_send_timer()
         super().connection_lost(exc)
@@ -172,7 +172,7 @@ class TimedProtocol(H11Protocol):
     def handle_events(self) -> None:
         super().handle_events()
         if not self._is_between_requests:
-            self.open_connections.remove_waiting(self)
+            self.waiting_connections.remove_waiting(self)
             self._close_if_ambiguous()
             self.scope["extensions"] = {WRITE_CHUNK: self.write_chunk}  # type: ignore[dict-item]
 
@@ -191,7 +191,7 @@ class TimedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()  # this starts the next request if it has arrived
         if self._is_between_requests and not self.transport.is_closing():
-            self.open_connections.add_waiting(self)
+            self.waiting_connections.add_waiting(self)
 
     def _close_if_ambiguous(self) -> None:
         """Closes the connection after a request with both `Content-Length` and `Transfer-Encoding`.

@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from fp8serve import logs
 from fp8serve.errors import DataError, Fp8ServeError, MachineError
-from fp8serve.options import rule
+from fp8serve.options import describe_violation
 from fp8serve.server.faults import STORAGE_ERRORS, Code, Fault, disk_fault, is_anthropic
 from fp8serve.server.http.scope import METHODS
 from fp8serve.server.http.streams import ClientGoneError
@@ -129,7 +129,6 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def _fields(request: Request) -> list[str]:
-    """Returns the fields that the body of the request's route may have."""
     model = getattr(request.scope.get("route"), "body_model", None)
     return [] if model is None else [name for name in model.model_fields if name not in model.COMPATIBILITY_FIELDS]
 
@@ -158,7 +157,7 @@ def fault_of(errors: Sequence[Any], fields: Sequence[str] = ()) -> Fault:
         hint = error["ctx"].get("instead") or None
         message = f"This server does not support {name}; omit it."
         return Fault(Code.UNSUPPORTED_PARAMETER, message, param=name, hint=hint)
-    clause = _with_alternatives(rule(field or "The request", error), error, errors)
+    clause = _with_alternatives(describe_violation(field or "The request", error), error, errors)
     return Fault(Code.INVALID_PARAMETER, f"{clause}.", param=field or None)
 
 
@@ -168,7 +167,7 @@ def _with_alternatives(clause: str, error: Any, errors: Sequence[Any]) -> str:
         return clause
     field = _field_path(error["loc"])
     type_errors = [e for e in errors if str(e["type"]).endswith("_type") and _field_path(e["loc"]) == field]
-    types = dict.fromkeys(rule("", e).removeprefix(" must be ") for e in type_errors)
+    types = dict.fromkeys(describe_violation("", e).removeprefix(" must be ") for e in type_errors)
     return " or ".join([clause, *(name for name in types if not clause.endswith(f"must be {name}"))])
 
 

@@ -97,15 +97,9 @@ class _PartHandler:
 
     def callbacks(self) -> dict[str, object]:
         names = (
-            "part_begin",
-            "part_data",
-            "part_end",
-            "header_field",
-            "header_value",
-            "header_end",
-            "headers_finished",
+            "part_begin", "part_data", "part_end", "header_field", "header_value", "header_end", "headers_finished",
             "end",
-        )
+        )  # fmt: skip
         return {f"on_{name}": getattr(self, name) for name in names}
 
     def part_begin(self) -> None:
@@ -165,7 +159,10 @@ async def receive_upload(request: Request, path: Path, limits: ServerLimits) -> 
             parts = _PartHandler(upload, sink, limits)
             parser = MultipartParser(boundary, parts.callbacks(), max_header_count=8, max_header_size=2048)  # type: ignore[arg-type]
             await _feed(request, parser, limits.upload_bytes, limits.body_seconds)
-            _check_complete(parts, upload)
+            if not parts.is_complete:
+                raise Fault(Code.INVALID_PARAMETER, "The multipart body ends before its last boundary.")
+            if upload.filename is None:
+                raise Fault(Code.INVALID_PARAMETER, "The form has no field named file.", param="file")
             upload.sha256 = parts.digest.hexdigest()
             sink.flush()
             await asyncio.to_thread(os.fsync, sink.fileno())
@@ -218,10 +215,3 @@ def _check_disk_space(folder: Path, declared: str | None, max_bytes: int) -> Non
         raise Fault(Code.BODY_TOO_LARGE, f"The file is larger than this server's limit of {max_bytes} bytes.")
     if shutil.disk_usage(folder).free < size + (64 << 20):
         raise Fault(Code.DISK_FULL, "The disk of the data directory does not have enough space for this file.")
-
-
-def _check_complete(parts: _PartHandler, upload: Upload) -> None:
-    if not parts.is_complete:
-        raise Fault(Code.INVALID_PARAMETER, "The multipart body ends before its last boundary.")
-    if upload.filename is None:
-        raise Fault(Code.INVALID_PARAMETER, "The form has no field named file.", param="file")

@@ -213,7 +213,7 @@ class OutputParser:
         self._calls = None if calls is None else IncrementalParser(calls)
 
     @property
-    def parses_nothing(self) -> bool:
+    def is_passthrough(self) -> bool:
         """Whether all text is content."""
         return self._reasoning is None and self._calls is None
 

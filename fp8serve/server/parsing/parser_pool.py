@@ -27,7 +27,7 @@ COMMAND = module_command("fp8serve.server.parsing.parser_process")
 
 
 @dataclass(frozen=True)
-class Allowance:
+class JobLimits:
     """The limits of one job: processor seconds, and bytes of memory in addition to those of the idle process."""
 
     cpu: float
@@ -41,7 +41,7 @@ class ParserProcess:
         self._process: Process | None = None
         self._command = (*COMMAND, log_format)
 
-    async def perform(self, head: Head, body: bytes, allowance: Allowance) -> JobResult:
+    async def perform(self, head: Head, body: bytes, allowance: JobLimits) -> JobResult:
         """Runs a job and returns its answer. Raises Fault 400 if the job exceeds `allowance`, and the errors of
         fp8serve that the job raised."""
         frame = pack(head | {"cpu": allowance.cpu, "memory": allowance.memory}, body)
@@ -132,14 +132,14 @@ class ParserPool:
         self.waiting_bytes = 0
         self._max_waiting_bytes = max_waiting_bytes
 
-    async def run(self, head: Head, body: bytes, allowance: Allowance) -> JobResult:
+    async def run(self, head: Head, body: bytes, allowance: JobLimits) -> JobResult:
         """Runs a job of a request. Raises Fault 429 if too many bytes are waiting."""
         lock = self._long_job_lock if len(body) > SHORT_BYTES else contextlib.nullcontext()
         with self._count_waiting(len(body)):
             async with lock, self._idle_process() as process:
                 return await process.perform(head, body, allowance)
 
-    async def inspect_rows(self, head: Head, body: bytes, allowance: Allowance) -> JobResult:
+    async def inspect_rows(self, head: Head, body: bytes, allowance: JobLimits) -> JobResult:
         """Runs a job on training data, which may take minutes."""
         async with self._rows_lock:
             return await self._processes[2].perform(head, body, allowance)

@@ -18,7 +18,7 @@ from fp8serve.model.text.limited_process import JobResult, Jobs, serve, set_cpu_
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenTable
 from fp8serve.processes import Head
-from fp8serve.server.parsing.texts import TextRequest, read_text
+from fp8serve.server.parsing.texts import TextRequest, encode_text
 
 MAX_END_TOKENS = 16
 """How many tokens at the end of a conversation are searched for the special token that starts reasoning."""
@@ -54,7 +54,7 @@ def _pairs(head: Head, body: bytes) -> JobResult:
         TextRequest(first, None if is_single else second, max_tokens, max_document_tokens, prompt_parts, prefix)
         for first, second, (is_single, max_tokens, max_document_tokens) in rows
     )
-    return {"pairs": [read_text(tokenizer, request) for request in requests]}, b""
+    return {"pairs": [encode_text(tokenizer, request) for request in requests]}, b""
 
 
 def _chat(head: Head, body: bytes) -> JobResult:
@@ -81,12 +81,12 @@ def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
 
 
 def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
-    """Returns the last `keep` token ids of a text and their number, but no ids if there are more than `most`."""
-    if head["keep"] is None and (lower_bound := tokenizer.min_token_count(text)) > head["most"]:
+    """Returns the last `max_tokens` ids of a text and their number, but no ids if there are more than `context`."""
+    if head["max_tokens"] is None and (lower_bound := tokenizer.min_token_count(text)) > head["context"]:
         return {"count": lower_bound, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])
-    ids = ids[-head["keep"] :] if head["keep"] else ids
-    return {"count": len(ids), "exact": True, "ids": ids if len(ids) <= head["most"] else []}
+    ids = ids[-head["max_tokens"] :] if head["max_tokens"] else ids
+    return {"count": len(ids), "exact": True, "ids": ids if len(ids) <= head["context"] else []}
 
 
 def _tokenize(head: Head, body: bytes) -> JobResult:
@@ -95,12 +95,12 @@ def _tokenize(head: Head, body: bytes) -> JobResult:
     text = _render(tokenizer, head, body) if messages else body.decode()
     ids = tokenizer.encode(text, head["special"] and not messages)
     strings = [tokenizer.token_text(i) for i in ids] if head["strings"] else None
-    answer = {"count": len(ids), "max_model_len": head["most"], "tokens": ids, "token_strs": strings}
+    answer = {"count": len(ids), "max_model_len": head["context"], "tokens": ids, "token_strs": strings}
     return {}, json.dumps(answer, separators=(",", ":")).encode()
 
 
 def _detokenize(head: Head, body: bytes) -> JobResult:
-    text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip"])
+    text = _tokenizer(head["directory"]).decode_known(json.loads(body), head["skip_special"])
     return {}, json.dumps({"prompt": text}, separators=(",", ":")).encode()
 
 
@@ -108,7 +108,7 @@ def _echo(head: Head, body: bytes) -> JobResult:
     """Returns the texts of prompts, and for each token the number of characters that it adds to the text."""
     tokenizer, texts, lengths = _tokenizer(head["directory"]), list[str](), []
     for ids in json.loads(body):
-        decoder = tokenizer.stream(head["skip"])
+        decoder = tokenizer.stream(head["skip_special"])
         pieces = [decoder.push(token_id) for token_id in ids]
         lengths.append([len(piece) for piece in pieces])
         texts.append("".join([*pieces, decoder.flush()]))
@@ -137,7 +137,7 @@ def _check(head: Head, body: bytes) -> JobResult:
     from pydantic import ValidationError
 
     from fp8serve.server.faults import Fault
-    from fp8serve.server.parsing.sizes import ROWS, Sizes, check_keys
+    from fp8serve.server.parsing.sizes import ROWS, SizeLimits, check_keys
 
     module, name = head["model"].split(":")
     model = getattr(importlib.import_module(module), name)
@@ -146,7 +146,7 @@ def _check(head: Head, body: bytes) -> JobResult:
     except (ValueError, RecursionError) as error:
         return {"complaint": _first_error(error) if isinstance(error, ValidationError) else NOT_JSON}, b""
     try:
-        Sizes(**head["sizes"]).check(request)
+        SizeLimits(**head["sizes"]).check(request)
         if not model.model_fields.keys().isdisjoint(ROWS):
             check_keys(body)
     except Fault as fault:
@@ -197,12 +197,12 @@ def _check_rows(head: Head, body: bytes) -> JobResult:
     return {}, b""
 
 
-def _some_rows(head: Head, body: bytes) -> JobResult:
+def _first_rows(head: Head, body: bytes) -> JobResult:
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.validate import first_rows
 
     request = json.loads(body)
-    rows = first_rows(TrainConfig.from_json(request["config"]), request["files"], request["most"])
+    rows = first_rows(TrainConfig.from_json(request["config"]), request["files"], request["max_tokens"])
     return {}, json.dumps([[row.ids.tolist(), row.loss.tolist()] for row in rows]).encode()
 
 
@@ -219,7 +219,7 @@ JOBS: Jobs = {
     "check": _check,
     "dry_run": _dry_run,
     "check_rows": _check_rows,
-    "some_rows": _some_rows,
+    "first_rows": _first_rows,
 }
 
 

@@ -6,7 +6,7 @@ This does not apply to texts that will be truncated, nor to conversations, of wh
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from fastapi.exceptions import RequestValidationError
 
 from fp8serve.errors import Fp8ServeError, MachineError, TokenizerError
 from fp8serve.logs import LogFormat
+from fp8serve.model.text.limited_process import JobResult
 from fp8serve.model.text.tokenizer_facts import TokenTable
+from fp8serve.processes import Head
 from fp8serve.server.faults import Code, Fault
-from fp8serve.server.parsing.parser_pool import SHORT_BYTES, Allowance, ParserPool
-from fp8serve.server.parsing.sizes import Sizes, too_long
+from fp8serve.server.parsing.parser_pool import SHORT_BYTES, JobLimits, ParserPool
+from fp8serve.server.parsing.sizes import SizeLimits, too_long
 from fp8serve.server.parsing.texts import EncodedText, TextRequest
 from fp8serve.server.schemas.messages import Ending, Message, plain_messages
 from fp8serve.server.serving.generation import Echo
@@ -40,7 +42,7 @@ class RequestParser:
         self.limits = limits
         self._token_texts_lock = asyncio.Lock()
         self._valid_grammars: dict[bytes, None] = {}  # recently checked ones, the oldest first
-        self.allowance = Allowance(limits.reading_seconds, limits.reading_memory)
+        self.allowance = JobLimits(limits.reading_seconds, limits.reading_memory)
 
     async def encode_prompts(
         self, served: ServedWeights, prompts: Sequence[Prompt], field: str, max_tokens: int | None = None
@@ -50,8 +52,13 @@ class RequestParser:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts if max_tokens is None else ():
             check_fit(served, served.tokenizer.min_token_count(text), field, "at least ")
-        encoded = iter(await self._encode(served, texts, field, max_tokens) if texts else [])
-        all_ids = [next(encoded) if isinstance(prompt, str) else _last(prompt, max_tokens) for prompt in prompts]
+        encoded: Iterator[list[int]] = iter(())
+        if texts:
+            pieces = [text.encode() for text in texts]
+            head = {"op": "encode", "lengths": list(map(len, pieces)), "special": True, "max_tokens": max_tokens}
+            answer, _ = await self.run_job(served, head, b"".join(pieces))
+            encoded = iter(_checked_ids(served, answer["prompts"], field))
+        all_ids = [next(encoded) if isinstance(prompt, str) else prompt[-(max_tokens or 0) :] for prompt in prompts]
         for ids in all_ids:
             check_fit(served, len(ids), field)
         return [tuple(ids) for ids in all_ids]
@@ -76,18 +83,10 @@ class RequestParser:
             "prompt_parts": requests[0].prompt_parts,
             "prefix": requests[0].prefix,
         }
-        pairs = (await self._run(served, head, b"".join(pieces)))[0]["pairs"]
+        pairs = (await self.run_job(served, head, b"".join(pieces)))[0]["pairs"]
         for ids, _ in pairs:
             check_fit(served, len(ids), field)
         return [(ids, segments) for ids, segments in pairs]
-
-    async def _encode(
-        self, served: ServedWeights, texts: list[str], field: str, max_tokens: int | None
-    ) -> list[list[int]]:
-        pieces = [text.encode() for text in texts]
-        head = {"op": "encode", "lengths": [len(p) for p in pieces], "special": True, "keep": max_tokens}
-        answer, _ = await self._run(served, head, b"".join(pieces))
-        return _checked_ids(served, answer["prompts"], field)
 
     async def encode_conversation(
         self, served: ServedWeights, messages: list[Message], variables: dict[str, Any], ending: Ending
@@ -96,29 +95,30 @@ class RequestParser:
 
         Raises Fault if the model has no template or the template refuses the messages.
         """
-        head = {"op": "chat", "ending": ending, "variables": variables, "keep": None}
-        answer, _ = await self._run(served, head, messages_json(messages))
+        head = {"op": "chat", "ending": ending, "variables": variables, "max_tokens": None}
+        answer, _ = await self.run_job(served, head, messages_json(messages))
         return tuple(_checked_ids(served, answer["prompts"], "messages")[0]), answer["end"]
 
     async def render_echoes(self, served: ServedWeights, prompts: Sequence[Ids], skip_special: bool) -> list[Echo]:
         """Returns the texts of prompts, with or without special tokens."""
-        head = {"op": "echo", "skip": skip_special}
-        texts, lengths = json.loads(await self.render(served, head, json.dumps(prompts).encode()))
-        return list(map(Echo, texts, lengths))
+        head = {"op": "echo", "skip_special": skip_special}
+        _, content = await self.run_job(served, head, json.dumps(prompts).encode())
+        return list(map(Echo, *json.loads(content)))
 
     async def load_token_texts(self, served: ServedWeights) -> None:
         """Loads the texts of all tokens into `served.tokenizer.table`, unless they are loaded."""
         async with self._token_texts_lock:
             if served.tokenizer.table is None:
                 head = {"op": "table", "size": served.engine.limits.vocab_size}
-                served.tokenizer.table = TokenTable(await self.render(served, head, b""))
+                _, content = await self.run_job(served, head, b"")
+                served.tokenizer.table = TokenTable(content)
 
     async def count_tokens(
         self, served: ServedWeights, messages: list[Message], variables: dict[str, Any], ending: Ending
     ) -> int:
         """Returns the number of tokens of the conversation, which may exceed the context."""
         head = {"op": "count", "ending": ending, "variables": variables}
-        return int((await self._run(served, head, messages_json(messages)))[0]["count"])
+        return int((await self.run_job(served, head, messages_json(messages)))[0]["count"])
 
     async def check_grammar(self, grammar: dict[str, str]) -> None:
         """Raises RequestError if a grammar cannot be compiled. `grammar` maps a field of SamplingParams to its text."""
@@ -129,14 +129,11 @@ class RequestParser:
             if len(self._valid_grammars) > MAX_CHECKED_GRAMMARS:
                 self._valid_grammars.pop(next(iter(self._valid_grammars)))
 
-    async def render(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> bytes:
-        """Runs a job of a parser process with the model's tokenizer and returns the bytes of its result."""
-        return (await self._run(served, head, body))[1]
-
-    async def _run(self, served: ServedWeights, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    async def run_job(self, served: ServedWeights, head: Head, body: bytes) -> JobResult:
+        """Runs a job of a parser process with the model's tokenizer. Returns the head and the body of its result."""
         model_fields = {
             "directory": str(served.source.directory.resolve()),
-            "most": served.engine.limits.max_model_len,
+            "context": served.engine.limits.max_model_len,
             "template_cpu": self.limits.template_seconds,
         }
         is_short = head["op"] in ("encode", "pairs") and len(body) <= SHORT_BYTES
@@ -152,9 +149,9 @@ class RequestParser:
                 raise Fault(Code.INVALID_PARAMETER, str(error)) from None
             raise Fault(Code.TEMPLATE_ERROR, str(error), param="messages") from None
 
-    def size_limits(self, context: int) -> Sizes:
+    def size_limits(self, context: int) -> SizeLimits:
         """Returns the limits of one request to a model with this context length."""
-        return Sizes(self.limits.prompts, self.limits.chat_messages, context, self.limits.texts)
+        return SizeLimits(self.limits.prompts, self.limits.chat_messages, context, self.limits.texts)
 
     async def check_body(self, model: type[Any], raw: bytes, folder: Path, context: int) -> bytes:
         """Validates the body `raw` as the pydantic `model` and returns it as JSON.
@@ -177,7 +174,7 @@ class RequestParser:
 
     async def inspect_rows(self, job: str, request: bytes) -> bytes:
         """Runs a job on training data and returns its result. Raises DataError for bad data."""
-        allowance = Allowance(self.limits.validation_seconds, self.limits.validation_memory)
+        allowance = JobLimits(self.limits.validation_seconds, self.limits.validation_memory)
         return (await self.pool.inspect_rows({"op": job}, request, allowance))[1]
 
     async def close(self) -> None:
@@ -206,7 +203,3 @@ def _checked_ids(served: ServedWeights, prompts: list[dict[str, Any]], field: st
     for prompt in prompts:
         check_fit(served, prompt["count"], field, "" if prompt["exact"] else "at least ")
     return [prompt["ids"] for prompt in prompts]
-
-
-def _last(ids: list[int], max_tokens: int | None) -> list[int]:
-    return ids[-max_tokens:] if max_tokens else ids

@@ -16,7 +16,7 @@ from fp8serve.server.faults import Code, Fault
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SizeLimits:
     """The largest numbers of prompts, messages and texts of one request, and of token ids of one prompt (`context`)."""
 
     prompts: int
@@ -89,7 +89,6 @@ class _JsonObject(dict[str, Any]):
 
 
 def _objects(value: Any) -> Iterator[_JsonObject]:
-    """Yields all objects in a JSON value."""
     if isinstance(value, _JsonObject):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

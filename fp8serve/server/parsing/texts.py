@@ -37,7 +37,7 @@ class TextRequest:
         return self.max_tokens is not None or self.max_document_tokens is not None
 
 
-def read_text(tokenizer: Tokenizer, request: TextRequest) -> EncodedText:
+def encode_text(tokenizer: Tokenizer, request: TextRequest) -> EncodedText:
     """Returns the token ids. They may exceed the context if nothing is truncated or the prompt alone is too long."""
     first, second = request.first, request.second
     if request.max_document_tokens is not None and second is None:

@@ -6,14 +6,13 @@ undeclared fields are refused as unknown (http/error_handlers.py suggests a name
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
 from fp8serve.server.schemas.bodies import CompatibilityField, Strict
 
 BodyT = TypeVar("BodyT", bound=Strict)
-Treatment = Literal["mapped", "ignored", "refused"]
 
 
 def with_compatibility_fields(*tables: Sequence[CompatibilityField]) -> Callable[[type[BodyT]], type[BodyT]]:

@@ -7,10 +7,10 @@ until its response has ended.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.metrics import Metrics
 from fp8serve.server.serving.adapters import AdapterSource, ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.registry import Registry
@@ -22,14 +22,11 @@ log = logging.getLogger("fp8serve.server")
 
 
 class AdapterLoader:
-    """Loads adapters beside the models of `models`.
+    """Loads adapters beside the models of `models`. The requests for an adapter are counted under its own name, within
+    the capacity of its model."""
 
-    `create_admission(name, admission)` returns an admission that counts requests for the adapter `name` within the
-    capacity of its model's `admission`.
-    """
-
-    def __init__(self, models: Registry, create_admission: Callable[[str, Admission], Admission]) -> None:
-        self._models, self._create_admission = models, create_admission
+    def __init__(self, models: Registry, metrics: Metrics) -> None:
+        self._models, self._metrics = models, metrics
         self._numbers = itertools.count()
         self._change_lock = asyncio.Lock()
         self._unload_tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +98,7 @@ class AdapterLoader:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _new_adapter(self, model: ServedModel, source: AdapterSource) -> ServedAdapter:
-        admission = self._create_admission(source.name, model.admission)
+        admission = Admission(model.admission.capacity, self._metrics.for_model(source.name))
         return ServedAdapter(source, f"{source.name} ({next(self._numbers)})", admission)
 
     async def _remove_when_unleased(self, model: ServedModel, adapter: ServedAdapter) -> None:

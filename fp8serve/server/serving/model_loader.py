@@ -13,14 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fp8serve.engine.client import EngineClient
 from fp8serve.errors import Fp8ServeError, MachineError
 from fp8serve.model.storage.headers import require_finite
 from fp8serve.model.storage.memory import free_memory
 from fp8serve.model.weight_memory import estimate_weight_memory
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.named_models import NamedModel
 from fp8serve.server.serving.registry import Registry
-from fp8serve.server.serving.served_model import ServedModel
-from fp8serve.server.serving.served_weights import EngineHandle, WeightSource
+from fp8serve.server.serving.served_model import BASE, ServedModel
+from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.serving.supervisor import EngineSupervisor
 
 log = logging.getLogger("fp8serve.server")
@@ -61,8 +63,13 @@ class ModelLoader:
 
         Raises Fault 404 for an unknown name, and 409 for the default model or while other weights are being activated.
         """
+        if name == self.models.default.name:
+            message = f"{name} is the default model, which cannot be unloaded."
+            raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
         if name not in self.known_sources:
-            self._refuse_unload(name)
+            self.models.require(name)
+            message = f"{name} is an alias or the id of a model's weights; use the model's own name."
+            raise Fault(Code.MODEL_NOT_FOUND, message, param="name")
         await self.run_to_completion(self._unload(name, seconds), f"unload the model {name}")
 
     async def close(self) -> None:
@@ -167,19 +174,16 @@ class ModelLoader:
             self._remove(name)
             log.info("unloaded %s", name)
 
-    def _refuse_unload(self, name: str) -> None:
-        if name == self.models.default.name:
-            message = f"{name} is the default model, which cannot be unloaded."
-            raise Fault(Code.NAME_TAKEN, message, param="name", hint="Activate other weights for it instead.")
-        self.models.require(name)
-        message = f"{name} is an alias or the id of a model's weights; use the model's own name."
-        raise Fault(Code.MODEL_NOT_FOUND, message, param="name")
-
     def _remove(self, name: str) -> None:
         self.models.models.pop(name).admission.metrics.forget()
 
 
-def with_cache_bound(source: WeightSource, engines: Iterable[EngineHandle]) -> WeightSource:
+def source_of(named: NamedModel, device: str) -> WeightSource:
+    """Returns the base source of a named model. `device` is used unless its options contain another device."""
+    return WeightSource(BASE, named.name, named.directory, named.engine_options(device), named.output_format)
+
+
+def with_cache_bound(source: WeightSource, engines: Iterable[EngineClient]) -> WeightSource:
     """Returns `source` with a size for its KV cache that fits in memory beside the loaded `engines`. Blocks.
 
     Raises MachineError if the model does not fit.
@@ -200,7 +204,7 @@ def with_cache_bound(source: WeightSource, engines: Iterable[EngineHandle]) -> W
     return replace(source, options=replace(options, kv_cache_bytes=cache))
 
 
-def _unclaimed_bytes(engine: EngineHandle) -> int:
+def _unclaimed_bytes(engine: EngineClient) -> int:
     """Returns the memory that an engine process may still allocate for its weights and KV cache."""
     draft = engine.info.get("draft_model") or {}
     planned = sum(part.get("weight_bytes", 0) for part in (engine.info, draft)) + engine.info.get("kv_cache_bytes", 0)

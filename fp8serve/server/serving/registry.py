@@ -3,7 +3,7 @@
 Names are looked up in tables; no text of a client is ever joined to a path.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8serve.engine.request import Task
@@ -57,17 +57,20 @@ class Registry:
         """Whether a model, an alias or an adapter has this name."""
         return self.get(name) is not None or self.get_adapter(name) is not None
 
-    def canonical_name(self, name: str) -> str:
+    def canonical_name(self, name: str | None) -> str:
         """Returns the name of the adapter or model that `name` stands for. Raises Fault 404 if there is none."""
-        return name if self.get_adapter(name) is not None else self.require(name, "model").name
+        return name if name is not None and self.get_adapter(name) is not None else self.require(name, "model").name
 
     def adapters_of(self, served: ServedWeights) -> list[ServedAdapter]:
         """Returns the adapters of the model that serves these weights."""
         models = (m for m in self.models.values() if m.current is not None and m.current.engine is served.engine)
         return [adapter for model in models for adapter in model.adapters.values()]
 
-    def require(self, name: str, param: str = "name") -> ServedModel:
-        """Returns the model that `get` finds. Raises Fault 404 if there is none."""
+    def require(self, name: str | None, param: str = "name") -> ServedModel:
+        """Returns the model that `get` finds, or the default model if `name` is None. Raises Fault 404 if there is
+        none."""
+        if name is None:
+            return self.default
         if (model := self.get(name)) is not None:
             return model
         known = self.names()
@@ -107,14 +110,6 @@ class Registry:
         models = list(self.models.values())
         keys = {model.current.source.key for model in models if model.current is not None}
         return keys | {adapter.source.key for model in models for adapter in list(model.adapters.values())}
-
-    def is_serving(self, key: str) -> bool:
-        """Whether weights or an adapter with this key are served."""
-        return key in self.source_keys()
-
-    def total(self, count: Callable[[ServedModel], int]) -> int:
-        """Returns the sum of `count(model)` over all models."""
-        return sum(map(count, self.models.values()))
 
     def stats(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the last statistics of each engine. Sequences that use an adapter count under its name alone."""

@@ -69,7 +69,6 @@ class ScaleSaver:
 
 
 def _fault_from_output(lines: list[str]) -> Fault:
-    """Returns the error that the process printed as a fault."""
     try:
         answer = json.loads(lines[-1])
         error, message = str(answer["error"]), str(answer["message"])

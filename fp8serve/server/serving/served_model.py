@@ -22,11 +22,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fp8serve.engine.client import EngineClient
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, MachineError
@@ -36,7 +37,6 @@ from fp8serve.server.serving.adapters import ServedAdapter
 from fp8serve.server.serving.admission import Admission
 from fp8serve.server.serving.scale_history import ScaleHistory
 from fp8serve.server.serving.served_weights import (
-    EngineHandle,
     Launch,
     ServedWeights,
     WeightSource,
@@ -174,7 +174,7 @@ class ServedModel:
 
     def hang_reason(self, served: ServedWeights) -> str | None:
         """Returns why the engine process counts as hung, or None if it does not."""
-        if served.heartbeat.silence >= self.deadlines.heartbeat:
+        if served.silence >= self.deadlines.heartbeat:
             return f"The engine sent no heartbeat for {self.deadlines.heartbeat:g} seconds and was killed."
         if served.engine.step_seconds >= self.deadlines.step:
             return f"The engine did not finish a step within {self.deadlines.step:g} seconds and was killed."
@@ -183,9 +183,7 @@ class ServedModel:
     # -- loading and replacing weights ---------------------------------------------------------------------------------
 
     async def start(
-        self,
-        sources: Sequence[WeightSource],
-        fit: Callable[[WeightSource], WeightSource] = lambda source: source,
+        self, sources: Sequence[WeightSource], fit: Callable[[WeightSource], WeightSource] = lambda source: source
     ) -> ServedWeights:
         """Loads the first of `sources` that can be served.
 
@@ -278,12 +276,13 @@ class ServedModel:
             old, source=source, weight_version=f"{source.key}-{version}", overwritten_from=None, leases=0,
             unleased=asyncio.Event(),
         )  # fmt: skip
+        self.released.clear()  # new requests wait
         try:
-            with self._held_requests():
-                await self._drain_and_swap(old)
-                verified = await self._verify_swapped(new, save_activation, verification, perplexity)
-                self._take_over(new, save_activation)
+            await self._drain_and_swap(old)
+            verified = await self._verify_swapped(new, save_activation, verification, perplexity)
+            self._take_over(new, save_activation)
         finally:
+            self.released.set()
             with contextlib.suppress(Fp8ServeError, OSError):
                 await old.engine.discard_staged_weights()
         log.info("%s replaced the weights of the running engine", source.model_id)
@@ -300,15 +299,6 @@ class ServedModel:
         if not have_same_text_files(source.directory, old.source.directory):
             return "its tokenizer or generation config differs from that of the served weights"
         return None
-
-    @contextlib.contextmanager
-    def _held_requests(self) -> Iterator[None]:
-        """Makes new requests wait while the block runs."""
-        self.released.clear()
-        try:
-            yield
-        finally:
-            self.released.set()
 
     async def _drain_and_swap(self, old: ServedWeights) -> None:
         try:
@@ -376,7 +366,11 @@ class ServedModel:
             self.is_replacing_weights = True
             try:
                 await self._wait_until_unleased(old, seconds)
-                version = await self._overwrite(old, directory)
+                try:
+                    version = await asyncio.to_thread(weight_version, directory)
+                    await old.engine.load_weights(directory)
+                except (Fp8ServeError, OSError) as error:
+                    raise Fault(Code.LOAD_FAILED, f"The weights cannot be loaded: {error}") from None
                 new = replace(
                     old, weight_version=version, overwritten_from=directory, unleased=asyncio.Event(), leases=0
                 )
@@ -426,15 +420,6 @@ class ServedModel:
         except TimeoutError:
             message = f"{served.leases} requests were still running after {seconds:g} seconds."
             raise Fault(Code.ALIAS_BUSY, message, hint="Try again with a larger value of `seconds`.") from None
-
-    async def _overwrite(self, served: ServedWeights, directory: Path) -> str:
-        """Copies the weights of `directory` over those of the running engine; returns their version."""
-        try:
-            version = await asyncio.to_thread(weight_version, directory)
-            await served.engine.load_weights(directory)
-        except (Fp8ServeError, OSError) as error:
-            raise Fault(Code.LOAD_FAILED, f"The weights cannot be loaded: {error}") from None
-        return version
 
     async def _load_verified(
         self, source: WeightSource, save_activation: SaveActivation, verification: Verification
@@ -513,7 +498,7 @@ class ServedModel:
             return source
         return replace(source, options=replace(options, gpu_memory=self.gpu_memory))
 
-    async def _load_adapters(self, engine: EngineHandle) -> None:
+    async def _load_adapters(self, engine: EngineClient) -> None:
         """Loads the model's adapters. An adapter that fails is dropped; at the first start a required one raises."""
         for name, adapter in list(self.adapters.items()):
             try:
@@ -525,7 +510,7 @@ class ServedModel:
                 self.adapters.pop(name, None)
                 adapter.admission.metrics.forget()
 
-    async def _run_canary(self, engine: EngineHandle) -> None:
+    async def _run_canary(self, engine: EngineClient) -> None:
         """Computes one greedy token, one embedding or one score, to find an engine that loads but cannot compute."""
         if not engine.limits.generates:
             await (engine.embed([[0]]) if engine.limits.task == "embed" else engine.classify([[0]], [[0]]))
@@ -555,7 +540,7 @@ class ServedModel:
         self._serve(new)
         return True
 
-    def engines(self) -> list[EngineHandle]:
+    def engines(self) -> list[EngineClient]:
         """Returns the engine processes of this model, including replaced ones that still have requests in flight."""
         return [served.engine for served in (*self._retiring, *([self.current] if self.current else []))]
 

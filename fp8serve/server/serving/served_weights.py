@@ -5,15 +5,13 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 
-from fp8serve.engine.client import Deliver, EngineClient, WriteTokens
+from fp8serve.engine.client import EngineClient
 from fp8serve.engine.options import EngineOptions
-from fp8serve.engine.output import RequestOutput
-from fp8serve.engine.request import EngineLimits, Request
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.logs import LogFormat
 from fp8serve.model.config.decoder import check_any_config
@@ -27,56 +25,6 @@ MAX_SECONDS_PER_UPDATE = 1.0
 log = logging.getLogger("fp8serve.server")
 PLAIN = OutputFormat("none", "none")
 AUTO_FORMAT = OutputFormat("auto", "auto")
-
-
-class HeartbeatMonitor:
-    """Measures in `silence` for how many seconds an engine process has sent no heartbeat.
-
-    An update adds at most MAX_SECONDS_PER_UPDATE: if the server itself was suspended, the engine is not blamed for it.
-    """
-
-    def __init__(self) -> None:
-        self.silence = 0.0
-
-    def update(self, heartbeat_age: float, since_last_update: float) -> None:
-        """Updates `silence`. Both arguments are seconds; the supervisor calls this several times a second."""
-        self.silence = min(self.silence + min(since_last_update, MAX_SECONDS_PER_UPDATE), heartbeat_age)
-
-
-class EngineHandle(Protocol):
-    """The part of `fp8serve.engine.client.EngineClient` that the server uses."""
-
-    limits: EngineLimits
-    info: dict[str, Any]
-
-    @property
-    def alive(self) -> bool: ...
-    @property
-    def heartbeat_age(self) -> float: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    @property
-    def step_seconds(self) -> float: ...
-    def check(self, request: Request) -> None: ...
-    def submit(self, request: Request, deliver: Deliver, write_tokens: WriteTokens | None = None) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]: ...
-    async def embed(self, inputs: Sequence[Sequence[int]], dimensions: int | None = None) -> list[bytes]: ...
-    async def classify(
-        self, inputs: Sequence[Sequence[int]], segments: Sequence[Sequence[int]]
-    ) -> list[list[float]]: ...
-    async def stats(self) -> dict[str, Any]: ...
-    async def scales(self) -> list[dict[str, Any]]: ...
-    async def save_scales(self, path: Path) -> int: ...
-    async def load_weights(self, directory: Path) -> int: ...
-    async def stage_weights(self, directory: Path) -> None: ...
-    async def swap_weights(self) -> None: ...
-    async def discard_staged_weights(self) -> None: ...
-    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]: ...
-    async def unload_adapter(self, name: str) -> None: ...
-    async def drain(self, deadline: float) -> None: ...
-    async def close(self) -> None: ...
-    async def kill(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -103,18 +51,23 @@ class ServedWeights:
     """
 
     source: WeightSource
-    engine: EngineHandle
+    engine: EngineClient
     tokenizer: TokenizerFacts
     admission: Admission
     weight_version: str
     output_format: OutputFormat = PLAIN
-    heartbeat: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
+    silence: float = 0.0  # for how many seconds the engine process has sent no heartbeat
     has_reported: bool = False  # whether the engine has reported statistics since it began to serve
     prefilling_ids: frozenset[str] = frozenset()  # requests that were in prefill at the engine's last report
     leases: int = 0
     unleased: asyncio.Event = field(default_factory=asyncio.Event)
     adapter: str | None = None
     overwritten_from: Path | None = None  # the directory whose weights were copied over those of `source`
+
+    def update_silence(self, seconds: float) -> None:
+        """Updates `silence`, `seconds` after the last update. An update adds at most MAX_SECONDS_PER_UPDATE: if the
+        server itself was suspended, the engine is not blamed for it."""
+        self.silence = min(self.silence + min(seconds, MAX_SECONDS_PER_UPDATE), self.engine.heartbeat_age)
 
     @contextlib.contextmanager
     def lease(self) -> Iterator["ServedWeights"]:
@@ -129,10 +82,10 @@ class ServedWeights:
                 self.unleased.set()
 
 
-Launch = Callable[[WeightSource], Awaitable[tuple[EngineHandle, TokenizerFacts]]]
+Launch = Callable[[WeightSource], Awaitable[tuple[EngineClient, TokenizerFacts]]]
 
 
-async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple[EngineHandle, TokenizerFacts]:
+async def launch(source: WeightSource, log_format: LogFormat = "plain") -> tuple[EngineClient, TokenizerFacts]:
     """Starts an engine process, and meanwhile reads the tokenizer in a limited process. Raises Fp8ServeError if either
     fails."""
     await asyncio.to_thread(check_any_config, source.directory)  # the clearest error for a bad directory

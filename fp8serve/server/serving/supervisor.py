@@ -75,7 +75,7 @@ class EngineSupervisor:
             await asyncio.sleep(WATCH_SECONDS)
             now, served = time.monotonic(), self.model.current
             if served is not None:
-                served.heartbeat.update(served.engine.heartbeat_age, now - last)
+                served.update_silence(now - last)
                 await self._check(served)
             last = now
 

@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -22,7 +21,6 @@ from fp8serve.errors import Fp8ServeError, MachineError, ModelError
 from fp8serve.model.storage.headers import require_finite
 from fp8serve.server.serving.served_weights import ServedWeights
 
-T = TypeVar("T")
 MAX_TEST_TOKENS = 8  # tokens that new weights generate before they may serve
 _REQUEST_NUMBERS = itertools.count()
 
@@ -33,9 +31,6 @@ class MeasuredRow:
 
     ids: tuple[int, ...]
     counts: tuple[bool, ...]
-
-
-MeasurePrevious = Callable[[Sequence[MeasuredRow]], Awaitable[float | None]]
 
 
 @dataclass(frozen=True)
@@ -72,30 +67,33 @@ class Verification:
 
     async def check_engine(self, new: ServedWeights, previous: ServedWeights | None) -> Verified | None:
         """Returns the measured perplexities, or None without rows. Raises Fp8ServeError if the check fails."""
-        is_comparable = previous is not None and previous.engine.limits.vocab_size == new.engine.limits.vocab_size
-        reference = previous if is_comparable else None
-        return await self._within_deadline(self._measure(new, lambda rows: _perplexity_of_served(reference, rows)))
+        async with self._deadline():
+            rows = self._measurable_rows(new)
+            if (measured := await self._measure(new, rows)) is None:
+                return None
+            is_comparable = previous is not None and previous.engine.limits.vocab_size == new.engine.limits.vocab_size
+            return self._compare(*measured, await _perplexity_of_served(previous if is_comparable else None, rows))
 
     async def measure_previous(self, served: ServedWeights) -> float | None:
         """Returns the perplexity of the served weights before others overwrite them, or None if it cannot be measured.
 
         Raises MachineError if measuring exceeds the time limit.
         """
-        rows = self._measurable_rows(served)
-        return await self._within_deadline(_perplexity_of_served(served, rows)) if rows else None
+        async with self._deadline():
+            rows = self._measurable_rows(served)
+            return await _perplexity_of_served(served, rows) if rows else None
 
     async def check_overwritten(self, new: ServedWeights, previous_perplexity: float | None) -> Verified | None:
         """Does the same as `check_engine` for weights that overwrote those with `previous_perplexity`."""
+        async with self._deadline():
+            measured = await self._measure(new, self._measurable_rows(new))
+            return None if measured is None else self._compare(*measured, previous_perplexity)
 
-        async def measured(_: Sequence[MeasuredRow]) -> float | None:
-            return previous_perplexity
-
-        return await self._within_deadline(self._measure(new, measured))
-
-    async def _within_deadline(self, measurement: Awaitable[T]) -> T:
+    @contextlib.asynccontextmanager
+    async def _deadline(self) -> AsyncGenerator[None, None]:
         try:
             async with asyncio.timeout(self.seconds):
-                return await measurement
+                yield
         except TimeoutError:
             raise MachineError(f"The weights were not verified within {self.seconds:g} seconds.") from None
 
@@ -104,14 +102,18 @@ class Verification:
         limits = served.engine.limits
         return [row for row in self.rows if len(row.ids) < limits.max_model_len] if limits.generates else []
 
-    async def _measure(self, new: ServedWeights, measure_previous: MeasurePrevious) -> Verified | None:
-        if not (rows := self._measurable_rows(new)):
+    async def _measure(self, new: ServedWeights, rows: Sequence[MeasuredRow]) -> tuple[int, float] | None:
+        """Returns the number of measured tokens and their perplexity, or None without rows."""
+        if not rows:
             return None
-        await _generate(new, rows[0].ids[:1])
+        test_params = SamplingParams(max_new_tokens=MAX_TEST_TOKENS, temperature=0.0, ignore_eos=True)
+        await _run(new, rows[0].ids[:1], test_params)
         tokens, perplexity = await _perplexity(new, rows)
         if not math.isfinite(perplexity):
             raise ModelError(f"Their perplexity on {tokens} tokens of {self.rows_name} is {perplexity}.")
-        previous = await measure_previous(rows)
+        return tokens, perplexity
+
+    def _compare(self, tokens: int, perplexity: float, previous: float | None) -> Verified:
         if previous is not None and perplexity > self.max_ratio * previous:
             raise ModelError(
                 f"Their perplexity on {tokens} tokens of {self.rows_name} is {perplexity:.4g}, more than "
@@ -122,10 +124,6 @@ class Verification:
 
 UNVERIFIED = Verification((), math.inf, math.inf, checks_files=False)
 """For weights that the operator named: they only have to load and to generate a token."""
-
-
-async def _generate(served: ServedWeights, prompt: tuple[int, ...]) -> None:
-    await _run(served, prompt, SamplingParams(max_new_tokens=MAX_TEST_TOKENS, temperature=0.0, ignore_eos=True))
 
 
 async def _perplexity_of_served(served: ServedWeights | None, rows: Sequence[MeasuredRow]) -> float | None:
@@ -146,25 +144,15 @@ async def _perplexity(served: ServedWeights, rows: Sequence[MeasuredRow]) -> tup
     Rows are computed one after the other, so that a client's request waits for at most one of them.
     """
     count, total = 0, 0.0
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     for row in rows:
-        log_probs = await _log_probs(served, row.ids)
+        log_probs = await _run(served, row.ids, params)  # of all tokens except the first one
         counted = [value for value, counts in zip(log_probs, row.counts[1:], strict=True) if counts]
         count, total = count + len(counted), total - math.fsum(counted)
-    return count, _exp(total / max(count, 1))
-
-
-def _exp(value: float) -> float:
     try:
-        return math.exp(value)
+        return count, math.exp(total / max(count, 1))
     except OverflowError:
-        return math.inf
-
-
-async def _log_probs(served: ServedWeights, ids: tuple[int, ...]) -> list[float]:
-    """Returns the log-probabilities of all tokens except the first one."""
-    return await _run(
-        served, ids, SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-    )
+        return count, math.inf
 
 
 async def _run(served: ServedWeights, prompt: tuple[int, ...], params: SamplingParams) -> list[float]:

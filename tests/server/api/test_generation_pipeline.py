@@ -16,8 +16,11 @@ from fp8serve.server.api.openai.chat_routes import ChatRenderer
 from fp8serve.server.api.openai.completion_routes import CompletionRenderer, TextRenderer
 from fp8serve.server.http.streams import WRITE_CHUNK
 from fp8serve.server.schemas.openai_bodies import ChatBody, CompletionBody
-from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.admission import Reservation
+from fp8serve.server.serving.generation import Generation, build_requests
+from fp8serve.server.serving.served_weights import ServedWeights
 from fp8serve.server.settings import ServerLimits
+from fp8serve.server.usage import Usage
 from tests.patience import eventually
 from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
@@ -108,6 +111,10 @@ PLAIN: list[tuple[type[CompletionRenderer[Any]], Any, bool]] = [
 ]
 
 
+def admitted(served: ServedWeights, params: SamplingParams, reservation: Reservation, n: int = 1) -> Generation:
+    return Generation(served, build_requests(served, [(97,)], params, n), n, reservation, Usage())
+
+
 @pytest.mark.parametrize(("renderer_class", "body", "is_plain"), PLAIN)
 async def test_text_alone_is_written_as_any_output_is(
     start: Start, renderer_class: type[CompletionRenderer[Any]], body: Any, is_plain: bool
@@ -118,7 +125,7 @@ async def test_text_alone_is_written_as_any_output_is(
         n, served = body.num_choices, server.state.served(None)
         with served.admission.reserve(n) as reservation:
             params = SamplingParams(logprobs=getattr(body, "logprobs", None) or None)
-            generation = server.state.generation(served, [(97,)], params, reservation, n)
+            generation = admitted(served, params, reservation, n)
         fast, slow = (renderer_class(body, generation) for _ in range(2))
         slow.created = fast.created
         for count, text in enumerate(texts, 1):
@@ -138,7 +145,7 @@ async def test_outputs_that_arrive_together_are_one_chunk(
     async with start() as server:
         served = server.state.served(None)
         with served.admission.reserve(1) as reservation:
-            generation = server.state.generation(served, [(97,)], SamplingParams(), reservation)
+            generation = admitted(served, SamplingParams(), reservation)
         renderer = renderer_class(body, generation)
         outputs = [(0, RequestOutput("r", text, (7,), num_generated=count)) for count, text in enumerate("abcd", 1)]
         renderer.encode_outputs(outputs[:1])  # in a chat the first output brings the role

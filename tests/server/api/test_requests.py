@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from fp8serve.engine.sampling_params import SamplingParams
+from fp8serve.server.serving.generation import Generation, build_requests
+from fp8serve.server.usage import Usage
 from tests.patience import eventually
 from tests.server.access.files import bearer, key_of, one_for_each_scope
 from tests.server.conftest import Server, Start
@@ -78,7 +80,9 @@ async def test_a_reader_that_stalls_does_not_keep_a_cancelled_request_running(st
         engine = server.launcher.engine
         served = server.state.served(None)
         with served.admission.reserve(1) as reservation:
-            generation = server.state.generation(served, [(97,)], SamplingParams(max_new_tokens=400), reservation)
+            requests = build_requests(served, [(97,)], SamplingParams(max_new_tokens=400), 1)
+            generation = Generation(served, requests, 1, reservation, Usage())
+        server.state.active.add(generation)
         outputs = generation.outputs()
         await anext(outputs)  # and reads no further
         (row,) = await listed(server)

@@ -10,12 +10,15 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fp8serve.server.finetuning import database, job_runner
-from fp8serve.server.finetuning.job_records import NewJob
+from fp8serve.server.finetuning.database import NewJob
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES, JobStore
 from fp8serve.train.events import EVENTS
 from tests.server.conftest import STUB
@@ -57,18 +60,20 @@ def die_at(seam: int) -> None:
         if next(seams) == seam:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    commit, start = database.Transaction.__exit__, job_runner.TrainingProcess.start
+    write, start = database.Database._write, job_runner.TrainingProcess.start
 
-    def before_commit(*arguments: Any) -> None:
-        pass_seam()
-        commit(*arguments)
+    @contextmanager
+    def before_commit(store: database.Database) -> Iterator[sqlite3.Connection]:
+        with write(store) as db:
+            yield db
+            pass_seam()
 
     async def after_start(*arguments: Any) -> job_runner.TrainingProcess:
         process = await start(*arguments)
         pass_seam()
         return process
 
-    database.Transaction.__exit__ = before_commit  # type: ignore[method-assign]
+    database.Database._write = before_commit  # type: ignore[method-assign]
     job_runner.TrainingProcess.start = after_start  # type: ignore[method-assign]
 
 

@@ -316,7 +316,7 @@ async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> N
         server.state.begin_drain()
         answer = await asked
         assert (answer.status_code, answer.json()["code"]) == (503, "draining")
-        await eventually(lambda: server.state.drained, "the end of the drain")
+        await eventually(server.state.finish_drain, "the end of the drain")
     launcher.held = False
     async with start(launcher) as server:
         assert launcher.sources[-1].key == "base"
@@ -328,9 +328,9 @@ async def test_who_is_in_a_hurry_does_not_wait_for_a_checkpoint(start: Start) ->
         job = await submit(server, "stubborn")
         await wait_for_step(server, job["id"])
         server.state.begin_drain()
-        assert not server.state.drained
+        assert not server.state.finish_drain()
         server.state.end_drain()
-        assert server.state.drained
+        assert server.state.finish_drain()
     async with start() as server:
         unblock_job(server, job["id"])
         await wait_for(server, job["id"], "succeeded")

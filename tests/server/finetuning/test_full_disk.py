@@ -15,7 +15,7 @@ import pytest
 from fp8serve.errors import MachineError
 from fp8serve.server.data_directory import DataDirectory
 from fp8serve.server.faults import Fault
-from fp8serve.server.finetuning.job_records import NewJob
+from fp8serve.server.finetuning.database import NewJob
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.settings import Settings
 from tests.patience import eventually
@@ -161,14 +161,14 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
 
 def test_a_full_table_is_a_fault_and_holds_nothing_back(tmp_path: Path) -> None:
     store = JobStore(tmp_path / "jobs.sqlite3")
-    pages = store._database._db.execute("PRAGMA page_count").fetchone()[0]
-    store._database._db.execute(f"PRAGMA max_page_count={pages}")
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages}")
     large = NewJob(base="b", source="base", config={"x": "y" * 100_000})
     with pytest.raises(Fault) as caught:
         store.create(large, "ftjob-1", 5)
     assert caught.value.code.value == "disk_full"
     assert store.jobs() == []
-    store._database._db.execute(f"PRAGMA max_page_count={pages * 100}")
+    store._db.execute(f"PRAGMA max_page_count={pages * 100}")
     assert store.create(large, "ftjob-1", 5)[1]
     store.close()
 
@@ -192,11 +192,11 @@ def test_a_commit_that_fails_has_not_happened(tmp_path: Path) -> None:
                 raise error
             return self._db.execute(query, *values)
 
-    real = store._database._db
-    store._database._db = Failing(real)  # type: ignore[assignment]
+    real = store._db
+    store._db = Failing(real)  # type: ignore[assignment]
     with pytest.raises(Fault, match="database or disk is full"):
         store.set_activated("model", "base")
-    store._database._db = real
+    store._db = real
     assert store.activated("model") is None
     store.set_activated("model", "base")
     assert store.activated("model") == "base"

@@ -11,6 +11,7 @@ import pytest
 from fp8serve.errors import DataError
 from fp8serve.server.finetuning import submission
 from fp8serve.server.settings import ServerLimits
+from fp8serve.train.job_process import job_config
 from fp8serve.train.validate import read_files
 from tests.server.conftest import Server, Start
 from tests.server.finetuning.test_finetune import wait_for
@@ -163,6 +164,6 @@ async def test_what_a_packed_file_holds_is_bounded_where_it_is_read(name: str, s
             assert (answer.status_code, why in answer.text) == (422, True), answer.text
         body = {"model": "tiny", "training_file": file["id"]}
         job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
-        config = server.state.runner.load_config(job["id"])  # of the process, which is not the trainer's here
+        config = job_config(server.state.runner.job_dir(job["id"]))  # of the process, which is not the trainer's here
         with pytest.raises(DataError, match=why):
             read_files(config, config.data)

@@ -12,7 +12,7 @@ from fp8serve.model.text.limited_process import JobResult
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts, describe
 from fp8serve.processes import Head
-from fp8serve.server.parsing.parser_pool import Allowance
+from fp8serve.server.parsing.parser_pool import JobLimits
 from fp8serve.server.parsing.request_parser import SHORT_SECONDS
 from fp8serve.server.serving.served_weights import WeightSource
 from fp8serve.server.settings import ServerLimits, Settings
@@ -104,11 +104,11 @@ async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) ->
 async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settings: Settings) -> None:
     """With the limits of a server that nobody has set, which are made for long texts."""
     CASES["normalizer doubles 30 times"].write(settings.model)
-    allowed: list[Allowance] = []
+    allowed: list[JobLimits] = []
     async with start(DescribingLauncher()) as server:
         read = server.state.parser.pool.run
 
-        async def noted(head: Head, body: bytes, allowance: Allowance) -> JobResult:
+        async def noted(head: Head, body: bytes, allowance: JobLimits) -> JobResult:
             allowed.append(allowance)
             return await read(head, body, allowance)
 

@@ -13,12 +13,12 @@ import pytest
 
 from fp8serve.errors import MachineError
 from fp8serve.server.faults import KINDS, Fault
-from fp8serve.server.parsing.parser_pool import Allowance, ParserProcess
+from fp8serve.server.parsing.parser_pool import JobLimits, ParserProcess
 from fp8serve.train.config import TrainConfig
 from tests.patience import until
 from tests.server.fakes import model_dir
 
-ALLOWED = Allowance(cpu=60.0, memory=2**34)
+ALLOWED = JobLimits(cpu=60.0, memory=2**34)
 
 
 def state_of(pid: int) -> str:
@@ -98,7 +98,7 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
 def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, message: str, tmp_path: Path) -> None:
     """Whatever ends it; and the next job is done."""
     directory = str(model_dir(tmp_path))
-    head = {"op": "encode", "directory": directory, "lengths": [1], "special": True, "keep": None, "most": 10}
+    head = {"op": "encode", "directory": directory, "lengths": [1], "special": True, "max_tokens": None, "context": 10}
 
     async def killed_within_a_job() -> None:
         process = ParserProcess()

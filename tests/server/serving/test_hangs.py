@@ -13,7 +13,7 @@ from fp8serve.engine.worker import Heartbeat, Worker
 from fp8serve.errors import RequestError
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.server.serving.served_model import MAX_FAILED_RESTARTS
-from fp8serve.server.serving.served_weights import HeartbeatMonitor, WeightSource
+from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
 from fp8serve.server.settings import Settings
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
@@ -153,16 +153,19 @@ async def test_an_answer_has_a_deadline_where_one_is_set(start: Start) -> None:
 
 
 def test_silence_counts_only_while_the_front_runs() -> None:
-    heartbeat = HeartbeatMonitor()
-    heartbeat.update(
-        heartbeat_age=500.0, since_last_update=500.0
-    )  # the front itself was stopped: heartbeats lie unread
-    assert heartbeat.silence == 1.0
-    heartbeat.update(heartbeat_age=0.1, since_last_update=0.2)
-    assert heartbeat.silence == 0.1
+    engine: Any = FakeEngine()
+    source: Any = None
+    served = ServedWeights(source, engine, source, source, "version")
+    engine.heartbeat_age = 500.0
+    served.update_silence(500.0)  # the front itself was stopped: heartbeats lie unread
+    assert served.silence == 1.0
+    engine.heartbeat_age = 0.1
+    served.update_silence(0.2)
+    assert served.silence == 0.1
+    engine.heartbeat_age = 30.0
     for _ in range(10):
-        heartbeat.update(heartbeat_age=30.0, since_last_update=0.5)
-    assert heartbeat.silence == pytest.approx(5.1)
+        served.update_silence(0.5)
+    assert served.silence == pytest.approx(5.1)
 
 
 def test_a_heartbeat_says_how_long_a_step_has_been_going(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,13 @@ from fp8serve.server.api.routing import (
     STREAM,
     BoundedRoute,
     IdempotencyKey,
+    JobDep,
     JsonObject,
     PageSize,
     ResponseModel,
     StateDep,
 )
-from fp8serve.server.finetuning.job_records import Event, Job
+from fp8serve.server.finetuning.database import Event, Job, Status
 from fp8serve.server.finetuning.job_store import FINAL_STATUSES
 from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.streams import EventStream, event, until_disconnect
@@ -36,12 +37,9 @@ MAX_EVENTS_PER_READ = 500
 CSV: dict[int | str, dict[str, Any]] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 
 
-JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
-
-
 class JobView(ResponseModel):
     id: str
-    status: JobStatus
+    status: Status
     base_model: str
     fine_tuned_model: str | None
     active: bool
@@ -147,8 +145,8 @@ async def list_jobs(state: StateDep, limit: PageSize = 20, after: str | None = N
 
 
 @router.get("/finetune/{job_id}", summary="One job")
-async def get_job(job_id: str, state: StateDep) -> JobView:
-    return job_view(state, await asyncio.to_thread(state.jobs.get, job_id))
+async def get_job(job: JobDep, state: StateDep) -> JobView:
+    return job_view(state, job)
 
 
 @router.get(
@@ -158,7 +156,7 @@ async def get_job(job_id: str, state: StateDep) -> JobView:
     responses=STREAM,
 )
 async def events(
-    job_id: str,
+    job: JobDep,
     request: Request,
     state: StateDep,
     limit: PageSize = 1000,
@@ -168,19 +166,14 @@ async def events(
     """Returns the events after the event `after` or after the header `Last-Event-ID`, oldest first. With `Accept:
     text/event-stream`, it follows the job to its end.
     """
-    job = await asyncio.to_thread(state.jobs.get, job_id)
-    start = (
-        int(last_event_id)
-        if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit()
-        else after
-    )
-    start = min(start, 2**62)
+    if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit():
+        after = int(last_event_id)
+    after = min(after, 2**62)
     if "text/event-stream" in request.headers.get("accept", ""):
         state.streams.acquire()
-        return EventStream(
-            follow(state, job.id, start), state.settings.limits.keep_alive_seconds, state.streams.release
-        )
-    items = await asyncio.to_thread(state.jobs.events, job_id, start, limit + 1)
+        keep_alive = state.settings.limits.keep_alive_seconds
+        return EventStream(follow(state, job.id, after), keep_alive, state.streams.release)
+    items = await asyncio.to_thread(state.jobs.events, job.id, after, limit + 1)
     return EventPage(events=list(map(event_view, items[:limit])), has_more=len(items) > limit)
 
 
@@ -211,9 +204,8 @@ async def _wait_for_change(state: ServerState) -> None:
 
 
 @router.get("/finetune/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
-async def checkpoints(job_id: str, state: StateDep) -> Checkpoints:
+async def checkpoints(job: JobDep, state: StateDep) -> Checkpoints:
     """A checkpoint can be activated, loaded and trained on by its name in `model`, even if the job failed."""
-    job = await asyncio.to_thread(state.jobs.get, job_id)
     saved = await asyncio.to_thread(state.sources.checkpoints, job)
     return Checkpoints(
         checkpoints=[
@@ -235,12 +227,11 @@ async def checkpoints(job_id: str, state: StateDep) -> Checkpoints:
     responses=CSV,
 )
 async def series(
-    job_id: str, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
+    job: JobDep, request: Request, state: StateDep, format: Literal["json", "csv"] | None = None
 ) -> Response | MetricsResponse:
     """Returns the metrics, oldest first. A step that was repeated after a resume appears once, with its last values.
     The response is CSV with `format=csv` or `Accept: text/csv`; without steps it is only the CSV header.
     """
-    job = await asyncio.to_thread(state.jobs.get, job_id)
     newest = await asyncio.to_thread(state.jobs.newest_events, job.id, 100_000, None, "metrics")
     rows = latest_rows(item.data for item in reversed(newest))
     if format == "csv" or (format is None and "text/csv" in request.headers.get("accept", "")):
@@ -277,7 +268,7 @@ async def delete(job_id: str, state: StateDep) -> DeletedJob:
 
 
 @router.post("/finetune/{job_id}/activate", summary="Activate the result of a job")
-async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = None) -> ActivationResponse:
+async def activate(job: JobDep, state: StateDep, body: ActivateJobBody | None = None) -> ActivationResponse:
     """Serves the result of a job instead of the current weights, and responds when the new weights are in use. Active
     requests are not affected. If the activation fails, the current weights stay.
 
@@ -286,31 +277,16 @@ async def activate(job_id: str, state: StateDep, body: ActivateJobBody | None = 
     current weights. With `step`, the checkpoint of this step is served, even if the job has not succeeded.
     """
     body = body or ActivateJobBody()
-    job = await asyncio.to_thread(state.jobs.get, job_id)
     result_key = await asyncio.to_thread(state.sources.result_key, job, body.step)
     owning_model = await asyncio.to_thread(state.sources.owning_model, job)
     return await activate_source(state, owning_model, result_key, body.max_perplexity_ratio)
 
 
 def job_view(state: ServerState, job: Job) -> JobView:
-    return JobView(
-        id=job.id,
-        status=job.status,
-        base_model=job.base,
-        fine_tuned_model=job.model_id if job.status == "succeeded" else None,
-        active=state.models.is_serving(job.id),
-        created_at=job.created_at,
-        started_at=job.started_at,
-        finished_at=job.finished_at,
-        cancel_requested=job.cancel_requested,
-        pause_requested=job.pause_requested,
-        progress=job.progress,
-        config=job.config,
-        training_file=job.training_file,
-        validation_file=job.validation_file,
-        metadata=job.metadata,
-        error=job.error,
-    )
+    shared = {name: value for name, value in vars(job).items() if name in JobView.model_fields}
+    result = job.model_id if job.status == "succeeded" else None
+    is_active = job.id in state.models.source_keys()
+    return JobView(base_model=job.base, fine_tuned_model=result, active=is_active, **shared)
 
 
 def event_view(item: Event) -> EventView:

@@ -238,6 +238,7 @@ async def generate(
     return await _generate(body, request, response, state, body.stream)
 
 
+@router.post("/generate/stream", include_in_schema=False)
 @router.post(
     "/generate_stream", summary="Generate text as server-sent events", response_class=Response, responses=STREAM
 )
@@ -246,11 +247,6 @@ async def generate_stream(body: GenerateBody, request: Request, response: Respon
         param = "parameters.decoder_input_details"
         raise Fault(Code.INVALID_PARAMETER, "decoder_input_details cannot be streamed.", param=param)
     return await _generate(body, request, response, state, stream=True)
-
-
-@router.post("/generate/stream", include_in_schema=False)
-async def generate_slash_stream(body: GenerateBody, request: Request, response: Response, state: StateDep) -> Any:
-    return await generate_stream(body, request, response, state)
 
 
 @router.post(
@@ -303,7 +299,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: StateDep) -> Res
 async def detokenize(body: DetokenizeBody, request: Request, state: StateDep) -> Response:
     served = state.models.resolve(body.model)
     state.parser.size_limits(served.engine.limits.max_model_len).check(body)
-    head = {"op": "detokenize", "skip": body.skip_special_tokens}
+    head = {"op": "detokenize", "skip_special": body.skip_special_tokens}
     return await _run_tokenizer(state, request, served, head, json.dumps(body.tokens).encode())
 
 
@@ -311,5 +307,5 @@ async def _run_tokenizer(
     state: ServerState, request: Request, served: ServedWeights, head: dict[str, Any], text: bytes
 ) -> Response:
     with served.lease():
-        content = await until_disconnect(request, state.parser.render(served, head, text))
+        _, content = await until_disconnect(request, state.parser.run_job(served, head, text))
     return Response(content, media_type="application/json")

@@ -26,6 +26,7 @@ from fp8serve.server.schemas.finetune_bodies import (
 )
 from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.adapters import AdapterSource
+from fp8serve.server.serving.model_loader import source_of
 from fp8serve.server.serving.served_model import BASE, ServedModel
 from fp8serve.server.serving.served_weights import ServedWeights, WeightSource
 from fp8serve.server.serving.verification import UNVERIFIED, MeasuredRow, Verification, Verified
@@ -133,7 +134,7 @@ async def load(name: str, state: StateDep, body: LoadBody | None = None) -> Mode
     if source is None and body is not None and body.options:
         message = "options needs a source; send source, or leave out options."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
-    return model_view(state, await state.activation.load(name, source))
+    return model_view(state, await state.activator.load(name, source))
 
 
 @router.post("/weights", summary="Replace the weights of a served model by another version of them")
@@ -143,7 +144,7 @@ async def replace_weights(body: WeightsBody, state: StateDep) -> ReplaceWeightsR
     from one version. The new weights must generate a token. With `texts`, their perplexity may be at most
     `max_perplexity_ratio` times that of the old weights. If a check fails, the old weights are restored.
     """
-    model = state.models.default if body.model is None else state.models.require(body.model, "model")
+    model = state.models.require(body.model, "model")
     directory = (await asyncio.to_thread(models_below, state.settings.models_dir)).get(body.path)
     if directory is None:
         hint = "Paths are the directories of --models-dir that hold a model."
@@ -198,23 +199,16 @@ async def alias(name: str, body: AliasBody, state: StateDep) -> ModelView:
     model = state.models.require(name)
     if body.remove:
         state.models.aliases.pop(body.alias, None)
-    else:
-        _add_alias(state, model, body.alias)
-    return model_view(state, model)
-
-
-def _add_alias(state: ServerState, model: ServedModel, alias: str) -> None:
+        return model_view(state, model)
     try:
-        check_name(alias)
+        check_name(body.alias)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="alias") from None
-    if (
-        alias in state.model_loader.known_sources
-        or alias in state.models.models
-        or state.models.get_adapter(alias) is not None
-    ):
-        raise Fault(Code.NAME_TAKEN, f"{alias} is a model's own name.", param="alias", hint="Choose another.")
-    state.models.aliases[alias] = model.name
+    is_own_name = body.alias in state.model_loader.known_sources or body.alias in state.models.models
+    if is_own_name or state.models.get_adapter(body.alias) is not None:
+        raise Fault(Code.NAME_TAKEN, f"{body.alias} is a model's own name.", param="alias", hint="Choose another.")
+    state.models.aliases[body.alias] = model.name
+    return model_view(state, model)
 
 
 def _source(state: ServerState, name: str, body: LoadBody) -> WeightSource:
@@ -228,10 +222,7 @@ def _source(state: ServerState, name: str, body: LoadBody) -> WeightSource:
         message = f"{path_option} is a path on the server's disk, which only the server's command line can set."
         raise Fault(Code.INVALID_PARAMETER, message, param="options")
     try:
-        named = NamedModel(name, directory or Path(), body.options)
-        source = WeightSource(
-            BASE, name, named.directory, named.engine_options(state.settings.device), named.output_format
-        )
+        source = source_of(NamedModel(name, directory or Path(), body.options), state.settings.device)
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error), param="options" if body.options else "name") from None
     return state.sources.find_by_name(key, source) or source
@@ -273,11 +264,11 @@ async def activate_source(state: ServerState, model: ServedModel, key: str, rati
     if the client disconnects. `ratio` is the largest ratio of perplexities that verification accepts.
     """
     if (trained := await asyncio.to_thread(state.sources.find_adapter, key)) is not None:
-        adapter, verified = await state.activation.activate_adapter(model, *trained, ratio)
+        adapter, verified = await state.activator.activate_adapter(model, *trained, ratio)
         name, view, previous = adapter.name, served_view(adapter.served_with(model.resolve())), None
     else:
         name, previous = model.name, served_view(model.current)
-        served, verified = await state.activation.activate(model, key, ratio)
+        served, verified = await state.activator.activate(model, key, ratio)
         view = served_view(served)
     return ActivationResponse(model=name, served=view, previous=previous, verified=verification_view(verified))
 
@@ -304,17 +295,16 @@ def served_view(served: ServedWeights | None) -> ServedView | None:
 )
 async def load_adapter(body: LoadAdapterBody, state: StateDep) -> str:
     """Responds when requests can use the adapter. Active requests continue. A loaded adapter is not reloaded."""
-    base = body.base_model_name
-    model = state.models.default if base is None else state.models.require(base, "base_model_name")
+    model = state.models.require(body.base_model_name, "base_model_name")
     source = await asyncio.to_thread(_adapter_source, state, body)
-    await state.activation.load_adapter(model, source)
+    await state.activator.load_adapter(model, source)
     return f"Success: LoRA adapter '{source.name}' added successfully."
 
 
 @router.post("/v1/unload_lora_adapter", name="unload", summary="Unload an adapter", response_class=PlainTextResponse)
 async def unload_adapter(body: UnloadAdapterBody, state: StateDep) -> str:
     """Refuses new requests for the adapter with 404. Active requests complete with it."""
-    await state.activation.unload_adapter(body.lora_name)
+    await state.activator.unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 

@@ -26,7 +26,7 @@ from fp8serve.server.faults import Code, Fault
 from fp8serve.server.metrics import CONTENT_TYPE
 from fp8serve.server.schemas.finetune_bodies import SaveScalesBody
 from fp8serve.server.server_state import ServerState
-from fp8serve.server.serving.generation import Generation
+from fp8serve.server.serving.generation import Generation, State
 from fp8serve.server.vllm_metrics import VllmMetrics
 
 log = logging.getLogger("fp8serve.server")
@@ -115,9 +115,6 @@ class SaveScalesResponse(ResponseModel):
     scales: int
 
 
-RequestState = Literal["queued", "prefill", "decode"]
-
-
 class RequestView(ResponseModel):
     """An active HTTP request with all its choices. `id` identifies it in these routes. `request_id` is the id in the
     log and in the response header, which the client may set. `age` is in seconds since admission. `state` is `decode`
@@ -128,7 +125,7 @@ class RequestView(ResponseModel):
     tenant: str
     model: str
     age: float
-    state: RequestState
+    state: State
     answers: int
     prompt_tokens: int
     generated_tokens: int
@@ -159,14 +156,10 @@ async def ready(state: StateDep) -> Response:
     return _health(state.ready, state.status)
 
 
+@router.get("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Readiness, as GET /health/ready", **HEALTH)
 async def health(state: StateDep) -> Response:
-    return _health(state.ready, state.status)
-
-
-@router.get("/ping", include_in_schema=False)
-async def ping(state: StateDep) -> Response:
     return _health(state.ready, state.status)
 
 
@@ -182,7 +175,7 @@ async def info(state: StateDep, model: ModelName = None) -> Info:
     served = state.models.resolve(model)
     longest = served.engine.limits.max_model_len
     return Info(
-        model_id=state.models.default.name if model is None else state.models.canonical_name(model),
+        model_id=state.models.canonical_name(model),
         model_sha=served.weight_version,
         max_concurrent_requests=served.admission.capacity.max_requests,
         max_best_of=limits.n,
@@ -225,7 +218,7 @@ async def scales(state: StateDep, model: ModelName = None) -> Scales:
 async def history(state: StateDep, layer: LayerName, model: ModelName = None) -> ScaleHistory:
     """Returns a sample for about every five seconds. In a long history, neighbouring samples are merged into their
     maximum."""
-    served_model = state.models.default if model is None else state.models.require(model, "model")
+    served_model = state.models.require(model, "model")
     served, scale_history = served_model.resolve(), served_model.history
     entries = scale_history.entries(layer) if scale_history.weight_version == served.weight_version else []
     if entries is None:
@@ -239,7 +232,7 @@ async def history(state: StateDep, layer: LayerName, model: ModelName = None) ->
 async def save(state: StateDep, body: SaveScalesBody | None = None, model: ModelName = None) -> SaveScalesResponse:
     """Needs --roll-history. The server completes the write even if the client disconnects."""
     name = None if body is None else body.name
-    served_model = state.models.default if model is None else state.models.require(model, "model")
+    served_model = state.models.require(model, "model")
     saved_name, count = await asyncio.shield(asyncio.ensure_future(state.scale_saver.save(served_model, name)))
     return SaveScalesResponse(name=saved_name, scales=count)
 

@@ -72,9 +72,9 @@ class MessageBuilder:
         self._stop_reason: str | int | None = None
 
     @property
-    def parses_nothing(self) -> bool:
+    def is_passthrough(self) -> bool:
         """Whether all text of the outputs is content."""
-        return self._parser.parses_nothing
+        return self._parser.is_passthrough
 
     def add(self, output: RequestOutput) -> None:
         self._stop_reason = output.stop_reason
@@ -151,7 +151,7 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
         super().__init__(body, generation)
         new_id = partial(new_call_id, body, generation.served, "call")
         self._builders = [MessageBuilder(output_parser(body, generation), new_id) for _ in generation.requests]
-        self._parses_nothing = self._builders[0].parses_nothing
+        self._is_passthrough = self._builders[0].is_passthrough
         self._has_sent_role: set[int] = set()  # indexes of choices
 
     def add(self, index: int, output: RequestOutput) -> list[PositionedToken]:
@@ -196,7 +196,7 @@ class ChatRenderer(CompletionRenderer[ChatCompletion]):
 
     @property
     def has_plain_chunks(self) -> bool:
-        return super().has_plain_chunks and self._parses_nothing and 0 in self._has_sent_role
+        return super().has_plain_chunks and self._is_passthrough and 0 in self._has_sent_role
 
     def text_choice(self, text: str) -> JsonObject:
         return {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}

@@ -4,13 +4,13 @@
 """
 
 import base64
+import contextlib
 import math
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from fastapi import APIRouter, Request
 
@@ -32,7 +32,6 @@ from fp8serve.server.server_state import ServerState
 from fp8serve.server.serving.admission import Outcome, Reservation
 from fp8serve.server.serving.served_weights import ServedWeights
 
-T = TypeVar("T")
 router = APIRouter(tags=["OpenAI"], route_class=BoundedRoute)
 
 
@@ -253,9 +252,9 @@ async def _embed(
     prompt, limit = options.prompt(served, texts), max_tokens_read(body, served, is_pair=False)
     with served.lease(), served.admission.reserve(1) as reservation:
         token_ids = await _tokenize(texts, body.TEXTS_FIELD, prompt, limit, options, served, request, state)
-        tokens, tenant_request = [len(ids) for ids in token_ids], request.scope["tenant_request"]
-        embed = partial(served.engine.embed, token_ids, options.dimensions)
-        vectors = await until_disconnect(request, run_encoder(embed, tokens, reservation, tenant_request))
+        tokens = [len(ids) for ids in token_ids]
+        with encoder_slot(tokens, reservation, request.scope["tenant_request"]):
+            vectors = await until_disconnect(request, served.engine.embed(token_ids, options.dimensions))
     return vectors, sum(tokens)
 
 
@@ -342,20 +341,18 @@ async def _classify(
     with served.lease(), served.admission.reserve(1) as reservation:
         encoded = await until_disconnect(request, state.parser.encode_texts(served, texts, body.TEXTS_FIELD))
         token_ids, segments = [ids for ids, _ in encoded], [segment for _, segment in encoded]
-        tokens, classify = [len(ids) for ids in token_ids], partial(served.engine.classify, token_ids, segments)
-        scores = await until_disconnect(
-            request, run_encoder(classify, tokens, reservation, request.scope["tenant_request"])
-        )
+        tokens = [len(ids) for ids in token_ids]
+        with encoder_slot(tokens, reservation, request.scope["tenant_request"]):
+            scores = await until_disconnect(request, served.engine.classify(token_ids, segments))
     return scores, sum(tokens)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-async def run_encoder(
-    call: Callable[[], Awaitable[T]], tokens: Sequence[int], reservation: Reservation, tenant_request: TenantRequest
-) -> T:
-    """Awaits `call`, an engine call for texts that have `tokens` tokens each, and counts the tokens for the tenant.
+@contextlib.contextmanager
+def encoder_slot(tokens: Sequence[int], reservation: Reservation, tenant_request: TenantRequest) -> Iterator[None]:
+    """Encloses an engine call for texts that have `tokens` tokens each: admits it and counts the tokens for the tenant.
     Raises Fault if the engine refuses the texts or has stopped, or if the texts exceed a limit of the tenant or of the
     queue."""
     tenant_request.reserve_tokens(sum(tokens))
@@ -363,9 +360,8 @@ async def run_encoder(
     (slot,) = reservation.admit([sum(tokens)])  # a request takes one slot, whatever its number of texts
     try:
         tenant_request.usage.prompt_tokens += sum(tokens)
-        result = await call()
+        yield
         outcome = "ok"
-        return result
     except RequestError as error:
         raise Fault(Code.INVALID_PARAMETER, str(error)) from None
     except Fp8ServeError as error:

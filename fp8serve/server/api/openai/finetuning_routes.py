@@ -15,10 +15,18 @@ from starlette.responses import Response, StreamingResponse
 
 from fp8serve.model.storage.files import fsync, make_private
 from fp8serve.model.text.data_files import ending_of
-from fp8serve.server.api.routing import BoundedRoute, IdempotencyKey, JsonObject, PageSize, ResponseModel, StateDep
+from fp8serve.server.api.routing import (
+    BoundedRoute,
+    IdempotencyKey,
+    JobDep,
+    JsonObject,
+    PageSize,
+    ResponseModel,
+    StateDep,
+)
 from fp8serve.server.faults import Code, Fault
+from fp8serve.server.finetuning.database import Event, Job, Status, StoredFile, new_file_id
 from fp8serve.server.finetuning.job_directory import file_path
-from fp8serve.server.finetuning.job_records import Event, Job, Status, StoredFile, new_file_id
 from fp8serve.server.finetuning.sources import checkpoint_metrics, checkpoint_name
 from fp8serve.server.http.uploads import Upload, receive_upload
 from fp8serve.server.schemas.finetune_bodies import LEARNING_RATE, JobBody
@@ -231,8 +239,8 @@ async def list_jobs(state: StateDep, limit: PageSize = 20, after: str | None = N
 
 
 @router.get(JOBS + "/{job_id}", summary="One job")
-async def get_job(job_id: str, state: StateDep) -> OpenAIJob:
-    return job_view(state, await asyncio.to_thread(state.jobs.get, job_id))
+async def get_job(job: JobDep, state: StateDep) -> OpenAIJob:
+    return job_view(state, job)
 
 
 @router.post(JOBS + "/{job_id}/cancel", summary="Cancel a job")
@@ -252,19 +260,17 @@ async def resume(job_id: str, state: StateDep) -> OpenAIJob:
 
 @router.get(JOBS + "/{job_id}/events", summary="Events of a job, newest first")
 async def events(
-    job_id: str, state: StateDep, limit: PageSize = 20, after: Annotated[str | None, Query(max_length=64)] = None
+    job: JobDep, state: StateDep, limit: PageSize = 20, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAIEventPage:
-    await asyncio.to_thread(state.jobs.get, job_id)
     before = _event_number(after, "ftevent-")
-    newest = await asyncio.to_thread(state.jobs.newest_events, job_id, limit + 1, before)
+    newest = await asyncio.to_thread(state.jobs.newest_events, job.id, limit + 1, before)
     return OpenAIEventPage.of(list(map(event_view, newest)), limit)
 
 
 @router.get(JOBS + "/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
 async def checkpoints(
-    job_id: str, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
+    job: JobDep, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAICheckpointPage:
-    job = await asyncio.to_thread(state.jobs.get, job_id)
     before = _event_number(after, "ftckpt_")
     saved = await asyncio.to_thread(state.sources.checkpoints, job)
     older = [checkpoint_view(job, item) for item in saved if before is None or item.seq < before]
@@ -308,8 +314,7 @@ def job_view(state: ServerState, job: Job) -> OpenAIJob:
 
 
 def _method(config: Mapping[str, Any], hyperparameters: JsonObject) -> JsonObject:
-    """Returns OpenAI's `method`. Jobs of older versions have no method in their configuration and are supervised."""
-    if config.get("method", "sft") == "dpo":
+    if config["method"] == "dpo":
         beta = "auto" if config["beta"] is None else config["beta"]
         return {"type": "dpo", "dpo": {"hyperparameters": {**hyperparameters, "beta": beta}}}
     return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
