@@ -27,8 +27,8 @@ class CosineSummary:
 
     texts: int
     median: float
-    fifth: float  # 5th percentile
-    least: float
+    percentile_5: float
+    minimum: float
     mean: float
 
     @classmethod
@@ -44,7 +44,7 @@ class CosineSummary:
         )
 
     def summary(self) -> str:
-        return f"Cosine to BF16 over {self.texts} texts: median {self.median:.5f}, minimum {self.least:.5f}."
+        return f"Cosine to BF16 over {self.texts} texts: median {self.median:.5f}, minimum {self.minimum:.5f}."
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ class Ranking:
 
     queries: int
     candidates: int  # documents that are ranked for each query
-    found: float  # fraction of queries with the correct document at rank 1
-    reference_found: float | None = None  # the same for the reference model
-    same_first: float | None = None  # fraction of queries for which both models put the same document at rank 1
-    same_top: float | None = None  # mean fraction of the first TOP_K documents that both models share
+    top1_accuracy: float  # fraction of queries with the correct document at rank 1
+    reference_top1_accuracy: float | None = None  # the same for the reference model
+    same_top1: float | None = None  # fraction of queries for which both models put the same document at rank 1
+    top_k_overlap: float | None = None  # mean fraction of the first TOP_K documents that both models share
 
     @classmethod
-    def of(cls, scores: Tensor, right: Tensor, reference: Tensor | None) -> "Ranking":
-        """Compares scores [queries, candidates] with reference scores; `right` [queries] are the correct columns."""
+    def of(cls, scores: Tensor, correct: Tensor, reference: Tensor | None) -> "Ranking":
+        """Compares scores [queries, candidates] with reference scores; `correct` [queries] are the correct columns."""
         queries, candidates = scores.shape
-        accuracy = float((scores.argmax(1) == right).double().mean())
+        accuracy = float((scores.argmax(1) == correct).double().mean())
         if reference is None:
             return cls(queries, candidates, accuracy)
-        same_first = float((scores.argmax(1) == reference.argmax(1)).double().mean())
+        same_top1 = float((scores.argmax(1) == reference.argmax(1)).double().mean())
         k = min(TOP_K, candidates)
         top = [{*row.topk(k).indices.tolist()} for row in (*scores, *reference)]
         shared = [len(a & b) / k for a, b in zip(top[:queries], top[queries:], strict=True)]
-        reference_accuracy = float((reference.argmax(1) == right).double().mean())
-        return cls(queries, candidates, accuracy, reference_accuracy, same_first, sum(shared) / queries)
+        reference_accuracy = float((reference.argmax(1) == correct).double().mean())
+        return cls(queries, candidates, accuracy, reference_accuracy, same_top1, sum(shared) / queries)
 
 
 def cosine_matrix(queries: Tensor, documents: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class ScoreDistance:
     texts: int
     labels: int
     mean: float
-    largest: float
+    maximum: float
     same_label: float | None  # fraction of texts with the same most likely label; None if there is one label
 
     @classmethod
@@ -117,7 +117,7 @@ class ScoreDistance:
 class EncoderEvalReport:
     """The output of `fp8serve eval` for an encoder.
 
-    Without a reference `closeness` and `scores` are None and `layers` is empty. `scores` is None for a model without
+    Without a reference `cosine` and `scores` are None and `layers` is empty. `scores` is None for a model without
     labels.
     """
 
@@ -129,13 +129,13 @@ class EncoderEvalReport:
     documents: int
     seq_len: int
     tokens: int
-    closeness: CosineSummary | None
+    cosine: CosineSummary | None
     ranking: Ranking | None
     scores: ScoreDistance | None
     layers: tuple[LayerReport, ...]
     seconds: float
     notes: tuple[str, ...] = ()
-    made: Origin | None = None
+    origin: Origin | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
@@ -161,9 +161,9 @@ class EmbeddingReport:
     seconds: Mapping[str, float]
     versions: Mapping[str, str]
     rounding: str
-    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
+    in_bf16: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
     notes: tuple[str, ...] = ()
-    made: Origin | None = None
+    origin: Origin | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)

@@ -103,7 +103,7 @@ def evaluate(
         notes=notes + missing_samples_note(settings.samples, limit, len(samples), tokens),
         documents=count_documents(samples),
         tokens=tokens,
-        made=make_origin(command or call_text("evaluate", source, **arguments, **options)),
+        origin=make_origin(command or call_text("evaluate", source, **arguments, **options)),
         head_dtype=head_dtype,
     )
 
@@ -198,7 +198,7 @@ def evaluate_encoder(
     cut = () if limit == settings.seq_len else (f"Texts were cut to {limit} tokens, the limit of the model.",)
     comparison = _Comparison(model, reference, pooling, tokenizer, stages, settings, limit)
     texts: Texts = [(list(s.ids), [0] * len(s.ids)) for s in samples]
-    closeness, scores, layers = comparison.compare_texts(texts)
+    cosine, scores, layers = comparison.compare_texts(texts)
     tokens = sum(len(ids) for ids, _ in texts)
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     return EncoderEvalReport(
@@ -210,13 +210,15 @@ def evaluate_encoder(
         documents=count_documents(samples),
         seq_len=limit,
         tokens=tokens,
-        closeness=closeness,
+        cosine=cosine,
         ranking=comparison.ranking(split_texts([ids for ids, _ in texts], tokenizer)),
         scores=scores,
         layers=layers,
         seconds=stages.total(),
         notes=cut + missing_samples_note(settings.samples, limit, len(samples), tokens),
-        made=make_origin(command or call_text("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
+        origin=make_origin(
+            command or call_text("calibration.evaluate.evaluate_encoder", source, **arguments, **options)
+        ),
     )
 
 
@@ -269,8 +271,8 @@ class _Comparison:
         rank = self._by_cosine if head is None else self._by_score
         reference = None if self.reference is None else rank(self.reference, pairs)
         scores = rank(self.model, pairs)
-        right = torch.zeros(len(pairs)) if head is not None else torch.arange(len(pairs))
-        return Ranking.of(scores, right, reference)
+        correct = torch.zeros(len(pairs)) if head is not None else torch.arange(len(pairs))
+        return Ranking.of(scores, correct, reference)
 
     def _by_cosine(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Returns the scores of every first half with every second half."""

@@ -137,10 +137,10 @@ def _text_report(
         rounding=job.options.rounding,
         smoothing=job.smoothing,
         healing=job.healing,
-        kept=tuple(job.in_bf16),
+        in_bf16=tuple(job.in_bf16),
         generated=generated,
         experts=tuple(ExpertsReport(name, tuple(n.tolist())) for name, n in job.observer.tokens.items()),
-        made=origin,
+        origin=origin,
     )
 
 
@@ -155,7 +155,9 @@ def _healing_note(report: HealingReport | None) -> tuple[str, ...]:
     if report is None:
         return ()
     change = f"from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
-    discarded = "" if report.helped else "; this is no improvement, so the weights from before healing were written"
+    discarded = (
+        "" if report.is_improvement else "; this is no improvement, so the weights from before healing were written"
+    )
     return (f"{report.steps} steps of healing changed the KL divergence on the held-out samples {change}{discarded}.",)
 
 
@@ -180,9 +182,9 @@ def _embedding_report(
         seconds=_seconds(job),
         versions=versions(),
         rounding=job.options.rounding,
-        kept=tuple(job.in_bf16),
+        in_bf16=tuple(job.in_bf16),
         notes=(quality.summary(), *_advice(job, quality), *quantized_notes(job.source)),
-        made=origin,
+        origin=origin,
     )
 
 

@@ -275,7 +275,7 @@ def _heal(job: Job) -> None:
     job.states = observer.states()  # healing may have replaced them (fp8/shared_input.py)
     kl_after = task.compare(job, rounded=healed)[0].kl_divergence
     job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)
-    if job.healing.helped:
+    if job.healing.is_improvement:
         job.rounded = healed
     else:
         job.states, observer.records = states_before, records_before

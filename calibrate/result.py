@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
@@ -171,7 +171,7 @@ class HealingReport:
     kl_after: float | None
 
     @property
-    def helped(self) -> bool:
+    def is_improvement(self) -> bool:
         """Whether the healed weights were written, because they have a lower KL divergence."""
         return self.kl_before is None or self.kl_after is None or self.kl_after < self.kl_before
 
@@ -217,10 +217,11 @@ class CalibrationReport:
     rounding: str = "nearest"  # how weights were rounded
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
-    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
+    # "kept" and "made" are the names in files from before 2026-11-27
+    in_bf16: Annotated[tuple[LinearGroup, ...], Field(validation_alias=AliasChoices("in_bf16", "kept"))] = ()
     generated: tuple[GeneratedReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
-    made: Origin | None = None
+    origin: Annotated[Origin | None, Field(validation_alias=AliasChoices("origin", "made"))] = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -276,7 +277,7 @@ class EvalReport:
     notes: tuple[str, ...] = ()  # sentences about unexpected facts
     documents: int = 0  # number of examples from which the samples were taken
     tokens: int = 0  # tokens read; `quality.tokens` counts the scored ones
-    made: Origin | None = None
+    origin: Origin | None = None
     head_dtype: HeadDtype = "bf16"
 
     @property

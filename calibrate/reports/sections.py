@@ -139,7 +139,11 @@ def healing(report: HealingReport | None) -> str:
         "Healing",
         "The FP8 model was trained towards its own output in high precision. On the held-out samples its KL divergence "
         f"changed from {format_number(report.kl_before)} to {format_number(report.kl_after)} nats"
-        + ("." if report.helped else ". This is no improvement, so the weights from before healing were written."),
+        + (
+            "."
+            if report.is_improvement
+            else ". This is no improvement, so the weights from before healing were written."
+        ),
         figures(charts, "small"),
     )
 

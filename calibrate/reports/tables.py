@@ -87,7 +87,7 @@ def outlier_text(layer: LayerReport) -> str:
 
 def bytes_in_bf16(report: CalibrationReport) -> str:
     """Returns how many bytes more the linears in BF16 need than in FP8."""
-    return f"{format_bytes(sum(group.bytes for group in report.kept))} more than in FP8"
+    return f"{format_bytes(sum(group.bytes for group in report.in_bf16))} more than in FP8"
 
 
 def summary(report: CalibrationReport) -> str:
@@ -128,14 +128,14 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     table.add_row("input elements", shares)
     for layer in with_outliers(report.layers)[:1]:
         table.add_row("largest outlier channel", f"{layer.name}, {outlier_text(layer)}")
-    if report.kept:
+    if report.in_bf16:
         table.add_row(
-            "stays in BF16", f"{sum(len(g.names) for g in report.kept)} linear layers, {bytes_in_bf16(report)}"
+            "stays in BF16", f"{sum(len(g.names) for g in report.in_bf16)} linear layers, {bytes_in_bf16(report)}"
         )
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:worst]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
-    for group in report.kept:
+    for group in report.in_bf16:
         table.add_row(" ".join(group.names), f"stays in BF16{_group_cost(group)}")
     table.add_row("written to", report.out)
     return table
@@ -165,14 +165,14 @@ def eval_table(report: EvalReport, worst: int = 5) -> Table:
 def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
     """Returns the terminal's table after `fp8serve calibrate` of an encoder."""
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
-    table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.least:.5f}")
+    table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.minimum:.5f}")
     table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{report.tokens:,} tokens of {', '.join(report.source)}")
     for advice in report.notes[1:]:
         table.add_row("", advice)
     for layer in by_cost(report.layers)[:worst]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
-    for group in report.kept:
+    for group in report.in_bf16:
         cosine = "" if group.cosine is None else f" (cosine with only these layers in FP8: {group.cosine:.5f})"
         table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cosine}")
     table.add_row("written to", report.out)
@@ -197,18 +197,22 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
 def evaluation_figures(report: EncoderEvalReport) -> dict[str, str]:
     """Returns the results of an encoder's evaluation by label."""
     rows: dict[str, str] = {}
-    if (cosine := report.closeness) is not None:
+    if (cosine := report.cosine) is not None:
         rows["cosine to BF16"] = (
-            f"median {cosine.median:.5f}, 5th percentile {cosine.fifth:.5f}, minimum {cosine.least:.5f}"
+            f"median {cosine.median:.5f}, 5th percentile {cosine.percentile_5:.5f}, minimum {cosine.minimum:.5f}"
         )
     if (scores := report.scores) is not None:
-        rows["score difference"] = f"mean {scores.mean:.5f}, maximum {scores.largest:.5f}"
+        rows["score difference"] = f"mean {scores.mean:.5f}, maximum {scores.maximum:.5f}"
         if scores.same_label is not None:
             rows["same label"] = f"{format_percent(scores.same_label)} of {scores.texts} texts"
     if (ranking := report.ranking) is not None:
-        reference = "" if ranking.reference_found is None else f", {format_percent(ranking.reference_found)} in BF16"
-        rows["retrieval top-1"] = f"{format_percent(ranking.found)} of {ranking.queries} texts{reference}"
-        if ranking.same_first is not None and ranking.same_top is not None:
-            rows["same top-1"] = f"{format_percent(ranking.same_first)} of the texts"
-            rows[f"overlap of top-{TOP_K}"] = format_percent(ranking.same_top)
+        reference = (
+            ""
+            if ranking.reference_top1_accuracy is None
+            else f", {format_percent(ranking.reference_top1_accuracy)} in BF16"
+        )
+        rows["retrieval top-1"] = f"{format_percent(ranking.top1_accuracy)} of {ranking.queries} texts{reference}"
+        if ranking.same_top1 is not None and ranking.top_k_overlap is not None:
+            rows["same top-1"] = f"{format_percent(ranking.same_top1)} of the texts"
+            rows[f"overlap of top-{TOP_K}"] = format_percent(ranking.top_k_overlap)
     return rows

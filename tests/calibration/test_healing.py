@@ -55,7 +55,7 @@ def test_it_goes_on_from_compensated_rounding(model_dir: Path, tmp_path: Path) -
     plain = run(model_dir, tmp_path / "plain", RECIPES["delayed"], rounding="gptq")
     assert report.healing is not None
     assert report.healing.kl_before == plain.quality.kl_divergence
-    assert report.healing.helped
+    assert report.healing.is_improvement
 
 
 def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> N
     run(model_dir, tmp_path / "plain", RECIPES["delayed"])
     report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=3, heal_rate=0.5)
     assert report.healing is not None
-    assert not report.healing.helped
+    assert not report.healing.is_improvement
     assert "no improvement, so the weights from before healing were written" in report.notes[0]
     assert report.quality.kl_divergence == report.healing.kl_before
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]

@@ -96,7 +96,7 @@ def test_what_comes_from_outside_is_escaped(draw: object) -> None:
     report = make_report(model=bad)
     said = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
     report = dataclasses.replace(
-        report, notes=(bad,), generated=said, made=dataclasses.replace(report.made, command=bad)
+        report, notes=(bad,), generated=said, origin=dataclasses.replace(report.origin, command=bad)
     )  # type: ignore[type-var]
     report = dataclasses.replace(
         report,
@@ -109,7 +109,7 @@ def test_what_comes_from_outside_is_escaped(draw: object) -> None:
 
 
 def test_a_report_without_layers_is_still_a_page() -> None:
-    without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "made"))
+    without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "origin"))
     bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), **without)
     page = whole(html_report(bare))
     assert re.findall("<h2>(.*?)</h2>", page) == ["How to reproduce this report"]
