@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join_sequences
-from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
+from fp8serve.calibration.data import Batch, first_sequences, join_sequences
+from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
-    backpropagate,
+    backpropagate_loss,
+    count_scored,
     entries_of_layer,
     forward,
     forward_hooks,
@@ -133,6 +134,11 @@ def kl_shares(
     """
     sums: dict[str, Tensor] = {}
     generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
+
+    def loss_of_samples(logits: Tensor, rows: Tensor) -> Tensor:
+        sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+        return cross_entropy(logits, sampled, reduction="sum")
+
     tokens = 0
     sequences = first_sequences(batches, KL_SHARE_TOKENS)
     if (limit := _tokens_per_pass(linears)) is not None:
@@ -141,7 +147,8 @@ def kl_shares(
         errors = _summed_squared_errors(linears, fp8_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
-        tokens += _backpropagate_samples(decoder, hidden, sequence.targets, generator)
+        backpropagate_loss(decoder, hidden, sequence.targets, loss_of_samples)
+        tokens += count_scored(sequence.targets)
     totals = dict.fromkeys(linears, 0.0)
     if sums:
         totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
@@ -183,17 +190,3 @@ def _summed_squared_errors(
         return hook
 
     return forward_hooks(linears, make_hook)
-
-
-def _backpropagate_samples(decoder: Model, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
-    """Backpropagates the log-likelihood of sampled tokens to the embedding; returns the number of sampled tokens."""
-    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    leaf = hidden.detach().requires_grad_()
-    with torch.enable_grad():
-        for rows in torch.split(scored, LOGITS_PER_SLICE):
-            logits = decoder.logits(leaf[rows])
-            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
-            cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-    return len(scored)

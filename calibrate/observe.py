@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,16 +49,16 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.building import AnyModel, Model, hidden_states
+from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import mixtures, reset_token_counts, route_to_all_experts
 from fp8serve.ranks import ALONE, Ranks
 
 Counts = dict[str, Tensor]  # by the name of a mixture: the number of tokens of each expert, int64 [E]
-T = TypeVar("T")
 
 
 @contextmanager
-def count_expert_tokens(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
+def count_expert_tokens(decoder: AnyModel, *, all_experts: bool) -> Iterator[Counts]:
     """Counts the tokens of every expert inside the context; the yielded counts are filled when the context ends.
 
     With `all_experts` every expert computes every token, but a token counts only for the experts that its router
@@ -139,7 +139,7 @@ class Observer:
         by_linear = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
         return {f"{name}.{role}": states[role] for name, states in by_linear.items() for role in self.roles} | self.kv
 
-    def for_layer(self, decoder: Model, index: int) -> "Observer":
+    def for_layer(self, decoder: AnyModel, index: int) -> "Observer":
         """Returns an observer of the tensors of one layer. It shares this one's states, records and unread batches."""
         observer = copy(self)
         observer.linears = entries_of_layer(decoder, index, self.linears)
@@ -291,15 +291,16 @@ def check_experts(tokens: Counts, batches: int) -> None:
 
 
 def make_observer(
-    decoder: Model, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
+    decoder: AnyModel, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
     """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe."""
     target = as_delayed(recipe) or DelayedScaling()
-    return Observer(linears, target, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    kv_layers = attention_names(cast(Model, decoder)) if kv_cache else ()
+    return Observer(linears, target, gradients=gradients, kv_layers=kv_layers)
 
 
 def observe(
-    decoder: Model,
+    decoder: AnyModel,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -312,13 +313,15 @@ def observe(
 ) -> Observer:
     """Runs every batch once in high precision and returns an observer with the amaxes.
 
-    With `all_experts` every token passes through all experts of a mixture. Raises ScalesError if a tensor is not finite
-    or can have no scale, or if an expert received no token.
+    An encoder has no keys, values and gradients to observe. With `all_experts` every token passes through all experts
+    of a mixture. Raises ScalesError if a tensor is not finite or can have no scale, or if an expert received no token.
     """
     observer = make_observer(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
-    run_passes = _forward_and_backward if gradients else _layer_by_layer
     with ranks.shared_errors(), count_expert_tokens(decoder, all_experts=all_experts) as tokens:
-        run_passes(decoder, ranks.shard(batches), observer, stages)
+        if gradients:
+            _forward_and_backward(cast(Model, decoder), ranks.shard(batches), observer, stages)
+        else:
+            _layer_by_layer(decoder, ranks.shard(batches), observer, stages)
     observer.tokens = sum_counts(ranks.gather(tokens))
     if ranks.size > 1:
         # Rank r runs the batches r, r + size, r + 2 * size and so on.
@@ -333,21 +336,7 @@ def observe(
 
 
 @torch.no_grad()
-def observe_texts(
-    model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
-) -> Observer:
-    """Like `observe`, for a model that embeds whole texts. Records into `observer` and returns it."""
-    for batch in stages.steps("observe", batches):
-        with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
-            hidden_states(model, batch.ids, batch.lengths)
-        observer.end_batch()
-    observer.read_records()
-    check_records(observer.records, () if as_delayed(recipe) is None else observer.records, len(batches))
-    return observer
-
-
-@torch.no_grad()
-def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
+def _layer_by_layer(decoder: AnyModel, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
     passes = layerwise_passes(decoder, batches, observer.record_kv)
     for index in layer_indices(decoder, "observe", stages):
         layer_observer = observer.for_layer(decoder, index)
@@ -357,7 +346,10 @@ def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer
             layer_observer.end_batch()
     observer.read_records()
     for layerwise_pass in passes:
-        _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
+        hidden = layerwise_pass.hidden
+        if not isinstance(decoder, Encoder):
+            hidden = decoder.apply_final_norm(hidden)
+        _check_finite(decoder, hidden, observer, layerwise_pass.batch)
 
 
 def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
@@ -371,6 +363,6 @@ def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Ob
     observer.read_records()
 
 
-def _check_finite(decoder: Model, hidden: Tensor, observer: Observer, batch: Batch) -> None:
+def _check_finite(decoder: AnyModel, hidden: Tensor, observer: Observer, batch: Batch) -> None:
     if not bool(hidden.isfinite().all()):
         raise nonfinite_error(decoder, observer.linears, batch)

@@ -34,6 +34,7 @@ from fp8serve.model.storage.shards import release_pages
 
 Linears = Mapping[str, Linear]
 KVHook = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v to use
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, FP32 [rows, vocab], indices of the rows) -> FP32 []
 T = TypeVar("T")
 
 
@@ -41,8 +42,10 @@ def attention_names(decoder: Model) -> list[str]:
     return [f"model.layers.{i}.self_attn" for i in range(decoder.config.num_layers)]
 
 
-def forward(decoder: Model, batch: Batch, kv_hook: KVHook | None = None) -> Tensor:
+def forward(decoder: AnyModel, batch: Batch, kv_hook: KVHook | None = None) -> Tensor:
     """Returns the hidden states [tokens, hidden] of a batch. `kv_hook` can record or replace keys and values."""
+    if isinstance(decoder, Encoder):
+        return decoder(batch.ids, batch.lengths)  # type: ignore[no-any-return]
     return decoder(batch.ids, batch.positions, batch_attention(decoder, batch, kv_hook))  # type: ignore[no-any-return]
 
 
@@ -63,19 +66,30 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
     `hidden` [tokens, hidden] must come from a pass inside `with_activation_gradients`. A batch without scored tokens
     has no gradient.
     """
+    scored = count_scored(targets)
+
+    def loss(logits: Tensor, rows: Tensor) -> Tensor:
+        return cross_entropy(logits, targets[rows], reduction="sum") / scored
+
+    backpropagate_loss(decoder, hidden, targets, loss)
+
+
+def count_scored(targets: Tensor) -> int:
+    return int((targets != IGNORE_INDEX).sum())
+
+
+def backpropagate_loss(decoder: Model, hidden: Tensor, targets: Tensor, loss: Loss) -> None:
+    """Backpropagates the sum of `loss` over slices of the scored tokens through the head and through `hidden`.
+
+    `hidden.backward(gradient)` would spend most of a second on importing sympy.
+    """
     scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     leaf = hidden.detach().requires_grad_()
-    for rows in torch.split(scored, LOGITS_PER_SLICE):
-        loss = cross_entropy(decoder.logits(leaf[rows]), targets[rows], reduction="sum") / len(scored)
-        loss.backward()  # type: ignore[no-untyped-call]
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-
-
-def backpropagate(hidden: Tensor, gradient: Tensor) -> None:
-    """Does the same as `hidden.backward(gradient)`, which would spend most of a second on importing sympy."""
     with torch.enable_grad():
-        (hidden * gradient).sum().backward()  # type: ignore[no-untyped-call]
+        for rows in torch.split(scored, LOGITS_PER_SLICE):
+            loss(decoder.logits(leaf[rows]), rows).backward()  # type: ignore[no-untyped-call]
+        if leaf.grad is not None:
+            (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -177,7 +191,7 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
     return lambda name, k, v: (round_trip(k, scales[f"{name}.k"]), round_trip(v, scales[f"{name}.v"]))
 
 
-def nonfinite_error(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
+def nonfinite_error(decoder: AnyModel, linears: Linears, batch: Batch) -> ScalesError:
     """Runs a batch again, and returns an error that names the first tensor that is not finite."""
     nonfinite: list[str] = []
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from fp8serve.calibration.compare import freeze_function
-from fp8serve.calibration.data import IGNORE_INDEX, Batch
-from fp8serve.calibration.measure import LOGITS_PER_SLICE
+from fp8serve.calibration.data import Batch
 from fp8serve.calibration.observe import Observer, scales_of, share_weight_scales
-from fp8serve.calibration.passes import Linears, backpropagate, forward
+from fp8serve.calibration.passes import Linears, backpropagate_loss, count_scored, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
@@ -128,15 +127,14 @@ def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: B
     """Backpropagates the mean of KL(reference || decoder) over the scored tokens to the weights; returns this mean."""
     with torch.no_grad():
         exact = forward(reference, batch)
-    scored = (batch.targets != IGNORE_INDEX).nonzero().squeeze(1)
-    leaf, total = hidden.detach().requires_grad_(), 0.0
-    for rows in torch.split(scored, LOGITS_PER_SLICE):
+    scored, losses = count_scored(batch.targets), list[float]()
+
+    def loss(logits: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
             log_r = log_softmax(reference.logits(exact[rows]), dim=-1)
-        log_p = log_softmax(decoder.logits(leaf[rows]), dim=-1)
-        loss = (log_r.exp() * (log_r - log_p)).sum() / len(scored)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-    return total
+        mean = (log_r.exp() * (log_r - log_softmax(logits, dim=-1))).sum() / scored
+        losses.append(float(mean.detach()))
+        return mean
+
+    backpropagate_loss(decoder, hidden, batch.targets, loss)
+    return sum(losses)
