@@ -23,7 +23,7 @@ RECIPES = ("delayed", "current", "rowwise", "block")
 
 
 def study(
-    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, tell: Callable[[str, int, int], None]
+    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, report: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """{"activations": rows of `quantization`, "recipes": {name: {"layers": {linear: dB}, "perplexity", ...}}}.
 
@@ -36,15 +36,15 @@ def study(
         holdout=data,
     )  # fmt: skip
     states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling()))
-    found = {}
+    results = {}
     for index, name in enumerate(RECIPES):
-        tell(name, index, len(RECIPES))
+        report(name, index, len(RECIPES))
         recipe = from_name(name)
         assert recipe is not None  # RECIPES has no bf16
         quality, layers = compare(decoder, linears, batches.held_out, recipe, states)
         sqnr = {linear: tally.sqnr_db for linear, tally in layers.items()}
         finite = [value for value in sqnr.values() if value is not None]
-        found[name] = {
+        results[name] = {
             "layers": sqnr,
             "median_db": median(finite),
             "worst_db": min(finite),
@@ -52,4 +52,4 @@ def study(
             "perplexity_bf16": quality.reference_perplexity,
             "top1_agreement": quality.top1_agreement,
         }
-    return {"activations": list(activations(decoder, linears, batches.held_out[0])), "recipes": found}
+    return {"activations": list(activations(decoder, linears, batches.held_out[0])), "recipes": results}

@@ -38,16 +38,16 @@ OWN_STEPS = 200
 
 
 @contextmanager
-def _model(given: Path | None, steps: int, tell: Tell) -> Iterator[tuple[Path, str]]:
+def _model(given: Path | None, steps: int, report: Tell) -> Iterator[tuple[Path, str]]:
     """(a model directory, its description)."""
     if given is not None:
         yield given, str(given)
         return
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as folder:
-        yield trained(Path(folder), steps, tell), f"a Llama of 4 layers trained for {steps} steps in BF16"
+        yield trained(Path(folder), steps, report), f"a Llama of 4 layers trained for {steps} steps in BF16"
 
 
-def trained(folder: Path, steps: int, tell: Tell) -> Path:
+def trained(folder: Path, steps: int, report: Tell) -> Path:
     """A small model with realistic activations, below `folder`."""
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.scratch import write_random_model, write_texts
@@ -69,27 +69,27 @@ def trained(folder: Path, steps: int, tell: Tell) -> Path:
 
     def follow(event: dict[str, Any]) -> None:
         if event["type"] == "metrics":
-            tell("training a model", event["step"], event["total_steps"])
+            report("training a model", event["step"], event["total_steps"])
 
     result = Trainer(config).run(follow)
     return Path(str(result.model))
 
 
 def study(
-    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, tell: Tell
+    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, report: Tell
 ) -> dict[str, Any]:
     """The figures of all three studies. ModelError, DataError: `model` or `data` (None: our passages) is unusable."""
-    with _model(model, own_steps, tell) as (directory, described):
-        found = layers.study(directory, data, samples, seq_len, tell)
-    casts = [*quantization.synthetic(), *found.pop("activations")]
-    return {"model": described, "casts": casts, **found, "spikes": spikes.study()}
+    with _model(model, own_steps, report) as (directory, described):
+        results = layers.study(directory, data, samples, seq_len, report)
+    casts = [*quantization.synthetic(), *results.pop("activations")]
+    return {"model": described, "casts": casts, **results, "spikes": spikes.study()}
 
 
 def charts(result: Mapping[str, Any]) -> dict[str, str]:
     """SVG files by name."""
     by_recipe = {
-        name: [(float(i), value) for i, value in enumerate(found["layers"].values()) if value is not None]
-        for name, found in result["recipes"].items()
+        name: [(float(i), value) for i, value in enumerate(results["layers"].values()) if value is not None]
+        for name, results in result["recipes"].items()
     }
     return {
         "layers": svg_file(
@@ -126,8 +126,8 @@ def command(
     """
     from fp8serve.hub import find_model
 
-    asked, directory = options(), find_model(model) if model else None
-    figures = measured("Measuring", lambda tell: study(directory, tell=tell, **vars(asked)))
+    settings, directory = options(), find_model(model) if model else None
+    figures = measured("Measuring", lambda report: study(directory, report=report, **vars(settings)))
     show(publish("numerics", figures, out, charts), json, _print)
 
 
