@@ -25,12 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import Batch, first_sequences, join_sequences
+from fp8serve.calibration.data import Batch, first_sequences, join_sequences, scored_rows
 from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
     backpropagate_loss,
-    count_scored,
     entries_of_layer,
     forward,
     forward_hooks,
@@ -123,8 +122,6 @@ def kl_shares(
     linears: Mapping[str, nn.Module],
     batches: Sequence[Batch],
     fp8_output: FP8Output,
-    *,
-    seed: int = 0,
     stages: Stages | None = None,
 ) -> dict[str, float]:
     """Returns the nats per token that the FP8 of each of `linears` adds to the KL divergence, by name.
@@ -133,7 +130,7 @@ def kl_shares(
     for a layer with a share that is not finite.
     """
     sums: dict[str, Tensor] = {}
-    generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
+    generator = torch.Generator(batches[0].ids.device).manual_seed(0)
 
     def loss_of_samples(logits: Tensor, rows: Tensor) -> Tensor:
         sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
@@ -147,8 +144,9 @@ def kl_shares(
         errors = _summed_squared_errors(linears, fp8_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
-        backpropagate_loss(decoder, hidden, sequence.targets, loss_of_samples)
-        tokens += count_scored(sequence.targets)
+        scored = scored_rows(sequence.targets)
+        backpropagate_loss(decoder, hidden, scored, loss_of_samples)
+        tokens += len(scored)
     totals = dict.fromkeys(linears, 0.0)
     if sums:
         totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)

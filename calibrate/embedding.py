@@ -5,16 +5,14 @@ needs no labelled data. Each text is split into halves. The first halves are the
 documents, and the correct document of a query is the other half of the same text.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from fp8serve.calibration.result import LayerReport, LinearGroup, Origin
+from fp8serve.calibration.result import BaseCalibrationReport, BaseEvalReport, LayerReport
 from fp8serve.model.text.tokenizer import Tokenizer
 
 MIN_MEDIAN_COSINE = 0.999  # below this median a report names options that reduce the error
@@ -89,9 +87,9 @@ def split_texts(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tup
     return results
 
 
-def candidate_indices(count: int, limit: int = TOP_K) -> Tensor:
+def candidate_indices(count: int) -> Tensor:
     """Returns the documents to score for each of `count` queries, [count, candidates]: its own and the next ones."""
-    return (torch.arange(count)[:, None] + torch.arange(min(limit, count))) % count
+    return (torch.arange(count)[:, None] + torch.arange(min(TOP_K, count))) % count
 
 
 @dataclass(frozen=True)
@@ -113,57 +111,25 @@ class ScoreDistance:
         return cls(texts, labels, float(difference.mean()), float(difference.max()), same)
 
 
-@dataclass(frozen=True)
-class EncoderEvalReport:
+@dataclass(frozen=True, kw_only=True)
+class EncoderEvalReport(BaseEvalReport):
     """The output of `fp8serve eval` for an encoder.
 
-    Without a reference `cosine` and `scores` are None and `layers` is empty. `scores` is None for a model without
-    labels.
+    Without a reference `cosine` and `scores` are None. `scores` is None for a model without labels.
     """
 
-    model: str
-    against: str | None
-    recipe: str
-    source: tuple[str, ...]
-    samples: int
-    documents: int
-    seq_len: int
-    tokens: int
     cosine: CosineSummary | None
     ranking: Ranking | None
     scores: ScoreDistance | None
-    layers: tuple[LayerReport, ...]
-    seconds: float
-    notes: tuple[str, ...] = ()
-    origin: Origin | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class EmbeddingReport:
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingReport(BaseCalibrationReport):
     """The contents of calibration.json for an encoder."""
 
-    model: str
-    out: str
-    recipe: Mapping[str, Any]
-    format: str
-    device: str
     source: tuple[str, ...]
     samples: int
     tokens: int
     held_out_source: tuple[str, ...]
     quality: CosineSummary
     layers: tuple[LayerReport, ...]
-    bytes_before: int
-    bytes_after: int
-    seconds: Mapping[str, float]
-    versions: Mapping[str, str]
-    rounding: str
-    in_bf16: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
-    notes: tuple[str, ...] = ()
-    origin: Origin | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)

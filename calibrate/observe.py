@@ -158,7 +158,9 @@ class Observer:
         states = self.states()
         entries = [Entry(state, fp8_max(self.recipe, name.rpartition(".")[2])) for name, state in states.items()]
         for name, state in states.items():
-            _reset(state)
+            initial = ScalingState.create(len(state.amax_history), state.scale.device)
+            for column in FIELDS:
+                getattr(state, column).copy_(getattr(initial, column))
             self.records[name] = TensorRecord()
         for amaxes in batches:
             for name, state in states.items():
@@ -192,12 +194,6 @@ class Observer:
 def observation_recipe(recipe: DelayedScaling) -> DelayedScaling:
     """Returns `recipe` for observing: a scale after each batch, a history of at least 2, no reduction over ranks."""
     return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
-
-
-def _reset(state: ScalingState) -> None:
-    fresh = ScalingState.create(len(state.amax_history), state.scale.device)
-    for name in FIELDS:
-        getattr(state, name).copy_(getattr(fresh, name))
 
 
 def _rows(states: Sequence[ScalingState]) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch
+from fp8serve.calibration.data import Batch, scored_rows
 from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
@@ -66,24 +66,19 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
     `hidden` [tokens, hidden] must come from a pass inside `with_activation_gradients`. A batch without scored tokens
     has no gradient.
     """
-    scored = count_scored(targets)
+    scored = scored_rows(targets)
 
     def loss(logits: Tensor, rows: Tensor) -> Tensor:
-        return cross_entropy(logits, targets[rows], reduction="sum") / scored
+        return cross_entropy(logits, targets[rows], reduction="sum") / len(scored)
 
-    backpropagate_loss(decoder, hidden, targets, loss)
-
-
-def count_scored(targets: Tensor) -> int:
-    return int((targets != IGNORE_INDEX).sum())
+    backpropagate_loss(decoder, hidden, scored, loss)
 
 
-def backpropagate_loss(decoder: Model, hidden: Tensor, targets: Tensor, loss: Loss) -> None:
-    """Backpropagates the sum of `loss` over slices of the scored tokens through the head and through `hidden`.
+def backpropagate_loss(decoder: Model, hidden: Tensor, scored: Tensor, loss: Loss) -> None:
+    """Backpropagates the sum of `loss` over slices of the rows `scored` through the head and through `hidden`.
 
     `hidden.backward(gradient)` would spend most of a second on importing sympy.
     """
-    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     leaf = hidden.detach().requires_grad_()
     with torch.enable_grad():
         for rows in torch.split(scored, LOGITS_PER_SLICE):

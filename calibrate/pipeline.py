@@ -63,7 +63,7 @@ from fp8serve.calibration.stage_results import (
     observer_tensors,
     run_description,
 )
-from fp8serve.calibration.techniques.healing import Schedule, heal
+from fp8serve.calibration.techniques.healing import heal
 from fp8serve.calibration.techniques.input_scales import searched_amaxes
 from fp8serve.calibration.techniques.precision import excluded_linears, input_groups, unmeasured_groups
 from fp8serve.calibration.techniques.rounding import round_weights
@@ -272,18 +272,18 @@ def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks
 def _heal(job: Job) -> None:
     """Trains the model in FP8, and discards the result if it does not reduce the KL divergence on held-out batches."""
     options, observer, judge = job.options, job.observer, cast(DivergenceJudge, job.judge)
-    schedule = Schedule(options.heal, options.heal_rate or HEAL_RATE)
+    max_rate = options.heal_rate or HEAL_RATE
     states_before, records_before = copy.deepcopy(job.states), copy.deepcopy(observer.records)
     kl_before = judge.compare(job)[0].kl_divergence
     reference = load_servable(job.source, "bf16", device=options.device)
     healed, losses = heal(
-        job.decoder, job.linears, reference, job.batches.calibration, job.recipe, schedule, observer,
-        rounded=job.rounded, shared=input_groups(job.linears) if options.share_scales else (),
-        seed=options.seed, stages=job.stages,
+        job.decoder, job.linears, reference, job.batches.calibration, job.recipe, observer,
+        steps=options.heal, max_rate=max_rate, rounded=job.rounded,
+        shared=input_groups(job.linears) if options.share_scales else (), seed=options.seed, stages=job.stages,
     )  # fmt: skip
     job.states = observer.states()  # healing may have replaced them (fp8/shared_input.py)
     kl_after = judge.compare(job, rounded=healed)[0].kl_divergence
-    job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)
+    job.healing = HealingReport(options.heal, max_rate, tuple(losses), kl_before, kl_after)
     if job.healing.is_improvement:
         job.rounded = healed
     else:

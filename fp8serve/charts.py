@@ -141,14 +141,14 @@ def _x_pixel(x: float, x_max: int) -> float:
     return LEFT + 8 + x / x_max * (WIDTH - LEFT - RIGHT - 16)
 
 
-def sparkline(values: Sequence[float], width: int = 96, height: int = 22) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Returns a small line chart of the values, oldest first. Its y axis goes from zero to the largest value."""
     if len(values) < 2:
         return ""
     top = max(values) or 1.0
-    step = (width - 4) / (len(values) - 1)
-    path = " ".join(f"{2 + i * step:.1f},{height - 2 - v / top * (height - 4):.1f}" for i, v in enumerate(values))
-    return f'<svg class="spark" viewBox="0 0 {width} {height}"><polyline points="{path}"/></svg>'
+    step = 92 / (len(values) - 1)
+    path = " ".join(f"{2 + i * step:.1f},{20 - v / top * 18:.1f}" for i, v in enumerate(values))
+    return f'<svg class="spark" viewBox="0 0 96 22"><polyline points="{path}"/></svg>'
 
 
 def bars(values: Sequence[float], titles: Sequence[str], labels: Mapping[int, str], hot: int) -> str:

@@ -7,16 +7,15 @@ from rich.table import Table
 from fp8serve.calibration.embedding import TOP_K, EmbeddingReport, EncoderEvalReport
 from fp8serve.calibration.result import (
     CalibrationReport,
-    DataReport,
     EvalReport,
     LayerReport,
-    LinearGroup,
     Quality,
     by_cost,
     with_outliers,
 )
 
 NO_VALUE = "–"
+NUM_WORST_LAYERS = 5
 LONG_NAME = re.compile(r".*?layers\.(\d+)\.(?:\w+\.)??(\w+)(?:\.(input|weight|grad_output))?")
 
 
@@ -104,12 +103,8 @@ def summary(report: CalibrationReport) -> str:
     )
 
 
-def _excluded(data: DataReport) -> str:
-    return f", without {data.excluded} held-out examples" if data.excluded else ""
-
-
-def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
-    """Returns the terminal's table after `fp8serve calibrate`: quality, size, and the `worst` layers."""
+def summary_table(report: CalibrationReport) -> Table:
+    """Returns the terminal's table after `fp8serve calibrate`: quality, size, and the worst layers."""
     quality, data = report.quality, report.data
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
     before, after = format_number(quality.reference_perplexity), format_number(quality.perplexity)
@@ -118,7 +113,8 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
         "same top token", f"{format_percent(quality.top1_agreement)} (KL {format_number(quality.kl_divergence)} nats)"
     )
     table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
-    table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{_excluded(data)}")
+    excluded = f", without {data.excluded} held-out examples" if data.excluded else ""
+    table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{excluded}")
     table.add_row("", sample_counts(data.samples, data.documents))
     table.add_row("measured on", f"{data.held_out_tokens:,} held-out tokens of {', '.join(data.held_out_source)}")
     table.add_row("", sample_counts(data.held_out_samples, data.held_out_documents))
@@ -133,19 +129,16 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
             "stays in BF16", f"{sum(len(g.names) for g in report.in_bf16)} linear layers, {bytes_in_bf16(report)}"
         )
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
-    for layer in report.worst_layers[:worst]:
+    for layer in report.worst_layers[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
     for group in report.in_bf16:
-        table.add_row(" ".join(group.names), f"stays in BF16{_group_cost(group)}")
+        cost = "" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)"
+        table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cost}")
     table.add_row("written to", report.out)
     return table
 
 
-def _group_cost(group: LinearGroup) -> str:
-    return f", {format_bytes(group.bytes)}" + ("" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)")
-
-
-def eval_table(report: EvalReport, worst: int = 5) -> Table:
+def eval_table(report: EvalReport) -> Table:
     """Returns the terminal's table after `fp8serve eval`."""
     quality = report.quality
     table = Table(title=f"{report.model} ({report.runs_as})", title_justify="left", show_header=False)
@@ -157,12 +150,12 @@ def eval_table(report: EvalReport, worst: int = 5) -> Table:
         table.add_row("reference perplexity", format_number(quality.reference_perplexity) + perplexity_change(quality))
         table.add_row("KL to the reference", f"{format_number(quality.kl_divergence)} nats per token")
         table.add_row("same top token", format_percent(quality.top1_agreement), end_section=True)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
     return table
 
 
-def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
+def embedding_table(report: EmbeddingReport) -> Table:
     """Returns the terminal's table after `fp8serve calibrate` of an encoder."""
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
     table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.minimum:.5f}")
@@ -170,7 +163,7 @@ def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
     table.add_row("calibrated on", f"{report.tokens:,} tokens of {', '.join(report.source)}")
     for advice in report.notes[1:]:
         table.add_row("", advice)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
     for group in report.in_bf16:
         cosine = "" if group.cosine is None else f" (cosine with only these layers in FP8: {group.cosine:.5f})"
@@ -179,7 +172,7 @@ def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
     return table
 
 
-def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
+def encoder_eval_table(report: EncoderEvalReport) -> Table:
     """Returns the terminal's table after `fp8serve eval` of an encoder."""
     table = Table(title=f"{report.model} ({report.recipe})", title_justify="left", show_header=False)
     for name, text in evaluation_figures(report).items():
@@ -189,7 +182,7 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
         table.add_row("against", report.against, end_section=True)
     for note in report.notes:
         table.add_row("", note)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
     return table
 

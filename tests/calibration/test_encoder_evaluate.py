@@ -127,7 +127,7 @@ def test_the_command_prints_json_and_writes_a_page(
     found = json.loads(capsys.readouterr().out)
     assert found["cosine"]["texts"] == 6
     assert found["against"] == str(tiny[0])
-    assert f"{found['cosine']['fifth']:.5f}" in page.read_text()
+    assert f"{found['cosine']['percentile_5']:.5f}" in page.read_text()
     assert "encoder.layer.1.output.dense" in page.read_text()
     assert "fp8serve eval" in page.read_text()
     assert main(asked) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from fp8serve.calibration.reports.findings import Finding, evaluation_findings, findings, input_kind
 from fp8serve.calibration.reports.page import html_evaluation, html_report
-from fp8serve.calibration.reports.sections import by_projection, finding_list, generated_text
+from fp8serve.calibration.reports.sections import by_layer, finding_list, generated_text
 from fp8serve.calibration.result import (
     CalibrationReport,
     ChannelReport,
@@ -259,5 +259,5 @@ def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
 
 def test_fused_projections_are_drawn() -> None:
     values = [(f"model.layers.0.{name}", 1.0, "1") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
-    assert [by_projection([value]).count("<circle") for value in values] == [1, 1]
+    assert [by_layer([value]).count("<circle") for value in values] == [1, 1]
     assert [input_kind(name) for name, _, _ in values] == ["q/k/v", "gate/up"]
