@@ -150,10 +150,10 @@ class Comparison:
         save_file({tensor_name(parts[n][0], parts[n][2]): master.detach() for n, master in masters.items()}, file)
         return str(file)
 
-    def args(self, what: str, arm: str) -> Row:
-        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._asked, what, arm))
+    def ask_result(self, what: str, arm: str) -> Row:
+        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._ask_result, what, arm))
 
-    def _asked(self, what: str, arm: str) -> Row:
+    def _ask_result(self, what: str, arm: str) -> Row:
         result, in_fp8 = self._result(what, arm), arm in ("rowwise", "delayed")
         if what == "all weights":
             return self.ask(Engine(result, recipe="stored" if in_fp8 else "bf16"))
@@ -212,7 +212,7 @@ def main() -> None:
     selected = {what: args.arm or ARMS[what] for what in args.train or ARMS}
     runs = {what: {arm: comparison.run(what, arm) for arm in arms} for what, arms in selected.items()}
     curves = {what: {arm: run["curve"] for arm, run in found.items()} for what, found in runs.items()}
-    answers = {what: {arm: comparison.asked(what, arm) for arm in arms} for what, arms in selected.items()}
+    answers = {what: {arm: comparison.ask_result(what, arm) for arm in arms} for what, arms in selected.items()}
     before = kept(args.out / "before.answers.json", lambda: comparison.ask(Engine(args.model, recipe="bf16")))
     if args.svg is not None:
         args.svg.write_text(drawn(curves), encoding="utf-8")

@@ -6,6 +6,7 @@ the input that occurs in the measured model.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,21 +234,17 @@ def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: s
     return model
 
 
+@dataclass(frozen=True)
 class _Comparison:
-    """Runs a model, and its reference if there is one, over the same texts."""
+    """Runs a model, and its reference if there is one, over the same texts of at most `limit` tokens."""
 
-    def __init__(
-        self,
-        model: AnyModel,
-        reference: AnyModel | None,
-        pooling: Pooling,
-        tokenizer: Tokenizer,
-        stages: Stages,
-        settings: SampleOptions,
-        limit: int,
-    ) -> None:
-        self.model, self.reference, self.pooling, self.tokenizer = model, reference, pooling, tokenizer
-        self.stages, self.options, self.limit = stages, settings, limit
+    model: AnyModel
+    reference: AnyModel | None
+    pooling: Pooling
+    tokenizer: Tokenizer
+    stages: Stages
+    options: SampleOptions
+    limit: int
 
     def compare_texts(self, texts: Texts) -> tuple[CosineSummary | None, ScoreDistance | None, tuple[LayerReport, ...]]:
         """Compares vectors and scores, and every FP8 linear; without a reference the result is (None, None, ())."""

@@ -215,18 +215,18 @@ def _add_to_record(record: TensorRecord, latest_amax: float, steps: int, nonfini
     record.batches, record.nonfinite = steps, nonfinite
 
 
-def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
+def final_states(observer: Observer, searched_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
     """Returns the states with scales from all batches and with histories of the length that the recipe asks for.
 
-    `chosen_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the chosen amax,
+    `searched_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the searched amax,
     because the scale of a state must represent its history.
     """
-    states, recipe, chosen_amaxes = observer.states(), observer.target, chosen_amaxes or {}
+    states, recipe, searched_amaxes = observer.states(), observer.target, searched_amaxes or {}
     uses_maximum = recipe.amax_compute_algo == "max"
-    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(chosen_amaxes)
+    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(searched_amaxes)
     for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
         states[name].scale.copy_(scale)
-    for name, largest in chosen_amaxes.items():
+    for name, largest in searched_amaxes.items():
         states[name].amax_history.clamp_(max=largest)
     for state in states.values():
         state.resize(recipe.amax_history_len)

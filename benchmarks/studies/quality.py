@@ -170,7 +170,7 @@ class _Study:
         directory, asked, options_of_method = self.out / name, self.asked, METHODS[name]
         if not (directory / "calibration.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
-            self.tell(f"{name}: calibrate", 0, 1)
+            self.report(f"{name}: calibrate", 0, 1)
             known = CalibrationOptions.__dataclass_fields__
             scaling = ScalingOptions(**{k: v for k, v in options_of_method.items() if k not in known})
             options: dict[str, Any] = {k: v for k, v in options_of_method.items() if k in known}

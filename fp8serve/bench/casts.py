@@ -252,13 +252,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def study(report: Report, *, exhaustive: bool, chosen: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
+def study(report: Report, *, exhaustive: bool, probes: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Compares all kernels of a device with the reference: on all BF16 and FP16 values, and on 2^24 FP32 values, or all
-    2^32 if `exhaustive`. `chosen` are names of PROBES; if it is empty, all probes run. Raises JobError if there is no
+    2^32 if `exhaustive`. `probes` are names of PROBES; if it is empty, all probes run. Raises JobError if there is no
     kernel, or no probe of a name."""
-    if unknown := [name for name in chosen if name not in PROBES]:
+    if unknown := [name for name in probes if name not in PROBES]:
         raise JobError(f"No op that casts is called {unknown[0]!r}; there are: {'; '.join(PROBES)}.")
-    at, probes = levels(device), chosen or tuple(PROBES)
+    at, probes = levels(device), probes or tuple(PROBES)
     findings = []
     for dtype in (torch.bfloat16, torch.float16):
         findings += compare(all_values(dtype), 1 << 16, report, probes=probes, at=at, device=device)

@@ -60,11 +60,11 @@ def command(
 
     directory = find_model(model)
     processes = max(procs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # those of torchrun on this machine
-    chosen = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, processes)
+    resolved = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, processes)
     if dry_run:
-        return _dry_run(options(**chosen), procs, json)
-    with torchrun(chosen["device"]) as ranks:
-        config = options(**chosen)
+        return _dry_run(options(**resolved), procs, json)
+    with torchrun(resolved["device"]) as ranks:
+        config = options(**resolved)
         if procs > 1:
             return _run_group(config, json, procs)
         status = _run(config, json, ranks)

@@ -56,8 +56,8 @@ def command(
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
         refuse_options(context, local, "is for a local MODEL, not for --server")
         texts = ([] if model is None else [model]) + (prompts or [])
-        chosen = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
-        values = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
+        explicit = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
+        values = {name: sampling.values[name] for name in {*explicit, "max_new_tokens", "temperature"}}
         sampling()  # checks the values before a request is sent
         _print(_complete_on_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
         return
