@@ -71,11 +71,6 @@ def count_expert_tokens(decoder: AnyModel, *, all_experts: bool) -> Iterator[Cou
     counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
 
 
-def sum_counts(shares: Sequence[Counts]) -> Counts:
-    """Returns the sums of the counts of all ranks."""
-    return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
-
-
 def unreached_experts(counts: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the experts that received no token."""
     return [f"{name}.experts.{i}" for name, tokens in counts.items() for i, n in enumerate(tokens.tolist()) if n == 0]
@@ -116,7 +111,9 @@ class Observer:
         kv_layers: Iterable[str] = (),
     ) -> None:
         self.linears, self.target = linears, target
-        self.recipe = recipe = observation_recipe(target)
+        # a scale after each batch, a history of at least 2, no reduction over ranks
+        history_len = max(2, target.amax_history_len)
+        self.recipe = recipe = replace(target, interval=1, amax_history_len=history_len, reduce_amax=False)
         self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
@@ -189,11 +186,6 @@ class Observer:
         self._unread.clear()
         for name, (latest_amax, steps, nonfinite) in zip(names, rows, strict=True):
             _add_to_record(self.records[name], latest_amax, int(steps), int(nonfinite))
-
-
-def observation_recipe(recipe: DelayedScaling) -> DelayedScaling:
-    """Returns `recipe` for observing: a scale after each batch, a history of at least 2, no reduction over ranks."""
-    return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
 
 
 def _rows(states: Sequence[ScalingState]) -> Tensor:
@@ -318,7 +310,8 @@ def observe(
             _forward_and_backward(cast(Model, decoder), ranks.shard(batches), observer, stages)
         else:
             _layer_by_layer(decoder, ranks.shard(batches), observer, stages)
-    observer.tokens = sum_counts(ranks.gather(tokens))
+    of_ranks = ranks.gather(tokens)
+    observer.tokens = {name: torch.stack([counts[name] for counts in of_ranks]).sum(0) for name in tokens}
     if ranks.size > 1:
         # Rank r runs the batches r, r + size, r + 2 * size and so on.
         columns = {name: record.batch_amaxes for name, record in observer.records.items()}

@@ -116,15 +116,12 @@ def replaced_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> It
     """Inside the context, `modules` replace the modules of `decoder` that have the same names."""
     original = {name: decoder.get_submodule(name) for name in modules}
     try:
-        _set_modules(decoder, modules)
+        for name, module in modules.items():
+            decoder.set_submodule(name, module)
         yield
     finally:
-        _set_modules(decoder, original)
-
-
-def _set_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        decoder.set_submodule(name, module)
+        for name, module in original.items():
+            decoder.set_submodule(name, module)
 
 
 @contextmanager

@@ -157,7 +157,11 @@ def _calibrate(
     observed = load_or_compute("observed", lambda: observer_tensors(_observe(job, ranks)))
     load_observer(job.observer, observed)
     job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
-    job.states = final_states(job.observer, _searched_amaxes(job))
+    amaxes: Mapping[str, float] = {}
+    if job.options.input_scales == "search":
+        observed_amaxes = {name: record.amax for name, record in job.observer.records.items()}
+        amaxes = searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed_amaxes, job.stages)
+    job.states = final_states(job.observer, amaxes)
     if job.options.share_scales:
         share_weight_scales(job.states, input_groups(job.linears))
     if job.options.rounding == "gptq":
@@ -248,14 +252,6 @@ def _batches(options: CalibrationOptions, source: Path, config: AnyConfig) -> Ba
         options.data, Tokenizer.from_dir(source), config.vocab_size, samples=options.samples, seq_len=options.seq_len,
         batch_size=options.sequences_per_batch, seed=options.seed, device=options.device, holdout=options.holdout,
     )  # fmt: skip
-
-
-def _searched_amaxes(job: Job) -> Mapping[str, float]:
-    """Returns the amaxes that `input_scales="search"` chooses for inputs, or no amaxes without this option."""
-    if job.options.input_scales != "search":
-        return {}
-    observed = {name: record.amax for name, record in job.observer.records.items()}
-    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed, job.stages)
 
 
 def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks) -> None:

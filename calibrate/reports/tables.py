@@ -84,11 +84,6 @@ def outlier_text(layer: LayerReport) -> str:
     return f"channel {outlier.channel}: {outlier.size:,.4g} times the median, its weights {outlier.weights:.3g} times"
 
 
-def bytes_in_bf16(report: CalibrationReport) -> str:
-    """Returns how many bytes more the linears in BF16 need than in FP8."""
-    return f"{format_bytes(sum(group.bytes for group in report.in_bf16))} more than in FP8"
-
-
 def summary(report: CalibrationReport) -> str:
     """Returns a sentence about the change of perplexity, and one about the layer that adds most KL divergence."""
     quality, data = report.quality, report.data
@@ -125,9 +120,9 @@ def summary_table(report: CalibrationReport) -> Table:
     for layer in with_outliers(report.layers)[:1]:
         table.add_row("largest outlier channel", f"{layer.name}, {outlier_text(layer)}")
     if report.in_bf16:
-        table.add_row(
-            "stays in BF16", f"{sum(len(g.names) for g in report.in_bf16)} linear layers, {bytes_in_bf16(report)}"
-        )
+        linears = sum(len(group.names) for group in report.in_bf16)
+        extra_bytes = format_bytes(sum(group.bytes for group in report.in_bf16))
+        table.add_row("stays in BF16", f"{linears} linear layers, {extra_bytes} more than in FP8")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
     for layer in report.worst_layers[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
