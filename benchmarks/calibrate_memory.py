@@ -83,8 +83,8 @@ def watched(command: list[str], group: Path | None) -> tuple[float, int, int]:
     started, peak, anonymous = time.perf_counter(), 0, 0
     process = subprocess.Popen(shell, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        found = _status(process.pid)
-        peak, anonymous = max(peak, found.get("VmHWM", 0)), max(anonymous, found.get("RssAnon", 0))
+        status = _status(process.pid)
+        peak, anonymous = max(peak, status.get("VmHWM", 0)), max(anonymous, status.get("RssAnon", 0))
         time.sleep(0.05)
     if process.returncode:
         raise SystemExit(f"The calibration ended with status {process.returncode}.")
@@ -109,23 +109,23 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--folder", type=Path, help="where the model and the result are written")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
         model, out = Path(name) / "model", Path(name) / "out"
-        size = write_model(model, asked.gib, asked.hidden)
-        options = ["--samples", asked.samples, "--seq-len", asked.seq_len, "--rounding", asked.rounding]
+        size = write_model(model, args.gib, args.hidden)
+        options = ["--samples", args.samples, "--seq-len", args.seq_len, "--rounding", args.rounding]
         options += ["--generated-samples", 0]  # it would be read from its file a hundred times
         command = [sys.executable, "-c", CALIBRATE, "calibrate", model, "--out", out, *options]
-        with limited(int(asked.limit_gib * GIB)) as group:
+        with limited(int(args.limit_gib * GIB)) as group:
             seconds, peak, anonymous = watched([str(part) for part in command], group)
-            most = charged(group)
+            peaks = charged(group)
         stages = json.loads((out / "calibration.json").read_text())["seconds"]
     print(
         json.dumps(
             {
                 "file_bytes": size,
-                "limit_bytes": None if group is None else int(asked.limit_gib * GIB),
-                "charged_bytes": most,
+                "limit_bytes": None if group is None else int(args.limit_gib * GIB),
+                "charged_bytes": peaks,
                 "peak_resident_bytes": peak,
                 "peak_anonymous_bytes": anonymous,
                 "seconds": round(seconds, 1),

@@ -69,12 +69,12 @@ print(json.dumps({"scales": found, "total": total, "tokens": sum(map(len, ids))}
 def measured(python: str, program: str, *arguments: str) -> dict[str, float]:
     """What a program prints on its last line, as JSON."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise SystemExit(f"{python} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
+    process = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, env=environment)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        raise SystemExit(f"{python} failed:\n{process.stderr[-2000:]}")
+    results: dict[str, float] = json.loads(lines[-1])
+    return results
 
 
 def random_rows(model: Path, samples: int, length: int) -> list[list[int]]:
@@ -101,21 +101,21 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="of ours; llm-compressor takes one sample at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    asked = parser.parse_args()
-    programs = {"fp8serve": (sys.executable, OURS), "llm-compressor": (asked.peer, PEER)}
+    args = parser.parse_args()
+    programs = {"fp8serve": (sys.executable, OURS), "llm-compressor": (args.peer, PEER)}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
-    for number in range(asked.rounds):
+    for number in range(args.rounds):
         for name, (python, program) in programs.items():
             with tempfile.TemporaryDirectory() as folder:
                 rows = Path(folder) / "rows.json"
-                rows.write_text(json.dumps(random_rows(asked.model, asked.samples, asked.seq_len)), encoding="utf-8")
-                numbers = (str(asked.threads), str(asked.batch_size))
-                arguments = (str(asked.model), str(Path(folder) / "out"), str(rows), *numbers)
+                rows.write_text(json.dumps(random_rows(args.model, args.samples, args.seq_len)), encoding="utf-8")
+                numbers = (str(args.threads), str(args.batch_size))
+                arguments = (str(args.model), str(Path(folder) / "out"), str(rows), *numbers)
                 rounds[name].append(measured(python, program, *arguments))
             print(f"round {number + 1} {name}: {rounds[name][-1]}", file=sys.stderr, flush=True)
-    found = {name: summary(each) for name, each in rounds.items()}
-    faster = found["llm-compressor"]["scales"][0] / found["fp8serve"]["scales"][0]
-    print(json.dumps(found | {"times_as_fast": round(faster, 2)}, indent=2))
+    results = {name: summary(each) for name, each in rounds.items()}
+    faster = results["llm-compressor"]["scales"][0] / results["fp8serve"]["scales"][0]
+    print(json.dumps(results | {"times_as_fast": round(faster, 2)}, indent=2))
 
 
 if __name__ == "__main__":

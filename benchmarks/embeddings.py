@@ -64,20 +64,20 @@ class Program:
 
 def make_texts(encode: Callable[[str], list[int]], words: Sequence[str], longest: int) -> dict[str, Texts]:
     """Texts of each kind, no longer than `longest` tokens: runs of the words that begin at different places."""
-    rng, found = random.Random(0), {}
+    rng, results = random.Random(0), {}
     for kind, (least, most, count) in WORK.items():
         texts = [_text(encode, words, rng, min(longest, rng.randint(least, most))) for _ in range(count)]
-        found[kind] = Texts(texts, sum(len(encode(text)) for text in texts))
-    return found
+        results[kind] = Texts(texts, sum(len(encode(text)) for text in texts))
+    return results
 
 
 def _text(encode: Callable[[str], list[int]], words: Sequence[str], rng: random.Random, tokens: int) -> str:
     """The longest run of words from a random place that has at most `tokens` tokens."""
     start = rng.randrange(len(words))
-    chosen = [words[(start + i) % len(words)] for i in range(tokens)]
-    while len(chosen) > 1 and len(encode(" ".join(chosen))) > tokens:
-        chosen.pop()
-    return " ".join(chosen)
+    piece = [words[(start + i) % len(words)] for i in range(tokens)]
+    while len(piece) > 1 and len(encode(" ".join(piece))) > tokens:
+        piece.pop()
+    return " ".join(piece)
 
 
 # --- programs
@@ -152,21 +152,21 @@ class Measured:
 
 
 def measure(
-    programs: Sequence[Program], work: Mapping[str, Texts], rounds: int, tell: Callable[[str], None]
+    programs: Sequence[Program], work: Mapping[str, Texts], rounds: int, report: Callable[[str], None]
 ) -> Measured:
     """Measures all programs in turn, kind by kind, `rounds` times, after one round that does not count."""
-    found = Measured()
+    results = Measured()
     every = [text for texts in work.values() for text in texts.texts[:8]]
     exact = {program.name: program.vectors(every) for program in programs}
     if FP32 in exact:
-        found.cosine = {name: median(map(cosine, exact[FP32], rows)) for name, rows in exact.items()}
+        results.cosine = {name: median(map(cosine, exact[FP32], rows)) for name, rows in exact.items()}
     for number in range(rounds):
         for kind, texts in work.items():
             for program in programs:
                 seconds = program.time(texts.texts)
-                found.seconds.setdefault(kind, {}).setdefault(program.name, []).append(seconds)
-                tell(f"round {number + 1}, {kind}, {program.name}: {len(texts.texts) / seconds:.1f} texts/s")
-    return found
+                results.seconds.setdefault(kind, {}).setdefault(program.name, []).append(seconds)
+                report(f"round {number + 1}, {kind}, {program.name}: {len(texts.texts) / seconds:.1f} texts/s")
+    return results
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"embeddings-{datetime.now(UTC).date().isoformat()}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    cosines = ", ".join(f"{name} {found:.4f}" for name, found in result["cosine"].items())
+    cosines = ", ".join(f"{name} {cosine:.4f}" for name, cosine in result["cosine"].items())
     print(one_line(result["made"]), "", table(result["rows"]), "", f"cosine to FP32: {cosines}", sep="\n")
     print(f"written: {path}")
     return 0

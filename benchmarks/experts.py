@@ -92,22 +92,22 @@ def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
     (folder / "peers.toml").write_text("\n".join(entries))
     peers_py = runpy.run_path(str(Path(__file__).with_name("peers.py")))
     options = ["--recipe", recipe, "--rounds", str(rounds), "--out", str(folder)]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         failed = peers_py["main"]([model, str(folder / "peers.toml"), *options])
-    print(said.getvalue(), file=sys.stderr)
-    written = re.findall(r"^written: (.+)$", said.getvalue(), re.MULTILINE)[-1]
-    found = {"model": json.loads((folder / "model/config.json").read_text()), **json.loads(Path(written).read_text())}
+    print(output.getvalue(), file=sys.stderr)
+    written = re.findall(r"^written: (.+)$", output.getvalue(), re.MULTILINE)[-1]
+    result = {"model": json.loads((folder / "model/config.json").read_text()), **json.loads(Path(written).read_text())}
     out.mkdir(parents=True, exist_ok=True)
-    (out / Path(written).name.replace("peers", "experts")).write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    (out / Path(written).name.replace("peers", "experts")).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
     return int(failed)
 
 
 # --- peers
 
 
-def told(prefill: float, steps: list[float], batch: int) -> None:
+def print_speeds(prefill: float, steps: list[float], batch: int) -> None:
     """Prints the speeds; for decoding, that of the median step."""
     print(json.dumps({"prefill": PROMPT / prefill, "decode": batch / sorted(steps)[len(steps) // 2]}))
 
@@ -119,8 +119,8 @@ def prompts(batch: int, vocabulary: int) -> list[list[int]]:
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     began = time.perf_counter()
-    found = call()
-    return time.perf_counter() - began, found
+    result = call()
+    return time.perf_counter() - began, result
 
 
 def transformers(model: str, batch: str) -> None:
@@ -140,7 +140,7 @@ def transformers(model: str, batch: str) -> None:
                 lambda t=token, s=state: theirs(t, past_key_values=s.past_key_values, use_cache=True)
             )
             steps.append(seconds)
-    told(prefill, steps, int(batch))
+    print_speeds(prefill, steps, int(batch))
 
 
 def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
@@ -162,7 +162,7 @@ def llama(model: str, kind: str, batch: str, layout: str = "") -> None:
     for number in range(NEW):
         seconds, tokens = timed(lambda t=tokens, n=number: engine.step(t, PROMPT + n))
         steps.append(seconds)
-    told(prefill, steps, int(batch))
+    print_speeds(prefill, steps, int(batch))
 
 
 def _quantized(library: Any, model: str, kind: str) -> str:

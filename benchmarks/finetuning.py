@@ -82,37 +82,37 @@ def rows_of(model: Path, count: int, length: int) -> tuple[list[str], list[list[
 def run(arm: dict[str, Any], job: dict[str, Any], rows: list[list[int]], python: str, folder: Path) -> dict[str, Any]:
     """Runs one arm once: {"seconds": those of each step without the first, "peak": bytes}."""
     if arm.get("peer"):
-        given = {"lora_rank": None, "recompute": False, **arm, "rows": rows, "steps": job["max_steps"]}
+        settings = {"lora_rank": None, "recompute": False, **arm, "rows": rows, "steps": job["max_steps"]}
         described = folder / "job.json"
-        described.write_text(json.dumps({**{k: job[k] for k in ("model", "batch_size", "lr", "threads")}, **given}))
+        described.write_text(json.dumps({**{k: job[k] for k in ("model", "batch_size", "lr", "threads")}, **settings}))
         command = [python, str(PEER), str(described)]
     else:
         with tempfile.TemporaryDirectory(dir=folder) as out:
             return _found([sys.executable, "-c", OURS, json.dumps({**job, **arm, "out": out})])
-    found = _found(command)
-    return {**found, "seconds": found["seconds"][1:]}
+    results = _found(command)
+    return {**results, "seconds": results["seconds"][1:]}
 
 
 def _found(command: list[str]) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{command[0]} did not train: {done.stderr[-800:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} did not train: {process.stderr[-800:]}")
+    results: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return results
 
 
 def compared(rounds: dict[str, list[dict[str, Any]]], tokens: int) -> dict[str, dict[str, float]]:
     """For each arm, tokens a second in the fastest and in the slowest round, and the peak in MiB."""
-    found = {}
+    results = {}
     for name, mine in rounds.items():
         medians = [statistics.median(one["seconds"]) for one in mine]
-        found[name] = {
+        results[name] = {
             "step_seconds": round(min(medians), 3),
             "tokens_per_second": round(tokens / min(medians), 1),
             "slowest_round": round(tokens / max(medians), 1),
             "peak_mib": round(max(one["peak"] for one in mine) / (1 << 20)),
         }
-    return found
+    return results
 
 
 def main() -> None:
@@ -121,27 +121,27 @@ def main() -> None:
     parser.add_argument("--peer", required=True)
     for name, usual in (("--rounds", 3), ("--steps", 6), ("--batch-size", 4), ("--seq-len", 256)):
         parser.add_argument(name, type=int, default=usual)
-    asked = parser.parse_args()
-    model = find_model(asked.model)
-    texts, rows = rows_of(model, asked.batch_size * asked.steps, asked.seq_len)
+    args = parser.parse_args()
+    model = find_model(args.model)
+    texts, rows = rows_of(model, args.batch_size * args.steps, args.seq_len)
     with tempfile.TemporaryDirectory(prefix="fp8serve-finetuning-") as name:
         folder = Path(name)
         data = folder / "data.jsonl"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         job = {
-            "model": str(model), "data": [str(data)], "max_steps": asked.steps, "batch_size": asked.batch_size,
-            "seq_len": asked.seq_len, "lr": 1e-5, "threads": torch.get_num_threads(), "on_divergence": "keep",
+            "model": str(model), "data": [str(data)], "max_steps": args.steps, "batch_size": args.batch_size,
+            "seq_len": args.seq_len, "lr": 1e-5, "threads": torch.get_num_threads(), "on_divergence": "keep",
         }  # fmt: skip
         rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-        for number in range(asked.rounds):
+        for number in range(args.rounds):
             for arm, options in ARMS.items():
-                rounds[arm].append(run(options, job, rows, asked.peer, folder))
+                rounds[arm].append(run(options, job, rows, args.peer, folder))
                 seconds = statistics.median(rounds[arm][-1]["seconds"])
                 print(f"round {number + 1}, {arm}: {seconds:.3f} s a step", file=sys.stderr)
-    command = f"python benchmarks/finetuning.py MODEL --peer PYTHON --rounds {asked.rounds} --steps {asked.steps}"
-    command += f" --batch-size {asked.batch_size}"
-    shape = {"batch_size": asked.batch_size, "seq_len": asked.seq_len, "lora_rank": RANK}
-    figures = compared(rounds, asked.batch_size * asked.seq_len)
+    command = f"python benchmarks/finetuning.py MODEL --peer PYTHON --rounds {args.rounds} --steps {args.steps}"
+    command += f" --batch-size {args.batch_size}"
+    shape = {"batch_size": args.batch_size, "seq_len": args.seq_len, "lora_rank": RANK}
+    figures = compared(rounds, args.batch_size * args.seq_len)
     print(json.dumps({"made": provenance(command), **shape, "figures": figures, "rounds": rounds}, indent=1))
 
 

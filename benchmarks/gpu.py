@@ -104,16 +104,16 @@ def present_architecture() -> str:
     return f"{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def cutlass(given: Path | None) -> Path | None:
+def cutlass(wheel_path: Path | None) -> Path | None:
     """The folder that holds include/cutlass; None leaves the search to CMake."""
-    if given is None and find_spec("cutlass_library") is None:
+    if wheel_path is None and find_spec("cutlass_library") is None:
         wheels = [*ROOT.glob("nvidia_cutlass-*.whl"), *ROOT.glob("build/nvidia_cutlass-*.whl")]
-        given = wheels[0] if wheels else None
-    if given is None or given.suffix != ".whl":
-        return given
-    with zipfile.ZipFile(given) as wheel:
-        wanted = [n for n in wheel.namelist() if "source/include/" in n or "source/tools/util/include/" in n]
-        wheel.extractall(BUILD / "cutlass", wanted)
+        wheel_path = wheels[0] if wheels else None
+    if wheel_path is None or wheel_path.suffix != ".whl":
+        return wheel_path
+    with zipfile.ZipFile(wheel_path) as wheel:
+        members = [n for n in wheel.namelist() if "source/include/" in n or "source/tools/util/include/" in n]
+        wheel.extractall(BUILD / "cutlass", members)
     return BUILD / "cutlass/cutlass_library/source"
 
 

@@ -229,15 +229,15 @@ def capability() -> int:
 
 
 def attempts(bench: Bench, by_row: bool) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {
+    results: dict[str, Callable[..., Any]] = {
         "fp8serve": ours,
         "cuBLASLt": partial(cublas, False),
         "cuBLASLt fast": partial(cublas, True),
         "fp8serve, FP8 out": fp8_out,
     }
     if not by_row and (bench.dry or capability() in gpu_tiles.CHIPS):
-        found |= {f"fp8serve {c.tile}/{c.swizzle}": partial(by_tile, c) for c in choices(bench)}
-    return found
+        results |= {f"fp8serve {c.tile}/{c.swizzle}": partial(by_tile, c) for c in choices(bench)}
+    return results
 
 
 def multiplying(bench: Bench, shape: tuple[int, int, int], by_row: bool) -> Iterator[Row]:
@@ -378,7 +378,7 @@ def decode(bench: Bench) -> Iterator[Row]:
 
 
 def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
-    found: dict[str, list[Callable[[], Iterator[Row]]]] = {
+    results: dict[str, list[Callable[[], Iterator[Row]]]] = {
         "casts": [
             *(partial(quantizing, bench, rows, 8192) for rows in (8192, 16)),
             *(partial(drawing, bench, rows) for rows in (1, 32)),
@@ -397,23 +397,23 @@ def parts(bench: Bench, group: str) -> list[Callable[[], Iterator[Row]]]:
         "linear": [partial(training, bench)],
         "decode": [partial(decode, bench)],
     }
-    return found[group]
+    return results[group]
 
 
 def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The rows of a group; a part that fails is reported in its place. `save` is called after every row."""
-    found: dict[str, Any] = {"backends": ops.backends(bench.device), "rows": []}
+    results: dict[str, Any] = {"backends": ops.backends(bench.device), "rows": []}
     for part in parts(bench, group):
         try:
             for row in part():
-                found["rows"].append(row)
-                save(found)
+                results["rows"].append(row)
+                save(results)
         except Exception as failed:  # any error: the other parts still count
-            found["rows"].append({"what": "failed", "error": f"{type(failed).__name__}: {failed}"[:300]})
-            save(found)
+            results["rows"].append({"what": "failed", "error": f"{type(failed).__name__}: {failed}"[:300]})
+            save(results)
         if not bench.dry:
             torch.cuda.empty_cache()
-    return found
+    return results
 
 
 def tile_inputs(bench: Bench, scales: str, m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
@@ -481,7 +481,7 @@ def main(words: list[str] | None = None) -> None:
     if options.tune != (options.group == "tiles"):
         parser.error("--tune and the group tiles belong together")
     bench = Bench(options.dry_run)
-    save: Callable[[dict[str, Any]], Any] = lambda found: options.out.write_text(json.dumps(found))  # noqa: E731
+    save: Callable[[dict[str, Any]], Any] = lambda results: options.out.write_text(json.dumps(results))  # noqa: E731
     if options.tune:
         tuned(bench, options.kinds, options.header, save)
     else:

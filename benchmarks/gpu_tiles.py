@@ -138,8 +138,8 @@ def predicted(chip: Chip) -> Measure:
         if is_thin(choice.tile) and m > THIN_ROWS:
             raise RuntimeError(f"thin tiles take at most {THIN_ROWS} rows")
         many = not is_thin(choice.tile) and chip.waves(choice.tile, m, n) > 4
-        wanted = 4 if many else 1  # many waves find operands of others in the cache
-        return chip.costs(choice.tile, m, n) * k * (1.0 if choice.swizzle == wanted else 1.01)
+        min_waves = 4 if many else 1  # many waves find operands of others in the cache
+        return chip.costs(choice.tile, m, n) * k * (1.0 if choice.swizzle == min_waves else 1.01)
 
     return cost
 
@@ -167,12 +167,12 @@ def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -
 
 def thinned(entries: list[TileEntry]) -> list[TileEntry]:
     """The entries without those that the others of their kind already imply."""
-    kept = list(entries)
+    remaining = list(entries)
     for entry in entries:
-        rest = [e for e in kept if e != entry]
+        rest = [e for e in remaining if e != entry]
         if all(nearest(rest, *e[:4]) == e.choice for e in entries):
-            kept = rest
-    return kept
+            remaining = rest
+    return remaining
 
 
 def table(chip: Chip, measure: Measure, scales: str) -> list[TileEntry]:

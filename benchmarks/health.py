@@ -90,12 +90,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--pairs", type=int, default=25)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fp8serve-health-") as name:
-        found = measure(prepared(find_model(asked.model), Path(name)), asked.pairs)
-    command = f"python benchmarks/health.py MODEL --pairs {asked.pairs}"
-    shape = {"tokens": ROWS * LENGTH, "every": EVERY, "pairs": asked.pairs}
-    print(json.dumps({"made": provenance(command), **shape, **found}, indent=1))
+        results = measure(prepared(find_model(args.model), Path(name)), args.pairs)
+    command = f"python benchmarks/health.py MODEL --pairs {args.pairs}"
+    shape = {"tokens": ROWS * LENGTH, "every": EVERY, "pairs": args.pairs}
+    print(json.dumps({"made": provenance(command), **shape, **results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def recipe(name: str) -> Recipe | None:
 
 def arms() -> dict[str, Arm]:
     options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16}
-    found = {"torch": Arm(nn.Linear(FEATURES, FEATURES, **options), None)}
-    return found | {name: Arm(Linear(FEATURES, FEATURES, **options), recipe(name)) for name in RECIPES}
+    arms_by_name = {"torch": Arm(nn.Linear(FEATURES, FEATURES, **options), None)}
+    return arms_by_name | {name: Arm(Linear(FEATURES, FEATURES, **options), recipe(name)) for name in RECIPES}
 
 
 def profile(arm: Arm, repeats: int) -> None:

@@ -80,16 +80,16 @@ def inputs(linears: Mapping[str, nn.Module], change: Callable[[str, Tensor], Ten
 
 
 def largest(linears: Mapping[str, nn.Module], decoder: Decoder, batches: list[Batch]) -> dict[str, float]:
-    found = dict.fromkeys(linears, 0.0)
+    amaxes_by_linear = dict.fromkeys(linears, 0.0)
 
     def note(name: str, x: Tensor) -> Tensor:
-        found[name] = max(found[name], float(x.abs().max()))
+        amaxes_by_linear[name] = max(amaxes_by_linear[name], float(x.abs().max()))
         return x
 
     with inputs(linears, note):
         for batch in batches:
             forward(decoder, batch)
-    return found
+    return amaxes_by_linear
 
 
 def cost(cast: Cast, amaxes: Mapping[str, float], decoder: Decoder, batches: list[Batch]) -> Quality:
@@ -97,8 +97,8 @@ def cost(cast: Cast, amaxes: Mapping[str, float], decoder: Decoder, batches: lis
     for batch in batches:
         exact = forward(decoder, batch)
         with inputs(linears, lambda name, x: cast(x, amaxes[name])):
-            got = forward(decoder, batch)
-        add_logits(tally, batch.targets, (decoder, got), (decoder, exact))
+            hidden = forward(decoder, batch)
+        add_logits(tally, batch.targets, (decoder, hidden), (decoder, exact))
     return tally.quality(compared=True)
 
 
@@ -118,11 +118,11 @@ def main() -> None:
     batches = make_batches(samples, 4)
     amaxes = largest({name: decoder.get_submodule(name) for name in decoder.linear_names()}, decoder, batches)
     for name, cast in CASTS.items():
-        found = cost(cast, amaxes, decoder, batches)
-        assert found.reference_perplexity is not None
-        percent = 100 * (found.perplexity / found.reference_perplexity - 1)
-        same = f"same top token {found.top1_agreement:.1%}"
-        print(f"{name:26} KL {found.kl_divergence:.4f}  perplexity {percent:+.2f} %  {same}", flush=True)
+        quality = cost(cast, amaxes, decoder, batches)
+        assert quality.reference_perplexity is not None
+        percent = 100 * (quality.perplexity / quality.reference_perplexity - 1)
+        same = f"same top token {quality.top1_agreement:.1%}"
+        print(f"{name:26} KL {quality.kl_divergence:.4f}  perplexity {percent:+.2f} %  {same}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ async def by_server(url: str, prompts: Sequence[Prompt], new: int) -> tuple[floa
 
 async def _stream(url: str, prompt: Prompt, new: int, began: float) -> float:
     """Reads a whole stream; returns the seconds from `began` to its first event."""
-    place = urlsplit(url)
+    address = urlsplit(url)
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
     sent = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
         writer.write(f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
         said, first = bytearray(), 0.0
@@ -102,7 +102,7 @@ def measure(
     arms: Arms, rounds: int, batch: int, prompt: int, new: int, first: int
 ) -> dict[str, list[dict[str, float]]]:
     """For each arm, a record of each round; the order of the arms changes from round to round."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     rng = random.Random(0)
 
     def prompts(count: int) -> list[Prompt]:
@@ -115,17 +115,17 @@ def measure(
             waits = [arms[name](prompts(1), 2)[0] for _ in range(first)]
             if number:
                 rate = batch * new / seconds
-                found[name].append({"tokens_per_second": rate, "first_ms": 1e3 * statistics.median(waits)})
-    return found
+                results[name].append({"tokens_per_second": rate, "first_ms": 1e3 * statistics.median(waits)})
+    return results
 
 
 def compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
     """For each server, its rounds compared with the engine's."""
-    engine, found = rounds["engine"], {}
+    engine, results = rounds["engine"], {}
     for name, mine in rounds.items():
         rates = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(mine, engine, strict=True)]
         later = [a["first_ms"] - b["first_ms"] for a, b in zip(mine, engine, strict=True)]
-        found[name] = {
+        results[name] = {
             "tokens_per_second": round(statistics.median(one["tokens_per_second"] for one in mine), 1),
             "first_ms": round(statistics.median(one["first_ms"] for one in mine), 2),
             "of_the_engine": round(statistics.median(rates), 4),
@@ -133,7 +133,7 @@ def compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, A
             "rounds_of_the_engine": [round(rate, 4) for rate in rates],
             "rounds_first_ms_later": [round(ms, 2) for ms in later],
         }
-    return found
+    return results
 
 
 def main() -> None:
@@ -142,9 +142,9 @@ def main() -> None:
     for name, default in {"rounds": 5, "batch": 8, "prompt": 64, "new": 96, "first": 5, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", default="stored")
-    asked = parser.parse_args()
-    model, length = find_model(asked.model), 2 * (asked.prompt + asked.new)
-    said = ["--recipe", asked.recipe, "--threads", str(asked.threads), "--max-num-seqs", str(asked.batch)]
+    args = parser.parse_args()
+    model, length = find_model(args.model), 2 * (args.prompt + args.new)
+    said = ["--recipe", args.recipe, "--threads", str(args.threads), "--max-num-seqs", str(args.batch)]
     said += ["--max-model-len", str(length)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8serve-overhead-")))
@@ -155,18 +155,14 @@ def main() -> None:
             options = [*said, *more, "--data-dir", str(folder / name)]
             url = stack.enter_context(RunningServer(model, options, log=folder / f"{name}.log")).url
             arms[name] = lambda prompts, new, url=url: asyncio.run(by_server(url, prompts, new))  # type: ignore[misc]
-        engine = Engine(
-            model, threads=asked.threads, recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=length
-        )
+        engine = Engine(model, threads=args.threads, recipe=args.recipe, max_num_seqs=args.batch, max_model_len=length)
         engine.generate(["warm"], max_new_tokens=2)
         engine.pack_weights()
         arms = {"engine": lambda prompts, new: by_engine(engine, prompts, new), **arms}
-        found = measure(arms, asked.rounds, asked.batch, asked.prompt, asked.new, asked.first)
+        results = measure(arms, args.rounds, args.batch, args.prompt, args.new, args.first)
     made = provenance("python -m benchmarks.overhead")
     print(
-        json.dumps(
-            {**made, "batch": asked.batch, "prompt": asked.prompt, "new": asked.new, **compared(found)}, indent=1
-        )
+        json.dumps({**made, "batch": args.batch, "prompt": args.prompt, "new": args.new, **compared(results)}, indent=1)
     )
 
 

@@ -90,9 +90,9 @@ def speeds(output: str) -> dict[str, float]:
     if output.lstrip().startswith("{"):
         return _from_engine(json.loads(output))
     for line in reversed(output.splitlines()):
-        found = _from_line(line)
-        if found:
-            return found
+        results = _from_line(line)
+        if results:
+            return results
     raise PeerError(f"printed no speed; its last words: {output.strip()[-300:]!r}")
 
 
@@ -132,15 +132,15 @@ class Measured:
     rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, batch: int, found: Mapping[str, float]) -> None:
+    def add(self, name: str, batch: int, results: Mapping[str, float]) -> None:
         rows = self.rounds.setdefault(name, {})
-        if "decode" in found:
-            rows.setdefault(str(batch), []).append(found["decode"])
-        if "prefill" in found and batch == 1:
-            rows.setdefault("prefill", []).append(found["prefill"])
+        if "decode" in results:
+            rows.setdefault(str(batch), []).append(results["decode"])
+        if "prefill" in results and batch == 1:
+            rows.setdefault("prefill", []).append(results["prefill"])
 
 
-def measure(programs: Sequence[Program], rounds: int, run: Run, tell: Callable[[str], None]) -> Measured:
+def measure(programs: Sequence[Program], rounds: int, run: Run, report: Callable[[str], None]) -> Measured:
     """All programs, `rounds` times, batch by batch; one that failed is not started again."""
     measured = Measured()
     for number in range(rounds):
@@ -148,12 +148,12 @@ def measure(programs: Sequence[Program], rounds: int, run: Run, tell: Callable[[
             if program.name in measured.failed:
                 continue
             try:
-                found = speeds(run(program.at(batch)))
+                results = speeds(run(program.at(batch)))
             except (PeerError, ValueError, KeyError) as problem:
                 measured.failed[program.name] = f"batch {batch}: {problem}"
-                found = {}
-            measured.add(program.name, batch, found)
-            tell(f"round {number + 1}, {program.name}, batch {batch}: {found or measured.failed[program.name]}")
+                results = {}
+            measured.add(program.name, batch, results)
+            report(f"round {number + 1}, {program.name}, batch {batch}: {results or measured.failed[program.name]}")
     return measured
 
 
@@ -225,12 +225,12 @@ def main(arguments: Sequence[str] | None = None, run: Run = start) -> int:
     programs = [ours(options.model, options.recipe, batches), *peers]
     began = datetime.now(UTC)
     measured = measure(programs, options.rounds, run, lambda line: print(line, file=sys.stderr, flush=True))
-    made = provenance("python benchmarks/peers.py") | {"began": began.isoformat(timespec="seconds")}
+    origin = provenance("python benchmarks/peers.py") | {"began": began.isoformat(timespec="seconds")}
     commands = {program.name: named(program.command) for program in programs}
     rows = compare(programs, measured)
-    result = {"made": made, "commands": commands, "rows": rows, "rounds": measured.rounds, "failed": measured.failed}
+    result = {"made": origin, "commands": commands, "rows": rows, "rounds": measured.rounds, "failed": measured.failed}
     path = write(options.out, began.date().isoformat(), result)
-    print(one_line(made), "", table(rows), "", f"written: {path}", sep="\n")
+    print(one_line(origin), "", table(rows), "", f"written: {path}", sep="\n")
     for name, problem in measured.failed.items():
         print(f"{name} gave no figures: {problem}", file=sys.stderr)
     return int(bool(measured.failed))

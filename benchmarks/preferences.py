@@ -54,8 +54,8 @@ def ours(folder: Path, job: dict[str, Any], recipe: str) -> Curve:
 
 def theirs(python: str, folder: Path, job: dict[str, Any], rows: Sequence[dict[str, Any]], *, bf16: bool) -> Curve:
     data = write(folder / "ordered.jsonl", in_order(rows, job["seed"]))
-    found: Curve = peer(python, PEER, folder, {**job, "bf16": bf16, "data": data})
-    return found
+    curve: Curve = peer(python, PEER, folder, {**job, "bf16": bf16, "data": data})
+    return curve
 
 
 def main() -> None:
@@ -66,22 +66,22 @@ def main() -> None:
     parser.add_argument("--recipe", action="append")
     parser.add_argument("--loss-type", default="sigmoid", choices=("sigmoid", "sigmoid_norm", "ipo"))
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     job = {
-        "model": asked.model, "max_steps": asked.steps, "batch_size": 4, "seq_len": 128, "lr": 5e-6, "seed": 0,
-        "beta": 0.1, "loss_type": asked.loss_type, "threads": torch.get_num_threads(),
+        "model": args.model, "max_steps": args.steps, "batch_size": 4, "seq_len": 128, "lr": 5e-6, "seed": 0,
+        "beta": 0.1, "loss_type": args.loss_type, "threads": torch.get_num_threads(),
     }  # fmt: skip
-    rows = pairs(4 * asked.steps, 0)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    job["data"] = write(asked.out / "pairs.jsonl", rows)
-    runs = {name: partial(theirs, asked.peer, asked.out, job, rows, bf16=name == TRL) for name in (TRL, IN_FP32)}
-    runs |= {recipe: partial(ours, asked.out, job, recipe) for recipe in asked.recipe or ["bf16", "rowwise"]}
-    curves = {name: kept(asked.out / f"{name}.json", run) for name, run in runs.items()}
-    found = {recipe: apart(curve, curves[TRL]) for recipe, curve in curves.items() if recipe != TRL}
-    recipes = " ".join(f"--recipe {name}" for name in found if name != IN_FP32)
-    command = f"python benchmarks/preferences.py MODEL --peer PYTHON --out DIR --steps {asked.steps} {recipes}"
-    told = {k: v for k, v in job.items() if k not in ("model", "data")}
-    print(json.dumps({"made": provenance(command), "job": told, "apart": found, "curves": curves}, indent=1))
+    rows = pairs(4 * args.steps, 0)
+    args.out.mkdir(parents=True, exist_ok=True)
+    job["data"] = write(args.out / "pairs.jsonl", rows)
+    runs = {name: partial(theirs, args.peer, args.out, job, rows, bf16=name == TRL) for name in (TRL, IN_FP32)}
+    runs |= {recipe: partial(ours, args.out, job, recipe) for recipe in args.recipe or ["bf16", "rowwise"]}
+    curves = {name: kept(args.out / f"{name}.json", run) for name, run in runs.items()}
+    differences = {recipe: apart(curve, curves[TRL]) for recipe, curve in curves.items() if recipe != TRL}
+    recipes = " ".join(f"--recipe {name}" for name in differences if name != IN_FP32)
+    command = f"python benchmarks/preferences.py MODEL --peer PYTHON --out DIR --steps {args.steps} {recipes}"
+    settings = {k: v for k, v in job.items() if k not in ("model", "data")}
+    print(json.dumps({"made": provenance(command), "job": settings, "apart": differences, "curves": curves}, indent=1))
 
 
 if __name__ == "__main__":

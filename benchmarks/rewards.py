@@ -88,21 +88,21 @@ def main() -> None:
     parser.add_argument("--recipe", action="append")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     learnt, held_out = sums()
-    data = asked.out / "sums.jsonl"
+    data = args.out / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in learnt), encoding="utf-8")
-    recipes = asked.recipe or ["delayed", "bf16"]
-    curves = {recipe: train(asked.model, asked.out / recipe, data, recipe, asked.steps) for recipe in recipes}
-    served = {r: ask(asked.out / r / "model", "bf16" if r == "bf16" else "stored", held_out) for r in recipes}
-    if asked.svg is not None:
-        asked.svg.write_text(drawn(curves), encoding="utf-8")
-    command = f"python benchmarks/rewards.py MODEL --out DIR --steps {asked.steps} " + " ".join(
+    recipes = args.recipe or ["delayed", "bf16"]
+    curves = {recipe: train(args.model, args.out / recipe, data, recipe, args.steps) for recipe in recipes}
+    served = {r: ask(args.out / r / "model", "bf16" if r == "bf16" else "stored", held_out) for r in recipes}
+    if args.svg is not None:
+        args.svg.write_text(drawn(curves), encoding="utf-8")
+    command = f"python benchmarks/rewards.py MODEL --out DIR --steps {args.steps} " + " ".join(
         f"--recipe {recipe}" for recipe in recipes
     )
     job = {name: value for name, value in JOB.items() if name != "reward"}
-    before = ask(asked.model, "bf16", held_out)
+    before = ask(args.model, "bf16", held_out)
     print(
         json.dumps(
             {"made": provenance(command), "job": job, "before": before, "after": served, "curves": curves}, indent=1

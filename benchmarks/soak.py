@@ -60,8 +60,8 @@ class Counts:
 
 def send(url: str, key: str, ask: Ask) -> tuple[int, bytes]:
     """The status and what was read. The connection is closed then, even in the middle of the answer."""
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=TIMEOUT)
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT)
     try:
         text = ask.body if isinstance(ask.body, str) else json.dumps(ask.body)
         verb, payload = ("GET", None) if ask.body is None else ("POST", text.encode())

@@ -79,35 +79,35 @@ def _request(rng: random.Random, tenant: str, context: int) -> Wanted:
     ((_, part),) = rng.choices(LENGTHS, [share for share, _ in LENGTHS])
     longest = context - answer
     length = longest if part == 1.0 else rng.randint(1, min(longest, int(part * context)))
-    asked = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
+    parameters = {"max_tokens": answer, "ignore_eos": True, "temperature": 0}
     if rng.random() < 0.5:
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        parameters |= {"stream": True, "stream_options": {"include_usage": True}}
     kind = rng.random()
     if kind < 0.2 and part < 0.5:
         text = " ".join(rng.choices(WORDS, k=rng.randint(1, max(1, context // 32))))
-        return Wanted(tenant, "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": text}]})
+        return Wanted(tenant, "/v1/chat/completions", parameters | {"messages": [{"role": "user", "content": text}]})
     if kind < 0.4 and part < 0.5:
         return Wanted(
-            tenant, "/v1/completions", asked | {"prompt": " ".join(rng.choices(WORDS, k=max(1, length // 8)))}
+            tenant, "/v1/completions", parameters | {"prompt": " ".join(rng.choices(WORDS, k=max(1, length // 8)))}
         )
-    return Wanted(tenant, "/v1/completions", asked | {"prompt": [rng.randrange(3, 250) for _ in range(length)]})
+    return Wanted(tenant, "/v1/completions", parameters | {"prompt": [rng.randrange(3, 250) for _ in range(length)]})
 
 
 # --- sending
 
 
-async def _send_all(url: str, keys: Mapping[str, str], asked: Sequence[Wanted]) -> list[Served]:
-    place, began = urlsplit(url), time.monotonic()
+async def _send_all(url: str, keys: Mapping[str, str], requests: Sequence[Wanted]) -> list[Served]:
+    address, began = urlsplit(url), time.monotonic()
 
     async def one(item: Wanted) -> Served:
         try:
             async with asyncio.timeout(TIMEOUT):
-                raw = await _exchange(str(place.hostname), int(place.port or 80), item, keys[item.tenant])
+                raw = await _exchange(str(address.hostname), int(address.port or 80), item, keys[item.tenant])
             return read_answer(item, raw, time.monotonic() - began)
         except (OSError, ValueError, LookupError) as problem:
             return Served(item.tenant, 0, time.monotonic() - began, said=f"{type(problem).__name__}: {problem}")
 
-    return await asyncio.gather(*map(one, asked))
+    return await asyncio.gather(*map(one, requests))
 
 
 async def _exchange(host: str, port: int, item: Wanted, key: str) -> bytes:
@@ -145,9 +145,9 @@ def read_answer(item: Wanted, raw: bytes, seconds: float) -> Served:
 # --- what a fair server would do
 
 
-def fair_work(asked: Mapping[str, float], share: float) -> dict[str, float]:
+def fair_work(work: Mapping[str, float], share: float) -> dict[str, float]:
     """For each tenant, the server's total work when the tenant has `share` of its own, if time is divided equally."""
-    return {name: sum(min(other, share * mine) for other in asked.values()) for name, mine in asked.items()}
+    return {name: sum(min(other, share * mine) for other in work.values()) for name, mine in work.items()}
 
 
 def reached(served: Iterable[Served], work: float) -> float:
@@ -171,10 +171,10 @@ def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
     names = sorted({one.tenant for one in served})
     mine = {name: [one for one in served if one.tenant == name] for name in names}
     work = fair_work({name: float(sum(one.work for one in mine[name])) for name in names}, 0.95)
-    found = {}
+    results = {}
     for name in names:
         p95, fair = percentile([one.seconds for one in mine[name]], 0.95), reached(served, work[name])
-        found[name] = {
+        results[name] = {
             "requests": len(mine[name]),
             "tokens": sum(one.work for one in mine[name]),
             "p50_seconds": round(percentile([one.seconds for one in mine[name]], 0.5), 2),
@@ -182,7 +182,7 @@ def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
             "fair_p95_seconds": round(fair, 2),
             "times_fair": round(p95 / max(fair, 1e-9), 3),
         }
-    return found
+    return results
 
 
 # --- counts
@@ -193,18 +193,18 @@ def metrics(url: str, key: str) -> Counter[str]:
     request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    found = Counter[str]()
+    results = Counter[str]()
     for sample in (sample for family in families for sample in family.samples):
         labels = {name: value for name, value in sample.labels.items() if name not in ("model", "method")}
         written = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        found[f"{sample.name}{{{written}}}" if written else sample.name] += sample.value
-    return found
+        results[f"{sample.name}{{{written}}}" if written else sample.name] += sample.value
+    return results
 
 
 def due(served: Sequence[Served]) -> dict[str, float]:
     """What `/metrics` must have counted of these answers."""
     count = len(served)
-    found: dict[str, float] = {
+    results: dict[str, float] = {
         "fp8serve_requests_accepted_total": count,
         "fp8serve_requests_finished_total{outcome=ok}": count,
         "fp8serve_requests_finished_total{outcome=failed}": 0,
@@ -218,26 +218,26 @@ def due(served: Sequence[Served]) -> dict[str, float]:
     }
     for tenant in SHARES:
         mine = [one for one in served if one.tenant == tenant]
-        found[f"fp8serve_tenant_requests_total{{tenant={tenant}}}"] = len(mine)
-        found[f"fp8serve_tenant_requests_in_flight{{tenant={tenant}}}"] = 0
+        results[f"fp8serve_tenant_requests_total{{tenant={tenant}}}"] = len(mine)
+        results[f"fp8serve_tenant_requests_in_flight{{tenant={tenant}}}"] = 0
         for kind, tokens in (("prompt", [o.prompt for o in mine]), ("generated", [o.answer for o in mine])):
-            found[f"fp8serve_tenant_tokens_total{{kind={kind},tenant={tenant}}}"] = sum(tokens)
-    return found
+            results[f"fp8serve_tenant_tokens_total{{kind={kind},tenant={tenant}}}"] = sum(tokens)
+    return results
 
 
 def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Served]) -> list[str]:
     """What stays `uncounted` for a while: the server counts a request after its last byte."""
     for _ in range(100):
-        if not (found := uncounted(before, metrics(url, key), served)):
+        if not (results := uncounted(before, metrics(url, key), served)):
             break
         time.sleep(0.1)
-    return found
+    return results
 
 
 def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: Sequence[Served]) -> list[str]:
     """A sentence for every figure of `/metrics` that differs from the answers."""
-    found = {name: after.get(name, 0) - before.get(name, 0) for name in due(served)}
-    wrong = [(name, found[name], wants) for name, wants in due(served).items() if found[name] != wants]
+    results = {name: after.get(name, 0) - before.get(name, 0) for name in due(served)}
+    wrong = [(name, results[name], wants) for name, wants in due(served).items() if results[name] != wants]
     return [f"/metrics: {name} rose by {rose:g}, and {wants:g} are due." for name, rose, wants in wrong]
 
 
@@ -245,7 +245,7 @@ def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: S
 
 
 def load(
-    url: str, keys: Mapping[str, str], pids: dict[str, int], asked: Sequence[Wanted], allow: float
+    url: str, keys: Mapping[str, str], pids: dict[str, int], requests: Sequence[Wanted], allow: float
 ) -> dict[str, Any]:
     """Figures of the run, and `failed`: sentences, none when all is well. `keys`: of each tenant, one that may read
     the metrics.
@@ -257,7 +257,7 @@ def load(
         memory = pool.submit(watch, pids, 1.0, ended)
         crowd = pool.submit(_count, url, reader, ended, peak, began)
         try:
-            served = asyncio.run(_send_all(url, keys, asked))
+            served = asyncio.run(_send_all(url, keys, requests))
         finally:
             ended.set()
         samples, _ = memory.result(), crowd.result()
@@ -267,20 +267,20 @@ def load(
     failed += [f"{one.tenant}: {one.status}: {one.said}" for one in served if one.status != 200][:20]
     failed += settled(url, reader, before, served)
     failed += [
-        f"The tenant {name} has {found['times_fair']} times its fair p95; {MOST_OFF:g} are allowed."
-        for name, found in tenants.items()
-        if found["times_fair"] > MOST_OFF
+        f"The tenant {name} has {results['times_fair']} times its fair p95; {MOST_OFF:g} are allowed."
+        for name, results in tenants.items()
+        if results["times_fair"] > MOST_OFF
     ]
     figures = {"requests": len(served), "seconds": round(max(one.seconds for one in served), 1), "most_in_flight": most}
     ends = {name: [round(s.seconds, 2) for s in served if s.tenant == name] for name in tenants}
     return {**figures, "tenants": tenants, "grown_mb": grown, "failed": failed, "samples": samples, "ends": ends}
 
 
-def _count(url: str, key: str, ended: threading.Event, found: list[tuple[float, float]], began: float) -> None:
+def _count(url: str, key: str, ended: threading.Event, results: list[tuple[float, float]], began: float) -> None:
     """Requests in flight, with their times."""
     while not ended.wait(1.0):
         number = metrics(url, key)["fp8serve_requests_in_flight"]
-        found.append((time.monotonic() - began, number))
+        results.append((time.monotonic() - began, number))
 
 
 def finished(ends: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[float, float]]]:

@@ -101,16 +101,16 @@ def requests(engine: Engine, count: int, form: bool, **params: Any) -> dict[str,
 
 def answers(engine: Engine, count: int) -> dict[str, Any]:
     """How many answers are valid JSON of their schemas, and how fast they were."""
-    asked, texts, tokens = requests(engine, count, form=True, max_new_tokens=512), dict[str, str](), 0
+    args, texts, tokens = requests(engine, count, form=True, max_new_tokens=512), dict[str, str](), 0
     began = time.perf_counter()
-    for _, request in asked.values():
+    for _, request in args.values():
         engine.add_request(request)
     while engine.has_work():
         for output in engine.step():
             texts[output.request_id] = texts.get(output.request_id, "") + output.text_delta
             tokens += len(output.token_ids)
     seconds = time.perf_counter() - began
-    wrong = [texts[name] for name, (subject, _) in asked.items() if not is_valid(texts[name], SCHEMAS[subject])]
+    wrong = [texts[name] for name, (subject, _) in args.items() if not is_valid(texts[name], SCHEMAS[subject])]
     return {
         "asked": count,
         "valid": count - len(wrong),
@@ -177,26 +177,26 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--recipe", default="stored")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
-    engine = Engine(find_model(asked.model), recipe=asked.recipe, max_num_seqs=asked.batch, max_model_len=1024)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = Engine(find_model(args.model), recipe=args.recipe, max_num_seqs=args.batch, max_model_len=1024)
     engine.generate(["warm"], max_new_tokens=8)
     engine.pack_weights()
-    found = answers(engine, asked.answers)
-    pairs = [(steps(engine, asked.batch, False, 48), steps(engine, asked.batch, True, 48)) for _ in range(5)]
+    results = answers(engine, args.answers)
+    pairs = [(steps(engine, args.batch, False, 48), steps(engine, args.batch, True, 48)) for _ in range(5)]
     plain, formed = (statistics.median(step for pair in pairs for step in pair[side]) for side in (0, 1))
     cost = {
         "plain_step_ms": round(1e3 * plain, 3),
         "formed_step_ms": round(1e3 * formed, 3),
-        "plain_tokens_per_second": round(asked.batch / plain, 1),
-        "formed_tokens_per_second": round(asked.batch / formed, 1),
+        "plain_tokens_per_second": round(args.batch / plain, 1),
+        "formed_tokens_per_second": round(args.batch / formed, 1),
         "formed_to_plain_step": round(formed / plain, 4),
         "formed_to_plain_fastest_step": round(fastest(pairs, 1) / fastest(pairs, 0), 4),
-        "mask_microseconds_per_row": masks(engine, asked.batch),
+        "mask_microseconds_per_row": masks(engine, args.batch),
     }
     print(
         json.dumps(
-            {"batch": asked.batch, "answers": found, "steps": cost, **provenance("python benchmarks/structured.py")},
+            {"batch": args.batch, "answers": results, "steps": cost, **provenance("python benchmarks/structured.py")},
             indent=2,
         )
     )

@@ -59,8 +59,8 @@ Row = dict[str, Any]
 def sums(count: int, seed: int) -> list[Row]:
     """Different sums of two numbers, in chats."""
     chance = random.Random(seed)
-    chosen = chance.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
-    return [{"messages": _said(one, two)} for one, two in chosen]
+    selected = chance.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
+    return [{"messages": _said(one, two)} for one, two in selected]
 
 
 def _said(one: int, two: int) -> list[Row]:
@@ -150,10 +150,10 @@ class Comparison:
         save_file({tensor_name(parts[n][0], parts[n][2]): master.detach() for n, master in masters.items()}, file)
         return str(file)
 
-    def asked(self, what: str, arm: str) -> Row:
-        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._asked, what, arm))
+    def ask_result(self, what: str, arm: str) -> Row:
+        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._ask_result, what, arm))
 
-    def _asked(self, what: str, arm: str) -> Row:
+    def _ask_result(self, what: str, arm: str) -> Row:
         result, in_fp8 = self._result(what, arm), arm in ("rowwise", "delayed")
         if what == "all weights":
             return self.ask(Engine(result, recipe="stored" if in_fp8 else "bf16"))
@@ -168,12 +168,12 @@ class Comparison:
         questions = [row["messages"][0] for row in self.held_out]
         prompts = [self.tokenizer.encode_chat([question]) for question in questions]
         done = engine.generate(prompts, adapter=adapter, max_new_tokens=LONGEST, temperature=0.0)
-        said, wanted = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
-        numbers = [answer.rstrip(".").split()[-1] for answer in wanted]
+        said, expected = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
+        numbers = [answer.rstrip(".").split()[-1] for answer in expected]
         return {
             "of": len(said),
             "right": sum(number in _numbers(text) for number, text in zip(numbers, said, strict=True)),
-            "as_taught": sum(text == answer for text, answer in zip(said, wanted, strict=True)),
+            "as_taught": sum(text == answer for text, answer in zip(said, expected, strict=True)),
             "said": {q["content"]: text for q, text in zip(questions, said, strict=True)},
         }
 
@@ -207,15 +207,15 @@ def main() -> None:
     parser.add_argument("--arm", action="append", choices=ARMS["all weights"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
-    asked = parser.parse_args()
-    comparison = Comparison(asked.model, asked.peer, asked.out, asked.steps)
-    chosen = {what: asked.arm or ARMS[what] for what in asked.train or ARMS}
-    runs = {what: {arm: comparison.run(what, arm) for arm in arms} for what, arms in chosen.items()}
+    args = parser.parse_args()
+    comparison = Comparison(args.model, args.peer, args.out, args.steps)
+    selected = {what: args.arm or ARMS[what] for what in args.train or ARMS}
+    runs = {what: {arm: comparison.run(what, arm) for arm in arms} for what, arms in selected.items()}
     curves = {what: {arm: run["curve"] for arm, run in found.items()} for what, found in runs.items()}
-    answers = {what: {arm: comparison.asked(what, arm) for arm in arms} for what, arms in chosen.items()}
-    before = kept(asked.out / "before.answers.json", lambda: comparison.ask(Engine(asked.model, recipe="bf16")))
-    if asked.svg is not None:
-        asked.svg.write_text(drawn(curves), encoding="utf-8")
+    answers = {what: {arm: comparison.ask_result(what, arm) for arm in arms} for what, arms in selected.items()}
+    before = kept(args.out / "before.answers.json", lambda: comparison.ask(Engine(args.model, recipe="bf16")))
+    if args.svg is not None:
+        args.svg.write_text(drawn(curves), encoding="utf-8")
     differences = {
         what: {
             peer_arm: {arm: apart(curve, found[peer_arm]) for arm, curve in found.items() if arm != peer_arm}
@@ -224,9 +224,9 @@ def main() -> None:
         }
         for what, found in curves.items()
     }
-    command = f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {asked.steps}"
-    command += "".join(f" --train '{what}'" for what in asked.train or ())
-    command += "".join(f" --arm '{arm}'" for arm in asked.arm or ())
+    command = f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {args.steps}"
+    command += "".join(f" --train '{what}'" for what in args.train or ())
+    command += "".join(f" --arm '{arm}'" for arm in args.arm or ())
     print(
         json.dumps(
             {

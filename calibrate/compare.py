@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch, first_sequences, join_sequences
-from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally, TokenTally, add_logits, read_tallies
+from fp8serve.calibration.data import Batch, first_sequences, join_sequences, scored_rows
+from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.passes import (
     Linears,
-    backpropagate,
+    backpropagate_loss,
     entries_of_layer,
     forward,
     forward_hooks,
@@ -122,8 +122,6 @@ def kl_shares(
     linears: Mapping[str, nn.Module],
     batches: Sequence[Batch],
     fp8_output: FP8Output,
-    *,
-    seed: int = 0,
     stages: Stages | None = None,
 ) -> dict[str, float]:
     """Returns the nats per token that the FP8 of each of `linears` adds to the KL divergence, by name.
@@ -132,7 +130,12 @@ def kl_shares(
     for a layer with a share that is not finite.
     """
     sums: dict[str, Tensor] = {}
-    generator = torch.Generator(batches[0].ids.device).manual_seed(seed)
+    generator = torch.Generator(batches[0].ids.device).manual_seed(0)
+
+    def loss_of_samples(logits: Tensor, rows: Tensor) -> Tensor:
+        sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+        return cross_entropy(logits, sampled, reduction="sum")
+
     tokens = 0
     sequences = first_sequences(batches, KL_SHARE_TOKENS)
     if (limit := _tokens_per_pass(linears)) is not None:
@@ -141,7 +144,9 @@ def kl_shares(
         errors = _summed_squared_errors(linears, fp8_output, sums)
         with releasing_layers(decoder), with_activation_gradients(decoder), errors:
             hidden = forward(decoder, sequence)
-        tokens += _backpropagate_samples(decoder, hidden, sequence.targets, generator)
+        scored = scored_rows(sequence.targets)
+        backpropagate_loss(decoder, hidden, scored, loss_of_samples)
+        tokens += len(scored)
     totals = dict.fromkeys(linears, 0.0)
     if sums:
         totals |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
@@ -183,17 +188,3 @@ def _summed_squared_errors(
         return hook
 
     return forward_hooks(linears, make_hook)
-
-
-def _backpropagate_samples(decoder: Model, hidden: Tensor, targets: Tensor, generator: torch.Generator) -> int:
-    """Backpropagates the log-likelihood of sampled tokens to the embedding; returns the number of sampled tokens."""
-    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    leaf = hidden.detach().requires_grad_()
-    with torch.enable_grad():
-        for rows in torch.split(scored, LOGITS_PER_SLICE):
-            logits = decoder.logits(leaf[rows])
-            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
-            cross_entropy(logits, sampled, reduction="sum").backward()  # type: ignore[no-untyped-call]
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-    return len(scored)

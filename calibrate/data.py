@@ -199,6 +199,11 @@ def _targets(sample: Sample) -> list[int]:
     return [token if scored else IGNORE_INDEX for token, scored in next_tokens] + [IGNORE_INDEX]
 
 
+def scored_rows(targets: Tensor) -> Tensor:
+    """Returns the indices of the targets that are scored."""
+    return (targets != IGNORE_INDEX).nonzero().squeeze(1)
+
+
 def first_sequences(batches: Sequence[Batch], tokens: int) -> list[Batch]:
     """Returns the first sequences with at most `tokens` tokens in all, at least one, each as a batch of its own."""
     sequences: list[Batch] = []

@@ -5,16 +5,14 @@ needs no labelled data. Each text is split into halves. The first halves are the
 documents, and the correct document of a query is the other half of the same text.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from fp8serve.calibration.result import LayerReport, LinearGroup, Origin
+from fp8serve.calibration.result import BaseCalibrationReport, BaseEvalReport, LayerReport
 from fp8serve.model.text.tokenizer import Tokenizer
 
 MIN_MEDIAN_COSINE = 0.999  # below this median a report names options that reduce the error
@@ -27,8 +25,8 @@ class CosineSummary:
 
     texts: int
     median: float
-    fifth: float  # 5th percentile
-    least: float
+    percentile_5: float
+    minimum: float
     mean: float
 
     @classmethod
@@ -44,7 +42,7 @@ class CosineSummary:
         )
 
     def summary(self) -> str:
-        return f"Cosine to BF16 over {self.texts} texts: median {self.median:.5f}, minimum {self.least:.5f}."
+        return f"Cosine to BF16 over {self.texts} texts: median {self.median:.5f}, minimum {self.minimum:.5f}."
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,24 @@ class Ranking:
 
     queries: int
     candidates: int  # documents that are ranked for each query
-    found: float  # fraction of queries with the correct document at rank 1
-    reference_found: float | None = None  # the same for the reference model
-    same_first: float | None = None  # fraction of queries for which both models put the same document at rank 1
-    same_top: float | None = None  # mean fraction of the first TOP_K documents that both models share
+    top1_accuracy: float  # fraction of queries with the correct document at rank 1
+    reference_top1_accuracy: float | None = None  # the same for the reference model
+    same_top1: float | None = None  # fraction of queries for which both models put the same document at rank 1
+    top_k_overlap: float | None = None  # mean fraction of the first TOP_K documents that both models share
 
     @classmethod
-    def of(cls, scores: Tensor, right: Tensor, reference: Tensor | None) -> "Ranking":
-        """Compares scores [queries, candidates] with reference scores; `right` [queries] are the correct columns."""
+    def of(cls, scores: Tensor, correct: Tensor, reference: Tensor | None) -> "Ranking":
+        """Compares scores [queries, candidates] with reference scores; `correct` [queries] are the correct columns."""
         queries, candidates = scores.shape
-        accuracy = float((scores.argmax(1) == right).double().mean())
+        accuracy = float((scores.argmax(1) == correct).double().mean())
         if reference is None:
             return cls(queries, candidates, accuracy)
-        same_first = float((scores.argmax(1) == reference.argmax(1)).double().mean())
+        same_top1 = float((scores.argmax(1) == reference.argmax(1)).double().mean())
         k = min(TOP_K, candidates)
         top = [{*row.topk(k).indices.tolist()} for row in (*scores, *reference)]
         shared = [len(a & b) / k for a, b in zip(top[:queries], top[queries:], strict=True)]
-        reference_accuracy = float((reference.argmax(1) == right).double().mean())
-        return cls(queries, candidates, accuracy, reference_accuracy, same_first, sum(shared) / queries)
+        reference_accuracy = float((reference.argmax(1) == correct).double().mean())
+        return cls(queries, candidates, accuracy, reference_accuracy, same_top1, sum(shared) / queries)
 
 
 def cosine_matrix(queries: Tensor, documents: Tensor) -> Tensor:
@@ -89,9 +87,9 @@ def split_texts(rows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[tup
     return results
 
 
-def candidate_indices(count: int, limit: int = TOP_K) -> Tensor:
+def candidate_indices(count: int) -> Tensor:
     """Returns the documents to score for each of `count` queries, [count, candidates]: its own and the next ones."""
-    return (torch.arange(count)[:, None] + torch.arange(min(limit, count))) % count
+    return (torch.arange(count)[:, None] + torch.arange(min(TOP_K, count))) % count
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class ScoreDistance:
     texts: int
     labels: int
     mean: float
-    largest: float
+    maximum: float
     same_label: float | None  # fraction of texts with the same most likely label; None if there is one label
 
     @classmethod
@@ -113,57 +111,25 @@ class ScoreDistance:
         return cls(texts, labels, float(difference.mean()), float(difference.max()), same)
 
 
-@dataclass(frozen=True)
-class EncoderEvalReport:
+@dataclass(frozen=True, kw_only=True)
+class EncoderEvalReport(BaseEvalReport):
     """The output of `fp8serve eval` for an encoder.
 
-    Without a reference `closeness` and `scores` are None and `layers` is empty. `scores` is None for a model without
-    labels.
+    Without a reference `cosine` and `scores` are None. `scores` is None for a model without labels.
     """
 
-    model: str
-    against: str | None
-    recipe: str
-    source: tuple[str, ...]
-    samples: int
-    documents: int
-    seq_len: int
-    tokens: int
-    closeness: CosineSummary | None
+    cosine: CosineSummary | None
     ranking: Ranking | None
     scores: ScoreDistance | None
-    layers: tuple[LayerReport, ...]
-    seconds: float
-    notes: tuple[str, ...] = ()
-    made: Origin | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class EmbeddingReport:
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingReport(BaseCalibrationReport):
     """The contents of calibration.json for an encoder."""
 
-    model: str
-    out: str
-    recipe: Mapping[str, Any]
-    format: str
-    device: str
     source: tuple[str, ...]
     samples: int
     tokens: int
     held_out_source: tuple[str, ...]
     quality: CosineSummary
     layers: tuple[LayerReport, ...]
-    bytes_before: int
-    bytes_after: int
-    seconds: Mapping[str, float]
-    versions: Mapping[str, str]
-    rounding: str
-    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
-    notes: tuple[str, ...] = ()
-    made: Origin | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False)

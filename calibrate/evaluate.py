@@ -6,6 +6,7 @@ the input that occurs in the measured model.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,7 @@ from fp8serve.calibration.embedding import (
 from fp8serve.calibration.measure import LayerTally, TokenTally, add_logits, read_tallies
 from fp8serve.calibration.options import SampleOptions
 from fp8serve.calibration.output import call_text, make_origin
-from fp8serve.calibration.passes import compare_with_reference as compared
-from fp8serve.calibration.passes import forward
+from fp8serve.calibration.passes import compare_with_reference, forward
 from fp8serve.calibration.pipeline import pooling_of
 from fp8serve.calibration.progress import Progress, Stages
 from fp8serve.calibration.result import EvalReport, LayerReport, Quality
@@ -79,7 +79,9 @@ def evaluate(
     stages, source = Stages(progress), Path(model_dir)
     with stages.stage("load"):
         model = load_servable(source, recipe_of_name(recipe), scales=scales, device=settings.device, head=head_dtype)
-        reference = None if against is None else _reference(model, source, Path(against), settings.device)
+        reference = None if against is None else load_servable(Path(against), "bf16", device=settings.device)
+        if reference is not None:
+            check_comparable(model, reference, source, Path(str(against)))
         limit, notes = limit_seq_len(settings.seq_len, *(m.config for m in (model, reference) if m is not None))
         samples = load_samples(
             settings.data, Tokenizer.from_dir(source), model.config.vocab_size,
@@ -103,7 +105,7 @@ def evaluate(
         notes=notes + missing_samples_note(settings.samples, limit, len(samples), tokens),
         documents=count_documents(samples),
         tokens=tokens,
-        made=make_origin(command or call_text("evaluate", source, **arguments, **options)),
+        origin=make_origin(command or call_text("evaluate", source, **arguments, **options)),
         head_dtype=head_dtype,
     )
 
@@ -118,39 +120,41 @@ def recipe_of_name(recipe: RecipeChoice | Recipe) -> Literal["stored", "bf16"] |
     return from_name(recipe) or "bf16"
 
 
-def _reference(model: Model, source: Path, against: Path, device: str) -> Model:
-    reference = load_servable(against, "bf16", device=device)
-    check_comparable(model, reference, source, against)
-    return reference
-
-
 def _measure(
     model: Model, reference: Model | None, batches: Sequence[Batch], stages: Stages
 ) -> tuple[Quality, tuple[LayerReport, ...]]:
     """Returns the quality over all tokens and, with a reference, the statistics of every FP8 linear."""
-    linears = {} if reference is None else {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    linears = {} if reference is None else fp8_linears(model)
     linears.pop(model.head_name, None)
-    tokens, layers = TokenTally(), {name: LayerTally() for name in linears}
+    tokens, tallies = TokenTally(), {name: LayerTally() for name in linears}
     for batch in stages.steps("evaluate", batches):
-        with compared(linears, dict((reference or model).named_modules()), layers):
+        with compare_with_reference(linears, dict((reference or model).named_modules()), tallies):
             hidden = forward(model, batch)
         reference_hidden = None if reference is None else (reference, forward(reference, batch))
         add_logits(tokens, batch.targets, (model, hidden), reference_hidden)
-    shares = {} if reference is None else _shares(reference, linears, batches, stages)
-    if reference is not None:
-        for name, linear in linears.items():
-            layers[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
-    read_tallies(layers.values())
-    reports = tuple(tally.report(name, shares.get(name)) for name, tally in layers.items())
-    return tokens.quality(compared=reference is not None), reports
-
-
-def _shares(
-    reference: Model, linears: Mapping[str, FrozenLinear], batches: Sequence[Batch], stages: Stages
-) -> dict[str, float]:
-    """Returns the KL divergence that each FP8 linear would add if it alone replaced the linear of the reference."""
+    quality = tokens.quality(compared=reference is not None)
+    if reference is None:
+        return quality, ()
     exact = {name: reference.get_submodule(name) for name in linears}
-    return kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
+    shares = kl_shares(reference, exact, batches, lambda name, linear, x: linears[name](x), stages=stages)
+    return quality, _layer_reports(linears, reference, tallies, shares)
+
+
+def fp8_linears(model: AnyModel) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+
+
+def _layer_reports(
+    linears: Mapping[str, FrozenLinear],
+    reference: AnyModel,
+    tallies: Mapping[str, LayerTally],
+    shares: Mapping[str, float] | None = None,
+) -> tuple[LayerReport, ...]:
+    """Returns the statistics of `linears`. `shares` are the KL divergences that they would add to the reference."""
+    for name, linear in linears.items():
+        tallies[name].add_weight(reference.get_parameter(f"{name}.weight"), linear)
+    read_tallies(tallies.values())
+    return tuple(tally.report(name, (shares or {}).get(name)) for name, tally in tallies.items())
 
 
 def check_comparable(model: AnyModel, reference: AnyModel, source: Path, against: Path) -> None:
@@ -198,7 +202,7 @@ def evaluate_encoder(
     cut = () if limit == settings.seq_len else (f"Texts were cut to {limit} tokens, the limit of the model.",)
     comparison = _Comparison(model, reference, pooling, tokenizer, stages, settings, limit)
     texts: Texts = [(list(s.ids), [0] * len(s.ids)) for s in samples]
-    closeness, scores, layers = comparison.compare_texts(texts)
+    cosine, scores, layers = comparison.compare_texts(texts)
     tokens = sum(len(ids) for ids, _ in texts)
     arguments = {"data": data, "against": against, "recipe": recipe, "scales": scales}
     return EncoderEvalReport(
@@ -210,55 +214,49 @@ def evaluate_encoder(
         documents=count_documents(samples),
         seq_len=limit,
         tokens=tokens,
-        closeness=closeness,
+        cosine=cosine,
         ranking=comparison.ranking(split_texts([ids for ids, _ in texts], tokenizer)),
         scores=scores,
         layers=layers,
         seconds=stages.total(),
         notes=cut + missing_samples_note(settings.samples, limit, len(samples), tokens),
-        made=make_origin(command or call_text("calibration.evaluate.evaluate_encoder", source, **arguments, **options)),
+        origin=make_origin(
+            command or call_text("calibration.evaluate.evaluate_encoder", source, **arguments, **options)
+        ),
     )
 
 
 def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
     """Loads the model as it is served, so that a text's outputs do not depend on the other texts of its batch."""
     model = load_any_servable(source, recipe, scales, device)
-    for module in model.modules():
-        if isinstance(module, FrozenLinear):
-            module.make_rows_independent()
+    for linear in fp8_linears(model).values():
+        linear.make_rows_independent()
     return model
 
 
+@dataclass(frozen=True)
 class _Comparison:
-    """Runs a model, and its reference if there is one, over the same texts."""
+    """Runs a model, and its reference if there is one, over the same texts of at most `limit` tokens."""
 
-    def __init__(
-        self,
-        model: AnyModel,
-        reference: AnyModel | None,
-        pooling: Pooling,
-        tokenizer: Tokenizer,
-        stages: Stages,
-        settings: SampleOptions,
-        limit: int,
-    ) -> None:
-        self.model, self.reference, self.pooling, self.tokenizer = model, reference, pooling, tokenizer
-        self.stages, self.options, self.limit = stages, settings, limit
+    model: AnyModel
+    reference: AnyModel | None
+    pooling: Pooling
+    tokenizer: Tokenizer
+    stages: Stages
+    options: SampleOptions
+    limit: int
 
     def compare_texts(self, texts: Texts) -> tuple[CosineSummary | None, ScoreDistance | None, tuple[LayerReport, ...]]:
         """Compares vectors and scores, and every FP8 linear; without a reference the result is (None, None, ())."""
         if self.reference is None:
             return None, None, ()
-        linears = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
+        linears = fp8_linears(self.model)
         tallies = {name: LayerTally() for name in linears}
-        with compared(linears, dict(self.reference.named_modules()), tallies):
+        with compare_with_reference(linears, dict(self.reference.named_modules()), tallies):
             vectors, scores = self._run(self.model, texts, "evaluate")
         exact_vectors, exact_scores = self._run(self.reference, texts, "reference")
-        for name, linear in linears.items():
-            tallies[name].add_weight(self.reference.get_parameter(f"{name}.weight"), linear)
         distance = None if scores is None or exact_scores is None else ScoreDistance.of(scores, exact_scores)
-        read_tallies(tallies.values())
-        reports = tuple(tally.report(name) for name, tally in tallies.items())
+        reports = _layer_reports(linears, self.reference, tallies)
         return CosineSummary.of(exact_vectors, vectors), distance, reports
 
     def ranking(self, pairs: Sequence[tuple[str, str]]) -> Ranking | None:
@@ -269,8 +267,8 @@ class _Comparison:
         rank = self._by_cosine if head is None else self._by_score
         reference = None if self.reference is None else rank(self.reference, pairs)
         scores = rank(self.model, pairs)
-        right = torch.zeros(len(pairs)) if head is not None else torch.arange(len(pairs))
-        return Ranking.of(scores, right, reference)
+        correct = torch.zeros(len(pairs)) if head is not None else torch.arange(len(pairs))
+        return Ranking.of(scores, correct, reference)
 
     def _by_cosine(self, model: AnyModel, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Returns the scores of every first half with every second half."""

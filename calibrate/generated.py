@@ -92,8 +92,8 @@ def generate_continuations(
     new = [len(p) for p in prompts]
     generators = [torch.Generator().manual_seed(zlib.crc32(repr(list(p)).encode())) for p in prompts]
     for _ in range(tokens):
-        last = torch.tensor(new, device=device).cumsum(0) - 1
-        logits = decoder.logits(decoder(ids, *cache.append(new), last)).float()
+        last_rows = torch.tensor(new, device=device).cumsum(0) - 1
+        logits = decoder.logits(decoder(ids, *cache.append(new), last_rows)).float()
         ids, new = (logits + temperature * _gumbel(logits, generators)).argmax(-1), [1] * len(prompts)
         columns.append(ids.tolist())
     return [list(column) for column in zip(*columns, strict=True)]

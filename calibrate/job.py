@@ -1,12 +1,12 @@
-"""The state of a running calibration, and its two tasks.
+"""The state of a running calibration, and the two judges of its error.
 
-For a model that generates text, `GenerationTask` measures the error of FP8 by the predictions: perplexity, KL
-divergence, and the share of each layer. For a model that embeds, `EmbeddingTask` measures the cosine of its vectors
-with those in high precision. An encoder is small, so the layers that stay in BF16 are chosen by measurement: one pass
-for each group of layers, with only this group in FP8.
+For a model that generates text, `DivergenceJudge` measures the error of FP8 by the predictions: perplexity, KL
+divergence, and the share of each layer. For a model that embeds, `CosineJudge` measures the cosine of its vectors with
+those in high precision. An encoder is small, so the layers that stay in BF16 are chosen by measurement: one pass for
+each group of layers, with only this group in FP8.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,7 +18,7 @@ from fp8serve.calibration.compare import compare, freeze_function, kl_shares
 from fp8serve.calibration.data import Batches
 from fp8serve.calibration.embedding import CosineSummary
 from fp8serve.calibration.measure import LayerTally, read_tallies
-from fp8serve.calibration.observe import Observer, observe, observe_texts
+from fp8serve.calibration.observe import Observer
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.passes import release_weights, replaced_modules, run_in_fp8
 from fp8serve.calibration.progress import Stages
@@ -38,7 +38,6 @@ from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.scaling import ScalingState
 from fp8serve.model.building import AnyModel, Model, hidden_states
 from fp8serve.model.network.pooling import Pooling
-from fp8serve.ranks import ALONE, Ranks
 
 Layers = tuple[LayerReport, ...]
 
@@ -58,7 +57,7 @@ class Job:
     linears: dict[str, Linear]
     batches: Batches
     observer: Observer
-    task: "Task"
+    judge: "Judge"
     states: dict[str, ScalingState] = field(default_factory=dict)
     smoothed: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that replace those of the source
     rounded: dict[str, FrozenLinear] | None = None
@@ -84,10 +83,8 @@ class Job:
                     self.states.pop(f"{name}.{role}", None)
 
 
-class Task(Protocol):
-    """Observes the calibration batches of a job, and measures the error of FP8 on its held-out batches."""
-
-    def observe(self, job: Job, ranks: Ranks = ALONE) -> Observer: ...
+class Judge(Protocol):
+    """Measures the error of FP8 on the held-out batches of a job."""
 
     def meet_target(self, job: Job) -> None:
         """Leaves as few linears in BF16 as the quality target allows. Raises RecipeError if it needs all of them."""
@@ -96,31 +93,36 @@ class Task(Protocol):
         """Returns the quality of the model, and the statistics of every linear."""
 
 
-class GenerationTask:
-    """The `Task` of models that generate text."""
+def _leave_in_bf16(
+    job: Job, candidates: Sequence[LinearGroup], is_met: Callable[[Collection[str]], bool], refusal: str
+) -> None:
+    """Leaves as few of the first `candidates` in BF16 as `is_met`, called with the names of the FP8 linears, allows.
 
-    def observe(self, job: Job, ranks: Ranks = ALONE) -> Observer:
-        options = job.options
-        return observe(
-            job.decoder, job.linears, job.batches.calibration, job.recipe, kv_cache=options.kv_cache,
-            gradients=options.gradients, all_experts=options.all_experts, stages=job.stages, ranks=ranks,
-        )  # fmt: skip
+    Raises RecipeError with `refusal` if all of them would stay in BF16.
+    """
+
+    def is_met_without(groups: Sequence[LinearGroup]) -> bool:
+        excluded = {name for group in groups for name in group.names}
+        return is_met([name for name in job.linears if name not in excluded])
+
+    count = min_groups_in_bf16(candidates, is_met_without)
+    if count == len(candidates):
+        raise RecipeError(refusal)
+    job.leave_in_bf16(candidates[:count])
+
+
+class DivergenceJudge:
+    """The `Judge` of models that generate text."""
 
     def meet_target(self, job: Job) -> None:
         if (target := QualityTarget.of(job.options)) is None:
             return
 
-        def is_met(groups: Sequence[LinearGroup]) -> bool:
-            names = {name for group in groups for name in group.names}
-            return target.is_met(self.compare(job, {n: x for n, x in job.linears.items() if n not in names})[0])
+        def is_met(names: Collection[str]) -> bool:
+            return target.is_met(self.compare(job, {name: job.linears[name] for name in names})[0])
 
-        candidates = groups_by_cost(job.linears, self._shares(job))
-        count = min_groups_in_bf16(candidates, is_met)
-        if count == len(candidates):
-            raise RecipeError(
-                "The target needs every linear layer in high precision; set a higher limit, or do not calibrate."
-            )
-        job.leave_in_bf16(candidates[:count])
+        refusal = "The target needs every linear layer in high precision; set a higher limit, or do not calibrate."
+        _leave_in_bf16(job, groups_by_cost(job.linears, self._shares(job)), is_met, refusal)
 
     def measure(self, job: Job) -> tuple[Quality, Layers]:
         quality, layers = self.compare(job)
@@ -148,25 +150,21 @@ class GenerationTask:
         return kl_shares(job.decoder, job.linears, job.batches.held_out, fp8_output, stages=job.stages)
 
 
-class EmbeddingTask:
-    """The `Task` of models that embed. It compares the vectors of each held-out text by both models."""
+class CosineJudge:
+    """The `Judge` of models that embed. It compares the vectors of each held-out text by both models."""
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
         self._exact: Tensor | None = None
 
-    def observe(self, job: Job, ranks: Ranks = ALONE) -> Observer:
-        return observe_texts(job.model, job.observer, job.batches.calibration, job.recipe, job.stages)
-
     def meet_target(self, job: Job) -> None:
-        """See `Task`. The groups whose quantization changes the vectors most per byte saved stay in BF16 first."""
+        """See `Judge`. The groups whose quantization changes the vectors most per byte saved stay in BF16 first."""
         if (cosine := job.options.target_cosine) is None:
             return
         frozen = self._frozen(job)
 
-        def is_met(groups: Sequence[LinearGroup]) -> bool:
-            names = {name for group in groups for name in group.names}
-            return self._compare(job, {n: x for n, x in frozen.items() if n not in names}).median >= cosine
+        def is_met(names: Collection[str]) -> bool:
+            return self._compare(job, {name: frozen[name] for name in names}).median >= cosine
 
         candidates = []
         for names in job.stages.steps("rank", serving_groups(frozen)):
@@ -174,13 +172,10 @@ class EmbeddingTask:
             size = sum(bytes_saved(job.linears[name]) for name in names)
             candidates.append(LinearGroup(names, size, None, group_cosine))
         candidates.sort(key=lambda group: ((group.cosine or 0.0) - 1) / group.bytes)
-        count = min_groups_in_bf16(candidates, is_met)
-        if count == len(candidates):
-            raise RecipeError(
-                f"A cosine of {cosine} needs every linear layer in high precision; "
-                "set a lower target, or do not calibrate."
-            )
-        job.leave_in_bf16(candidates[:count])
+        refusal = (
+            f"A cosine of {cosine} needs every linear layer in high precision; set a lower target, or do not calibrate."
+        )
+        _leave_in_bf16(job, candidates, is_met, refusal)
 
     def measure(self, job: Job) -> tuple[CosineSummary, Layers]:
         exact, frozen = self._exact_vectors(job), self._frozen(job)

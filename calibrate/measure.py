@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from fp8serve.calibration.data import IGNORE_INDEX
+from fp8serve.calibration.data import scored_rows
 from fp8serve.calibration.result import CastReport, ChannelReport, LayerReport, Quality
 from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.frozen import FrozenLinear
@@ -183,8 +183,7 @@ def add_logits(
     tally: TokenTally, targets: Tensor, model: tuple[Model, Tensor], reference: tuple[Model, Tensor] | None = None
 ) -> None:
     """Adds the logits of both models in slices; each model is a pair (decoder, hidden states [T, hidden])."""
-    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    for rows in torch.split(scored, LOGITS_PER_SLICE):
+    for rows in torch.split(scored_rows(targets), LOGITS_PER_SLICE):
         reference_logits = reference[0].logits(reference[1][rows]) if reference else None
         tally.add(targets[rows], model[0].logits(model[1][rows]), reference_logits)
 

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,16 +49,16 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
-from fp8serve.model.building import AnyModel, Model, hidden_states
+from fp8serve.model.building import AnyModel, Model
+from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import mixtures, reset_token_counts, route_to_all_experts
 from fp8serve.ranks import ALONE, Ranks
 
 Counts = dict[str, Tensor]  # by the name of a mixture: the number of tokens of each expert, int64 [E]
-T = TypeVar("T")
 
 
 @contextmanager
-def count_expert_tokens(decoder: Model, *, all_experts: bool) -> Iterator[Counts]:
+def count_expert_tokens(decoder: AnyModel, *, all_experts: bool) -> Iterator[Counts]:
     """Counts the tokens of every expert inside the context; the yielded counts are filled when the context ends.
 
     With `all_experts` every expert computes every token, but a token counts only for the experts that its router
@@ -69,11 +69,6 @@ def count_expert_tokens(decoder: Model, *, all_experts: bool) -> Iterator[Counts
     with route_to_all_experts(decoder) if all_experts else nullcontext():
         yield counts
     counts |= {name: mixture.tokens.cpu().clone() for name, mixture in mixtures(decoder).items()}
-
-
-def sum_counts(shares: Sequence[Counts]) -> Counts:
-    """Returns the sums of the counts of all ranks."""
-    return {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
 
 
 def unreached_experts(counts: Mapping[str, Tensor]) -> list[str]:
@@ -116,7 +111,9 @@ class Observer:
         kv_layers: Iterable[str] = (),
     ) -> None:
         self.linears, self.target = linears, target
-        self.recipe = recipe = observation_recipe(target)
+        # a scale after each batch, a history of at least 2, no reduction over ranks
+        history_len = max(2, target.amax_history_len)
+        self.recipe = recipe = replace(target, interval=1, amax_history_len=history_len, reduce_amax=False)
         self.roles = ("input", "weight", "grad_output") if gradients else ("input", "weight")
         device = next(iter(linears.values())).weight.device
         names = [f"{layer}.{part}" for layer in kv_layers for part in "kv"]
@@ -139,7 +136,7 @@ class Observer:
         by_linear = {name: linear.delayed_states(self.recipe) for name, linear in self.linears.items()}
         return {f"{name}.{role}": states[role] for name, states in by_linear.items() for role in self.roles} | self.kv
 
-    def for_layer(self, decoder: Model, index: int) -> "Observer":
+    def for_layer(self, decoder: AnyModel, index: int) -> "Observer":
         """Returns an observer of the tensors of one layer. It shares this one's states, records and unread batches."""
         observer = copy(self)
         observer.linears = entries_of_layer(decoder, index, self.linears)
@@ -158,7 +155,9 @@ class Observer:
         states = self.states()
         entries = [Entry(state, fp8_max(self.recipe, name.rpartition(".")[2])) for name, state in states.items()]
         for name, state in states.items():
-            _reset(state)
+            initial = ScalingState.create(len(state.amax_history), state.scale.device)
+            for column in FIELDS:
+                getattr(state, column).copy_(getattr(initial, column))
             self.records[name] = TensorRecord()
         for amaxes in batches:
             for name, state in states.items():
@@ -189,17 +188,6 @@ class Observer:
             _add_to_record(self.records[name], latest_amax, int(steps), int(nonfinite))
 
 
-def observation_recipe(recipe: DelayedScaling) -> DelayedScaling:
-    """Returns `recipe` for observing: a scale after each batch, a history of at least 2, no reduction over ranks."""
-    return replace(recipe, interval=1, amax_history_len=max(2, recipe.amax_history_len), reduce_amax=False)
-
-
-def _reset(state: ScalingState) -> None:
-    fresh = ScalingState.create(len(state.amax_history), state.scale.device)
-    for name in FIELDS:
-        getattr(state, name).copy_(getattr(fresh, name))
-
-
 def _rows(states: Sequence[ScalingState]) -> Tensor:
     """Returns for each state [newest amax, recorded steps, nonfinite steps] as FP64 [states, 3]."""
     columns = (
@@ -219,18 +207,18 @@ def _add_to_record(record: TensorRecord, latest_amax: float, steps: int, nonfini
     record.batches, record.nonfinite = steps, nonfinite
 
 
-def final_states(observer: Observer, chosen_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
+def final_states(observer: Observer, searched_amaxes: Mapping[str, float] | None = None) -> dict[str, ScalingState]:
     """Returns the states with scales from all batches and with histories of the length that the recipe asks for.
 
-    `chosen_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the chosen amax,
+    `searched_amaxes` replace the observed amaxes of some tensors, and their histories are clamped to the searched amax,
     because the scale of a state must represent its history.
     """
-    states, recipe, chosen_amaxes = observer.states(), observer.target, chosen_amaxes or {}
+    states, recipe, searched_amaxes = observer.states(), observer.target, searched_amaxes or {}
     uses_maximum = recipe.amax_compute_algo == "max"
-    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(chosen_amaxes)
+    amaxes = {name: record.amax for name, record in observer.records.items() if uses_maximum} | dict(searched_amaxes)
     for name, scale in scales_of(amaxes, recipe, next(iter(states.values())).scale.device).items():
         states[name].scale.copy_(scale)
-    for name, largest in chosen_amaxes.items():
+    for name, largest in searched_amaxes.items():
         states[name].amax_history.clamp_(max=largest)
     for state in states.values():
         state.resize(recipe.amax_history_len)
@@ -291,15 +279,16 @@ def check_experts(tokens: Counts, batches: int) -> None:
 
 
 def make_observer(
-    decoder: Model, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
+    decoder: AnyModel, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
     """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe."""
     target = as_delayed(recipe) or DelayedScaling()
-    return Observer(linears, target, gradients=gradients, kv_layers=attention_names(decoder) if kv_cache else ())
+    kv_layers = attention_names(cast(Model, decoder)) if kv_cache else ()
+    return Observer(linears, target, gradients=gradients, kv_layers=kv_layers)
 
 
 def observe(
-    decoder: Model,
+    decoder: AnyModel,
     linears: Linears,
     batches: Sequence[Batch],
     recipe: Recipe,
@@ -312,14 +301,17 @@ def observe(
 ) -> Observer:
     """Runs every batch once in high precision and returns an observer with the amaxes.
 
-    With `all_experts` every token passes through all experts of a mixture. Raises ScalesError if a tensor is not finite
-    or can have no scale, or if an expert received no token.
+    An encoder has no keys, values and gradients to observe. With `all_experts` every token passes through all experts
+    of a mixture. Raises ScalesError if a tensor is not finite or can have no scale, or if an expert received no token.
     """
     observer = make_observer(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
-    run_passes = _forward_and_backward if gradients else _layer_by_layer
     with ranks.shared_errors(), count_expert_tokens(decoder, all_experts=all_experts) as tokens:
-        run_passes(decoder, ranks.shard(batches), observer, stages)
-    observer.tokens = sum_counts(ranks.gather(tokens))
+        if gradients:
+            _forward_and_backward(cast(Model, decoder), ranks.shard(batches), observer, stages)
+        else:
+            _layer_by_layer(decoder, ranks.shard(batches), observer, stages)
+    of_ranks = ranks.gather(tokens)
+    observer.tokens = {name: torch.stack([counts[name] for counts in of_ranks]).sum(0) for name in tokens}
     if ranks.size > 1:
         # Rank r runs the batches r, r + size, r + 2 * size and so on.
         columns = {name: record.batch_amaxes for name, record in observer.records.items()}
@@ -333,21 +325,7 @@ def observe(
 
 
 @torch.no_grad()
-def observe_texts(
-    model: AnyModel, observer: Observer, batches: Sequence[Batch], recipe: Recipe, stages: Stages
-) -> Observer:
-    """Like `observe`, for a model that embeds whole texts. Records into `observer` and returns it."""
-    for batch in stages.steps("observe", batches):
-        with autocast(enabled=False, calibrating=True, recipe=observer.recipe), torch.enable_grad():
-            hidden_states(model, batch.ids, batch.lengths)
-        observer.end_batch()
-    observer.read_records()
-    check_records(observer.records, () if as_delayed(recipe) is None else observer.records, len(batches))
-    return observer
-
-
-@torch.no_grad()
-def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
+def _layer_by_layer(decoder: AnyModel, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
     passes = layerwise_passes(decoder, batches, observer.record_kv)
     for index in layer_indices(decoder, "observe", stages):
         layer_observer = observer.for_layer(decoder, index)
@@ -357,7 +335,10 @@ def _layer_by_layer(decoder: Model, batches: Sequence[Batch], observer: Observer
             layer_observer.end_batch()
     observer.read_records()
     for layerwise_pass in passes:
-        _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
+        hidden = layerwise_pass.hidden
+        if not isinstance(decoder, Encoder):
+            hidden = decoder.apply_final_norm(hidden)
+        _check_finite(decoder, hidden, observer, layerwise_pass.batch)
 
 
 def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:
@@ -371,6 +352,6 @@ def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Ob
     observer.read_records()
 
 
-def _check_finite(decoder: Model, hidden: Tensor, observer: Observer, batch: Batch) -> None:
+def _check_finite(decoder: AnyModel, hidden: Tensor, observer: Observer, batch: Batch) -> None:
     if not bool(hidden.isfinite().all()):
         raise nonfinite_error(decoder, observer.linears, batch)

@@ -73,7 +73,7 @@ def _write_directory(
     def extra_files(folder: Path) -> dict[str, str | bytes]:
         report: Report
         if isinstance(quality, CosineSummary):
-            report = embedding = _embedding_report(job, out, quality, layers, origin, weight_bytes(folder))
+            report = embedding = _embedding_report(job, out, quality, layers, origin, folder)
             page = html_encoder_report(embedding)
         else:
             report = text = _text_report(job, out, quality, layers, origin, folder)
@@ -103,10 +103,6 @@ def _changed_weights(job: Job) -> Mapping[str, Tensor]:
     return ChainMap(*mappings)
 
 
-def _seconds(job: Job) -> dict[str, float]:
-    return job.stages.seconds | {"total": job.stages.total()}
-
-
 def _text_report(
     job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Origin, folder: Path | None = None
 ) -> CalibrationReport:
@@ -120,28 +116,35 @@ def _text_report(
         )
         notes += (*compatibility_notes(open_checkpoint(folder)), *generation_notes)
     return CalibrationReport(
-        model=str(job.source),
-        out=str(out),
-        recipe=json.loads(to_json(job.recipe)),
-        format=job.options.format,
-        device=job.options.device,
+        **_common_fields(job, out, origin, weight_bytes(folder or job.source)),
         data=_data_report(job.options, job.batches),
         quality=quality,
         layers=layers,
         tensors=_tensor_reports(job.observer, stored),
-        bytes_before=weight_bytes(job.source),
-        bytes_after=weight_bytes(folder or job.source),
-        seconds=_seconds(job),
-        versions=versions(),
         notes=notes,
-        rounding=job.options.rounding,
         smoothing=job.smoothing,
         healing=job.healing,
-        kept=tuple(job.in_bf16),
         generated=generated,
         experts=tuple(ExpertsReport(name, tuple(n.tolist())) for name, n in job.observer.tokens.items()),
-        made=origin,
     )
+
+
+def _common_fields(job: Job, out: Path, origin: Origin, size: int) -> dict[str, Any]:
+    """Returns the fields of every report, except its notes. `size` is the number of bytes of the written weights."""
+    return {
+        "model": str(job.source),
+        "out": str(out),
+        "recipe": json.loads(to_json(job.recipe)),
+        "format": job.options.format,
+        "device": job.options.device,
+        "bytes_before": weight_bytes(job.source),
+        "bytes_after": size,
+        "seconds": job.stages.seconds | {"total": job.stages.total()},
+        "versions": versions(),
+        "rounding": job.options.rounding,
+        "in_bf16": tuple(job.in_bf16),
+        "origin": origin,
+    }
 
 
 def _smoothing_note(report: SmoothingReport | None) -> tuple[str, ...]:
@@ -155,34 +158,24 @@ def _healing_note(report: HealingReport | None) -> tuple[str, ...]:
     if report is None:
         return ()
     change = f"from {report.kl_before:.4f} to {report.kl_after:.4f} nats"
-    discarded = "" if report.helped else "; this is no improvement, so the weights from before healing were written"
+    discarded = (
+        "" if report.is_improvement else "; this is no improvement, so the weights from before healing were written"
+    )
     return (f"{report.steps} steps of healing changed the KL divergence on the held-out samples {change}{discarded}.",)
 
 
 def _embedding_report(
-    job: Job, out: Path, quality: CosineSummary, layers: tuple[LayerReport, ...], origin: Origin, size: int
+    job: Job, out: Path, quality: CosineSummary, layers: tuple[LayerReport, ...], origin: Origin, folder: Path
 ) -> EmbeddingReport:
-    """`size` is the number of bytes of the written weights."""
     return EmbeddingReport(
-        model=str(job.source),
-        out=str(out),
-        recipe=json.loads(to_json(job.recipe)),
-        format=job.options.format,
-        device=job.options.device,
+        **_common_fields(job, out, origin, weight_bytes(folder)),
         source=source_names(job.options.data),
         samples=job.batches.samples,
         tokens=job.batches.tokens,
         held_out_source=source_names(job.options.holdout),
         quality=quality,
         layers=layers,
-        bytes_before=weight_bytes(job.source),
-        bytes_after=size,
-        seconds=_seconds(job),
-        versions=versions(),
-        rounding=job.options.rounding,
-        kept=tuple(job.in_bf16),
         notes=(quality.summary(), *_advice(job, quality), *quantized_notes(job.source)),
-        made=origin,
     )
 
 
@@ -249,22 +242,13 @@ def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
 
 
 def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
-    return tuple(
-        TensorReport(
-            name=name,
-            amax=record.amax,
-            scale=float(stored[name].scale) if name in stored else None,
-            limit=_limit(name, stored[name], observer.recipe) if name in stored else None,
-            observations=record.batches,
-            history=tuple(float(f"{value:.6g}") for value in record.recent_amaxes),
-        )
-        for name, record in observer.records.items()
-    )
-
-
-def _limit(name: str, state: ScalingState, recipe: Recipe) -> float:
-    """Returns the largest magnitude that the tensor's scale can represent."""
-    return fp8_max(recipe, name.rpartition(".")[2]) / float(state.scale)
+    reports = []
+    for name, record in observer.records.items():
+        scale = float(stored[name].scale) if name in stored else None
+        limit = None if scale is None else fp8_max(observer.recipe, name.rpartition(".")[2]) / scale
+        history = tuple(float(f"{value:.6g}") for value in record.recent_amaxes)
+        reports.append(TensorReport(name, record.amax, scale, record.batches, history, limit))
+    return tuple(reports)
 
 
 def weight_bytes(folder: Path) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fp8serve.calibration.data import IGNORE_INDEX, Batch
+from fp8serve.calibration.data import Batch, scored_rows
 from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
@@ -34,6 +34,7 @@ from fp8serve.model.storage.shards import release_pages
 
 Linears = Mapping[str, Linear]
 KVHook = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]  # (attention name, k, v) -> the k and v to use
+Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, FP32 [rows, vocab], indices of the rows) -> FP32 []
 T = TypeVar("T")
 
 
@@ -41,8 +42,10 @@ def attention_names(decoder: Model) -> list[str]:
     return [f"model.layers.{i}.self_attn" for i in range(decoder.config.num_layers)]
 
 
-def forward(decoder: Model, batch: Batch, kv_hook: KVHook | None = None) -> Tensor:
+def forward(decoder: AnyModel, batch: Batch, kv_hook: KVHook | None = None) -> Tensor:
     """Returns the hidden states [tokens, hidden] of a batch. `kv_hook` can record or replace keys and values."""
+    if isinstance(decoder, Encoder):
+        return decoder(batch.ids, batch.lengths)  # type: ignore[no-any-return]
     return decoder(batch.ids, batch.positions, batch_attention(decoder, batch, kv_hook))  # type: ignore[no-any-return]
 
 
@@ -63,19 +66,25 @@ def backward(decoder: Model, hidden: Tensor, targets: Tensor) -> None:
     `hidden` [tokens, hidden] must come from a pass inside `with_activation_gradients`. A batch without scored tokens
     has no gradient.
     """
-    scored = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    scored = scored_rows(targets)
+
+    def loss(logits: Tensor, rows: Tensor) -> Tensor:
+        return cross_entropy(logits, targets[rows], reduction="sum") / len(scored)
+
+    backpropagate_loss(decoder, hidden, scored, loss)
+
+
+def backpropagate_loss(decoder: Model, hidden: Tensor, scored: Tensor, loss: Loss) -> None:
+    """Backpropagates the sum of `loss` over slices of the rows `scored` through the head and through `hidden`.
+
+    `hidden.backward(gradient)` would spend most of a second on importing sympy.
+    """
     leaf = hidden.detach().requires_grad_()
-    for rows in torch.split(scored, LOGITS_PER_SLICE):
-        loss = cross_entropy(decoder.logits(leaf[rows]), targets[rows], reduction="sum") / len(scored)
-        loss.backward()  # type: ignore[no-untyped-call]
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-
-
-def backpropagate(hidden: Tensor, gradient: Tensor) -> None:
-    """Does the same as `hidden.backward(gradient)`, which would spend most of a second on importing sympy."""
     with torch.enable_grad():
-        (hidden * gradient).sum().backward()  # type: ignore[no-untyped-call]
+        for rows in torch.split(scored, LOGITS_PER_SLICE):
+            loss(decoder.logits(leaf[rows]), rows).backward()  # type: ignore[no-untyped-call]
+        if leaf.grad is not None:
+            (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -107,15 +116,12 @@ def replaced_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> It
     """Inside the context, `modules` replace the modules of `decoder` that have the same names."""
     original = {name: decoder.get_submodule(name) for name in modules}
     try:
-        _set_modules(decoder, modules)
+        for name, module in modules.items():
+            decoder.set_submodule(name, module)
         yield
     finally:
-        _set_modules(decoder, original)
-
-
-def _set_modules(decoder: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        decoder.set_submodule(name, module)
+        for name, module in original.items():
+            decoder.set_submodule(name, module)
 
 
 @contextmanager
@@ -177,7 +183,7 @@ def fp8_cache(scales: Mapping[str, Tensor]) -> KVHook:
     return lambda name, k, v: (round_trip(k, scales[f"{name}.k"]), round_trip(v, scales[f"{name}.v"]))
 
 
-def nonfinite_error(decoder: Model, linears: Linears, batch: Batch) -> ScalesError:
+def nonfinite_error(decoder: AnyModel, linears: Linears, batch: Batch) -> ScalesError:
     """Runs a batch again, and returns an error that names the first tensor that is not finite."""
     nonfinite: list[str] = []
 

@@ -19,7 +19,7 @@ of its sequences, and observing with `gradients` reads them twice for each batch
 layers for that sequence or batch. On a GPU the weights must fit into its memory.
 
 A model that embeds has the same stages except smooth, heal and generate (`calibrate_encoder`). Only the measurements
-differ, which a `Task` makes (job.py).
+differ, which a `Judge` makes (job.py).
 
 Recipes that scale by content (current, rowwise, block) need no input scales. For them amaxes are observed for the
 report, and the directory has FP8 weights and, if requested, scales of the KV cache.
@@ -42,11 +42,12 @@ from fp8serve.calibration.checks import (
 )
 from fp8serve.calibration.data import Batches, calibration_batches
 from fp8serve.calibration.embedding import EmbeddingReport
-from fp8serve.calibration.job import EmbeddingTask, GenerationTask, Job
+from fp8serve.calibration.job import CosineJudge, DivergenceJudge, Job
 from fp8serve.calibration.observe import (
     Observer,
     final_states,
     make_observer,
+    observe,
     share_weight_scales,
     unreached_experts_note,
 )
@@ -62,14 +63,14 @@ from fp8serve.calibration.stage_results import (
     observer_tensors,
     run_description,
 )
-from fp8serve.calibration.techniques.healing import Schedule, heal
+from fp8serve.calibration.techniques.healing import heal
 from fp8serve.calibration.techniques.input_scales import searched_amaxes
 from fp8serve.calibration.techniques.precision import excluded_linears, input_groups, unmeasured_groups
 from fp8serve.calibration.techniques.rounding import round_weights
 from fp8serve.calibration.techniques.smoothing import FACTORS, smooth, smoothing_pairs
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
+from fp8serve.fp8.recipe import DelayedScaling, Recipe
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import load_any_servable, load_servable, open_checkpoint
 from fp8serve.model.config.encoder import EncoderConfig
@@ -153,10 +154,14 @@ def _calibrate(
     """Runs all stages after loading. `load_or_compute` returns the stored result of a stage, if there is one."""
     if job.options.smoothing is not None:
         _smooth(job, job.options.smoothing, load_or_compute, ranks)
-    observed = load_or_compute("observed", lambda: observer_tensors(job.task.observe(job, ranks)))
+    observed = load_or_compute("observed", lambda: observer_tensors(_observe(job, ranks)))
     load_observer(job.observer, observed)
     job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
-    job.states = final_states(job.observer, _searched_amaxes(job))
+    amaxes: Mapping[str, float] = {}
+    if job.options.input_scales == "search":
+        observed_amaxes = {name: record.amax for name, record in job.observer.records.items()}
+        amaxes = searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed_amaxes, job.stages)
+    job.states = final_states(job.observer, amaxes)
     if job.options.share_scales:
         share_weight_scales(job.states, input_groups(job.linears))
     if job.options.rounding == "gptq":
@@ -165,11 +170,19 @@ def _calibrate(
         )
     if not ranks.is_first:
         return cast(CalibrationReport, ranks.receive_broadcast())
-    job.task.meet_target(job)
+    job.judge.meet_target(job)
     if job.options.heal:
         _heal(job)
-    quality, layers = job.task.measure(job)
+    quality, layers = job.judge.measure(job)
     return ranks.broadcast(write_output(job, out, quality, layers, make_origin(origin)))
+
+
+def _observe(job: Job, ranks: Ranks) -> Observer:
+    options = job.options
+    return observe(
+        job.model, job.linears, job.batches.calibration, job.recipe, kv_cache=options.kv_cache,
+        gradients=options.gradients, all_experts=options.all_experts, stages=job.stages, ranks=ranks,
+    )  # fmt: skip
 
 
 def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:
@@ -185,7 +198,7 @@ def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages:
         notes += unused_part_notes(source, open_checkpoint(source).left_out)
         notes += computed_by_note(decoder.config)
         observer = make_observer(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
-        job = Job(source, recipe, options, stages, decoder, linears, batches, observer, GenerationTask(), notes=notes)
+        job = Job(source, recipe, options, stages, decoder, linears, batches, observer, DivergenceJudge(), notes=notes)
         _exclude_linears(job)
     return job
 
@@ -198,9 +211,9 @@ def _embedding_job(source: Path, recipe: Recipe, options: CalibrationOptions, st
         batches = _batches(
             replace(options, seq_len=min(options.seq_len, model.config.max_length)), source, model.config
         )
-        observer = Observer(linears, as_delayed(recipe) or DelayedScaling())
-        task = EmbeddingTask(pooling_of(source, model.config))
-        job = Job(source, recipe, options, stages, model, linears, batches, observer, task)
+        observer = make_observer(model, linears, recipe)
+        judge = CosineJudge(pooling_of(source, model.config))
+        job = Job(source, recipe, options, stages, model, linears, batches, observer, judge)
         _exclude_linears(job)
     return job
 
@@ -241,14 +254,6 @@ def _batches(options: CalibrationOptions, source: Path, config: AnyConfig) -> Ba
     )  # fmt: skip
 
 
-def _searched_amaxes(job: Job) -> Mapping[str, float]:
-    """Returns the amaxes that `input_scales="search"` chooses for inputs, or no amaxes without this option."""
-    if job.options.input_scales != "search":
-        return {}
-    observed = {name: record.amax for name, record in job.observer.records.items()}
-    return searched_amaxes(job.decoder, job.linears, job.batches.calibration, observed, job.stages)
-
-
 def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks) -> None:
     """Smooths the model's parameters if that reduces the error, and reports the result."""
     samples, config = job.batches.calibration, job.decoder.config
@@ -262,20 +267,20 @@ def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks
 
 def _heal(job: Job) -> None:
     """Trains the model in FP8, and discards the result if it does not reduce the KL divergence on held-out batches."""
-    options, observer, task = job.options, job.observer, cast(GenerationTask, job.task)
-    schedule = Schedule(options.heal, options.heal_rate or HEAL_RATE)
+    options, observer, judge = job.options, job.observer, cast(DivergenceJudge, job.judge)
+    max_rate = options.heal_rate or HEAL_RATE
     states_before, records_before = copy.deepcopy(job.states), copy.deepcopy(observer.records)
-    kl_before = task.compare(job)[0].kl_divergence
+    kl_before = judge.compare(job)[0].kl_divergence
     reference = load_servable(job.source, "bf16", device=options.device)
     healed, losses = heal(
-        job.decoder, job.linears, reference, job.batches.calibration, job.recipe, schedule, observer,
-        rounded=job.rounded, shared=input_groups(job.linears) if options.share_scales else (),
-        seed=options.seed, stages=job.stages,
+        job.decoder, job.linears, reference, job.batches.calibration, job.recipe, observer,
+        steps=options.heal, max_rate=max_rate, rounded=job.rounded,
+        shared=input_groups(job.linears) if options.share_scales else (), seed=options.seed, stages=job.stages,
     )  # fmt: skip
     job.states = observer.states()  # healing may have replaced them (fp8/shared_input.py)
-    kl_after = task.compare(job, rounded=healed)[0].kl_divergence
-    job.healing = HealingReport(options.heal, schedule.learning_rate, tuple(losses), kl_before, kl_after)
-    if job.healing.helped:
+    kl_after = judge.compare(job, rounded=healed)[0].kl_divergence
+    job.healing = HealingReport(options.heal, max_rate, tuple(losses), kl_before, kl_after)
+    if job.healing.is_improvement:
         job.rounded = healed
     else:
         job.states, observer.records = states_before, records_before

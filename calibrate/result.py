@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from fp8serve.errors import DataError
 from fp8serve.fp8.recipe import HeadDtype
@@ -23,10 +23,10 @@ HISTORY_LENGTH = 64  # amaxes per tensor in the report, the most recent ones; sc
 MIN_OUTLIER_RATIO = 32.0  # a channel is an outlier if it is this many times as large as the median channel
 
 
-def list_names(names: Sequence[str], limit: int = 3) -> str:
-    """Returns the first `limit` names, and the number of the other names."""
-    others = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {others} more" if others > 0 else "")
+def list_names(names: Sequence[str]) -> str:
+    """Returns the first three names, and the number of the other names."""
+    others = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {others} more" if others > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class HealingReport:
     kl_after: float | None
 
     @property
-    def helped(self) -> bool:
+    def is_improvement(self) -> bool:
         """Whether the healed weights were written, because they have a lower KL divergence."""
         return self.kl_before is None or self.kl_after is None or self.kl_after < self.kl_before
 
@@ -196,31 +196,42 @@ class Origin:
     machine: str
 
 
-@dataclass(frozen=True)
-class CalibrationReport:
-    """The contents of calibration.json."""
+@dataclass(frozen=True, kw_only=True)
+class BaseCalibrationReport:
+    """The contents of calibration.json for models of both kinds: those that generate text, and those that embed."""
 
     model: str
     out: str
     recipe: Mapping[str, Any]  # the recipe's JSON
     format: str
     device: str
-    data: DataReport
-    quality: Quality  # of the FP8 model, with the model in high precision as its reference
-    layers: tuple[LayerReport, ...]
-    tensors: tuple[TensorReport, ...]
     bytes_before: int  # weights in the source directory
     bytes_after: int  # FP8 weights, scales and the weights that stay in high precision
     seconds: Mapping[str, float]  # per stage, and "total"
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()  # sentences about unexpected facts
     rounding: str = "nearest"  # how weights were rounded
+    # "kept" and "made" are the names in files from before 2026-11-27
+    in_bf16: Annotated[tuple[LinearGroup, ...], Field(validation_alias=AliasChoices("in_bf16", "kept"))] = ()
+    origin: Annotated[Origin | None, Field(validation_alias=AliasChoices("origin", "made"))] = None
+
+    def to_json(self) -> str:
+        """Returns JSON with one line per field, layer and tensor. Raises ValueError for NaN."""
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport(BaseCalibrationReport):
+    """The contents of calibration.json for a model that generates text."""
+
+    data: DataReport
+    quality: Quality  # of the FP8 model, with the model in high precision as its reference
+    layers: tuple[LayerReport, ...]
+    tensors: tuple[TensorReport, ...]
     smoothing: SmoothingReport | None = None
     healing: HealingReport | None = None
-    kept: tuple[LinearGroup, ...] = ()  # groups that stay in high precision
     generated: tuple[GeneratedReport, ...] = ()
     experts: tuple[ExpertsReport, ...] = ()
-    made: Origin | None = None
 
     @property
     def worst_layers(self) -> tuple[LayerReport, ...]:
@@ -229,10 +240,6 @@ class CalibrationReport:
 
     def tensor(self, name: str) -> TensorReport | None:
         return next((t for t in self.tensors if t.name == name), None)
-
-    def to_json(self) -> str:
-        """Returns JSON with one line per field, layer and tensor. Raises ValueError for NaN."""
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_line(value)}" for key, value in asdict(self).items()) + "\n}"
 
     @classmethod
     def from_json(cls, text: str) -> "CalibrationReport":
@@ -260,29 +267,35 @@ def _line(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class EvalReport:
-    """The output of `fp8serve eval` for a language model."""
+@dataclass(frozen=True, kw_only=True)
+class BaseEvalReport:
+    """The output of `fp8serve eval` for models of both kinds. `layers` is empty without a reference."""
 
     model: str
     against: str | None
     recipe: str
     source: tuple[str, ...]
     samples: int
+    documents: int = 0  # number of examples from which the samples were taken
     seq_len: int
-    quality: Quality
-    layers: tuple[LayerReport, ...]  # empty without a reference
+    tokens: int = 0  # tokens read
+    layers: tuple[LayerReport, ...]
     seconds: float
     notes: tuple[str, ...] = ()  # sentences about unexpected facts
-    documents: int = 0  # number of examples from which the samples were taken
-    tokens: int = 0  # tokens read; `quality.tokens` counts the scored ones
-    made: Origin | None = None
+    origin: Origin | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport(BaseEvalReport):
+    """The output of `fp8serve eval` for a language model. `quality.tokens` counts the scored tokens."""
+
+    quality: Quality
     head_dtype: HeadDtype = "bf16"
 
     @property
     def runs_as(self) -> str:
         """The recipe, and the precision of the head if it is not BF16."""
         return self.recipe if self.head_dtype == "bf16" else f"{self.recipe}, head in {self.head_dtype.upper()}"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, allow_nan=False, ensure_ascii=False)

@@ -30,7 +30,7 @@ from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.result import HISTORY_LENGTH
 from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
-from fp8serve.fp8.scaling import FIELDS, ScalingState
+from fp8serve.fp8.scaling import FIELDS
 from fp8serve.model.checkpoint import fingerprint
 from fp8serve.model.storage.files import acquire_lock, fsync, present, read_json, save_tensors, write_json
 from fp8serve.model.storage.shards import Shards, read_header
@@ -150,12 +150,8 @@ def load_observer(observer: Observer, tensors: Mapping[str, Tensor]) -> None:
     """Loads the result of `observer_tensors` into an observer of the same tensors."""
     observer.tokens = {name.removesuffix(TOKENS): tensors[name].clone() for name in tensors if name.endswith(TOKENS)}
     for name, state in observer.states().items():
-        _set(state, {field: tensors[f"{name}.{field}"] for field in FIELDS})
+        for field in FIELDS:
+            setattr(state, field, tensors[f"{name}.{field}"].clone().to(state.scale.device))
         amax, *recent = tensors[f"{name}.seen"].tolist()
         steps, nonfinite = int(state.steps), int(state.nonfinite)
         observer.records[name] = TensorRecord(amax, steps, nonfinite, deque(recent, maxlen=HISTORY_LENGTH))
-
-
-def _set(state: ScalingState, fields: Mapping[str, Tensor]) -> None:
-    for field, value in fields.items():
-        setattr(state, field, value.clone().to(state.scale.device))

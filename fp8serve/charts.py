@@ -6,7 +6,7 @@ kilobytes.
     dots, sparkline, bars, curve, heat   inline SVG; the style sheet of the page defines the colours (classes s0 to s6,
                                          h, hot), and tooltips are `<title>`
     svg_file                             an SVG file with a white background and its own colours
-    text_chart                           text: the first curve in braille dots, further curves as letters over it
+    text_chart, text_sparkline           text: the first curve in braille dots, further curves as letters over it; bars
 
 All labels are escaped. A chart without values is an empty string.
 """
@@ -37,6 +37,8 @@ DOT_COLUMNS, DOT_ROWS = 2, 4  # braille dots of one character
 BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits by row and column
 BRAILLE_BLANK = 0x2800
 CURVE_LETTERS = "ox+*"
+TEXT_BARS = "▁▂▃▄▅▆▇█"
+MAX_TEXT_BARS = 32
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
@@ -139,14 +141,14 @@ def _x_pixel(x: float, x_max: int) -> float:
     return LEFT + 8 + x / x_max * (WIDTH - LEFT - RIGHT - 16)
 
 
-def sparkline(values: Sequence[float], width: int = 96, height: int = 22) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Returns a small line chart of the values, oldest first. Its y axis goes from zero to the largest value."""
     if len(values) < 2:
         return ""
     top = max(values) or 1.0
-    step = (width - 4) / (len(values) - 1)
-    path = " ".join(f"{2 + i * step:.1f},{height - 2 - v / top * (height - 4):.1f}" for i, v in enumerate(values))
-    return f'<svg class="spark" viewBox="0 0 {width} {height}"><polyline points="{path}"/></svg>'
+    step = 92 / (len(values) - 1)
+    path = " ".join(f"{2 + i * step:.1f},{20 - v / top * 18:.1f}" for i, v in enumerate(values))
+    return f'<svg class="spark" viewBox="0 0 96 22"><polyline points="{path}"/></svg>'
 
 
 def bars(values: Sequence[float], titles: Sequence[str], labels: Mapping[int, str], hot: int) -> str:
@@ -277,20 +279,25 @@ def svg_file(title: str, panels: Sequence[Panel], x_label: str) -> str:
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     height = FILE_TOP + len(panels) * (PANEL_HEIGHT + PANEL_GAP) - PANEL_GAP + FILE_BOTTOM
     x_axis = _Axis.horizontal([x for panel in panels for points in panel.curves.values() for x, _ in points])
-    parts = [_file_text(FILE_LEFT, FILE_TOP - 14, title, "start", 14)]
+    parts = [file_text(FILE_LEFT, FILE_TOP - 14, title, "start", 14)]
     for index, panel in enumerate(panels):
         parts += _panel(panel, FILE_TOP + index * (PANEL_HEIGHT + PANEL_GAP), x_axis, names)
-    parts += [_file_text(x_axis.pixel(x), height - FILE_BOTTOM + 16, f"{x:.6g}", "middle") for x in x_axis.ticks]
-    parts.append(_file_text((FILE_LEFT + FILE_WIDTH - FILE_RIGHT) / 2, height - 8, x_label, "middle"))
+    parts += [file_text(x_axis.pixel(x), height - FILE_BOTTOM + 16, f"{x:.6g}", "middle") for x in x_axis.ticks]
+    parts.append(file_text((FILE_LEFT + FILE_WIDTH - FILE_RIGHT) / 2, height - 8, x_label, "middle"))
     for index, name in enumerate(names):
         y, left = FILE_TOP + 12 + 20 * index, FILE_WIDTH - FILE_RIGHT + 12
         stroke = f'stroke="{COLOURS[index % len(COLOURS)]}" stroke-width="3"'
         parts.append(f'<line x1="{left}" x2="{left + 20}" y1="{y - 4}" y2="{y - 4}" {stroke}/>')
-        parts.append(_file_text(left + 26, y, name, "start"))
+        parts.append(file_text(left + 26, y, name, "start"))
+    return file_document(FILE_WIDTH, height, parts)
+
+
+def file_document(width: int, height: int, parts: Iterable[str]) -> str:
+    """Returns the text of an SVG file with `parts` on a white background."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FILE_WIDTH} {height}" width="{FILE_WIDTH}" '
-        f'height="{height}" font-family="sans-serif" role="img">'
-        f'<rect width="{FILE_WIDTH}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" role="img">'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 
@@ -301,9 +308,9 @@ def _panel(panel: Panel, top: float, x_axis: _Axis, names: list[str]) -> Iterato
         y = y_axis.pixel(tick)
         right = FILE_WIDTH - FILE_RIGHT
         yield f'<line x1="{FILE_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d0d7de"/>'
-        yield _file_text(FILE_LEFT - 6, y + 4, f"{tick:.6g}", "end")
+        yield file_text(FILE_LEFT - 6, y + 4, f"{tick:.6g}", "end")
     middle = top + PANEL_HEIGHT / 2
-    yield _file_text(14, middle, panel.y_label, "middle", attributes=f' transform="rotate(-90 14 {middle:.1f})"')
+    yield file_text(14, middle, panel.y_label, "middle", attributes=f' transform="rotate(-90 14 {middle:.1f})"')
     for name, points in panel.curves.items():
         for is_finite, piece in groupby(points, lambda point: math.isfinite(point[1])):
             if is_finite:
@@ -313,7 +320,8 @@ def _panel(panel: Panel, top: float, x_axis: _Axis, names: list[str]) -> Iterato
                 yield f"<title>{escape(name)}</title></polyline>"
 
 
-def _file_text(x: float, y: float, text: str, anchor: str, size: int = 12, attributes: str = "") -> str:
+def file_text(x: float, y: float, text: str, anchor: str, size: int = 12, attributes: str = "") -> str:
+    """Returns a label of an SVG file. `anchor` is SVG's `text-anchor`: start, middle or end."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="#1f2328"{attributes}>'
         f"{escape(text)}</text>"
@@ -357,6 +365,12 @@ def text_chart(curves: Mapping[str, Points], width: int = 72, height: int = 12) 
             "  " + "   ".join(f"{symbol} {name}" for symbol, name in legend),
         ]
     )
+
+
+def text_sparkline(values: Sequence[float]) -> str:
+    """Returns the last values as a row of bar characters, scaled to the largest value. All values must be positive."""
+    shown = values[-MAX_TEXT_BARS:]
+    return "".join(TEXT_BARS[round(value / max(shown) * (len(TEXT_BARS) - 1))] for value in shown)
 
 
 def _nearest_index(value: float, start: float, end: float, count: int) -> int:

@@ -33,10 +33,13 @@ def examine(
     import torch
 
     from fp8serve.fp8 import ops
+    from fp8serve.server.data_directory import data_home
 
     checks, kernel_problems = kernel_checks(check)
     kernels = ops.backends()
-    disk = _disk(data_dir or _default_data_dir())
+    disk = _disk(data_dir or data_home())
+    cpu_name = _proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
+    nvcc = shutil.which("nvcc")
     gpus, library = _gpus(), cuda_library()
     gpu_problems, gpu_notes = about_gpus(gpus, library)
     model_info, serving, model_problems = _model(model)
@@ -45,7 +48,7 @@ def examine(
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": {"version": torch.__version__, "cuda": _cuda_state(), "threads": torch.get_num_threads()},
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
+        "cpu": {"name": cpu_name, "cores": os.cpu_count(), "instruction_sets": instruction_sets()},
         "gpus": gpus,
         "kernels": kernels,
         "numerics": {op: kernel["numerics"] for op, kernel in ops.cpu_kernels().items()},
@@ -53,7 +56,7 @@ def examine(
         "cuda_library": library,
         "kernel_checks": checks,
         "recipes": {name: _recipe(needed, kernels) for name, needed in ops.recipe_ops().items()} | {"bf16": _BF16},
-        "compilers": {"c++": _compiler(), "nvcc": _nvcc()},
+        "compilers": {"c++": _compiler(), "nvcc": nvcc if nvcc and _first_line(nvcc, "--version") else None},
         "memory": _memory(),
         "disk": disk,
         "model": model_info,
@@ -158,12 +161,6 @@ def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:
     return {"runs": "natively", "why": f"compiled kernels serve {', '.join(needed)}"}
 
 
-def _default_data_dir() -> Path:
-    from fp8serve.server.data_directory import data_home
-
-    return data_home()
-
-
 def _cuda_state() -> str:
     import torch
 
@@ -225,24 +222,19 @@ def nvcc_version(path: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _cpuinfo(key: str) -> str:
-    """Returns the first value of a key in /proc/cpuinfo, or "" if the file or the key does not exist."""
+def _proc_value(file: str, key: str) -> str:
+    """Returns the first value of a key in a file of /proc, or "" if the file or the key does not exist."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
         return ""
-    return next(
-        (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key), ""
-    )
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), "")
 
 
 def instruction_sets() -> list[str]:
     """Returns the vector extensions of this processor that the kernels of fp8serve or torch use."""
-    flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
+    flags = f"{_proc_value('cpuinfo', 'flags')} {_proc_value('cpuinfo', 'Features')}".split()
     return [name for name in _INSTRUCTION_SETS if name in flags]
 
 
@@ -260,27 +252,15 @@ def _compiler() -> str | None:
     return next((line for name in names if shutil.which(name) and (line := _first_line(name, "--version"))), None)
 
 
-def _nvcc() -> str | None:
-    path = shutil.which("nvcc")
-    return f"{path}" if path and _first_line(path, "--version") else None
-
-
 def _memory() -> dict[str, int | None]:
     """Returns the total and the available memory in bytes, within the limit of a container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = _meminfo("MemAvailable")
+    kilobytes = _proc_value("meminfo", "MemAvailable").removesuffix(" kB")
+    available = int(kilobytes) * 1024 if kilobytes else None
     limit, used = _read_number("/sys/fs/cgroup/memory.max"), _read_number("/sys/fs/cgroup/memory.current")
     if limit is None or limit >= total:
         return {"total": total, "available": available}
     return {"total": limit, "available": min(available or limit, limit - (used or 0))}
-
-
-def _meminfo(key: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def _read_number(path: str) -> int | None:

@@ -27,9 +27,6 @@ from fp8serve.model.stored_checkpoint import Checkpoint, contradictions, matrice
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
-MAX_SPARKLINE_AMAXES = 32
-_BARS = "▁▂▃▄▅▆▇█"
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -229,10 +226,3 @@ def _oldest_first(history: Tensor) -> list[float]:
     slots."""
     values: list[float] = history.tolist()
     return [amax for amax in (*values[1:], values[0]) if amax != 0]
-
-
-def sparkline(history: list[float]) -> str:
-    """Returns the newest amaxes as a row of bar characters, scaled to the largest amax."""
-    newest = history[-MAX_SPARKLINE_AMAXES:]
-    top = max(newest, default=0.0)
-    return "".join(_BARS[round(amax / top * (len(_BARS) - 1))] for amax in newest) if top else ""

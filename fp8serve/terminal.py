@@ -103,13 +103,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 
 
-def print_rich(table: Any) -> None:
-    """Prints a rich table, as wide as the terminal. In a pipe it has up to 160 columns."""
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
 @contextmanager
 def progress(label: str, displayed: bool = True) -> Iterator[Advance]:
     """Shows a progress bar on standard error while the block runs. Shows nothing if standard error is no terminal or
@@ -138,12 +131,17 @@ def stage_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def print_report(report: Any, table: Callable[[Any], Any], as_json: bool, printed: Collection[str] = ()) -> None:
-    """Prints a report as JSON or as a table, and its notes on standard error, except those that were `printed`
-    before."""
+    """Prints a report as JSON or as a rich table, and its notes on standard error, except those that were `printed`
+    before. In a pipe the table has up to 160 columns."""
+    from rich.console import Console
+
     for note in report.notes:
         if note not in printed:
             remark(note)
-    print(report.to_json()) if as_json else print_rich(table(report))
+    if as_json:
+        print(report.to_json())
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(table(report))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -23,8 +23,8 @@ def rows(data: Path, model: Path, samples: int, length: int) -> Dataset:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text(encoding="utf-8").splitlines()]
     windows = [row[start : start + length] for start in range(0, max(map(len, ids)), length) for row in ids]
-    kept = [window for window in windows if len(window) > 1][:samples]
-    return Dataset.from_dict({"input_ids": kept, "attention_mask": [[1] * len(row) for row in kept]})
+    usable = [window for window in windows if len(window) > 1][:samples]
+    return Dataset.from_dict({"input_ids": usable, "attention_mask": [[1] * len(row) for row in usable]})
 
 
 def main() -> None:
@@ -35,14 +35,14 @@ def main() -> None:
     parser.add_argument("--gptq", action="store_true", help="its error-compensated rounding")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=512)
-    asked = parser.parse_args()
-    decoder = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
-    data = rows(asked.data, asked.model, asked.samples, asked.seq_len)
-    kind = GPTQModifier if asked.gptq else QuantizationModifier
-    recipe = kind(targets="Linear", scheme=asked.scheme, ignore=["lm_head"])
-    oneshot(model=decoder, dataset=data, recipe=recipe, max_seq_length=asked.seq_len, num_calibration_samples=len(data))
-    decoder.save_pretrained(asked.out, save_compressed=True)
-    AutoTokenizer.from_pretrained(asked.model).save_pretrained(asked.out)
+    args = parser.parse_args()
+    decoder = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    data = rows(args.data, args.model, args.samples, args.seq_len)
+    kind = GPTQModifier if args.gptq else QuantizationModifier
+    recipe = kind(targets="Linear", scheme=args.scheme, ignore=["lm_head"])
+    oneshot(model=decoder, dataset=data, recipe=recipe, max_seq_length=args.seq_len, num_calibration_samples=len(data))
+    decoder.save_pretrained(args.out, save_compressed=True)
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
 
 
 if __name__ == "__main__":

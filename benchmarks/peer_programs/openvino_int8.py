@@ -22,8 +22,8 @@ from optimum.intel import OVModelForCausalLM
 
 
 def logits(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    found = model(input_ids=(ids := torch.tensor([request["ids"]])), attention_mask=torch.ones_like(ids)).logits
-    np.save(request["logits"], found[0].float().numpy())
+    output = model(input_ids=(ids := torch.tensor([request["ids"]])), attention_mask=torch.ones_like(ids)).logits
+    np.save(request["logits"], output[0].float().numpy())
     return {}
 
 
@@ -33,8 +33,8 @@ def speed(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     past, steps = None, []
     for _ in range(request["new"] + 1):
         began = time.perf_counter()
-        seen = torch.ones(1, len(request["prompt"]) + len(steps), dtype=torch.int64)
-        out = model(input_ids=ids, attention_mask=seen, past_key_values=past)
+        mask = torch.ones(1, len(request["prompt"]) + len(steps), dtype=torch.int64)
+        out = model(input_ids=ids, attention_mask=mask, past_key_values=past)
         past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
         steps.append(time.perf_counter() - began)
     decoding = sorted(steps[1:])

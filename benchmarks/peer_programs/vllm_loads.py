@@ -46,11 +46,11 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w
 
 def configuration(folder: Path) -> VllmConfig:
     strict = {"enable_weights_track": True}
-    asked = EngineArgs(
+    engine_args = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, enforce_eager=True, load_format="safetensors",
         model_loader_extra_config=strict,
     )  # fmt: skip
-    return asked.create_engine_config()
+    return engine_args.create_engine_config()
 
 
 def let_every_kernel_be_built() -> set[str]:
@@ -92,8 +92,8 @@ def place(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _of_an_expert(parameters: dict[str, nn.Parameter], name: str) -> Iterator[Tensor]:
-    if found := EXPERT.fullmatch(name):
-        around, expert, leaf, kind = found.groups()
+    if match := EXPERT.fullmatch(name):
+        around, expert, leaf, kind = match.groups()
         stack = "w2" if leaf in ("down_proj", "w2") else "w13"
         if (key := f"{around}.routed_experts.{stack}_{kind}") in parameters:
             part = parameters[key][int(expert)]
@@ -141,14 +141,14 @@ def _is_cache(module: nn.Module) -> bool:
 
 def schemes(model: nn.Module) -> Counter[str]:
     """How many layers have which method of vLLM's."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
             scheme = getattr(module, "scheme", None)
             names = [type(module).__name__, type(method).__name__, *([type(scheme).__name__] if scheme else [])]
-            found[" ".join(names)] += 1
-    return found
+            counts[" ".join(names)] += 1
+    return counts
 
 
 def main() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
         ensure_model_parallel_initialized(1, 1)
         model, stored = load(config)
     places = {name: place(model, name) for name in stored}
-    other = [name for name, found in places.items() if found is not None and not is_same(stored[name], found)]
+    other = [name for name, tensor in places.items() if tensor is not None and not is_same(stored[name], tensor)]
     rounded = [name for name in other if is_rounded(stored[name], places[name])]
     report = {
         "vllm": vllm.__version__,
@@ -170,7 +170,7 @@ def main() -> None:
         "layers": dict(schemes(model)),
         "tensors": len(stored),
         "fp8": sum(t.dtype == torch.float8_e4m3fn for t in stored.values()),
-        "without a place": [name for name, found in places.items() if found is None],
+        "without a place": [name for name, tensor in places.items() if tensor is None],
         "rounded by vLLM to its parameter's type": rounded,
         "other bits": [name for name in other if name not in rounded],
         "not filled": unfilled(model),

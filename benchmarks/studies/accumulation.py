@@ -33,14 +33,14 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {"both signs": lambda x: x, "one 
 SUMS = ("ours", "bf16", "14 bits", "promoted", "cast")
 
 
-def study(tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+def study(report: Callable[[str, int, int], None]) -> dict[str, Any]:
     """{"rows": errors by the number of terms and the kind of values}."""
-    return {"rows": list(_rows(tell)), "bits": BITS, "instruction": INSTRUCTION, "promoted": PROMOTED}
+    return {"rows": list(_rows(report)), "bits": BITS, "instruction": INSTRUCTION, "promoted": PROMOTED}
 
 
-def _rows(tell: Callable[[str, int, int], None]) -> Iterator[dict[str, Any]]:
+def _rows(report: Callable[[str, int, int], None]) -> Iterator[dict[str, Any]]:
     for index, terms in enumerate(TERMS):
-        tell(f"{terms} terms", index, len(TERMS))
+        report(f"{terms} terms", index, len(TERMS))
         for kind, shape in KINDS.items():
             generator = torch.Generator().manual_seed(terms)
             x, w = (shape(torch.randn(ROWS, terms, generator=generator)) for _ in range(2))
@@ -54,14 +54,14 @@ def errors(x: Tensor, w: Tensor) -> dict[str, float]:
     exact = x_cast @ w_cast.t()
     pieces = zip(torch.split(x_cast, INSTRUCTION, 1), torch.split(w_cast, INSTRUCTION, 1), strict=True)
     parts = torch.stack([a @ b.t() for a, b in pieces])
-    got = {"ours": scaled_mm(x_q, w_q, x_inv, w_inv, out_dtype=torch.float32)}
-    got |= {"bf16": in_bf16(parts), "14 bits": cut_off(parts), "promoted": promoted(parts)}
-    found = {name: relative(sums.double(), exact) for name, sums in got.items()}
-    return found | {"cast": relative(exact, x.double() @ w.double().t())}
+    sums_by_method = {"ours": scaled_mm(x_q, w_q, x_inv, w_inv, out_dtype=torch.float32)}
+    sums_by_method |= {"bf16": in_bf16(parts), "14 bits": cut_off(parts), "promoted": promoted(parts)}
+    errors_by_method = {name: relative(sums.double(), exact) for name, sums in sums_by_method.items()}
+    return errors_by_method | {"cast": relative(exact, x.double() @ w.double().t())}
 
 
-def relative(got: Tensor, exact: Tensor) -> float:
-    return math.sqrt(float((got - exact).square().mean() / exact.square().mean()))
+def relative(sums: Tensor, exact: Tensor) -> float:
+    return math.sqrt(float((sums - exact).square().mean() / exact.square().mean()))
 
 
 def in_bf16(parts: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ def travels_picture() -> str:
     """The input of a network's second layer, and the range that its scale covers, over all four stages."""
     torch.manual_seed(0)
     model: Any = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
-    seen: list[float] = []
-    model[-1].register_forward_pre_hook(lambda _, given: seen.append(float(given[0].detach().abs().amax())))
+    history: list[float] = []
+    model[-1].register_forward_pre_hook(lambda _, given: history.append(float(given[0].detach().abs().amax())))
     optimizer, target = torch.optim.AdamW(model.parameters(), lr=1e-2), _noise(32, 32, seed=5)
     recipe = DelayedScaling(amax_history_len=HISTORY)
 
@@ -117,7 +117,7 @@ def travels_picture() -> str:
     for step, stage in enumerate(_stages()):
         runs[stage.removesuffix(" again")](_noise(64, 32, seed=100 + step))
         ranges.setdefault(stage, []).append((step, LARGEST / _input_scale(model)))
-    amaxes = {"amax": [(float(step), amax) for step, amax in enumerate(seen)]}
+    amaxes = {"amax": [(float(step), amax) for step, amax in enumerate(history)]}
     title = "The range of one scale: found, kept, trained, kept"
     return svg_file(title, [Panel("magnitude", amaxes | ranges)], "step")
 

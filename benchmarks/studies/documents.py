@@ -40,12 +40,12 @@ def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
 
 @torch.no_grad()
 def compared(
-    documents: Sequence[Sequence[Batch]], model: Model, reference: Model, tell: Callable[[int, int], None]
+    documents: Sequence[Sequence[Batch]], model: Model, reference: Model, report: Callable[[int, int], None]
 ) -> list[TokenTally]:
     """The figures of both models for every document."""
     found = []
     for number, document in enumerate(documents):
-        tell(number, len(documents))
+        report(number, len(documents))
         found.append(tally := TokenTally())
         for sequence in document:
             _add(tally, sequence, model(sequence), reference(sequence))

@@ -73,11 +73,11 @@ class Run:
 Runs = dict[str, dict[str, list[Run]]]  # by jump, then by arm: one of each seed
 
 
-def study(plan: JumpsPlan, tell: Tell) -> dict[str, Any]:
+def study(plan: JumpsPlan, report: Tell) -> dict[str, Any]:
     """{"rows": a row for every jump and arm, means over the seeds; "curves": the losses of their steps}."""
     runs: Runs = {jump: {arm: [] for arm in ARMS} for jump in JUMPS}
     for seed in range(plan.seeds):
-        _seed(plan, seed, runs, tell)
+        _seed(plan, seed, runs, report)
     rows = [
         {"jump": jump, "arm": arm, **_figures(found, arms["bf16"], plan.jump)}
         for jump, arms in runs.items()
@@ -90,12 +90,12 @@ def study(plan: JumpsPlan, tell: Tell) -> dict[str, Any]:
     return {"plan": described, "factor": FACTOR, "rows": rows, "curves": curves}
 
 
-def _seed(plan: JumpsPlan, seed: int, runs: Runs, tell: Tell) -> None:
+def _seed(plan: JumpsPlan, seed: int, runs: Runs, report: Tell) -> None:
     total = len(JUMPS) * len(ARMS)
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)
         for index, (jump, arm) in enumerate((jump, arm) for jump in JUMPS for arm in ARMS):
-            tell(f"seed {seed}, {jump}, {arm}", seed * total + index, plan.seeds * total)
+            report(f"seed {seed}, {jump}, {arm}", seed * total + index, plan.seeds * total)
             runs[jump][arm].append(_run(Training(folder, plan, ARMS[arm], seed), jump, plan.jump, seed))
 
 
@@ -119,11 +119,11 @@ def _random(batch: PackedBatch, vocab_size: int, seed: int) -> PackedBatch:
 def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
     """Inside the context, values of the linears' tensors that are cut off are counted; at the end the step's shares go
     into `run`."""
-    lost, seen = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+    lost, counts = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
 
     def count(name: str, values: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         lost[name] += int(tally(values, q, expand(scale_inv, *q.shape)).saturated)
-        seen[name] += q.numel()
+        counts[name] += q.numel()
 
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     for linear in linears:
@@ -134,7 +134,7 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
         for linear in linears:
             linear.observer = None
     for name in NAMES:
-        run.cut_off[name].append(lost[name] / max(1, seen[name]))
+        run.cut_off[name].append(lost[name] / max(1, counts[name]))
 
 
 def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def command(options: OptionValues[JumpsPlan], out: Out = None, json: AsJson = Fa
       python -m benchmarks.studies jumps --seeds 5 --out figures
     """
     plan = options()
-    figures = measured("Training", lambda tell: study(plan, tell))
+    figures = measured("Training", lambda report: study(plan, report))
     show(publish("jumps", figures, out, lambda result: {"loss": chart(result)}), json, _print)
 
 

@@ -9,18 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 from annotated_types import Ge
 
-from benchmarks.studies import layers, quantization, spikes
+from benchmarks.studies import quantization, spikes
 from benchmarks.studies.corpus import corpus
+from benchmarks.studies.quantization import activations
 from fp8serve.bench.options import Checked
+from fp8serve.calibration.compare import compare
+from fp8serve.calibration.data import calibration_batches
+from fp8serve.calibration.observe import final_states, observe
 from fp8serve.calibration.options import SHIPPED, Files
+from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.commands.dataclass_options import OptionValues, with_options
+from fp8serve.fp8.recipe import DelayedScaling, from_name
+from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.options import About
 from fp8serve.terminal import AsJson, print_table
 
@@ -34,20 +42,20 @@ class NumericsOptions(Checked):
 
 
 Tell = Callable[[str, int, int], None]
-OWN_STEPS = 200
+RECIPES = ("delayed", "current", "rowwise", "block")
 
 
 @contextmanager
-def _model(given: Path | None, steps: int, tell: Tell) -> Iterator[tuple[Path, str]]:
+def _model(given: Path | None, steps: int, report: Tell) -> Iterator[tuple[Path, str]]:
     """(a model directory, its description)."""
     if given is not None:
         yield given, str(given)
         return
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as folder:
-        yield trained(Path(folder), steps, tell), f"a Llama of 4 layers trained for {steps} steps in BF16"
+        yield trained(Path(folder), steps, report), f"a Llama of 4 layers trained for {steps} steps in BF16"
 
 
-def trained(folder: Path, steps: int, tell: Tell) -> Path:
+def trained(folder: Path, steps: int, report: Tell) -> Path:
     """A small model with realistic activations, below `folder`."""
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.scratch import write_random_model, write_texts
@@ -69,27 +77,63 @@ def trained(folder: Path, steps: int, tell: Tell) -> Path:
 
     def follow(event: dict[str, Any]) -> None:
         if event["type"] == "metrics":
-            tell("training a model", event["step"], event["total_steps"])
+            report("training a model", event["step"], event["total_steps"])
 
     result = Trainer(config).run(follow)
     return Path(str(result.model))
 
 
+def recipes_by_layer(
+    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, report: Tell
+) -> dict[str, Any]:
+    """Calibrates `model` on `samples` sequences of `data`, and returns the SQNR of every linear under each recipe.
+
+    The result is {"activations": rows of `quantization`, "recipes": {name: {"layers": {linear: dB}, ...}}}. The delayed
+    recipe gets its scales from text other than the measured one. Each linear is compared with the same layer in high
+    precision on the input that it has in the FP8 model, so it is charged with its own error. Raises ModelError or
+    DataError for an input that cannot be read.
+    """
+    decoder, linears = load_for_calibration(model, "cpu")
+    batches = calibration_batches(
+        data, Tokenizer.from_dir(model), decoder.config.vocab_size,
+        samples=samples, seq_len=min(seq_len, decoder.config.max_position_embeddings), batch_size=4, seed=0,
+        holdout=data,
+    )  # fmt: skip
+    states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling()))
+    results = {}
+    for index, name in enumerate(RECIPES):
+        report(name, index, len(RECIPES))
+        recipe = from_name(name)
+        assert recipe is not None  # RECIPES has no bf16
+        quality, layers = compare(decoder, linears, batches.held_out, recipe, states)
+        sqnr = {linear: tally.sqnr_db for linear, tally in layers.items()}
+        finite = [value for value in sqnr.values() if value is not None]
+        results[name] = {
+            "layers": sqnr,
+            "median_db": median(finite),
+            "worst_db": min(finite),
+            "perplexity": quality.perplexity,
+            "perplexity_bf16": quality.reference_perplexity,
+            "top1_agreement": quality.top1_agreement,
+        }
+    return {"activations": list(activations(decoder, linears, batches.held_out[0])), "recipes": results}
+
+
 def study(
-    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, tell: Tell
+    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, report: Tell
 ) -> dict[str, Any]:
     """The figures of all three studies. ModelError, DataError: `model` or `data` (None: our passages) is unusable."""
-    with _model(model, own_steps, tell) as (directory, described):
-        found = layers.study(directory, data, samples, seq_len, tell)
-    casts = [*quantization.synthetic(), *found.pop("activations")]
-    return {"model": described, "casts": casts, **found, "spikes": spikes.study()}
+    with _model(model, own_steps, report) as (directory, described):
+        results = recipes_by_layer(directory, data, samples, seq_len, report)
+    casts = [*quantization.synthetic(), *results.pop("activations")]
+    return {"model": described, "casts": casts, **results, "spikes": spikes.study()}
 
 
 def charts(result: Mapping[str, Any]) -> dict[str, str]:
     """SVG files by name."""
     by_recipe = {
-        name: [(float(i), value) for i, value in enumerate(found["layers"].values()) if value is not None]
-        for name, found in result["recipes"].items()
+        name: [(float(i), value) for i, value in enumerate(figures["layers"].values()) if value is not None]
+        for name, figures in result["recipes"].items()
     }
     return {
         "layers": svg_file(
@@ -126,8 +170,8 @@ def command(
     """
     from fp8serve.hub import find_model
 
-    asked, directory = options(), find_model(model) if model else None
-    figures = measured("Measuring", lambda tell: study(directory, tell=tell, **vars(asked)))
+    settings, directory = options(), find_model(model) if model else None
+    figures = measured("Measuring", lambda report: study(directory, report=report, **vars(settings)))
     show(publish("numerics", figures, out, charts), json, _print)
 
 

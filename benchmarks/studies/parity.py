@@ -55,7 +55,7 @@ class Count:
     worst: float  # difference, in nats
 
 
-def measure(model: Path, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
+def measure(model: Path, report: Callable[[str, int, int], None]) -> dict[str, Any]:
     """{"rows": for every recipe, cache and way how many of the log-probabilities are equal, and the worst difference}.
 
     `model` is a directory with delayed scales, those of keys and values among them; ScalesError where they are missing.
@@ -68,18 +68,18 @@ def measure(model: Path, tell: Callable[[str, int, int], None]) -> dict[str, Any
     cases = [(recipe, cache) for recipe in RECIPES for cache in CACHES]
     with tempfile.TemporaryDirectory() as folder:
         for done, (recipe, cache) in enumerate(cases):
-            tell(f"{recipe}, {cache} cache", done, len(cases))
+            report(f"{recipe}, {cache} cache", done, len(cases))
             own = Path(folder) / f"{recipe}-{cache}"
             with RunningServer(model, _options(recipe, cache, own), log=own.with_suffix(".log")) as server:
-                said = ask(server.post, None, prompts)
-            found = compare(said, training(model, recipe, cache))
+                served = ask(server.post, None, prompts)
+            found = compare(served, training(model, recipe, cache))
             rows += [{"recipe": recipe, "cache": cache, "way": way, **vars(count)} for way, count in found.items()]
     return {"model": str(model), "step_tokens": STEP_TOKENS, "rows": rows}
 
 
 def _options(recipe: str, cache: str, data: Path) -> list[str]:
-    told = {"recipe": served_as(recipe), "kv-cache-dtype": cache, "max-batch-tokens": STEP_TOKENS, "data-dir": data}
-    return [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    options = {"recipe": served_as(recipe), "kv-cache-dtype": cache, "max-batch-tokens": STEP_TOKENS, "data-dir": data}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def served_as(recipe: str) -> str:
@@ -135,9 +135,9 @@ def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProb
     return lambda ids: log_probs(forward, ids)
 
 
-def compare(said: Mapping[str, Sequence[Returned]], trained: LogProbs) -> dict[str, Count]:
+def compare(served: Mapping[str, Sequence[Returned]], trained: LogProbs) -> dict[str, Count]:
     """For every way, how many values are equal."""
-    return {way: _count(list(_pairs(returned, trained))) for way, returned in said.items()}
+    return {way: _count(list(_pairs(returned, trained))) for way, returned in served.items()}
 
 
 def _pairs(returned: Sequence[Returned], trained: LogProbs) -> Iterator[tuple[Tensor, Tensor]]:
@@ -162,7 +162,7 @@ def command(model: Model, out: Out = None, json: AsJson = False) -> None:
     from fp8serve.hub import find_model
 
     directory = find_model(model)
-    figures = measured("Parity", lambda tell: measure(directory, tell))
+    figures = measured("Parity", lambda report: measure(directory, report))
     show(publish("parity", figures, out), json, _print)
 
 

@@ -56,10 +56,10 @@ ARMS = BF16 | {
 }
 
 
-def study(out: Path, plan: PartsPlan, tell: Tell) -> dict[str, Any]:
+def study(out: Path, plan: PartsPlan, report: Tell) -> dict[str, Any]:
     """{"arms": distances from BF16 over the seeds, "losses": of every run}; runs that are done are kept in `out`."""
     shared = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items() if k != "seeds"}
-    losses = {seed: _kept(out / f"seed-{seed}.json", shared, seed, plan, tell) for seed in range(plan.seeds)}
+    losses = {seed: _kept(out / f"seed-{seed}.json", shared, seed, plan, report) for seed in range(plan.seeds)}
     return {
         "plan": shared | {"seeds": plan.seeds},
         "arms": {name: {kind: distances(losses, name, kind) for kind in ("own", "bf16", "running")} for name in ARMS},
@@ -67,15 +67,15 @@ def study(out: Path, plan: PartsPlan, tell: Tell) -> dict[str, Any]:
     }
 
 
-def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, tell: Tell) -> dict[str, Losses]:
+def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, report: Tell) -> dict[str, Losses]:
     """The losses of one seed by arm, those of an earlier call with the same plan from its file."""
-    kept = json.loads(file.read_text()) if file.exists() else {}
-    found: dict[str, Losses] = kept["losses"] if kept.get("plan") == shared else {}
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Losses] = stored["losses"] if stored.get("plan") == shared else {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)
         for arm in (name for name in ARMS if name not in found):
-            tell(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
+            report(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
             found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
             with atomic_file(file) as new:  # a study may be stopped here, too
                 new.write_text(json.dumps({"plan": shared, "losses": found}, indent=1), encoding="utf-8")
@@ -121,7 +121,7 @@ def command(
       python -m benchmarks.studies parts --out parts --seeds 6 --steps 1000
     """
     plan = options()
-    figures = measured("Training", lambda tell: study(out, plan, tell))
+    figures = measured("Training", lambda report: study(out, plan, report))
     show(publish("parts", figures, out), json, _print)
 
 

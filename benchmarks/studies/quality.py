@@ -100,7 +100,7 @@ class Row:
     tokens_per_second: float | None = None
 
 
-def study(model: Path, out: Path, asked: QualityOptions, tell: Tell) -> dict[str, Any]:
+def study(model: Path, out: Path, asked: QualityOptions, report: Tell) -> dict[str, Any]:
     """A row for the reference, every method and every peer; `model` is a directory in high precision.
 
     JobError: `out` holds results of other settings, or a peer fails. ModelError, DataError: an input cannot be used.
@@ -108,7 +108,7 @@ def study(model: Path, out: Path, asked: QualityOptions, tell: Tell) -> dict[str
     peers = dict(map(_named, asked.peers))
     out.mkdir(parents=True, exist_ok=True)
     _same_settings(out / "settings.json", model, asked)
-    it = _Study(model, out, asked, tell, *_texts(out, asked))
+    it = _Study(model, out, asked, report, *_texts(out, asked))
     samples = it.samples()
     documents, reference = by_document(samples), of_decoder(load_servable(model, "bf16"))
     rows = [it.kept(REFERENCE, "", lambda: Row(REFERENCE, _bytes(model), {}, it.speed(model, "bf16")))]
@@ -116,7 +116,7 @@ def study(model: Path, out: Path, asked: QualityOptions, tell: Tell) -> dict[str
 
         def row(name: str = name, place: str = place) -> Row:
             with it.opened(name, place) as (read, size, speed):
-                found = compared(documents, read, reference, lambda done, of: tell(name, done, of))
+                found = compared(documents, read, reference, lambda done, of: report(name, done, of))
                 return Row(name, size, intervals(found), speed())
 
         rows.append(it.kept(name, place, row))
@@ -135,7 +135,7 @@ class _Study:
     model: Path
     out: Path
     asked: QualityOptions
-    tell: Tell
+    report: Tell
     data: tuple[str, ...]
     held_out: tuple[str, ...]
 
@@ -167,13 +167,13 @@ class _Study:
 
     def _calibrated(self, name: str) -> Path:
         """The directory of a method, made now unless it is there."""
-        directory, asked, told = self.out / name, self.asked, METHODS[name]
+        directory, asked, options_of_method = self.out / name, self.asked, METHODS[name]
         if not (directory / "calibration.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
-            self.tell(f"{name}: calibrate", 0, 1)
+            self.report(f"{name}: calibrate", 0, 1)
             known = CalibrationOptions.__dataclass_fields__
-            scaling = ScalingOptions(**{k: v for k, v in told.items() if k not in known})
-            options: dict[str, Any] = {k: v for k, v in told.items() if k in known}
+            scaling = ScalingOptions(**{k: v for k, v in options_of_method.items() if k not in known})
+            options: dict[str, Any] = {k: v for k, v in options_of_method.items() if k in known}
             options |= {"data": self.data, "holdout": self.held_out, "samples": asked.samples}
             options |= {"seq_len": asked.seq_len, "seed": asked.seed, "generated_samples": 0}
             calibrate(self.model, out=directory, recipe=scaling.recipe, **options)
@@ -270,7 +270,7 @@ def command(
     from fp8serve.hub import find_model
 
     directory, asked = find_model(model), options()
-    figures = measured("Quality", lambda tell: study(directory, out, asked, tell))
+    figures = measured("Quality", lambda report: study(directory, out, asked, report))
     peers = [peer.partition("=")[0] for peer in asked.peers]
     show(publish("quality", figures, out, lambda result: {"methods": chart(result, peers)}), json, _print)
 

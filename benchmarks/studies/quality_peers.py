@@ -50,16 +50,16 @@ class Program:
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", folder: Path) -> None:
         self.name, self._process, self._folder = name, process, folder
-        told = self._answer()
-        self.bytes, self.about = int(told.get("bytes", 0)), str(told.get("name", name))
+        message = self._answer()
+        self.bytes, self.about = int(message.get("bytes", 0)), str(message.get("name", name))
 
     def __call__(self, sequence: Batch) -> Logits:
         file = self._folder / "logits.npy"
         self._ask({"ids": sequence.ids.tolist(), "logits": str(file)})
-        found = self._read(file)
-        if found.ndim != 2 or len(found) != sequence.tokens:
-            raise JobError(f"The peer {self.name} gave logits {found.shape} for {sequence.tokens} tokens.")
-        return lambda rows: torch.from_numpy(found[rows.numpy()]).float()
+        results = self._read(file)
+        if results.ndim != 2 or len(results) != sequence.tokens:
+            raise JobError(f"The peer {self.name} gave logits {results.shape} for {sequence.tokens} tokens.")
+        return lambda rows: torch.from_numpy(results[rows.numpy()]).float()
 
     def _read(self, file: Path) -> Any:
         try:
@@ -85,8 +85,8 @@ class Program:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
-                if isinstance(found := json.loads(line), dict):
-                    return found
+                if isinstance(results := json.loads(line), dict):
+                    return results
             except ValueError:
                 continue
         self._process.wait()

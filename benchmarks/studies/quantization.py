@@ -52,35 +52,35 @@ def gaussian(outliers: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(FP32 [1024, 1024] of standard deviation 1 where a fraction `outliers` is 50 times larger, which those are)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, COLUMNS, generator=generator)
-    chosen = torch.rand(ROWS, COLUMNS, generator=generator) < outliers
-    return torch.where(chosen, OUTLIER * x, x), chosen
+    is_outlier = torch.rand(ROWS, COLUMNS, generator=generator) < outliers
+    return torch.where(is_outlier, OUTLIER * x, x), is_outlier
 
 
 def synthetic() -> Iterable[dict[str, Any]]:
     """One row of figures per distribution, format and granularity."""
     for name, fraction in (("gaussian", 0.0), ("1 % outliers", 0.01), ("5 % outliers", 0.05)):
-        x, chosen = gaussian(fraction)
+        x, is_outlier = gaussian(fraction)
         for fmt, cast in FORMATS.items():
             for granularity in GRANULARITIES:
-                back = cast(x, granularity)
+                dequantized = cast(x, granularity)
                 yield {
                     "tensor": name,
                     "format": fmt,
                     "granularity": granularity,
-                    "sqnr_db": sqnr_db(x, back),
-                    "ordinary_sqnr_db": sqnr_db(x[~chosen], back[~chosen]),
+                    "sqnr_db": sqnr_db(x, dequantized),
+                    "ordinary_sqnr_db": sqnr_db(x[~is_outlier], dequantized[~is_outlier]),
                 }
 
 
 def activations(decoder: Model, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
     """The inputs of all linears of a model on one batch, per format and granularity: the median layer and the worst."""
-    seen: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
+    sqnr_by_format: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
 
     def watch(name: str) -> Callable[..., None]:
         def hook(linear: nn.Module, args: tuple[Tensor]) -> None:
             x = args[0].detach().float().flatten(0, -2)
-            for (fmt, granularity), found in seen.items():
-                found[name] = sqnr_db(x, FORMATS[fmt](x, granularity))
+            for (fmt, granularity), by_linear in sqnr_by_format.items():
+                by_linear[name] = sqnr_db(x, FORMATS[fmt](x, granularity))
 
         return hook
 
@@ -89,13 +89,13 @@ def activations(decoder: Model, linears: Linears, batch: Batch) -> Iterable[dict
         forward(decoder, batch)
     for handle in handles:
         handle.remove()
-    for (fmt, granularity), found in seen.items():
-        worst = min(found, key=lambda name: found[name])
+    for (fmt, granularity), by_linear in sqnr_by_format.items():
+        worst = min(by_linear, key=lambda name: by_linear[name])
         yield {
-            "tensor": f"inputs of {len(found)} linears",
+            "tensor": f"inputs of {len(by_linear)} linears",
             "format": fmt,
             "granularity": granularity,
-            "sqnr_db": median(found.values()),
-            "worst_sqnr_db": found[worst],
+            "sqnr_db": median(by_linear.values()),
+            "worst_sqnr_db": by_linear[worst],
             "worst": worst,
         }

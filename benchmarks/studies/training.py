@@ -105,7 +105,7 @@ class Curve:
     final: float = math.nan
 
 
-def study(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
+def study(out: Path, plan: StudyPlan, report: Tell) -> dict[str, Any]:
     """Every run of `plan` below `out`; returns the figures, which `summary` and `chart` show.
 
     A directory that holds a study of another plan is refused with JobError.
@@ -113,13 +113,13 @@ def study(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     _same_plan(out / "plan.json", plan)
     text = _write_text(out, plan)
-    curves = {recipe: _curve(out, plan, recipe, tell) for recipe in plan.recipes}
+    curves = {recipe: _curve(out, plan, recipe, report) for recipe in plan.recipes}
     return {
         "plan": asdict(plan),
         "text": text,
         "parameters": _parameters(_model(out, plan)),
         "runs": {recipe: _figures(curve, curves[plan.recipes[0]], plan) for recipe, curve in curves.items()},
-        "resumed": _resume(out, plan, tell) if plan.resumed in plan.recipes else None,
+        "resumed": _resume(out, plan, report) if plan.resumed in plan.recipes else None,
         "curves": {recipe: asdict(curve) for recipe, curve in curves.items()},
     }
 
@@ -178,7 +178,7 @@ def _config(out: Path, plan: StudyPlan, recipe: str, run: str) -> TrainConfig:
     )
 
 
-def _curve(out: Path, plan: StudyPlan, recipe: str, tell: Tell) -> Curve:
+def _curve(out: Path, plan: StudyPlan, recipe: str, report: Tell) -> Curve:
     """Train, or continue training, and read the curve back from the file to which the events were appended."""
     file = out / f"{recipe}.jsonl"
     if not (out / recipe / "model").exists():
@@ -188,7 +188,7 @@ def _curve(out: Path, plan: StudyPlan, recipe: str, tell: Tell) -> Curve:
                 if event["type"] == "metrics":
                     lines.write(json.dumps(event) + "\n")
                     lines.flush()
-                    tell(recipe, event["step"], event["total_steps"])
+                    report(recipe, event["step"], event["total_steps"])
 
             Trainer(_config(out, plan, recipe, recipe)).run(follow)
     return replace(read_curve(file, plan.steps), final=_final_loss(out, plan, recipe))
@@ -203,9 +203,9 @@ def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         items = setup.items[:: max(1, len(setup.items) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
-        found = evaluate(setup.method, setup.forward, items, plan.batch_size)
+        results = evaluate(setup.method, setup.forward, items, plan.batch_size)
         tokens = sum(item.trainable_tokens for item in items)
-        kept.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": found["valid_loss"]}))
+        kept.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": results["valid_loss"]}))
     return float(json.loads(kept.read_text())["loss"])
 
 
@@ -231,9 +231,9 @@ def _figures(curve: Curve, baseline: Curve, plan: StudyPlan) -> dict[str, float]
         "running": (_tail(curve, plan), _tail(baseline, plan)),
         "valid": (curve.valid[-1][1], baseline.valid[-1][1]),
     }
-    found = {f"{name}_loss": loss for name, (loss, _) in losses.items()}
+    results = {f"{name}_loss": loss for name, (loss, _) in losses.items()}
     apart = {f"{name}_difference_percent": 100 * (loss / base - 1) for name, (loss, base) in losses.items()}
-    return {**found, **apart, "tokens_per_second": curve.tokens_per_second}
+    return {**results, **apart, "tokens_per_second": curve.tokens_per_second}
 
 
 def _tail(curve: Curve, plan: StudyPlan) -> float:
@@ -246,7 +246,7 @@ def _parameters(model: Path) -> int:
     return sum(math.prod(entry.shape) for entry in open_shards(model).entries.values())
 
 
-def _resume(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
+def _resume(out: Path, plan: StudyPlan, report: Tell) -> dict[str, Any]:
     """Resume from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
     half, run = plan.steps // 2, f"{plan.resumed}-resumed"
     source, target = out / plan.resumed / "checkpoints", out / run / "checkpoints"
@@ -255,7 +255,7 @@ def _resume(out: Path, plan: StudyPlan, tell: Tell) -> dict[str, Any]:
 
     def follow(event: dict[str, Any]) -> None:
         if event["type"] == "metrics":
-            tell(run, event["step"], event["total_steps"])
+            report(run, event["step"], event["total_steps"])
 
     Trainer(_config(out, plan, plan.resumed, run)).run(follow)
     differing = _differing(source / f"step-{plan.steps}", target / f"step-{plan.steps}")
@@ -338,7 +338,7 @@ def command(
     if model and random != Shape():
         raise JobError("MODEL has its own width and layers; leave out --hidden-size and --layers.")
     plan = options(shape=random, model=str(find_model(model)) if model else None)
-    figures = measured("Training", lambda tell: study(out, plan, tell))
+    figures = measured("Training", lambda report: study(out, plan, report))
     show(publish("training", figures, out, lambda result: {"curves": chart(result)}), json, _print)
 
 

@@ -140,7 +140,7 @@ def _changed_weights(report: CalibrationReport) -> Finding | None:
     """Returns a finding about weights that rounding changed much. Healing changes weights on purpose."""
     weights = ((x.name, x.weight.sqnr_db) for x in report.layers if x.weight)
     changed = sorted((sqnr, name) for name, sqnr in weights if sqnr is not None and sqnr < LOW_SQNR_DB)
-    if not changed or (report.healing is not None and report.healing.helped):
+    if not changed or (report.healing is not None and report.healing.is_improvement):
         return None
     names = list_names([f"{short_name(name)} ({format_decibels(sqnr)})" for sqnr, name in changed])
     advice = " More samples or `--rounding nearest` may reduce this error." if report.rounding == "gptq" else ""

@@ -28,7 +28,8 @@ def section(title: str, explanation: str, *content: str) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    return f"<p{_class(kind)}>{escape(text)}</p>"
+    css_class = f' class="{kind}"' if kind else ""
+    return f"<p{css_class}>{escape(text)}</p>"
 
 
 def figures(drawings: Mapping[str, str], kind: str = "") -> str:
@@ -74,7 +75,3 @@ def coded(text: str) -> str:
 def titled(text: str, title: str) -> str:
     """Returns text with a tooltip."""
     return f'<span title="{escape(title)}">{escape(text)}</span>'
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""

@@ -37,7 +37,7 @@ def html_report(report: CalibrationReport) -> str:
         sections.finding_list(findings(report)),
         sections.generated_text(report.generated),
         sections.layer_costs(report.layers, report.tensors),
-        sections.in_bf16(report.kept, "KL in FP8, nats", [group.kl for group in report.kept]),
+        sections.in_bf16(report.in_bf16, "KL in FP8, nats", [group.kl for group in report.in_bf16]),
         sections.layer_sqnr(report.layers),
         sections.headroom(report.layers),
         sections.amax_per_batch(report.layers, report.tensors),
@@ -121,7 +121,7 @@ def html_encoder_report(report: EmbeddingReport) -> str:
     cosine = report.quality
     contents = {
         "Cosine to BF16": (f"{cosine.median:.5f}", f"median of {cosine.texts} held-out texts"),
-        "5th percentile of cosine": (f"{cosine.fifth:.5f}", f"minimum {cosine.least:.5f}"),
+        "5th percentile of cosine": (f"{cosine.percentile_5:.5f}", f"minimum {cosine.minimum:.5f}"),
         "Weights": (format_bytes(report.bytes_after), f"of {format_bytes(report.bytes_before)}"),
         "Calibrated on": (f"{report.tokens:,} tokens", f"{report.samples} samples"),
         "Time": (f"{report.seconds.get('total', 0):.1f} s", report.device),
@@ -131,7 +131,7 @@ def html_encoder_report(report: EmbeddingReport) -> str:
         sections.heading(title, report.notes[0], report.notes[1:]),
         cards(contents),
         _layers(report.layers),
-        sections.in_bf16(report.kept, "cosine with only these in FP8", [group.cosine for group in report.kept]),
+        sections.in_bf16(report.in_bf16, "cosine with only these in FP8", [group.cosine for group in report.in_bf16]),
         _facts(report),
     ]
     return document(title, content)
@@ -158,7 +158,7 @@ def html_encoder_evaluation(report: EncoderEvalReport) -> str:
 
 
 def _facts(report: Report) -> str:
-    return sections.facts(report.made, {key: value for key, value in asdict(report).items() if key in FACTS})
+    return sections.facts(report.origin, {key: value for key, value in asdict(report).items() if key in FACTS})
 
 
 def _layers(layers: Sequence[LayerReport]) -> str:

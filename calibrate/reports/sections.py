@@ -50,24 +50,17 @@ MAX_INPUT_HISTOGRAMS = 4
 MAX_AMAX_CURVES = 6
 
 
-def by_projection(values: Iterable[Value], *, log: bool = False) -> str:
-    return _dots(values, PROJECTIONS, _leaf, log)
-
-
-def by_input(values: Iterable[Value]) -> str:
-    """Charts values of inputs; the caller passes one linear for each input."""
-    return _dots(values, KINDS, input_kind, False)
-
-
-def keys_and_values(values: Iterable[Value]) -> str:
-    return _dots(values, ("k", "v"), _leaf, True)
-
-
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _dots(values: Iterable[Value], kinds: Sequence[str], kind_of: Callable[[str], str], log: bool) -> str:
+def by_layer(
+    values: Iterable[Value],
+    kinds: Sequence[str] = PROJECTIONS,
+    kind_of: Callable[[str], str] = _leaf,
+    *,
+    log: bool = False,
+) -> str:
     """Charts values by decoder layer, with one series for each of `kinds`; values of other kinds are omitted."""
     series: dict[str, list[Dot]] = {kind: [] for kind in kinds}
     for name, y, text in values:
@@ -139,7 +132,11 @@ def healing(report: HealingReport | None) -> str:
         "Healing",
         "The FP8 model was trained towards its own output in high precision. On the held-out samples its KL divergence "
         f"changed from {format_number(report.kl_before)} to {format_number(report.kl_after)} nats"
-        + ("." if report.helped else ". This is no improvement, so the weights from before healing were written."),
+        + (
+            "."
+            if report.is_improvement
+            else ". This is no improvement, so the weights from before healing were written."
+        ),
         figures(charts, "small"),
     )
 
@@ -240,7 +237,7 @@ def layer_sqnr(layers: Sequence[LayerReport]) -> str:
     charts = {}
     for title, sqnr_of in parts.items():
         values = [(x.name, value, format_decibels(value)) for x in layers if (value := sqnr_of(x)) is not None]
-        charts[f"SQNR {title} (dB)"] = by_projection(values)
+        charts[f"SQNR {title} (dB)"] = by_layer(values)
     return section(
         "SQNR by layer",
         "Each dot is a linear layer. Higher is better; 6 dB are one bit. A dot far below its neighbours is a tensor "
@@ -254,11 +251,15 @@ def headroom(layers: Sequence[LayerReport]) -> str:
     readers = [(x, x.headroom) for x in first_readers(layers) if x.headroom is not None]
     if not any(abs(headroom) > 0.01 for _, headroom in readers):
         return ""  # the recipe computes every scale from the tensor itself
-    charts = {"Headroom of inputs (powers of two)": by_input((x.name, h, f"{h:+.2f}") for x, h in readers)}
+    charts = {
+        "Headroom of inputs (powers of two)": by_layer(
+            [(x.name, h, f"{h:+.2f}") for x, h in readers], KINDS, input_kind
+        )
+    }
     for field, title in (("saturated", "saturated"), ("underflowed", "underflowed to zero")):
         shares = [(x.name, 100 * getattr(x, field), format_percent(getattr(x, field))) for x, _ in readers]
         if any(y > 0 for _, y, _ in shares):
-            charts[f"Input elements {title} (%)"] = by_input(shares)
+            charts[f"Input elements {title} (%)"] = by_layer(shares, KINDS, input_kind)
     return section(
         "Headroom, saturation and underflow of inputs",
         "How well the scales fit the held-out samples, which were not used to compute scales. Headroom is "
@@ -380,10 +381,10 @@ def amax_per_layer(tensors: Sequence[TensorReport]) -> str:
     for role, title in (("input", "input"), ("weight", "weight"), ("grad_output", "gradient of an output")):
         nonzero = [t for t in tensors if t.name.endswith(f".{role}") and t.amax > 0]
         values = [(t.name.removesuffix(f".{role}"), t.amax, f"amax {format_number(t.amax)}") for t in nonzero]
-        charts[f"Amax of the {title}"] = by_projection(values, log=True)
+        charts[f"Amax of the {title}"] = by_layer(values, log=True)
     cached = [t for t in tensors if t.name.endswith((".k", ".v")) and t.amax > 0]
     values = [(t.name, t.amax, f"amax {format_number(t.amax)}") for t in cached]
-    charts["Amax of keys and values"] = keys_and_values(values)
+    charts["Amax of keys and values"] = by_layer(values, ("k", "v"), log=True)
     return section(
         "Amax by layer",
         "The scales are computed from these amaxes. Each tensor has its own scale, because some tensors have values a "
@@ -395,13 +396,13 @@ def amax_per_layer(tensors: Sequence[TensorReport]) -> str:
 def scale_table(tensors: Sequence[TensorReport]) -> str:
     """Lists every tensor with its amax, its scale and its amax history."""
     rows = (
-        [escape(t.name), *map(format_number, (t.amax, t.scale, t.limit)), str(t.observations), _spark(t.history)]
+        [
+            escape(t.name),
+            *map(format_number, (t.amax, t.scale, t.limit)),
+            str(t.observations),
+            sparkline(t.history) if len(set(t.history)) > 1 else "",  # a weight has one amax
+        ]
         for t in tensors
     )
     head = ("tensor", "amax", "scale", "largest representable value", "batches observed", "amax per batch")
     return details(f"All {len(tensors)} scales", table(head, rows)) if tensors else ""
-
-
-def _spark(history: Sequence[float]) -> str:
-    """Returns a sparkline, or an empty string for a weight, which has the same amax in every batch."""
-    return sparkline(history) if len(set(history)) > 1 else ""

@@ -7,16 +7,15 @@ from rich.table import Table
 from fp8serve.calibration.embedding import TOP_K, EmbeddingReport, EncoderEvalReport
 from fp8serve.calibration.result import (
     CalibrationReport,
-    DataReport,
     EvalReport,
     LayerReport,
-    LinearGroup,
     Quality,
     by_cost,
     with_outliers,
 )
 
 NO_VALUE = "–"
+NUM_WORST_LAYERS = 5
 LONG_NAME = re.compile(r".*?layers\.(\d+)\.(?:\w+\.)??(\w+)(?:\.(input|weight|grad_output))?")
 
 
@@ -85,11 +84,6 @@ def outlier_text(layer: LayerReport) -> str:
     return f"channel {outlier.channel}: {outlier.size:,.4g} times the median, its weights {outlier.weights:.3g} times"
 
 
-def bytes_in_bf16(report: CalibrationReport) -> str:
-    """Returns how many bytes more the linears in BF16 need than in FP8."""
-    return f"{format_bytes(sum(group.bytes for group in report.kept))} more than in FP8"
-
-
 def summary(report: CalibrationReport) -> str:
     """Returns a sentence about the change of perplexity, and one about the layer that adds most KL divergence."""
     quality, data = report.quality, report.data
@@ -104,12 +98,8 @@ def summary(report: CalibrationReport) -> str:
     )
 
 
-def _excluded(data: DataReport) -> str:
-    return f", without {data.excluded} held-out examples" if data.excluded else ""
-
-
-def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
-    """Returns the terminal's table after `fp8serve calibrate`: quality, size, and the `worst` layers."""
+def summary_table(report: CalibrationReport) -> Table:
+    """Returns the terminal's table after `fp8serve calibrate`: quality, size, and the worst layers."""
     quality, data = report.quality, report.data
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
     before, after = format_number(quality.reference_perplexity), format_number(quality.perplexity)
@@ -118,7 +108,8 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
         "same top token", f"{format_percent(quality.top1_agreement)} (KL {format_number(quality.kl_divergence)} nats)"
     )
     table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
-    table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{_excluded(data)}")
+    excluded = f", without {data.excluded} held-out examples" if data.excluded else ""
+    table.add_row("calibrated on", f"{data.tokens:,} tokens of {', '.join(data.source)}{excluded}")
     table.add_row("", sample_counts(data.samples, data.documents))
     table.add_row("measured on", f"{data.held_out_tokens:,} held-out tokens of {', '.join(data.held_out_source)}")
     table.add_row("", sample_counts(data.held_out_samples, data.held_out_documents))
@@ -128,24 +119,21 @@ def summary_table(report: CalibrationReport, worst: int = 5) -> Table:
     table.add_row("input elements", shares)
     for layer in with_outliers(report.layers)[:1]:
         table.add_row("largest outlier channel", f"{layer.name}, {outlier_text(layer)}")
-    if report.kept:
-        table.add_row(
-            "stays in BF16", f"{sum(len(g.names) for g in report.kept)} linear layers, {bytes_in_bf16(report)}"
-        )
+    if report.in_bf16:
+        linears = sum(len(group.names) for group in report.in_bf16)
+        extra_bytes = format_bytes(sum(group.bytes for group in report.in_bf16))
+        table.add_row("stays in BF16", f"{linears} linear layers, {extra_bytes} more than in FP8")
     table.add_row("time", f"{report.seconds.get('total', 0):.1f} s on {report.device}", end_section=True)
-    for layer in report.worst_layers[:worst]:
+    for layer in report.worst_layers[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
-    for group in report.kept:
-        table.add_row(" ".join(group.names), f"stays in BF16{_group_cost(group)}")
+    for group in report.in_bf16:
+        cost = "" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)"
+        table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cost}")
     table.add_row("written to", report.out)
     return table
 
 
-def _group_cost(group: LinearGroup) -> str:
-    return f", {format_bytes(group.bytes)}" + ("" if group.kl is None else f" (FP8: KL {group.kl:.2g} nats)")
-
-
-def eval_table(report: EvalReport, worst: int = 5) -> Table:
+def eval_table(report: EvalReport) -> Table:
     """Returns the terminal's table after `fp8serve eval`."""
     quality = report.quality
     table = Table(title=f"{report.model} ({report.runs_as})", title_justify="left", show_header=False)
@@ -157,29 +145,29 @@ def eval_table(report: EvalReport, worst: int = 5) -> Table:
         table.add_row("reference perplexity", format_number(quality.reference_perplexity) + perplexity_change(quality))
         table.add_row("KL to the reference", f"{format_number(quality.kl_divergence)} nats per token")
         table.add_row("same top token", format_percent(quality.top1_agreement), end_section=True)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}{kl_text(layer, quality)}")
     return table
 
 
-def embedding_table(report: EmbeddingReport, worst: int = 5) -> Table:
+def embedding_table(report: EmbeddingReport) -> Table:
     """Returns the terminal's table after `fp8serve calibrate` of an encoder."""
     table = Table(title=f"Calibrated {report.model}", title_justify="left", show_header=False)
-    table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.least:.5f}")
+    table.add_row("cosine to BF16", f"median {report.quality.median:.5f}, minimum {report.quality.minimum:.5f}")
     table.add_row("weights", f"{format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)}")
     table.add_row("calibrated on", f"{report.tokens:,} tokens of {', '.join(report.source)}")
     for advice in report.notes[1:]:
         table.add_row("", advice)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
-    for group in report.kept:
+    for group in report.in_bf16:
         cosine = "" if group.cosine is None else f" (cosine with only these layers in FP8: {group.cosine:.5f})"
         table.add_row(" ".join(group.names), f"stays in BF16, {format_bytes(group.bytes)}{cosine}")
     table.add_row("written to", report.out)
     return table
 
 
-def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
+def encoder_eval_table(report: EncoderEvalReport) -> Table:
     """Returns the terminal's table after `fp8serve eval` of an encoder."""
     table = Table(title=f"{report.model} ({report.recipe})", title_justify="left", show_header=False)
     for name, text in evaluation_figures(report).items():
@@ -189,7 +177,7 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
         table.add_row("against", report.against, end_section=True)
     for note in report.notes:
         table.add_row("", note)
-    for layer in by_cost(report.layers)[:worst]:
+    for layer in by_cost(report.layers)[:NUM_WORST_LAYERS]:
         table.add_row(layer.name, f"SQNR {format_decibels(layer.sqnr_db)}")
     return table
 
@@ -197,18 +185,22 @@ def encoder_eval_table(report: EncoderEvalReport, worst: int = 5) -> Table:
 def evaluation_figures(report: EncoderEvalReport) -> dict[str, str]:
     """Returns the results of an encoder's evaluation by label."""
     rows: dict[str, str] = {}
-    if (cosine := report.closeness) is not None:
+    if (cosine := report.cosine) is not None:
         rows["cosine to BF16"] = (
-            f"median {cosine.median:.5f}, 5th percentile {cosine.fifth:.5f}, minimum {cosine.least:.5f}"
+            f"median {cosine.median:.5f}, 5th percentile {cosine.percentile_5:.5f}, minimum {cosine.minimum:.5f}"
         )
     if (scores := report.scores) is not None:
-        rows["score difference"] = f"mean {scores.mean:.5f}, maximum {scores.largest:.5f}"
+        rows["score difference"] = f"mean {scores.mean:.5f}, maximum {scores.maximum:.5f}"
         if scores.same_label is not None:
             rows["same label"] = f"{format_percent(scores.same_label)} of {scores.texts} texts"
     if (ranking := report.ranking) is not None:
-        reference = "" if ranking.reference_found is None else f", {format_percent(ranking.reference_found)} in BF16"
-        rows["retrieval top-1"] = f"{format_percent(ranking.found)} of {ranking.queries} texts{reference}"
-        if ranking.same_first is not None and ranking.same_top is not None:
-            rows["same top-1"] = f"{format_percent(ranking.same_first)} of the texts"
-            rows[f"overlap of top-{TOP_K}"] = format_percent(ranking.same_top)
+        reference = (
+            ""
+            if ranking.reference_top1_accuracy is None
+            else f", {format_percent(ranking.reference_top1_accuracy)} in BF16"
+        )
+        rows["retrieval top-1"] = f"{format_percent(ranking.top1_accuracy)} of {ranking.queries} texts{reference}"
+        if ranking.same_top1 is not None and ranking.top_k_overlap is not None:
+            rows["same top-1"] = f"{format_percent(ranking.same_top1)} of the texts"
+            rows[f"overlap of top-{TOP_K}"] = format_percent(ranking.top_k_overlap)
     return rows

@@ -12,7 +12,6 @@ also those of the served model.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from fp8serve.calibration.compare import freeze_function
-from fp8serve.calibration.data import IGNORE_INDEX, Batch
-from fp8serve.calibration.measure import LOGITS_PER_SLICE
+from fp8serve.calibration.data import Batch, scored_rows
 from fp8serve.calibration.observe import Observer, scales_of, share_weight_scales
-from fp8serve.calibration.passes import Linears, backpropagate, forward
+from fp8serve.calibration.passes import Linears, backpropagate_loss, forward
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ModelError
 from fp8serve.fp8.autocast import autocast
@@ -35,19 +33,12 @@ from fp8serve.model.building import Model
 WARMUP_FRACTION = 0.1  # of the steps; the learning rate rises to its maximum in these steps, and then falls to zero
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate schedule with linear warmup and cosine decay to zero."""
-
-    steps: int
-    learning_rate: float  # the maximum
-
-    def rate(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
-        warmup = max(1, round(self.steps * WARMUP_FRACTION))
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+def learning_rate(step: int, steps: int, maximum: float) -> float:
+    """Returns the learning rate of a step, counted from 0: linear warmup to `maximum` and cosine decay to zero."""
+    warmup = max(1, round(steps * WARMUP_FRACTION))
+    if step < warmup:
+        return maximum * (step + 1) / warmup
+    return maximum * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def heal(
@@ -56,9 +47,10 @@ def heal(
     reference: Model,
     batches: Sequence[Batch],
     recipe: Recipe,
-    schedule: Schedule,
     observer: Observer,
     *,
+    steps: int,
+    max_rate: float,
     rounded: Mapping[str, FrozenLinear] | None = None,
     shared: Iterable[Sequence[str]] = (),
     seed: int = 0,
@@ -66,12 +58,12 @@ def heal(
 ) -> tuple[dict[str, FrozenLinear], list[float]]:
     """Trains `linears` of `decoder`; returns them in FP8 for serving, and the loss of every step in nats per token.
 
-    Training starts from the weights in `rounded`, if given. The weights of `linears` are restored at the end. The
-    scaling states of `linears`, and the scales of keys and values in `observer`, are those of the last step; each group
-    of linears in `shared` then gets one weight scale. Batches are repeated in an order that depends on the seed. Raises
-    ModelError if a loss is not finite.
+    The learning rate rises to `max_rate` and falls to zero. Training starts from the weights in `rounded`, if given.
+    The weights of `linears` are restored at the end. The scaling states of `linears`, and the scales of keys and values
+    in `observer`, are those of the last step; each group of linears in `shared` then gets one weight scale. Batches are
+    repeated in an order that depends on the seed. Raises ModelError if a loss is not finite.
     """
-    order = list(_repeat_batches(batches, schedule.steps, seed))
+    order = list(_repeat_batches(batches, steps, seed))
     with _master_weights(linears, rounded) as masters:
         optimizer, losses = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.0), list[float]()
         for step, batch in enumerate((stages or Stages()).steps("heal", order)):
@@ -82,7 +74,7 @@ def heal(
             if not math.isfinite(losses[-1]):
                 raise ModelError(f"Healing diverged: the loss of step {step + 1} is {losses[-1]}; lower heal_rate.")
             for group in optimizer.param_groups:
-                group["lr"] = schedule.rate(step)
+                group["lr"] = learning_rate(step, steps, max_rate)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         observer.read_records()
@@ -102,17 +94,15 @@ def _master_weights(linears: Linears, rounded: Mapping[str, FrozenLinear] | None
     original = {name: linear.weight for name, linear in linears.items()}
     try:
         for name, linear in linears.items():
-            linear.weight = nn.Parameter(_master_weight(original[name], rounded[name] if rounded else None))
+            if rounded is None:
+                weight = original[name].detach().to(torch.float32, copy=True)
+            else:
+                weight = dequantize(rounded[name].weight_q, rounded[name].weight_scale_inv)
+            linear.weight = nn.Parameter(weight)
         yield [cast(nn.Parameter, linear.weight) for linear in linears.values()]
     finally:
         for name, linear in linears.items():
             linear.weight = original[name]
-
-
-def _master_weight(weight: Tensor, rounded: FrozenLinear | None) -> Tensor:
-    if rounded is None:
-        return weight.detach().to(torch.float32, copy=True)
-    return dequantize(rounded.weight_q, rounded.weight_scale_inv)
 
 
 def _repeat_batches(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
@@ -128,15 +118,14 @@ def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: B
     """Backpropagates the mean of KL(reference || decoder) over the scored tokens to the weights; returns this mean."""
     with torch.no_grad():
         exact = forward(reference, batch)
-    scored = (batch.targets != IGNORE_INDEX).nonzero().squeeze(1)
-    leaf, total = hidden.detach().requires_grad_(), 0.0
-    for rows in torch.split(scored, LOGITS_PER_SLICE):
+    scored, losses = scored_rows(batch.targets), list[float]()
+
+    def loss(logits: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
             log_r = log_softmax(reference.logits(exact[rows]), dim=-1)
-        log_p = log_softmax(decoder.logits(leaf[rows]), dim=-1)
-        loss = (log_r.exp() * (log_r - log_p)).sum() / len(scored)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss.detach())
-    if leaf.grad is not None:
-        backpropagate(hidden, leaf.grad)
-    return total
+        mean = (log_r.exp() * (log_r - log_softmax(logits, dim=-1))).sum() / len(scored)
+        losses.append(float(mean.detach()))
+        return mean
+
+    backpropagate_loss(decoder, hidden, scored, loss)
+    return sum(losses)

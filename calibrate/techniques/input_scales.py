@@ -7,8 +7,7 @@ calibration text once more. From RANGE_FRACTIONS it selects the fraction of the 
 over tokens of |(cast(x) - x) W^T|^2.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ def searched_amaxes(
 ) -> Amaxes:
     """Returns amaxes of the linears' inputs, fractions of the observed `amaxes`, with the smallest output error."""
     by_first = {names[0]: names for names in input_groups(linears)}
+    first_linears = {name: linears[name] for name in by_first}
     errors = {name: torch.zeros(len(RANGE_FRACTIONS), dtype=torch.float64) for name in by_first}
 
     def add_errors(name: str, x: Tensor) -> None:
@@ -48,16 +48,7 @@ def searched_amaxes(
             errors[name][i] += float(((error @ products) * error).sum(dtype=torch.float64))
 
     for batch in (stages or Stages()).steps("search", first_sequences(batches, SEARCH_TOKENS)):
-        with _input_hooks(linears, add_errors):
+        with forward_hooks(first_linears, lambda name: lambda linear, args, out: add_errors(name, args[0])):
             forward(decoder, batch)
     best = {name: RANGE_FRACTIONS[int(e.argmin())] * amaxes[f"{name}.input"] for name, e in errors.items()}
     return {f"{name}.input": best[first] for first, names in by_first.items() for name in names}
-
-
-def _input_hooks(linears: Linears, on_input: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-    """Inside the context, `on_input` is called with the input of the first linear of every group."""
-
-    def make_hook(name: str) -> Callable[..., None]:
-        return lambda linear, args, out: on_input(name, args[0])
-
-    return forward_hooks({names[0]: linears[names[0]] for names in input_groups(linears)}, make_hook)

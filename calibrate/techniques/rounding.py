@@ -52,7 +52,7 @@ BLOCK_COLUMNS = 64  # columns that are rounded before one product updates all la
 FrozenLinears = Mapping[str, FrozenLinear]
 
 
-def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, damping: float = DAMPING) -> Tensor:
+def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor) -> Tensor:
     """Rounds a weight [N, K] to E4M3 [N, K] with GPTQ.
 
     `products` is X^T X, FP32 [K, K]. `scale_inv` is the scale that dequantizes, FP32 [], [N, 1] or [N / 128, K / 128].
@@ -60,7 +60,7 @@ def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, dampi
     """
     order = products.diagonal().argsort(descending=True)
     scale = expand(scale_inv.float().reciprocal(), *weight.shape).broadcast_to(weight.shape)[:, order]
-    factors = _factors(products[order][:, order], damping)
+    factors = _factors(products[order][:, order])
     scaled = weight.float()[:, order] * scale
     rounded = torch.empty_like(scaled)
     for start in range(0, scaled.shape[1], BLOCK_COLUMNS):
@@ -72,10 +72,10 @@ def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor, dampi
     return result.to(E4M3)
 
 
-def _factors(products: Tensor, damping: float) -> Tensor:
+def _factors(products: Tensor) -> Tensor:
     """Returns U [K, K] with U^T U = H^-1, every row divided by its diagonal element; H is the damped `products`."""
     matrix = products.double()  # overwritten by every step, because it is the largest tensor in memory
-    matrix.diagonal().add_(damping * matrix.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    matrix.diagonal().add_(DAMPING * matrix.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
     torch.linalg.cholesky(matrix, out=matrix)
     torch.cholesky_inverse(matrix, out=matrix)
     torch.linalg.cholesky(matrix, upper=True, out=matrix)

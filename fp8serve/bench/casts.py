@@ -38,7 +38,7 @@ STRATIFIED_MANTISSAS = 1 << 15  # for each sign and exponent
 _INT_DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def stratified(seed: int = 0) -> Tensor:
+def stratified() -> Tensor:
     """Returns 2^24 FP32 values: 2^15 mantissas for each of the 512 combinations of sign and exponent.
 
     384 of the mantissas are the multiples of 1/128 and their neighbours. They cover every BF16 value, every FP8 value,
@@ -48,7 +48,7 @@ def stratified(seed: int = 0) -> Tensor:
     boundaries = (torch.arange(128) << 16).unsqueeze(1) + torch.tensor([-1, 0, 1]) & 0x7FFFFF
     num_random = STRATIFIED_MANTISSAS - boundaries.numel()
     starts = (torch.arange(num_random) << 23) // num_random
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     offsets = torch.randint((1 << 23) // num_random, (512, num_random), generator=generator, dtype=torch.int32)
     mantissas = torch.cat([boundaries.flatten().int().expand(512, -1), starts.int() + offsets], 1)
     sign_and_exponent = torch.arange(-256, 256, dtype=torch.int32) << 23
@@ -252,13 +252,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def study(report: Report, *, exhaustive: bool, chosen: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
+def study(report: Report, *, exhaustive: bool, probes: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Compares all kernels of a device with the reference: on all BF16 and FP16 values, and on 2^24 FP32 values, or all
-    2^32 if `exhaustive`. `chosen` are names of PROBES; if it is empty, all probes run. Raises JobError if there is no
+    2^32 if `exhaustive`. `probes` are names of PROBES; if it is empty, all probes run. Raises JobError if there is no
     kernel, or no probe of a name."""
-    if unknown := [name for name in chosen if name not in PROBES]:
+    if unknown := [name for name in probes if name not in PROBES]:
         raise JobError(f"No op that casts is called {unknown[0]!r}; there are: {'; '.join(PROBES)}.")
-    at, probes = levels(device), chosen or tuple(PROBES)
+    at, probes = levels(device), probes or tuple(PROBES)
     findings = []
     for dtype in (torch.bfloat16, torch.float16):
         findings += compare(all_values(dtype), 1 << 16, report, probes=probes, at=at, device=device)

@@ -17,6 +17,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def measure_engine(
     engine.pack_weights()
     pack_end = time.perf_counter()
     report("prefill", 0, len(batches) + 1)
-    prefill = min(_prefill(engine, prompt) for _ in range(PREFILL_RUNS))
+    prefills = (_requests(engine, 1, prompt, 1) for _ in range(PREFILL_RUNS))
+    prefill = min(_seconds(partial(_run_to_first_tokens, engine, requests)) for requests in prefills)
     decode = []
     for index, batch in enumerate(batches):
         report(f"decode, batch {batch}", index + 1, len(batches) + 1)
@@ -107,11 +109,6 @@ def _run_to_first_tokens(engine: Engine, requests: list[Request]) -> None:
         engine.add_request(request)
     while waiting:
         waiting -= {output.request_id for output in engine.step()}
-
-
-def _prefill(engine: Engine, prompt: int) -> float:
-    """Returns the seconds to the first token of one prompt."""
-    return _seconds(lambda: _run_to_first_tokens(engine, _requests(engine, 1, prompt, 1)))
 
 
 def _decode(engine: Engine, batch: int, prompt: int, new: int) -> dict[str, float]:

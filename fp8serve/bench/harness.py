@@ -19,7 +19,6 @@ from lm_eval.api.registry import register_model  # type: ignore[import-not-found
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from fp8serve.engine.engine import Engine
-from fp8serve.engine.output import TokenLogprob
 from fp8serve.errors import ModelError
 from fp8serve.hub import find_model
 from fp8serve.model.text.tokenizer import missing_tokenizer_message
@@ -35,7 +34,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         """Loads a model. `options` are the options of the Engine. `batch_size`, which lm-eval passes, has no effect.
         Raises ModelError if the model has no tokenizer."""
         super().__init__()
-        self.engine = Engine(find_model(model), device=_device(device), **options)
+        # lm-eval passes cuda:0 by default, also to a machine without a GPU
+        device = device if device and torch.cuda.is_available() else "cpu"
+        self.engine = Engine(find_model(model), device=device, **options)
         if self.engine.tokenizer is None:
             raise ModelError(missing_tokenizer_message(self.engine.loaded.model_dir))
         self.text_tokenizer = self.engine.tokenizer
@@ -80,7 +81,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         scores = []
         for completion, (_, continuation) in zip(completions, pairs, strict=True):
             logprobs = completion.prompt_logprobs or []
-            scores.append(_sum(logprobs[max(0, len(logprobs) - len(continuation)) :]))
+            tokens = logprobs[max(0, len(logprobs) - len(continuation)) :]
+            is_greedy = all(token.top[0][0] == token.token_id for token in tokens)
+            scores.append((math.fsum(token.logprob for token in tokens), is_greedy))
         return scores
 
     def _complete(self, context: str, arguments: dict[str, Any]) -> str:
@@ -90,16 +93,6 @@ class EngineLM(TemplateLM):  # type: ignore[misc,unused-ignore]
         temperature = float(arguments.get("temperature", 0.0)) if arguments.get("do_sample") else 0.0
         prompt = self.tok_encode(context)[-(self.max_prompt_tokens - max_tokens) :]
         return self.engine.generate([prompt], max_new_tokens=max_tokens, temperature=temperature, stop=stop)[0].text
-
-
-def _sum(tokens: Sequence[TokenLogprob]) -> tuple[float, bool]:
-    """Returns the sum of log-probabilities, and whether each token is the most likely one."""
-    return math.fsum(item.logprob for item in tokens), all(item.top[0][0] == item.token_id for item in tokens)
-
-
-def _device(device: str | None) -> str:
-    """Returns the device if there is a GPU, and "cpu" otherwise, because lm-eval passes cuda:0 by default."""
-    return device if device and torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

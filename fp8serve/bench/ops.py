@@ -77,41 +77,30 @@ def _take_turns(calls: list[Call]) -> Call:
     return lambda: next(turns)()
 
 
-def _torch_cast(x: Tensor) -> object:
-    return x.abs().amax(), (x * 1.5).to(E4M3)
-
-
-def _torch_unscaled_cast(x: Tensor) -> object:
-    return x.abs().amax(), x.to(E4M3)
-
-
-def _torch_cast_transpose(x: Tensor) -> object:
-    return x.abs().amax(), (x * 1.5).to(E4M3).t().contiguous()
-
-
-def _torch_transpose(q: Tensor) -> object:
-    return q.t().contiguous()
-
-
 def casts() -> Iterator[BenchCase]:
     """Casts of a 4096 x 4096 matrix. Torch computes the amax, scales and casts. The goal refers to a case in which
     torch does not scale."""
     x, scale = _noise(4096, 4096), torch.tensor(1.5)
-    size, torch_cast, num_bytes = "4096 x 4096", partial(_torch_cast, x), 3.0 * x.numel()
+    size, num_bytes = "4096 x 4096", 3.0 * x.numel()
+
+    def torch_cast() -> tuple[Tensor, Tensor]:
+        return x.abs().amax(), (x * 1.5).to(E4M3)
+
     yield BenchCase("quantize", size, partial(OPS.quantize, x, scale, E4M3), torch_cast, num_bytes)
-    unscaled = partial(_torch_unscaled_cast, x)
     call = partial(OPS.quantize, x, scale, E4M3)
-    yield BenchCase("quantize", f"{size}, torch: no scale", call, unscaled, num_bytes, goal=10.0)
+    unscaled = f"{size}, torch: no scale"
+    yield BenchCase("quantize", unscaled, call, lambda: (x.abs().amax(), x.to(E4M3)), num_bytes, goal=10.0)
     yield BenchCase("quantize_current", size, partial(OPS.quantize_current, x, E4M3, False), torch_cast, num_bytes)
     yield BenchCase("quantize_rowwise", size, partial(OPS.quantize_rowwise, x, E4M3, False), torch_cast, num_bytes)
     for rows in (1, 128):
         call = partial(OPS.quantize_block, x, E4M3, rows, False)
         yield BenchCase("quantize_block", f"{size}, {rows} x 128", call, torch_cast, num_bytes)
     call = partial(OPS.quantize_transpose, x, scale, E4M3)
-    yield BenchCase("quantize_transpose", size, call, partial(_torch_cast_transpose, x), num_bytes + x.numel())
+    transposed_bytes = num_bytes + x.numel()
+    yield BenchCase("quantize_transpose", size, call, lambda: torch_cast()[1].t().contiguous(), transposed_bytes)
     q, amax, saturated = x.to(E4M3), torch.zeros(()), torch.zeros((), dtype=torch.int64)
-    transpose = partial(_torch_transpose, q)
-    yield BenchCase("transpose_fp8", size, partial(OPS.transpose_fp8, q), transpose, 2.0 * q.numel())
+    call = partial(OPS.transpose_fp8, q)
+    yield BenchCase("transpose_fp8", size, call, lambda: q.t().contiguous(), 2.0 * q.numel())
     for description, factor in (("nothing saturated", 1.0), ("some saturated", 1000.0)):
         call = partial(OPS.quantize_watched, x, None, None, torch.tensor(factor), amax, saturated, None)
         second_pass = 2.0 * x.numel() if factor > 1 else 0.0  # which counts saturated elements
@@ -348,17 +337,13 @@ def measure(
         max(first_peaks.flops_per_second, last_peaks.flops_per_second),
     )
     for row in rows:
-        row["share_of_peak"] = _share_of_peak(row, peaks)
+        bandwidth_share = 1e9 * row["gb_per_s"] / peaks.bytes_per_second
+        row["share_of_peak"] = max(bandwidth_share, 1e9 * row["gflop_per_s"] / peaks.flops_per_second)
     return {
         "peaks": {"gb_per_s": peaks.bytes_per_second / 1e9, "gflop_per_s": peaks.flops_per_second / 1e9},
         "backends": ops.backends(),
         "ops": rows,
     }
-
-
-def _share_of_peak(row: dict[str, Any], peaks: Peaks) -> float:
-    bandwidth_share = 1e9 * row["gb_per_s"] / peaks.bytes_per_second
-    return float(max(bandwidth_share, 1e9 * row["gflop_per_s"] / peaks.flops_per_second))
 
 
 def _figures(case: BenchCase, seconds: float) -> dict[str, Any]:

@@ -286,8 +286,8 @@ def speculation(model: Model, options: OptionValues[SpeculationLoad], out: Out =
     directory, load = find_model(model), options()
     from fp8serve.bench.engine import measure_speculation
 
-    chosen = resolve_draft(vars(load))
-    figures = measured("Speculation", lambda report: measure_speculation(directory, report, **chosen))
+    arguments = resolve_draft(vars(load))
+    figures = measured("Speculation", lambda report: measure_speculation(directory, report, **arguments))
     show(publish("speculation", figures, out), json, _print_speculation)
 
 
@@ -396,7 +396,7 @@ def casts(
     """
     from fp8serve.bench.casts import study
 
-    request: dict[str, Any] = {"exhaustive": all_values, "chosen": tuple(op or ()), "device": device}
+    request: dict[str, Any] = {"exhaustive": all_values, "probes": tuple(op or ()), "device": device}
     result = publish("casts", measured("Comparing", lambda report: study(report, **request)), out)
     show(result, json, _print_casts)
     if any(finding["differing"] for finding in result["findings"]):

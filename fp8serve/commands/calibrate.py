@@ -13,10 +13,9 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -35,9 +34,6 @@ from fp8serve.terminal import (
     write_report,
 )
 
-if TYPE_CHECKING:
-    from fp8serve.fp8.recipe import Recipe
-
 
 @with_options()
 def command(
@@ -50,9 +46,9 @@ def command(
     json: AsJson = False,
 ) -> None:
     from fp8serve.calibration.checks import quantized_notes
-    from fp8serve.calibration.pipeline import calibrate
-    from fp8serve.calibration.reports.page import html_report
-    from fp8serve.calibration.reports.tables import summary_table
+    from fp8serve.calibration.pipeline import calibrate, calibrate_encoder
+    from fp8serve.calibration.reports.page import html_encoder_report, html_report
+    from fp8serve.calibration.reports.tables import embedding_table, summary_table
     from fp8serve.engine.task import task_of
     from fp8serve.hub import find_model
     from fp8serve.ranks import is_rank, torchrun
@@ -60,48 +56,19 @@ def command(
     check_report(report_file)
     directory, recipe = find_model(model), scaling().recipe
     values = dict(options.values) if is_rank() else on_device(options.values, directory)
-    if task_of(directory) != "generate":
-        return _calibrate_encoder(
-            directory, out, recipe, {**values, "command": command_line(context)}, report_file, json
-        )
+    arguments: dict[str, Any] = {"out": out, "recipe": recipe, "command": command_line(context), **values}
+    generates = task_of(directory) == "generate"
     # Every rank checks the model, so that all fail together: torchrun would kill ranks that fail later than the first.
     notes = quantized_notes(directory, scales_only=options.values.get("scales_only", False))
+    report: Any
     with torchrun() as ranks, stage_progress("Calibrating") if ranks.is_first else nullcontext() as progress:
         if ranks.is_first:
             for note in notes:
                 remark(note)
-        report = calibrate(
-            directory,
-            out=out,
-            recipe=recipe,
-            progress=progress,
-            ranks=ranks,
-            command=command_line(context),
-            **values,
-        )
+        if generates:
+            report = calibrate(directory, progress=progress, ranks=ranks, **arguments)
+        else:
+            report = calibrate_encoder(directory, progress=progress, **arguments)
     if ranks.is_first:
-        write_report(report_file, lambda: html_report(report))
-        print_report(report, summary_table, json, printed=notes)
-    return None
-
-
-def _calibrate_encoder(
-    directory: Path,
-    out: Path,
-    recipe: "Recipe",
-    options: Mapping[str, Any],
-    report_file: Path | None,
-    json: bool,
-) -> None:
-    from fp8serve.calibration.checks import quantized_notes
-    from fp8serve.calibration.pipeline import calibrate_encoder
-    from fp8serve.calibration.reports.page import html_encoder_report
-    from fp8serve.calibration.reports.tables import embedding_table
-
-    notes = quantized_notes(directory)
-    for note in notes:
-        remark(note)
-    with stage_progress("Calibrating") as progress:
-        report = calibrate_encoder(directory, out=out, recipe=recipe, progress=progress, **options)
-    write_report(report_file, lambda: html_encoder_report(report))
-    print_report(report, embedding_table, json, printed=notes)
+        write_report(report_file, lambda: html_report(report) if generates else html_encoder_report(report))
+        print_report(report, summary_table if generates else embedding_table, json, printed=notes)

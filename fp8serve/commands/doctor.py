@@ -71,7 +71,8 @@ def _print(report: dict[str, Any]) -> None:
     print(f"C++      {tools['c++'] or 'none: csrc/ cannot be compiled here'}")
     print(f"nvcc     {tools['nvcc'] or 'none: CUDA kernels cannot be compiled here'}")
     library = report["cuda_library"]
-    print(f"CUDA     kernels {library['state']}{_for_architectures(library['architectures'])}")
+    architectures = f", for {' '.join(library['architectures'])}" if library["architectures"] else ""
+    print(f"CUDA     kernels {library['state']}{architectures}")
     for check in report["kernel_checks"]:
         print(f"check    {check['device']}: {_check_result(check)}")
     if (model := report["model"]) is not None:
@@ -117,7 +118,3 @@ def _check_result(check: dict[str, Any]) -> str:
         return "the kernels have not been checked on this machine; run doctor --check"
     agree = sum(state == "agrees" for state in check["kernels"].values())
     return f"{agree} of {len(check['kernels'])} kernels agree with the reference, {check['date'][:10]}"
-
-
-def _for_architectures(architectures: list[str]) -> str:
-    return f", for {' '.join(architectures)}" if architectures else ""

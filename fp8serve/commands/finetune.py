@@ -59,22 +59,18 @@ def command(
     from fp8serve.ranks import torchrun
 
     directory = find_model(model)
-    chosen = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, _processes(procs))
+    processes = max(procs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # those of torchrun on this machine
+    resolved = {"model": str(directory)} | on_device({"device": options.values["device"]}, directory, processes)
     if dry_run:
-        return _dry_run(options(**chosen), procs, json)
-    with torchrun(chosen["device"]) as ranks:
-        config = options(**chosen)
+        return _dry_run(options(**resolved), procs, json)
+    with torchrun(resolved["device"]) as ranks:
+        config = options(**resolved)
         if procs > 1:
             return _run_group(config, json, procs)
         status = _run(config, json, ranks)
     if status and ranks.size == 1:  # torchrun would treat this status as a crash
         raise typer.Exit(status)
     return None
-
-
-def _processes(procs: int) -> int:
-    """Returns how many processes of this machine train: `procs`, or those that torchrun has started."""
-    return max(procs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:

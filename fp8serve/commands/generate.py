@@ -13,7 +13,6 @@ Examples:
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -56,10 +55,14 @@ def command(
         local = "adapter", *(o.name for o in shown_options(EngineOptions))
         refuse_options(context, local, "is for a local MODEL, not for --server")
         texts = ([] if model is None else [model]) + (prompts or [])
-        chosen = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
-        values = {name: sampling.values[name] for name in {*chosen, "max_new_tokens", "temperature"}}
+        explicit = options_on_command_line(context, (o.name for o in shown_options(SamplingParams)))
+        values = {name: sampling.values[name] for name in {*explicit, "max_new_tokens", "temperature"}}
         sampling()  # checks the values before a request is sent
-        _print(_complete_on_server(server, api_key_file, served, texts or [_from_stdin()], values), json)
+        texts = texts or [_from_stdin()]
+        from fp8serve.client.completions import complete
+
+        with connected(server, api_key_file) as api:
+            _print(complete(api, served, texts, values), json)
         return
     refuse_options(context, ("served", "api_key_file"), "is for --server")
     if model is None:
@@ -76,15 +79,6 @@ def command(
     if local_engine.options.drafted_tokens:
         print(_speculation_summary(local_engine.stats()), file=sys.stderr)
     _print([_to_dict(prompt, completion) for prompt, completion in zip(texts, completions, strict=True)], json)
-
-
-def _complete_on_server(
-    server: str, key_file: Path | None, model: str | None, prompts: list[str], sampling: dict[str, Any]
-) -> list[dict[str, Any]]:
-    from fp8serve.client.completions import complete
-
-    with connected(server, key_file) as api:
-        return complete(api, model, prompts, sampling)
 
 
 def _print(completions: list[dict[str, Any]], json: bool) -> None:

@@ -97,7 +97,7 @@ def _write_calibration_report(path: Path, report_file: Path | None) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from fp8serve.inspection import sparkline
+    from fp8serve.charts import text_sparkline
     from fp8serve.model.config.model_config import COMPUTED_BY
 
     print(f"{report['path']}: {report['holds']}, {len(report['scales'])} scale tensors")
@@ -112,7 +112,7 @@ def _print(report: dict[str, Any]) -> None:
             s["shape"] or "[]",
             _values(s["smallest"], s["largest"]),
             s["origin"],
-            s["problem"] or sparkline(s["history"] or []),
+            s["problem"] or text_sparkline(s["history"] or []),
         )
         for s in report["scales"]
     ]

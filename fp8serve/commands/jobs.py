@@ -9,6 +9,7 @@ Examples:
   fp8serve models activate JOB
 """
 
+import shutil
 import sys
 from collections.abc import Mapping
 from copy import copy
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8serve.charts import text_chart
+from fp8serve.charts import Panel, svg_file, text_chart
 from fp8serve.client import jobs as client
 from fp8serve.client.api import Api, text_field
 from fp8serve.commands.dataclass_options import OptionValues, with_options
@@ -102,8 +103,8 @@ def submit(
       fp8serve jobs submit chats.jsonl --validation held-out.jsonl --follow
       fp8serve jobs submit rows.parquet --dry-run
     """
-    chosen = options_on_command_line(context, (option.name for option in JOB_OPTIONS))
-    body = {API_NAMES.get(name, name): options.values[name] for name in chosen}
+    explicit = options_on_command_line(context, (option.name for option in JOB_OPTIONS))
+    body = {API_NAMES.get(name, name): options.values[name] for name in explicit}
     with connected(server, api_key_file) as api:
         body["file_id"] = api.upload(local_file(data))
         if validation is not None:
@@ -292,8 +293,9 @@ def plot(
     if svg is None:
         print(terminal_chart(series, metric or []))
         return
+    panels = [Panel(name, curves) for name, curves in _charts(series, metric or []).items()]
     try:
-        svg.write_text(svg_chart(f"{Path(job).name}, by step", series, metric or []), encoding="utf-8")
+        svg.write_text(svg_file(f"{Path(job).name}, by step", panels, "step"), encoding="utf-8")
     except OSError as problem:
         raise MachineError(f"{svg} cannot be written: {problem.strerror}.") from None
 
@@ -308,21 +310,13 @@ def read_series(job: str, server: str, key_file: Path | None) -> list[Metrics]:
 
 def terminal_chart(series: list[Metrics], metrics: list[str]) -> str:
     """Returns a chart of characters. Raises JobError if none of the metrics was reported."""
-    import shutil
-
     width = max(min(MAX_CHART_WIDTH, shutil.get_terminal_size().columns) - 14, 20)
     return printable("\n\n".join(text_chart(curves, width) for curves in _charts(series, metrics).values()))
 
 
-def svg_chart(title: str, series: list[Metrics], metrics: list[str]) -> str:
-    """Returns a chart as SVG. Raises JobError if none of the metrics was reported."""
-    from fp8serve.charts import Panel, svg_file
-
-    return svg_file(title, [Panel(name, curves) for name, curves in _charts(series, metrics).items()], "step")
-
-
 def _charts(series: list[Metrics], metrics: list[str]) -> dict[str, dict[str, Points]]:
-    """Returns the curves of each chart by title: one chart of both losses, or one chart for each of `metrics`."""
+    """Returns the curves of each chart by title: one chart of both losses, or one chart for each of `metrics`. Raises
+    JobError if none of the metrics was reported."""
     curves = curves_of(series, metrics)
     return {name: {name: points} for name, points in curves.items()} if metrics else {"loss": curves}
 

@@ -64,7 +64,8 @@ def command(
         )
     with ends_at_signals():
         secret = find_key(settings.values.get("api_key"), api_key_file)
-        models = models_of(model, settings.values) | adapters_of(settings.values)
+        models = models_of(model, settings.values)
+        models["adapters"] = tuple(NamedAdapter.parse(text) for text in settings.values.get("adapters", ()))
         from fp8serve.server.launch import adopt, run
 
         listener = None if fd is None else adopt(fd)
@@ -107,11 +108,6 @@ def models_of(model: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
         "served_model_name": (first.name,),
         "models": tuple(others),
     }
-
-
-def adapters_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the setting of the adapters of the default model."""
-    return {"adapters": tuple(NamedAdapter.parse(text) for text in values.get("adapters", ()))}
 
 
 def find_key(key: str | None, file: Path | None) -> str | None:

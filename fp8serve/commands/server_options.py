@@ -41,15 +41,15 @@ def connected(server: str, key_file: Path | None) -> Iterator[Api]:
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """Makes SIGTERM raise SystemExit in the block, so that its requests and child processes end, as after ctrl-C."""
-    previous_handler = signal.signal(signal.SIGTERM, _exit)
+
+    def exit_process(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous_handler = signal.signal(signal.SIGTERM, exit_process)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
-
-
-def _exit(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def options_on_command_line(context: typer.Context, names: Iterable[str]) -> list[str]:

@@ -83,7 +83,7 @@ def test_the_command(capsys, tmp_path, monkeypatch) -> None:
 
 def test_what_is_not_there_is_refused(monkeypatch) -> None:
     with pytest.raises(JobError, match="No op that casts is called 'gelu'; there are: quantize; "):
-        casts.study(nothing, exhaustive=False, chosen=["gelu"])
+        casts.study(nothing, exhaustive=False, probes=["gelu"])
     monkeypatch.setitem(ops.LIBRARIES, "cuda", None)
     with pytest.raises(JobError, match="There are no cuda kernels here"):
         casts.study(nothing, exhaustive=False, device="cuda")

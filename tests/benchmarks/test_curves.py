@@ -1,8 +1,6 @@
 """Comparisons of curves: both trainers see the same rows in the same order, and a run is computed once."""
 
-import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Cursor, iterate_steps
-from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 CURVES: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks/curves.py"))
@@ -27,12 +24,6 @@ def taken(rows: list[dict[str, int]]) -> list[dict[str, int]]:
 
 def test_a_peer_gets_the_rows_in_the_order_of_the_trainer() -> None:
     assert CURVES["in_order"](ROWS, 3) == taken(ROWS) != ROWS
-
-
-def test_rows_can_be_laid_out_for_the_order_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    divergence = runpy.run_path(str(ROOT / "benchmarks/divergence.py"))
-    assert CURVES["in_order"](divergence["laid_out"](ROWS), divergence["SEED"]) == ROWS
 
 
 def test_a_run_is_computed_once(tmp_path: Path) -> None:
@@ -55,13 +46,3 @@ def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
     assert CURVES["peer"](sys.executable, program, tmp_path, {"rows": []}) == [1]
     with pytest.raises(SystemExit, match="no such package"):
         CURVES["peer"](sys.executable, program, tmp_path, {"wrong": []})
-
-
-@pytest.mark.slow
-def test_all_that_a_run_may_return_to_is_tried(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    program = [sys.executable, "benchmarks/divergence.py", str(model), "--out", str(tmp_path / "out"), "--steps", "12"]
-    told = subprocess.run([*program, "--setting", "rate 3e-3"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(told.stdout)["found"]["rate 3e-3"]
-    assert len(found) == 4
-    assert all(run["diverged"] is None and run["after"] < run["before"] for run in found.values())

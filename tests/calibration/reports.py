@@ -53,7 +53,7 @@ def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationRepor
         generated=(GeneratedReport("Once upon", " a time there was", " a time there were", 48, 4),),
         smoothing=SmoothingReport(0.5, ("model.layers.0.input_layernorm",), 4 * layers),
         healing=HealingReport(3, 3e-5, (0.3, 0.2, 0.1), 0.05, 0.02),
-        made=Origin(
+        origin=Origin(
             "fp8serve calibrate models/tiny --out out", "2026-01-02T03:04:05+00:00", "Linux on a CPU, 2 threads"
         ),
     )

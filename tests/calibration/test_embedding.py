@@ -36,7 +36,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, recipe: str) -> None:
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=from_name(recipe), **OPTIONS)
     assert report.quality.texts == 1
-    assert 0.98 < report.quality.least <= report.quality.median < 1
+    assert 0.98 < report.quality.minimum <= report.quality.median < 1
     assert len(report.layers) == 12
     assert report.bytes_after < report.bytes_before
     assert json.loads((tmp_path / "fp8" / "calibration.json").read_text())["quality"]["median"] == report.quality.median
@@ -44,7 +44,7 @@ def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, re
     exact, served = Embedder(tiny, recipe="bf16"), Embedder(tmp_path / "fp8")
     assert len(served.frozen) == 12
     texts = ["some text", "other words here"]
-    assert CosineSummary.of(exact.embed(texts).vectors, served.embed(texts).vectors).least > 0.98
+    assert CosineSummary.of(exact.embed(texts).vectors, served.embed(texts).vectors).minimum > 0.98
     together = served.embed(texts).vectors
     assert all(torch.equal(served.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
@@ -73,7 +73,7 @@ def test_modernbert(tmp_path: Path, recipe: str) -> None:
     exact, got = Embedder(tmp_path / "m", recipe="bf16"), Embedder(tmp_path / "fp8")
     texts = ["some text", "other words here" * 2, "a"]
     together = got.embed(texts).vectors
-    assert 0.98 < CosineSummary.of(exact.embed(texts).vectors, together).least < 1
+    assert 0.98 < CosineSummary.of(exact.embed(texts).vectors, together).minimum < 1
     assert all(torch.equal(got.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
     left = "encoder.layer.0.attention.self.query"
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", skip=["*.self.*"], only=["*.layer.1.*"], **TEXTS)
     assert len(report.layers) == 3
-    assert left in {name for kept in report.kept for name in kept.names}
+    assert left in {name for kept in report.in_bf16 for name in kept.names}
     embedder = Embedder(tmp_path / "fp8")
     assert set(embedder.frozen) == {layer.name for layer in report.layers}
     with pytest.raises(RecipeError, match="matches no linear layer"):
@@ -97,7 +97,7 @@ def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path
     assert plain.quality.median < target <= report.quality.median
     assert not plain.kept
     assert 0 < len(report.layers) < 12
-    assert all(kept.cosine is not None and kept.cosine < 1 for kept in report.kept)
+    assert all(kept.cosine is not None and kept.cosine < 1 for kept in report.in_bf16)
     assert served(tmp_path / "fp8", tiny).median >= target - 1e-6
     with pytest.raises(RecipeError, match="needs every linear layer"):
         calibrate_encoder(tiny, out=tmp_path / "no", target_cosine=1.0, **TEXTS)
@@ -105,7 +105,7 @@ def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path
 
 
 def served(folder: Path, original: Path) -> CosineSummary:
-    """The closeness of the engine's vectors for the texts that `calibrate` holds out."""
+    """The cosine of the engine's vectors for the texts that `calibrate` holds out."""
     held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
     ids = [list(sample.ids) for sample in held_out]
     exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
@@ -151,7 +151,7 @@ def test_the_real_minilm(tmp_path: Path, recipe: str) -> None:
     assert folder is not None
     report = calibrate_encoder(folder, out=tmp_path / "fp8", recipe=from_name(recipe), seq_len=128)
     assert report.quality.median > 0.996
-    assert report.quality.least > 0.994
+    assert report.quality.minimum > 0.994
 
 
 def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,27 +40,27 @@ def test_vectors_are_compared_as_they_are_served(tiny: tuple[Path, Path]) -> Non
     ids = [list(sample.ids) for sample in samples]
     one, other = (Embedder(folder, recipe=recipe).embed(ids) for folder, recipe in ((exact, "bf16"), (fp8, "stored")))
     expected = CosineSummary.of(one.vectors, other.vectors)  # whose BF16 products are ours, and sum in another order
-    assert report.closeness is not None
-    for name in ("median", "fifth", "least", "mean"):
-        assert 1 - getattr(report.closeness, name) == pytest.approx(1 - getattr(expected, name), rel=0.05)
-    assert report.closeness.least <= report.closeness.fifth <= report.closeness.median < 1
+    assert report.cosine is not None
+    for name in ("median", "percentile_5", "minimum", "mean"):
+        assert 1 - getattr(report.cosine, name) == pytest.approx(1 - getattr(expected, name), rel=0.05)
+    assert report.cosine.minimum <= report.cosine.percentile_5 <= report.cosine.median < 1
     assert len(report.layers) == 12
     assert report.notes[0] == "Texts were cut to 20 tokens, the limit of the model."
     same = evaluate_encoder(exact, against=exact, recipe="bf16", **SAMPLES)
-    assert same.closeness is not None
-    assert same.closeness.least == pytest.approx(1)
+    assert same.cosine is not None
+    assert same.cosine.minimum == pytest.approx(1)
     assert same.ranking is not None
-    assert (same.ranking.same_first, same.ranking.same_top) == (1, 1)
-    assert same.ranking.found == same.ranking.reference_found
+    assert (same.ranking.same_top1, same.ranking.top_k_overlap) == (1, 1)
+    assert same.ranking.top1_accuracy == same.ranking.reference_top1_accuracy
 
 
 def test_without_a_reference_there_is_only_what_is_found(tiny: tuple[Path, Path]) -> None:
     report = evaluate_encoder(tiny[1], **SAMPLES)
-    assert (report.closeness, report.scores, report.layers) == (None, None, ())
+    assert (report.cosine, report.scores, report.layers) == (None, None, ())
     assert report.ranking is not None
     assert report.ranking.queries == report.ranking.candidates == 12
-    assert 0 <= report.ranking.found <= 1
-    assert report.ranking.same_first is None
+    assert 0 <= report.ranking.top1_accuracy <= 1
+    assert report.ranking.same_top1 is None
     assert evaluate_encoder(tiny[1], samples=1, seq_len=24).ranking is None
 
 
@@ -77,7 +77,7 @@ def test_scores_are_compared(tmp_path: Path, labels: int) -> None:
     )
     assert report.scores is not None
     assert report.scores.mean == pytest.approx(float((one - other).abs().mean()), rel=0.1)
-    assert report.scores.largest == pytest.approx(float((one - other).abs().max()), rel=0.2)
+    assert report.scores.maximum == pytest.approx(float((one - other).abs().max()), rel=0.2)
     assert report.scores.mean > 0
     if labels == 1:
         assert report.scores.same_label is None
@@ -102,11 +102,11 @@ def test_rankings_by_hand() -> None:
     scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     other = torch.tensor([[3.0, 1.0, 2.0], [1.0, 3.0, 2.0], [3.0, 2.0, 1.0]])
     found = Ranking.of(scores, torch.arange(3), other)
-    assert (found.found, found.reference_found) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
-    assert (found.same_first, found.same_top) == (pytest.approx(1 / 3), 1)
+    assert (found.top1_accuracy, found.reference_top1_accuracy) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert (found.same_top1, found.top_k_overlap) == (pytest.approx(1 / 3), 1)
     many = torch.arange(40.0)[None]
     shifted = torch.cat([many[:, 5:], many[:, :5]], 1)  # of the first ten of each, five are the same
-    assert Ranking.of(many, torch.tensor([0]), shifted).same_top == pytest.approx(0.5)
+    assert Ranking.of(many, torch.tensor([0]), shifted).top_k_overlap == pytest.approx(0.5)
     assert candidate_indices(3).tolist() == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     assert candidate_indices(40).shape == (40, 10)
 
@@ -125,9 +125,9 @@ def test_the_command_prints_json_and_writes_a_page(
     asked = ["eval", str(tiny[1]), "--against", str(tiny[0]), "--samples", "6", "--seq-len", "16"]
     assert main([*asked, "--json", "--report", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["closeness"]["texts"] == 6
+    assert found["cosine"]["texts"] == 6
     assert found["against"] == str(tiny[0])
-    assert f"{found['closeness']['fifth']:.5f}" in page.read_text()
+    assert f"{found['cosine']['percentile_5']:.5f}" in page.read_text()
     assert "encoder.layer.1.output.dense" in page.read_text()
     assert "fp8serve eval" in page.read_text()
     assert main(asked) == 0

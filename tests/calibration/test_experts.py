@@ -135,7 +135,7 @@ def test_resumed_is_the_same(qwen: Path, tmp_path: Path, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("fp8serve.calibration.job.GenerationTask.measure", stop)
+        broken.setattr("fp8serve.calibration.job.DivergenceJudge.measure", stop)
         with pytest.raises(KeyboardInterrupt):
             run(qwen, tmp_path / "out")
     again = run(qwen, tmp_path / "out", resume=True)

@@ -10,7 +10,7 @@ from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.observe import final_states, observe
 from fp8serve.calibration.pipeline import calibrate, load_for_calibration
 from fp8serve.calibration.result import CalibrationReport
-from fp8serve.calibration.techniques.healing import Schedule, heal
+from fp8serve.calibration.techniques.healing import heal
 from fp8serve.errors import Fp8ServeError, ModelError
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
@@ -55,7 +55,7 @@ def test_it_goes_on_from_compensated_rounding(model_dir: Path, tmp_path: Path) -
     plain = run(model_dir, tmp_path / "plain", RECIPES["delayed"], rounding="gptq")
     assert report.healing is not None
     assert report.healing.kl_before == plain.quality.kl_divergence
-    assert report.healing.helped
+    assert report.healing.is_improvement
 
 
 def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
@@ -74,7 +74,8 @@ def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
     final_states(observer)
     kept: dict[str, torch.Tensor] = {}
     before = {name: linear.weight for name, linear in linears.items()}
-    frozen, _ = heal(decoder, linears, load_servable(model_dir, "bf16"), batches, recipe, Schedule(5, RATE), observer)
+    reference = load_servable(model_dir, "bf16")
+    frozen, _ = heal(decoder, linears, reference, batches, recipe, observer, steps=5, max_rate=RATE)
     assert all(linears[name].weight is weight for name, weight in before.items())
     for name, layer in frozen.items():
         state = linears[name].scaling["input"]
@@ -111,7 +112,7 @@ def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> N
     run(model_dir, tmp_path / "plain", RECIPES["delayed"])
     report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=3, heal_rate=0.5)
     assert report.healing is not None
-    assert not report.healing.helped
+    assert not report.healing.is_improvement
     assert "no improvement, so the weights from before healing were written" in report.notes[0]
     assert report.quality.kl_divergence == report.healing.kl_before
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
@@ -122,7 +123,7 @@ def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> N
 
 
 def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "rate", lambda self, step: math.nan)
+    monkeypatch.setattr("fp8serve.calibration.techniques.healing.learning_rate", lambda *_: math.nan)
     with pytest.raises(ModelError, match=r"Healing diverged: the loss of step \d+ is nan; lower heal_rate"):
         run(model_dir, tmp_path / "out", RECIPES["rowwise"], heal=4)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import pytest
 
 from fp8serve.calibration.reports.findings import Finding, evaluation_findings, findings, input_kind
 from fp8serve.calibration.reports.page import html_evaluation, html_report
-from fp8serve.calibration.reports.sections import by_projection, finding_list, generated_text
+from fp8serve.calibration.reports.sections import by_layer, finding_list, generated_text
 from fp8serve.calibration.result import (
     CalibrationReport,
     ChannelReport,
@@ -96,7 +96,7 @@ def test_what_comes_from_outside_is_escaped(draw: object) -> None:
     report = make_report(model=bad)
     said = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
     report = dataclasses.replace(
-        report, notes=(bad,), generated=said, made=dataclasses.replace(report.made, command=bad)
+        report, notes=(bad,), generated=said, origin=dataclasses.replace(report.origin, command=bad)
     )  # type: ignore[type-var]
     report = dataclasses.replace(
         report,
@@ -109,7 +109,7 @@ def test_what_comes_from_outside_is_escaped(draw: object) -> None:
 
 
 def test_a_report_without_layers_is_still_a_page() -> None:
-    without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "made"))
+    without: dict[str, None] = dict.fromkeys(("smoothing", "healing", "origin"))
     bare = dataclasses.replace(make_report(), layers=(), tensors=(), generated=(), **without)
     page = whole(html_report(bare))
     assert re.findall("<h2>(.*?)</h2>", page) == ["How to reproduce this report"]
@@ -259,5 +259,5 @@ def test_the_page_names_the_pairs_that_smoothing_changed() -> None:
 
 def test_fused_projections_are_drawn() -> None:
     values = [(f"model.layers.0.{name}", 1.0, "1") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
-    assert [by_projection([value]).count("<circle") for value in values] == [1, 1]
+    assert [by_layer([value]).count("<circle") for value in values] == [1, 1]
     assert [input_kind(name) for name, _, _ in values] == ["q/k/v", "gate/up"]

@@ -39,7 +39,7 @@ def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: 
     report = run(model_dir, out, skip=["*.self_attn.?_proj", DOWN], format=format_)
     every = set(load_servable(model_dir, "bf16").linear_names())
     stays = {n for n in every if ".self_attn." in n} | {DOWN}
-    assert {name for kept in report.kept for name in kept.names} == stays
+    assert {name for kept in report.in_bf16 for name in kept.names} == stays
     assert in_fp8(out) == every - stays
     weights, before = open_checkpoint(out), open_checkpoint(model_dir)
     assert all(torch.equal(weights[f"{name}.weight"], before[f"{name}.weight"]) for name in stays)
@@ -87,9 +87,9 @@ def test_a_target_is_met_at_a_small_price(model_dir: Path, tmp_path: Path) -> No
     report = run(model_dir, tmp_path / "out", target_kl=0.6 * plain)
     assert report.quality.kl_divergence is not None
     assert report.quality.kl_divergence <= 0.6 * plain
-    names = [name for kept in report.kept for name in kept.names]
+    names = [name for kept in report.in_bf16 for name in kept.names]
     assert 0 < len(names) < 12
-    assert all(kept.kl for kept in report.kept)
+    assert all(kept.kl for kept in report.in_bf16)
     assert in_fp8(tmp_path / "out").isdisjoint(names)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", *names]
@@ -100,7 +100,7 @@ def test_a_target_is_met_at_a_small_price(model_dir: Path, tmp_path: Path) -> No
 def test_a_target_that_is_met_already_changes_nothing(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", target_kl=10.0)
     run(model_dir, tmp_path / "plain")
-    assert report.kept == ()
+    assert report.in_bf16 == ()
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
     assert files[0] == files[1]
 
@@ -109,7 +109,7 @@ def test_it_goes_with_rounding_and_healing(model_dir: Path, tmp_path: Path) -> N
     options = {"rounding": "gptq", "heal": 20, "heal_rate": 3e-4, "kv_cache": True, "input_scales": "history"}
     report = run(model_dir, tmp_path / "out", skip=[*QKV], target_kl=0.03, **options)
     assert report.healing is not None
-    assert {n for kept in report.kept for n in kept.names}.issuperset(QKV)
+    assert {n for kept in report.in_bf16 for n in kept.names}.issuperset(QKV)
     assert divergence(tmp_path / "out", model_dir) < 0.05
     search = run(model_dir, tmp_path / "search", skip=[QKV[0]], input_scales="search")
     assert QKV[0] not in {layer.name for layer in search.layers}

@@ -16,12 +16,17 @@ def test_json_reads_back_equal() -> None:
     report = make_report()
     assert CalibrationReport.from_json(report.to_json()) == report
     old = {
-        k: v for k, v in json.loads(report.to_json()).items() if k not in ("generated", "made", "healing", "smoothing")
+        k: v
+        for k, v in json.loads(report.to_json()).items()
+        if k not in ("generated", "origin", "healing", "smoothing")
     }
     old["layers"] = [
         {k: v for k, v in layer.items() if k not in ("input", "weight", "outlier")} for layer in old["layers"]
     ]
     assert CalibrationReport.from_json(json.dumps(old)).layers[0].name == report.layers[0].name  # of an earlier version
+    assert report.origin is not None
+    renamed = report.to_json().replace('"in_bf16":', '"kept":').replace('"origin":', '"made":')
+    assert CalibrationReport.from_json(renamed) == report
     with pytest.raises(DataError, match="not a calibration report"):
         CalibrationReport.from_json('{"model": 1}')
 

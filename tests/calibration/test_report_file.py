@@ -26,9 +26,9 @@ def test_calibrate_writes_the_page_there_as_well(calibrated: Path) -> None:
 
 
 def test_the_page_has_the_command_as_it_was_typed(calibrated: Path, model_dir: Path) -> None:
-    made = read_report(calibrated / "out").made
-    assert made is not None
-    words = shlex.split(made.command)
+    origin = read_report(calibrated / "out").origin
+    assert origin is not None
+    words = shlex.split(origin.command)
     assert words[:3] == ["fp8serve", "calibrate", str(model_dir)]
     assert words[words.index("--report") + 1] == str(calibrated / "the page.html")
 

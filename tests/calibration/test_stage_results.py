@@ -52,7 +52,7 @@ def survives(model: Path, out: Path, case: str, steps: int, resume: bool) -> boo
 def content(out: Path) -> dict[str, object]:
     found: dict[str, object] = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".html"}
     report = json.loads((out / "calibration.json").read_text())
-    return found | {"calibration.json": {k: v for k, v in report.items() if k not in ("out", "seconds", "made")}}
+    return found | {"calibration.json": {k: v for k, v in report.items() if k not in ("out", "seconds", "origin")}}
 
 
 @pytest.fixture

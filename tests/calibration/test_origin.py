@@ -17,10 +17,12 @@ def test_a_call_can_be_typed_again() -> None:
 
 def test_reports_say_how_they_were_made(model_dir: Path, tmp_path: Path) -> None:
     report = calibrate(model_dir, out=tmp_path / "out", generated_samples=0, **SMALL)  # type: ignore[arg-type]
-    assert report.made is not None
-    assert report.made.command.startswith(f"fp8serve.calibrate('{model_dir}', out='{tmp_path / 'out'}', recipe=Delayed")
-    assert report.made.date.endswith("+00:00")
-    assert "threads" in report.made.machine
+    assert report.origin is not None
+    assert report.origin.command.startswith(
+        f"fp8serve.calibrate('{model_dir}', out='{tmp_path / 'out'}', recipe=Delayed"
+    )
+    assert report.origin.date.endswith("+00:00")
+    assert "threads" in report.origin.machine
     measured = evaluate(tmp_path / "out", command="fp8serve eval out", **SMALL)  # type: ignore[arg-type]
-    assert measured.made is not None
-    assert measured.made.command == "fp8serve eval out"
+    assert measured.origin is not None
+    assert measured.origin.command == "fp8serve eval out"
