@@ -1,4 +1,4 @@
-"""The SQLite database of jobs, events and files: its schema, its transactions, and a frozen record for each row.
+"""The SQLite database of jobs, events and files: its schema, migrations and transactions, and a frozen record for each row.
 
 There is one connection behind a lock, with a write-ahead log and `synchronous=FULL`, so a commit that returned is on
 the disk. A write-ahead log needs shared memory. Network file systems have none and would corrupt the file, so they are
@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from fp8serve.errors import MachineError, one_line
 from fp8serve.server.faults import disk_fault
+from fp8serve.train.events import EVENTS
 
 SCHEMA_VERSION = 4
 SCHEMA = """
@@ -39,6 +40,37 @@ CREATE TABLE idempotency (key TEXT PRIMARY KEY, created_at INTEGER NOT NULL, req
 CREATE TABLE activated (base TEXT PRIMARY KEY, source TEXT NOT NULL, at INTEGER NOT NULL);
 CREATE TABLE activated_adapters (model TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (model, job));
 """
+MIGRATIONS = {
+    1: "ALTER TABLE jobs ADD COLUMN pause_requested INTEGER NOT NULL DEFAULT 0;",
+    2: """
+CREATE TABLE activated_adapters (model TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (model, job));
+INSERT INTO activated_adapters
+    WITH RECURSIVE split(model, job, rest) AS (
+        SELECT substr(base, length('adapters of ') + 1), '', source || ',' FROM activated
+        WHERE base LIKE 'adapters of %'
+        UNION ALL
+        SELECT model, substr(rest, 1, instr(rest, ',') - 1), substr(rest, instr(rest, ',') + 1) FROM split
+        WHERE rest != '')
+    SELECT model, job FROM split WHERE job != '';
+DELETE FROM activated WHERE base LIKE 'adapters of %';
+""",
+    3: """
+ALTER TABLE jobs ADD COLUMN events_offset INTEGER NOT NULL DEFAULT 0;
+UPDATE jobs SET events_offset = bytes_through(id, (SELECT max(origin) FROM events WHERE job = jobs.id));
+CREATE TABLE events_4 (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL REFERENCES jobs(id), created_at INTEGER NOT NULL,
+    level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL);
+INSERT INTO events_4 SELECT seq, job, created_at, level, type, message, data FROM events;
+DELETE FROM sqlite_sequence WHERE name = 'events_4';
+INSERT INTO sqlite_sequence SELECT 'events_4', seq FROM sqlite_sequence WHERE name = 'events';
+DROP TABLE events;
+ALTER TABLE events_4 RENAME TO events;
+CREATE INDEX events_of_job ON events (job, seq);
+""",
+}
+"""Statements that migrate each earlier schema version to the next one. Version 2 stored adapters as a list in one
+column of `activated`. Version 3 stored the number that the training process gave to each event, `origin`, instead of
+the byte offset behind the last stored event."""
 
 
 class Database:
@@ -66,9 +98,12 @@ class Database:
             raise sqlite3.OperationalError("this file system has no shared memory for a write-ahead log")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.execute("PRAGMA foreign_keys=ON")
+        jobs = path.parent / "jobs"
+        self._db.create_function("bytes_through", 2, lambda job, last: _bytes_through(jobs / job / EVENTS, last))
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:  # a new file
-            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        if version < SCHEMA_VERSION:
+            scripts = [SCHEMA] if version == 0 else [MIGRATIONS[number] for number in range(version, SCHEMA_VERSION)]
+            self._db.executescript(f"BEGIN IMMEDIATE; {''.join(scripts)} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             self._db.close()
             raise MachineError(
@@ -106,6 +141,18 @@ def _make_private(path: Path) -> None:
     for file in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
         with contextlib.suppress(FileNotFoundError):
             file.chmod(0o600)
+
+
+def _bytes_through(path: Path, last_id: int | None) -> int:
+    """Returns the offset behind the event `last_id` in a job's events.jsonl. The migration of version 3 needs it."""
+    offset = position = 0
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() and last_id is not None else []
+    for line in lines:
+        position += len(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # skip damaged lines
+            if json.loads(line)["id"] <= last_id:
+                offset = position
+    return offset
 
 
 DISK_ERRORS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}

@@ -1,6 +1,7 @@
 """The job table against a model of it: any order of calls, with restarts between them."""
 
 import json
+import shutil
 import sqlite3
 import tempfile
 from contextlib import closing
@@ -135,17 +136,104 @@ class JobTable(RuleBasedStateMachine):
         assert sorted(job.id for job in self.store.unfinished_jobs()) == sorted(unfinished)
 
 
-def test_events_that_were_stored_meanwhile_are_not_stored_again(tmp_path: Path) -> None:
-    path, store = tmp_path / "events.jsonl", JobStore(tmp_path / "jobs.sqlite3")
-    job, _ = store.create(NewJob(base="base", source="source", config={}), "ftjob-1", WAITING)
-    new = [{"id": i, "created_at": i, "type": "metrics", "level": "info", "message": "", "step": i} for i in (4, 5)]
-    path.write_text("".join(json.dumps(event) + "\n" for event in new) + '{"id": 6, "cre')
-    events, offset = read_events(path, job.events_offset)
-    store.add_events(job, events, offset)
-    store.add_events(job, events, offset)
-    assert [event.data["step"] for event in store.events(job.id) if event.type == "metrics"] == [4, 5]
-    assert (store.get(job.id).progress, store.get(job.id).events_offset) == ({"step": 5}, offset)
+LAYOUTS = Path(__file__).with_name("layout3")
+"""A data directory as the version with layout 3 wrote it: its table as SQL, and the events of its jobs."""
+
+
+def write_table(path: Path, *changes: str) -> None:
+    """The table of layout 3, made an older one by SQL statements."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript((LAYOUTS / "jobs.sql").read_text() + ";".join(changes))
+
+
+def test_a_table_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    first = "ALTER TABLE jobs DROP COLUMN pause_requested; DROP TABLE activated_adapters; PRAGMA user_version=1"
+    write_table(path, first)
+    store = JobStore(path)
+    store.create(NewJob(base="base", source="source", config={}), "new", WAITING)
+    assert [store.request_pause(job_id).status for job_id in ("ftjob-queued", "new")] == ["paused", "paused"]
     store.close()
+
+
+SECOND_LAYOUT = """
+INSERT INTO activated VALUES ('/models/a', 'ftjob-1', 1), ('small=/models/b', 'base', 1);
+INSERT INTO activated VALUES ('adapters of /models/a', 'ftjob-2,ftjob-3:ckpt-step-5', 1);
+INSERT INTO activated VALUES ('adapters of small=/models/b', 'ftjob-2', 1), ('adapters of /models/c', '', 1);
+DROP TABLE activated_adapters; PRAGMA user_version=2;
+"""
+
+
+def test_a_table_of_the_second_layout_keeps_its_activated_adapters(tmp_path: Path) -> None:
+    """Which kept them as a list in one column of the table `activated`."""
+    path = tmp_path / "jobs.db"
+    write_table(path, SECOND_LAYOUT)
+    store = JobStore(path)
+    models = ("/models/a", "small=/models/b", "/models/c")
+    adapters = [["ftjob-2", "ftjob-3:ckpt-step-5"], ["ftjob-2"], []]
+    assert [store.activated_adapters(model) for model in models] == adapters
+    assert [store.activated(model) for model in models] == ["ftjob-1", "base", None]
+    store.add_activated_adapter("/models/c", "ftjob-2")
+    store.remove_activated_adapter("/models/a", "ftjob-2")
+    store.close()
+    store = JobStore(path)
+    assert [store.activated_adapters(model) for model in models] == [["ftjob-3:ckpt-step-5"], ["ftjob-2"], ["ftjob-2"]]
+    store.close()
+
+
+def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path: Path) -> None:
+    """Its server was killed after the running job's process had written two events that the table does not hold, and a
+    part of a third."""
+    shutil.copytree(LAYOUTS / "jobs", tmp_path / "jobs")
+    path, running = tmp_path / "jobs.sqlite3", tmp_path / "jobs" / "ftjob-running" / "events.jsonl"
+    write_table(path)
+    with closing(sqlite3.connect(path)) as db:
+        before = db.execute("SELECT seq, job, created_at, level, type, message, data FROM events").fetchall()
+        jobs = db.execute("SELECT * FROM jobs ORDER BY number").fetchall()
+        db.execute("UPDATE sqlite_sequence SET seq = 1000 WHERE name = 'events'")  # of a job that was deleted
+        db.commit()
+    taken = running.stat().st_size
+    new = [{"id": i, "created_at": i, "type": "metrics", "level": "info", "message": "", "step": i} for i in (4, 5)]
+    with running.open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in new) + '{"id": 6, "cre')
+
+    JobStore(path).close()
+    store = JobStore(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT * FROM events").fetchall() == before
+        assert [row[:-1] for row in db.execute("SELECT * FROM jobs ORDER BY number")] == jobs
+        assert db.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert layout(path) == layout_of_new_table(tmp_path / "new.sqlite3")
+    assert store.activated("MODEL_DIRECTORY") == "ftjob-succeeded"
+    assert store.activated_adapters("MODEL_DIRECTORY") == ["ftjob-adapter"]
+    for job in store.jobs():
+        events = tmp_path / "jobs" / job.id / "events.jsonl"
+        size = taken if job.id == "ftjob-running" else events.stat().st_size if events.exists() else 0
+        assert job.events_offset == size, job.id
+
+    job = store.get("ftjob-running")
+    events, offset = read_events(running, job.events_offset)
+    store.add_events(job, events, offset)
+    store.add_events(job, events, offset)  # which have been stored meanwhile
+    after = store.events(job.id, before[-1][0])
+    assert [(event.seq, event.data["step"]) for event in after] == [(1001, 4), (1002, 5)]
+    assert store.get(job.id).progress == {"step": 5}
+    store.close()
+
+
+def layout(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    """The columns of each table, and the indices."""
+    with closing(sqlite3.connect(path)) as db:
+        names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")]
+        columns = {name: db.execute(f"PRAGMA table_info({name})").fetchall() for name in names}
+        indices = {f"indices of {name}": db.execute(f"PRAGMA index_list({name})").fetchall() for name in names}
+        return columns | indices
+
+
+def layout_of_new_table(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    JobStore(path).close()
+    return layout(path)
 
 
 TestJobTable = JobTable.TestCase
