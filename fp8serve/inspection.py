@@ -92,7 +92,7 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
     problem = _serving_problem(checkpoint)
     cache_problem = None if isinstance(checkpoint.any_config, EncoderConfig) else kv_scales_error(path)
     notes = [
-        *unused_part_notes(path, checkpoint.left_out),
+        *unused_part_notes(path, checkpoint.omitted_modules),
         *matrices_note(checkpoint),
         *compatibility_notes(checkpoint),
     ]

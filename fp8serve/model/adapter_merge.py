@@ -67,7 +67,7 @@ class RoundingLoss:
         return RoundingLoss(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @classmethod
-    def of(cls, base: Tensor, expected: Tensor, merged: Tensor, rescaled: int = 0) -> "RoundingLoss":
+    def measure(cls, base: Tensor, expected: Tensor, merged: Tensor, rescaled: int = 0) -> "RoundingLoss":
         """Returns the loss of one weight from its FP32 values before the merge, before rounding and after rounding."""
         change = expected - base
         changed, lost = int(change.count_nonzero()), int(((change != 0) & (merged == base)).sum())
@@ -113,7 +113,7 @@ def merge(
     weights = _MergedWeights(checkpoint, {name: part for name, part in adapters.items() if name not in stored})
     for name in weights.adapter:
         key = f"{name}.weight"
-        losses.layers[name] = RoundingLoss.of(checkpoint[key].float(), weights.merge(key), weights[key].float())
+        losses.layers[name] = RoundingLoss.measure(checkpoint[key].float(), weights.merge(key), weights[key].float())
     if not stored:
         _check_loss(losses.total, max_lost_fraction)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
@@ -159,7 +159,7 @@ def _merge_fp8(q: Tensor, scale_inv: Tensor, adapter: LinearAdapter) -> tuple[tu
     amax = _amax(expected, scale_inv)
     new_scale_inv = scale_inv * torch.exp2((amax / scale_inv / SATURATION_LIMIT).log2().ceil().clamp_min(0))
     result = saturating_cast(expected / expand(new_scale_inv, *q.shape), E4M3), new_scale_inv
-    return result, RoundingLoss.of(base, expected, dequantize(*result), int((new_scale_inv != scale_inv).sum()))
+    return result, RoundingLoss.measure(base, expected, dequantize(*result), int((new_scale_inv != scale_inv).sum()))
 
 
 def _amax(weight: Tensor, scale_inv: Tensor) -> Tensor:

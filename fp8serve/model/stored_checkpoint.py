@@ -67,7 +67,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """A mapping from parameter names to the tensors of a model directory; FP8 weights are dequantized to FP32.
 
     Attributes:
-        left_out: names of parts that are not loaded, such as a vision tower
+        omitted_modules: names of parts that are not loaded, such as a vision tower
         fp8_linears: names of the linear layers that are stored in FP8 and run in FP8
         fp8_matrices: names of other matrices in FP8 (embedding, output layer, routers), which run in high precision
     """
@@ -78,10 +78,10 @@ class Checkpoint(Mapping[str, Tensor]):
         config: AnyConfig,
         shards: Shards,
         quantization: Quantization | None,
-        left_out: tuple[str, ...] = (),
+        omitted_modules: tuple[str, ...] = (),
     ) -> None:
         self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
-        self.left_out = left_out
+        self.omitted_modules = omitted_modules
         model = build_any_on_meta(config)
         self._tied_names = () if isinstance(model, Encoder) else _head_and_embedding(model)
         self._embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -257,14 +257,14 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     path = Path(model_dir)
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
-    shards, left_out = open_text_shards(path)
+    shards, omitted_modules = open_text_shards(path)
     shards = with_canonical_names(shards)
     if isinstance(config, ModelConfig):
         shards, predictors = without_predictors(shards, config)
-        left_out += predictors
+        omitted_modules += predictors
     shards = _with_parameter_names(shards, config)
     _check_number_of_experts(path, config, shards)
-    return Checkpoint(path, config, dequantize_mx(shards), quantization, left_out)
+    return Checkpoint(path, config, dequantize_mx(shards), quantization, omitted_modules)
 
 
 def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

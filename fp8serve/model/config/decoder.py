@@ -132,7 +132,7 @@ def parse_config(
         layer_windows=windows,
         layer_ropes=layer_ropes(get, windows, max_len, num_rotated),
         rotary_dim=None if num_rotated == head_dim else num_rotated,
-        neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
+        rope_interleaved=family.rope_interleaved and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
         eos_token_ids=token_ids(get("eos_token_id") if eos is None else eos, "eos_token_id", where),

@@ -34,15 +34,16 @@ class Experts:
     per_token: int  # number of experts that compute each token
     size: int  # intermediate size of each expert
     normalizes: bool  # the weights of the chosen experts are divided by their sum
-    wide_weights: bool  # these weights stay FP32 when they multiply the experts' outputs
+    fp32_routing_weights: bool  # these weights stay FP32 when they multiply the experts' outputs
     layers: tuple[int, ...]  # the layers that have the mixture; the others have a dense MLP
     shared_size: int | None = None  # intermediate size of the shared expert, if there is one
-    weighs_chosen: bool = False  # the softmax is over the logits of the chosen experts only
+    softmax_over_chosen: bool = False  # the softmax is over the logits of the chosen experts only
     bias: bool = False
     interleaved: bool = False  # see family.Mixture
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
     routing: Routing | None = None  # of DeepSeek
-    closeness: float | None = None  # of sparsemixer: experts at most this fraction below the best are in its softmax
+    # With sparsemixer, the softmax has the experts whose logits are at most this fraction below the best one.
+    sparsemixer_threshold: float | None = None
 
 
 def needs_fp32(name: str) -> bool:
@@ -66,15 +67,15 @@ def read_experts(get: Reader, layers: int) -> Experts | None:
         per_token=chosen,
         size=get.positive(mixture.size),
         normalizes=get.boolean("norm_topk_prob") if mixture.normalizes is None else mixture.normalizes,
-        wide_weights=mixture.wide_weights,
+        fp32_routing_weights=mixture.fp32_routing_weights,
         layers=_sparse_layers(get, layers),
         shared_size=_shared_size(get),
-        weighs_chosen=mixture.weighs_chosen,
+        softmax_over_chosen=mixture.softmax_over_chosen,
         bias=mixture.bias,
         interleaved=mixture.interleaved,
         clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
         routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
-        closeness=_closeness(get, chosen) if mixture.sparsemixer else None,
+        sparsemixer_threshold=_sparsemixer_threshold(get, chosen) if mixture.sparsemixer else None,
     )
     return experts if experts.layers else None
 
@@ -127,7 +128,7 @@ def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
     return Routing(get.number("routed_scaling_factor"), groups, chosen_groups, sigmoid)
 
 
-def _closeness(get: Reader, chosen: int) -> float:
+def _sparsemixer_threshold(get: Reader, chosen: int) -> float:
     """Returns twice `router_jitter_noise`, which sparsemixer also uses in inference."""
     if chosen != 2:
         raise get.unexpected("num_experts_per_tok", chosen, "2, the number of experts that sparsemixer chooses,")

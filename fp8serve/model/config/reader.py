@@ -162,7 +162,7 @@ class Fields:
         value: str | None = self._of_type(key, str, "text")
         return value
 
-    def whole(self, key: str) -> int | None:
+    def integer(self, key: str) -> int | None:
         value: int | None = self._of_type(key, int, "a whole number")
         return value
 

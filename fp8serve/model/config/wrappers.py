@@ -1,7 +1,7 @@
 """Reads the language model inside a multimodal checkpoint: its part of config.json and its tensors.
 
-fp8serve serves only text. It does not load the image modules (`Checkpoint.left_out` names them), and it writes only the
-language model, under the language model's own class.
+fp8serve serves only text. It does not load the image modules (`Checkpoint.omitted_modules` names them), and it writes
+only the language model, under the language model's own class.
 
 Tensor names have two spellings: `language_model.model.layers.0...` (transformers 4) and
 `model.language_model.layers.0...` (transformers 5). Whether embeddings and head are tied follows from the tensors,

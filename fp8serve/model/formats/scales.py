@@ -33,6 +33,10 @@ from fp8serve.model.storage.shards import Shards, open_shards, read_header, type
 FORMAT, VERSION = "fp8serve.scales", "1"
 FILE_NAME = "scales.safetensors"
 ROLES = ("input", "weight", "grad_output", "k", "v")
+# Fields of the configuration and their values that have another name in fingerprints, because they were renamed later.
+_FINGERPRINT_NAMES = {"softmax_over_chosen": "weighs_chosen", "fp32_routing_weights": "wide_weights",
+                      "sparsemixer_threshold": "closeness", "rope_interleaved": "neighbours_pair",
+                      "all_heads": "whole", "fp32_rms": "wide_rms"}  # fmt: skip
 _METADATA = frozenset({"format", "version", "recipe", "model", "observations", "created_by"})
 
 
@@ -259,7 +263,13 @@ def _config_fields(model_dir: Path) -> dict[str, Any]:
         excluded.add("softmax_scale")
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in excluded}
     defaults = {f.name for f in fields(config) if values.get(f.name) == f.default}
-    return {name: _to_dict(value) for name, value in values.items() if name not in defaults} | _rope_fields(config)
+    changed = [(name, _to_dict(value)) for name, value in values.items() if name not in defaults]
+    return _with_fingerprint_names(changed) | _rope_fields(config)
+
+
+def _with_fingerprint_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = _FINGERPRINT_NAMES
+    return {names.get(k, k): names.get(v, v) if isinstance(v, str) else v for k, v in items}
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
@@ -270,7 +280,9 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_dict(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return asdict(value, dict_factory=_with_fingerprint_names)
 
 
 def _sample(tensor: Tensor, size: int = 256) -> bytes:

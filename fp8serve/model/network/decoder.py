@@ -102,7 +102,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.normalizes_all_heads = config.qk_norm_weight == "whole"
+        self.normalizes_all_heads = config.qk_norm_weight == "all_heads"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = _projections(
             self,

@@ -321,17 +321,17 @@ class ExpertSelector:
     def __init__(self, settings: ExpertSettings) -> None:
         routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
         self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
-        if settings.weighs_chosen:
+        if settings.softmax_over_chosen:
             self._scores = Scores.SOFTMAX_OF_CHOSEN
         self._choice_options = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
         self._weight_options = settings.normalizes, routing.scale
-        self._dtype = torch.float32 if settings.wide_weights else None
-        self._closeness = settings.closeness
+        self._dtype = torch.float32 if settings.fp32_routing_weights else None
+        self._sparsemixer_threshold = settings.sparsemixer_threshold
 
     def __call__(self, logits: Tensor, router: nn.Module) -> ExpertChoice:
         """Returns the choice for the logits [T, experts] of `router`."""
-        if self._closeness is not None:
-            return sparsemixer(logits, self._closeness)
+        if self._sparsemixer_threshold is not None:
+            return sparsemixer(logits, self._sparsemixer_threshold)
         correction = router._parameters.get(CORRECTION)
         if correction is not None:
             correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
@@ -363,21 +363,21 @@ class _ChooseExperts(torch.autograd.Function):
         return *torch.autograd.grad(weights, logits, grad), *[None] * 8
 
 
-def sparsemixer(logits: Tensor, closeness: float) -> ExpertChoice:
+def sparsemixer(logits: Tensor, threshold: float) -> ExpertChoice:
     """Returns sparsemixer's choice for logits [T, experts]: experts int64 [T, 2], and weights in the logits' dtype.
 
     It chooses the expert with the largest logit, then the one with the second largest. The weight of each comes from a
     softmax over the experts whose logits are close to its own.
     """
-    first_weight, first = _best_of(logits, logits, closeness)
-    second_weight, second = _best_of(logits.scatter(-1, first, -torch.inf), logits, closeness)
+    first_weight, first = _best_of(logits, logits, threshold)
+    second_weight, second = _best_of(logits.scatter(-1, first, -torch.inf), logits, threshold)
     return torch.cat((first, second), -1), torch.cat((first_weight, second_weight), -1)
 
 
-def _best_of(candidates: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
+def _best_of(candidates: Tensor, logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Returns (weight, index) [T, 1] of the largest of `candidates`, which are the logits with -inf for chosen
     experts."""
     with torch.no_grad():
         largest, index = candidates.max(-1, keepdim=True)
-        is_far = (largest - logits) / logits.abs().clamp(min=largest) > closeness
+        is_far = (largest - logits) / logits.abs().clamp(min=largest) > threshold
     return candidates.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, index), index

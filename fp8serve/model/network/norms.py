@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         return weight if is_fusible else None
 
 
-class WideRMSNorm(nn.Module):
+class Fp32RMSNorm(nn.Module):
     """OLMo's norm: x / rms(x) * weight in FP32, rounded once at the end."""
 
     weight: nn.Parameter
@@ -91,7 +91,7 @@ def make_norm(config: ModelConfig, size: int) -> nn.Module:
     """Returns the model's norm over `size` elements."""
     if config.norm == "layer":
         return LayerNorm(size, config.rms_norm_eps, config.norm_bias)
-    kind = OffsetRMSNorm if config.offset_norms else WideRMSNorm if config.norm == "wide_rms" else RMSNorm
+    kind = OffsetRMSNorm if config.offset_norms else Fp32RMSNorm if config.norm == "fp32_rms" else RMSNorm
     return kind(size, config.rms_norm_eps)
 
 
@@ -101,4 +101,4 @@ def make_head_norm(config: ModelConfig, heads: int) -> nn.Module | None:
         return None
     if config.qk_norm_weight == "by_head":
         return LayerNorm((heads, config.head_dim), config.rms_norm_eps, bias=False)
-    return make_norm(config, config.head_dim * (heads if config.qk_norm_weight == "whole" else 1))
+    return make_norm(config, config.head_dim * (heads if config.qk_norm_weight == "all_heads" else 1))

@@ -61,8 +61,8 @@ def address_space() -> int | None:
 
 
 @contextmanager
-def limited_memory(most: int) -> Iterator[None]:
-    """Inside the block, all threads of this process together may allocate at most `most` further bytes.
+def limited_memory(max_bytes: int) -> Iterator[None]:
+    """Inside the block, all threads of this process together may allocate at most `max_bytes` further bytes.
 
     Larger allocations fail, in Python with MemoryError. Without /proc (macOS) nothing is limited.
     """
@@ -71,7 +71,7 @@ def limited_memory(most: int) -> Iterator[None]:
         yield
         return
     bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([used + most, *bounds]), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + max_bytes, *bounds]), hard))
     try:
         yield
     finally:

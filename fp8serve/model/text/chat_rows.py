@@ -41,8 +41,8 @@ def parse_messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     with_loss = [i for i, m in enumerate(messages) if m["role"] == "assistant" and has_loss(m)]
     if not with_loss:
         has_assistant = any(m["role"] == "assistant" for m in messages)
-        what = "every message of the assistant has weight 0" if has_assistant else "no message is the assistant's"
-        raise DataError(f"{where}: {what}, so there is nothing to learn.")
+        problem = "every message of the assistant has weight 0" if has_assistant else "no message is the assistant's"
+        raise DataError(f"{where}: {problem}, so there is nothing to learn.")
     for i in with_loss:
         _check_answer(messages[i], f"{where}: message {i}")
     return messages
@@ -84,22 +84,22 @@ def parse_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
     return tuple(_tool(tool, f"{where}: tool {i}") for i, tool in enumerate(tools))
 
 
-def valid_unicode(value: str, what: str) -> str:
+def valid_unicode(value: str, subject: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{what} holds half of a surrogate pair, which is not valid Unicode.") from None
+        raise DataError(f"{subject} holds half of a surrogate pair, which is not valid Unicode.") from None
     return value
 
 
-def decode_json(value: Any, what: str) -> Any:
+def decode_json(value: Any, subject: str) -> Any:
     """Decodes JSON text, as CSV and Parquet files may store lists, and returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return JSON_ROWS.decode(value)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{what} is text that is not valid JSON: {json_fault(e)}.") from None
+        raise DataError(f"{subject} is text that is not valid JSON: {json_fault(e)}.") from None
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
@@ -142,16 +142,16 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
     if not calls and not any(texts):
         raise DataError(f"{where} is an empty assistant message; remove it, or give it weight 0.")
     for i, call in enumerate(calls):
-        what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
+        subject, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
         if isinstance(arguments, str):  # empty text means no arguments
-            _check_arguments(decode_json(arguments or "{}", what), what)
+            _check_arguments(decode_json(arguments or "{}", subject), subject)
 
 
-def _check_arguments(arguments: Any, what: str) -> None:
+def _check_arguments(arguments: Any, subject: str) -> None:
     if not isinstance(arguments, dict):
-        raise DataError(f"{what} must be an object, not {shown(arguments)}.")
+        raise DataError(f"{subject} must be an object, not {shown(arguments)}.")
     if (description := non_json_value(arguments)) is not None:
-        raise DataError(f"{what} contain {description}, which JSON cannot represent.")
+        raise DataError(f"{subject} contain {description}, which JSON cannot represent.")
 
 
 def non_json_value(value: Any, depth: int = 0) -> str | None:
@@ -222,10 +222,10 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _check_id(value: Any, what: str) -> None:
+def _check_id(value: Any, subject: str) -> None:
     """Raises DataError for an invalid id. assistant_spans.py needs ids that do not look like text of a template."""
     if value is not None and not (isinstance(value, str) and _ID.fullmatch(value)):
-        raise DataError(f"{what} is {shown(value)}; an id has up to 256 letters, digits, and . : _ -.")
+        raise DataError(f"{subject} is {shown(value)}; an id has up to 256 letters, digits, and . : _ -.")
 
 
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:

@@ -143,11 +143,11 @@ def _quiet_imports() -> Iterator[None]:
 
 def _check_layers(raw: Mapping[str, Any]) -> None:
     """Raises ModelError if the number of layers is absurd, before transformers allocates something for each layer."""
-    most = MAX_SIZES["num_hidden_layers"]
+    max_layers = MAX_SIZES["num_hidden_layers"]
     for section in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in LAYER_COUNTS & section.keys():
-            if isinstance(count := section[key], int | float) and count > most:
-                raise ModelError(f"config.json: {key} is {shown(count)} where at most {most} was expected.")
+            if isinstance(count := section[key], int | float) and count > max_layers:
+                raise ModelError(f"config.json: {key} is {shown(count)} where at max_layers {max_layers} was expected.")
 
 
 def check_modules(model: Any, name: str) -> None:
@@ -215,8 +215,10 @@ class TransformersModel(nn.Module):
         high_precision = {self.head_name, *router_modules(built)}
         self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """See Decoder.forward. All rows are computed, and those of `last` are returned."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, output_rows: Tensor | None = None
+    ) -> Tensor:
+        """See Decoder.forward. All rows are computed, and `output_rows` of them are returned."""
 
         def handler(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
             heads = cast(tuple[Tensor, Tensor, Tensor], tuple(t[0].transpose(0, 1).contiguous() for t in (q, k, v)))
@@ -226,7 +228,7 @@ class TransformersModel(nn.Module):
         base: Any = self._modules[self._base]
         with handle_attention(handler):
             hidden: Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)[0][0]
-        return hidden if last is None else hidden[last]
+        return hidden if output_rows is None else hidden[output_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of hidden states [T, hidden] in FP32 [T, vocab]."""

@@ -29,7 +29,7 @@ Severity = Literal["error", "warning"]
 _MAGNITUDE_BITS = 0x7F
 _CODES_PER_STEP = 2**22
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-AGAIN = "download or write it again"
+WRITE_AGAIN = "download or write it again"
 # The suffixes of the scales of stacked experts, and what they scale.
 _STACK_SUFFIXES: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
                                     "_scale": "weight"}  # fmt: skip
@@ -145,11 +145,11 @@ class RawCheckpoint:
     @cached_property
     def weights(self) -> dict[str, str]:
         """The keys of FP8 weights, without those in MX blocks, by the names of their modules."""
-        entries = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
-        return {key.removesuffix(".weight"): key for key in entries}
+        matrices = (key for key, entry in self.entries.items() if entry.dtype in FP8 and len(entry.shape) > 1)
+        return {key.removesuffix(".weight"): key for key in matrices if key not in self.mx_scales}
 
     @cached_property
-    def mx(self) -> dict[str, str]:
+    def mx_scales(self) -> dict[str, str]:
         """The key of every MX weight's scales, by the key of the weight."""
         return microscaling.find_mx_scales(self.entries)
 
@@ -171,14 +171,14 @@ class RawCheckpoint:
     def scale_of(self, owner: str, role: Role) -> str | None:
         return next(iter(self.scales.get(ScaleKey(owner, role), ())), None)
 
-    def of_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
+    def with_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
         """Yields (owner, key) of every scale with one of these roles."""
         return ((scale.owner, key) for scale, keys in self.scales.items() if scale.role in roles for key in keys)
 
     def value(self, key: str) -> Tensor:
         """Returns a scale in FP32. Exponents of MX blocks become powers of two."""
         stored = self.shards[key]
-        is_exponent = key in self.mx.values() and stored.dtype is torch.uint8
+        is_exponent = key in self.mx_scales.values() and stored.dtype is torch.uint8
         return (stored.view(torch.float8_e8m0fnu) if is_exponent else stored).float()
 
     def codes(self, owner: str) -> Codes:
@@ -198,7 +198,7 @@ class RawCheckpoint:
     def _scale_key(self, key: str) -> ScaleKey | None:
         if self._is_no_scale(key):
             return None
-        if key in self.mx.values():
+        if key in self.mx_scales.values():
             return ScaleKey(key.rpartition(".")[0], "weight")
         for suffix, role in _STACK_SUFFIXES.items():
             stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
@@ -286,7 +286,7 @@ def _read_files(checkpoint: RawCheckpoint, files: list[Path]) -> RawCheckpoint:
 
 
 def _unreadable(name: str, exception: ModelError) -> Finding:
-    return error("unreadable", name, f"cannot be read ({str(exception).removesuffix('.')})", AGAIN)
+    return error("unreadable", name, f"cannot be read ({str(exception).removesuffix('.')})", WRITE_AGAIN)
 
 
 def _json(checkpoint: RawCheckpoint, name: str) -> Mapping[str, Any] | None:
@@ -314,6 +314,6 @@ def _weight_map(checkpoint: RawCheckpoint, index: Mapping[str, Any]) -> Mapping[
     if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
         return {canonical_name(key, weight_map): name for key, name in weight_map.items()}
     checkpoint.read_errors.append(
-        error("index", SAFE_WEIGHTS_INDEX, "has no weight_map from tensor names to files", AGAIN)
+        error("index", SAFE_WEIGHTS_INDEX, "has no weight_map from tensor names to files", WRITE_AGAIN)
     )
     return None

@@ -16,7 +16,7 @@ from fp8serve.model.formats.interop import KV, SCALE_DTYPES, Role, is_extreme
 from fp8serve.model.storage.shards import type_name
 from fp8serve.model.verify.raw_checkpoint import FP8, Finding, RawCheckpoint, error, warning
 
-_AGAIN = "quantize or calibrate the model again"
+_QUANTIZE_AGAIN = "quantize or calibrate the model again"
 _MAX_CHECKED_ELEMENTS = 2**20  # larger tensors in high precision, which are not norms or biases, are not checked
 _BAD: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
@@ -46,14 +46,14 @@ def check_bad_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             for kind, is_bad in _BAD.items():
                 if count := int(is_bad(value).sum()):
                     what = f"holds {_WORDS[kind]}, {count} of {value.numel()}"
-                    yield error(kind, key, what, _AGAIN)
+                    yield error(kind, key, what, _QUANTIZE_AGAIN)
 
 
 def check_empty_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for keys in checkpoint.scales.values():
         for key in keys:
             if not math.prod(checkpoint.entries[key].shape):
-                yield error("shape", key, "holds no number", _AGAIN)
+                yield error("shape", key, "holds no number", _QUANTIZE_AGAIN)
 
 
 def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for keys in checkpoint.scales.values():
         for key in keys:
             dtype = checkpoint.entries[key].dtype
-            if dtype not in SCALE_DTYPES and key not in checkpoint.mx.values():
+            if dtype not in SCALE_DTYPES and key not in checkpoint.mx_scales.values():
                 what = f"is of the type {type_name(dtype)}"
                 yield error("dtype", key, what, "store it as FP32, BF16, FP16 or E8M0")
 
@@ -96,18 +96,19 @@ def check_bad_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_cache_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds KV-cache scales that are not one number for each layer, or that are too small or large."""
-    for owner, key in checkpoint.of_role(*KV):
+    for owner, key in checkpoint.with_role(*KV):
         shape = checkpoint.entries[key].shape
         if math.prod(shape) > 1:
             yield error("shape", key, f"has the shape {list(shape)}", f"store one number for {owner}")
         elif math.prod(shape) == 1 and is_extreme(value := checkpoint.value(key)):
             size = "small" if float(value) < 1 else "large"
-            yield error("implausible", key, f"holds {float(value):.3g}, which is too {size} for a scale", _AGAIN)
+            what = f"holds {float(value):.3g}, which is too {size} for a scale"
+            yield error("implausible", key, what, _QUANTIZE_AGAIN)
 
 
 def check_input_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds input scales that are not one number for a layer, or for each expert of a stack."""
-    for owner, key in checkpoint.of_role("input"):
+    for owner, key in checkpoint.with_role("input"):
         shape, weight = checkpoint.entries[key].shape, checkpoint.entries.get(owner)
         experts = weight.shape[:1] if weight is not None and len(weight.shape) == 3 else ()
         if math.prod(shape) > 1 and shape != experts:
@@ -140,7 +141,7 @@ def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Findi
         if not _is_reciprocal(checkpoint, owner, size) and (is_outlier or not smallest <= size <= largest):
             others = f", that of the others {middle:.3g}" if is_outlier else ""
             what = f"makes the weight's mean size {size:.3g}{others}"
-            yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
+            yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _QUANTIZE_AGAIN)
 
 
 def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -151,7 +152,7 @@ def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             middle, largest = float(scale.median()), float(scale.max())
             if largest > middle * WARNING_RATIO:
                 what = f"holds {largest:.3g} where its median is {middle:.3g}"
-                yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
+                yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _QUANTIZE_AGAIN)
 
 
 def check_reciprocal_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -217,7 +218,7 @@ def check_default_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds checkpoints in which all scales of one kind are 1, as if they were never calibrated."""
     kinds: dict[str, tuple[Role, ...]] = {"weight": ("weight",), "input": ("input",), "KV-cache": KV}
     for kind, roles in kinds.items():
-        keys = [key for _, key in checkpoint.of_role(*roles)]
+        keys = [key for _, key in checkpoint.with_role(*roles)]
         if keys and all(bool((checkpoint.value(key) == 1).all()) for key in keys):
             what = f"is 1, as are all {len(keys)} {kind} scales: they were not calibrated"
             yield warning("default", keys[0], what, "calibrate the model, or quantize its weights again")
@@ -238,7 +239,7 @@ def _is_reciprocal(checkpoint: RawCheckpoint, owner: str, size: float) -> bool:
 
 def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
     """Returns the amax that the scale of every layer's input represents."""
-    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.of_role("input")}
+    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.with_role("input")}
     return {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
 
 
