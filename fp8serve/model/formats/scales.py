@@ -27,8 +27,8 @@ from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.encoder import is_encoder, parse_encoder_config
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.storage.files import fsync, read_optional_json, reject_duplicate_keys, save_tensors
-from fp8serve.model.storage.shards import Shards, open_shards, read_header, type_name
+from fp8serve.model.storage.files import fsync, read_optional_json, reject_duplicate_keys
+from fp8serve.model.storage.shards import Shards, open_shards, read_header, save_tensors, type_name
 
 FORMAT, VERSION = "fp8serve.scales", "1"
 FILE_NAME = "scales.safetensors"
@@ -75,10 +75,9 @@ def save_scales(path: Path, checkpoint: ScalingCheckpoint) -> None:
     check_scales(checkpoint, str(path))
     tensors: dict[str, Tensor] = {}
     for key, entry in checkpoint.tensors.items():
-        tensors[f"{key}.scale"] = entry.scale.detach().to("cpu", torch.float32, copy=True).contiguous()
+        tensors[f"{key}.scale"] = entry.scale.float()
         if entry.amax_history is not None:
-            history = entry.amax_history.detach().to("cpu", torch.float32, copy=True)
-            tensors[f"{key}.amax_history"] = history.contiguous()
+            tensors[f"{key}.amax_history"] = entry.amax_history.float()
     metadata = {
         "format": FORMAT,
         "version": VERSION,

@@ -23,7 +23,7 @@ does not write MXFP4.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -35,25 +35,13 @@ from fp8serve.fp8.ops.arithmetic import BLOCK as BLOCK_ROWS
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.microscaling import BLOCK, mxfp4
-from fp8serve.model.storage.shards import Shards, StoredTensor
+from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
 _GPT_OSS_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
 _MLP = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
 _INPUT_SCALES = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation_scale|input_scale)")
-
-
-class _Computed(Shards):
-    """Shards in which functions compute some tensors from others."""
-
-    def __init__(self, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]) -> None:
-        super().__init__(entries)
-        self._computed = computed
-
-    def __getitem__(self, name: str) -> Tensor:
-        compute = self._computed.get(name)
-        return super().__getitem__(name) if compute is None else compute()
 
 
 def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
@@ -67,7 +55,7 @@ def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
             entries[name], computed[name] = entry, compute
         del entries[stored]
         entries.pop(f"{match[1]}.{match[2]}_scales", None)
-    return _Computed(entries, computed)
+    return ComputedShards(shards, entries, computed)
 
 
 def _gpt_oss_parts(
