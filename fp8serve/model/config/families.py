@@ -50,8 +50,8 @@ _GPT_OSS = {"max_position_embeddings": 131072, "vocab_size": 201088, "head_dim":
             "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128,
             "sliding_window_pattern": 2, "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
             "swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # fmt: skip
-_MOE_KEYS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-                       "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})  # fmt: skip
+_EXPERT_KEYS = frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"})
+_MOE_KEYS = _EXPERT_KEYS | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _PHI3 = {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
@@ -63,6 +63,8 @@ _GLM = {"vocab_size": 151552, "max_position_embeddings": 131072, "num_key_value_
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                    "llama_4_scaling_beta": 0.1}  # fmt: skip
+_MINISTRAL = {"vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 262144, "rope_parameters": _MINISTRAL_ROPE}  # fmt: skip
 _COHERE = {"vocab_size": 256000, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
            "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625}  # fmt: skip
 _COHERE_KEYS = frozenset({"layer_norm_eps", "logit_scale", "attention_bias"})
@@ -191,16 +193,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        _COMMON
-        | _LLAMA_TOKENS
-        | {
-            "vocab_size": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 262144,
-            "rope_parameters": _MINISTRAL_ROPE,
-        },
+        _COMMON | _LLAMA_TOKENS | _MINISTRAL,
         frozenset({"sliding_window"}),
         qkv_bias=False,
         scales_queries=True,
@@ -242,7 +235,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "mixtral": Family(
         "MixtralForCausalLM",
         _COMMON | _LLAMA_TOKENS | _MIXTRAL,
-        frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"}),
+        _EXPERT_KEYS,
         qkv_bias=False,
         mixture=Mixture(
             MixtureNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
@@ -254,18 +247,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "phimoe": Family(
         "PhimoeForCausalLM",
         _COMMON | _LLAMA_TOKENS | _PHIMOE,
-        frozenset(
-            {
-                "attention_bias",
-                "sliding_window",
-                "num_experts",
-                "num_local_experts",
-                "num_experts_per_tok",
-                "router_jitter_noise",
-                "lm_head_bias",
-                "original_max_position_embeddings",
-            }
-        ),
+        _EXPERT_KEYS | {"attention_bias", "router_jitter_noise", "lm_head_bias", "original_max_position_embeddings"},
         norm="layer",
         norm_bias=True,
         mixture=Mixture(
@@ -280,7 +262,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         _COMMON | _QWEN2_MOE,
-        _MOE_KEYS | {"sliding_window", "shared_expert_intermediate_size", "qkv_bias"},
+        _MOE_KEYS | {"shared_expert_intermediate_size", "qkv_bias"},
         bias_key="qkv_bias",
         out_bias=False,
         mixture=Mixture(MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate")),
@@ -288,25 +270,14 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _COMMON | _QWEN3_MOE,
-        frozenset({"sliding_window", "use_sliding_window", "attention_bias"}) | _MOE_KEYS,
+        _MOE_KEYS | {"use_sliding_window", "attention_bias"},
         qk_norm="shared",
         mixture=Mixture(),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _COMMON | _GPT_OSS,
-        frozenset(
-            {
-                "sliding_window",
-                "attention_bias",
-                "num_experts",
-                "num_local_experts",
-                "num_experts_per_tok",
-                "experts_per_token",
-                "swiglu_limit",
-                "swiglu_alpha",
-            }
-        ),
+        _EXPERT_KEYS | {"attention_bias", "experts_per_token", "swiglu_limit", "swiglu_alpha"},
         uniform_window=False,
         mixture=Mixture(
             MixtureNames(router="router"),

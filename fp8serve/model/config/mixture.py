@@ -56,15 +56,15 @@ def read_experts(get: Reader, layers: int) -> Experts | None:
     mixture = get.family.mixture
     if mixture is None:
         return None
-    count, chosen = _count(get), get.positive("num_experts_per_tok")
-    if get("experts_per_token") not in (None, chosen):
-        raise get.unexpected("experts_per_token", get("experts_per_token"), f"{chosen}, as num_experts_per_tok,")
-    if chosen > count:
-        raise get.unexpected("num_experts_per_tok", chosen, f"at most the {count} experts")
+    count, per_token = _count(get), get.positive("num_experts_per_tok")
+    if get("experts_per_token") not in (None, per_token):
+        raise get.unexpected("experts_per_token", get("experts_per_token"), f"{per_token}, as num_experts_per_tok,")
+    if per_token > count:
+        raise get.unexpected("num_experts_per_tok", per_token, f"at most the {count} experts")
     experts = Experts(
         names=mixture.names,
         count=count,
-        per_token=chosen,
+        per_token=per_token,
         size=get.positive(mixture.size),
         normalizes=get.boolean("norm_topk_prob") if mixture.normalizes is None else mixture.normalizes,
         fp32_routing_weights=mixture.fp32_routing_weights,
@@ -74,8 +74,8 @@ def read_experts(get: Reader, layers: int) -> Experts | None:
         bias=mixture.bias,
         interleaved=mixture.interleaved,
         clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
-        routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
-        sparsemixer_threshold=_sparsemixer_threshold(get, chosen) if mixture.sparsemixer else None,
+        routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, per_token),
+        sparsemixer_threshold=_sparsemixer_threshold(get, per_token) if mixture.sparsemixer else None,
     )
     return experts if experts.layers else None
 
@@ -112,7 +112,7 @@ def _shared_size(get: Reader) -> int | None:
     return get.positive("shared_expert_intermediate_size")
 
 
-def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
+def _routing(get: Reader, sigmoid: bool, count: int, per_token: int) -> Routing:
     """Returns DeepSeek's routing. V3 always has groups of experts; `topk_method` says whether V2 has them."""
     groups = chosen_groups = 1
     if sigmoid or get("topk_method") == "group_limited_greedy":
@@ -123,15 +123,15 @@ def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
         raise get.unexpected("n_group", groups, f"a divisor of the {count} experts")
     if sigmoid and count // groups < 2:
         raise get.unexpected("n_group", groups, f"a number that leaves two of the {count} experts in a group")
-    if chosen_groups > groups or chosen_groups * (count // groups) < chosen:
-        raise get.unexpected("topk_group", chosen_groups, f"at most n_group {groups} and room for {chosen} experts")
+    if chosen_groups > groups or chosen_groups * (count // groups) < per_token:
+        raise get.unexpected("topk_group", chosen_groups, f"at most n_group {groups} and room for {per_token} experts")
     return Routing(get.number("routed_scaling_factor"), groups, chosen_groups, sigmoid)
 
 
-def _sparsemixer_threshold(get: Reader, chosen: int) -> float:
+def _sparsemixer_threshold(get: Reader, per_token: int) -> float:
     """Returns twice `router_jitter_noise`, which sparsemixer also uses in inference."""
-    if chosen != 2:
-        raise get.unexpected("num_experts_per_tok", chosen, "2, the number of experts that sparsemixer chooses,")
+    if per_token != 2:
+        raise get.unexpected("num_experts_per_tok", per_token, "2, the number of experts that sparsemixer chooses,")
     noise = get("router_jitter_noise")
     if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
         raise get.unexpected("router_jitter_noise", noise, "a number from 0 to below 1")

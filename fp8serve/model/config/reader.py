@@ -103,12 +103,7 @@ class Reader:
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.unexpected(key, value, "a positive whole number")
-        if value > (limit := MAX_SIZES.get(key, 2**28)):
-            raise self.unexpected(key, value, f"at most {limit}")
-        return value
+        return positive_integer(default if value is None else value, key, self.where)
 
     def number(self, key: str) -> float:
         return positive_number(self(key), key, self.where)
@@ -130,6 +125,16 @@ class Reader:
         return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
 
 
+def positive_integer(value: Any, key: str, where: str) -> int:
+    """Returns `value`. Raises ModelError unless it is an integer from 1 to the limit of the key."""
+    limit = MAX_SIZES.get(key, 2**28)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+        is_too_large = isinstance(value, int) and value > limit
+        expected = f"at most {limit}" if is_too_large else "a positive whole number"
+        raise ModelError(f"{where}: {key} is {shown(value)} where {expected} was expected.")
+    return value
+
+
 def positive_number(value: Any, key: str, where: str, default: float | None = None) -> float:
     """Returns `value`, or `default` if it is null, as a float. Raises ModelError unless it is finite and above 0."""
     value = default if value is None else value
@@ -144,6 +149,21 @@ def token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
         raise ModelError(f"{where}: {key} is {shown(value)} where a token id was expected.")
     return tuple(ids)
+
+
+def read_dtype(raw: Mapping[str, Any], where: str, default: str) -> str:
+    """Returns the dtype of the published weights. transformers 4 writes `torch_dtype`, transformers 5 `dtype`."""
+    value = raw.get("dtype") or raw.get("torch_dtype") or default
+    if value not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
+    return str(value)
+
+
+def unknown_key_error(key: str, value: Any, architecture: str, where: str) -> ModelError:
+    return ModelError(
+        f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for {architecture}; "
+        "remove the key if it does not change the model's maths."
+    )
 
 
 class Fields:
@@ -187,9 +207,9 @@ class Fields:
             return []
         return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
 
-    def raw(self, key: str, default: Any = None) -> Any:
+    def raw(self, key: str) -> Any:
         """Returns the unchecked value, which callers may only compare, or quote with `shown`."""
-        return self._values.get(key, default)
+        return self._values.get(key)
 
     @property
     def has_values(self) -> bool:

@@ -66,7 +66,10 @@ def layer_ropes(
     get: Reader, layer_windows: tuple[int | None, ...], max_len: int, rotary_dim: int
 ) -> tuple[Rope | None, ...]:
     """Returns the rotary position embedding of each layer, or None for a layer that has none."""
-    full, windowed = _ropes(get, max_len, rotary_dim)
+    full_parameters, windowed_parameters = _rope_parameters(get)
+    full = windowed = _rope(get, full_parameters, _theta(get, "rope_theta"), max_len, rotary_dim)
+    if get.family.local_theta is not None:
+        windowed = _rope(get, windowed_parameters, _theta(get, get.family.local_theta), max_len, rotary_dim)
     ropes = [full if window is None else windowed for window in layer_windows]
     flags = _layers_with_rope(get, layer_windows)
     return tuple(rope if has_rope else None for rope, has_rope in zip(ropes, flags, strict=True))
@@ -152,15 +155,6 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{where}: rotary parameters are {shown(value)} where an object was expected.")
     return value
-
-
-def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
-    """Returns the rotary position embedding of layers with full attention, and that of layers with a window."""
-    full_parameters, windowed = _rope_parameters(get)
-    full = _rope(get, full_parameters, _theta(get, "rope_theta"), max_len, rotary_dim)
-    if get.family.local_theta is None:
-        return full, full
-    return full, _rope(get, windowed, _theta(get, get.family.local_theta), max_len, rotary_dim)
 
 
 def _theta(get: Reader, key: str) -> Any:
