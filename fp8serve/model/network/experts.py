@@ -69,11 +69,9 @@ class Expert(nn.Module):
 
     def apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns activation(gate) * up, the input of `down`."""
-        return (
-            GATED_ACTIVATIONS[self.activation](gate, up)
-            if self.clamp is None
-            else clamped_swiglu(gate, up, *self.clamp)
-        )
+        if self.clamp is not None:
+            return clamped_swiglu(gate, up, *self.clamp)
+        return GATED_ACTIVATIONS[self.activation](gate, up)
 
     @property
     def is_silu(self) -> bool:
@@ -91,18 +89,12 @@ def router_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Router | GroupRouter)]
 
 
-def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
-    if settings.routing is not None:
-        return GroupRouter(config.hidden_size, settings.count, settings.routing)
-    return Router(config.hidden_size, settings.count, bias=settings.bias)
-
-
 class Experts(nn.ModuleList):
     """The experts of one mixture.
 
-    `tokens`, int64 [E], counts the tokens of each expert since the last `reset_counters`. If `route_to_all_experts` is
-    set, every token also runs through the other experts, so that calibration observes all linears; the outputs do not
-    change.
+    `tokens`, int64 [E], counts the tokens of each expert since the last `reset_token_counts`. If `route_to_all_experts`
+    is set, every token also runs through the other experts, so that calibration observes all linears; the outputs do
+    not change.
     """
 
     def __init__(self, experts: Iterable[Expert]) -> None:
@@ -148,10 +140,8 @@ class Experts(nn.ModuleList):
 
     def _run_all(self, x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
         """Same as `_run_chosen`, but runs every expert on all tokens."""
-        parts = [
-            e(x)[tokens[slice(*span)]] for e, span in zip(self._experts(), expert_row_ranges(offsets), strict=True)
-        ]
-        return torch.cat(parts)
+        pairs = zip(self._experts(), expert_row_ranges(offsets), strict=True)
+        return torch.cat([expert(x)[tokens[begin:end]] for expert, (begin, end) in pairs])
 
     def _apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._experts()[0].apply_gate(gate, up)
@@ -165,10 +155,6 @@ class Experts(nn.ModuleList):
             with torch.inference_mode(False):
                 self.tokens = self.tokens.to(device)
         return self.tokens
-
-    def reset_counters(self) -> None:
-        """Sets all token counts to 0."""
-        self.tokens.zero_()
 
     def join(self) -> None:
         """Prepares for serving: stacks the experts' linears if they allow it and if enough memory is free."""
@@ -185,10 +171,6 @@ class Experts(nn.ModuleList):
             release_pages(weight)
         del weights
         trim()
-
-    @property
-    def is_stacked(self) -> bool:
-        return self._stacks is not None
 
     def stacks(self) -> Sequence[StackedExperts]:
         """Returns the stacks of the experts' linears, or nothing if they are not stacked."""
@@ -220,8 +202,11 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
         self.settings, self._selector = settings, ExpertSelector(settings)
-        names = settings.names
-        self.register_module(names.router, _router(config, settings))
+        names, routing = settings.names, settings.routing
+        if routing is None:
+            self.register_module(names.router, Router(config.hidden_size, settings.count, bias=settings.bias))
+        else:
+            self.register_module(names.router, GroupRouter(config.hidden_size, settings.count, routing))
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
         if names.shared is not None and settings.shared_size is not None:
             self.register_module(names.shared, Expert(config, settings.shared_size, settings))
@@ -231,21 +216,18 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module, transform: OutputTransform) -> Tensor:
         """Returns x + transform(mixture(norm(x))), [T, hidden]."""
         hidden, experts = forward_of(norm)(x), forward_of(self._child("experts"))
-        return x + transform(self._add_shared_expert(experts(hidden, *self.choose(hidden)), hidden))
+        total, names = experts(hidden, *self.choose(hidden)), self.settings.names
+        if names.shared is not None:
+            output: Tensor = self._child(names.shared)(hidden)
+            if names.shared_gate is not None:
+                output = torch.sigmoid(self._child(names.shared_gate)(hidden)) * output
+            total = total + output
+        return x + transform(total)
 
     def choose(self, x: Tensor) -> ExpertChoice:
         """Returns the experts of each row of x [T, hidden], int64 [T, k], and their weights [T, k]."""
         router = self._child(self.settings.names.router)
         return self._selector(forward_of(router)(x), router)
-
-    def _add_shared_expert(self, total: Tensor, x: Tensor) -> Tensor:
-        names = self.settings.names
-        if names.shared is None:
-            return total
-        output: Tensor = self._child(names.shared)(x)
-        if names.shared_gate is not None:
-            output = torch.sigmoid(self._child(names.shared_gate)(x)) * output
-        return total + output
 
     def _child(self, name: str) -> nn.Module:
         return cast(nn.Module, self._modules[name])
@@ -255,7 +237,6 @@ class Mixture(nn.Module):
         self.experts.join()
 
     def matrices(self) -> Iterator[nn.Module | StackedExperts]:
-        """Yields the modules whose weights a forward pass multiplies by: the stacks, or each linear."""
         yield from self.experts.matrices()
         if self.settings.names.shared is not None:
             yield from cast(Expert, self._child(self.settings.names.shared)).linears()
@@ -283,7 +264,7 @@ def route_to_all_experts(model: nn.Module) -> Iterator[None]:
 def reset_token_counts(model: nn.Module) -> None:
     """Sets the token counts of all mixtures in `model` to 0."""
     for mixture in mixtures(model).values():
-        mixture.reset_counters()
+        mixture.tokens.zero_()
 
 
 def expert_row_counts(model: nn.Module) -> dict[str, int]:

@@ -56,9 +56,11 @@ class Projections:
 
     def _linear_outputs(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current_joined()) is not None:
-            if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
+            adapters = [layer.adapters for layer in joined.layers]
+            if any(adapter is not None and adapter.is_active for adapter in adapters):
                 x = x if norm is None else norm(x)
-                return [_add_adapters(layer, y, x) for layer, y in zip(joined.layers, joined(x), strict=True)]
+                pairs = zip(adapters, joined(x), strict=True)
+                return [y if adapter is None else adapter.add(y.contiguous(), x) for adapter, y in pairs]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
             if weight is not None:
                 return joined.forward_norm(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
@@ -135,11 +137,6 @@ def _norm_parameters(norm: nn.Module | None, x: Tensor) -> NormParameters | None
     """Returns the parameters of a norm that training may fuse with the cast after it."""
     weight = norm.fused_weight(x) if type(norm) is RMSNorm and torch.is_grad_enabled() else None
     return None if weight is None else NormParameters(weight, norm.eps)  # type: ignore[union-attr, arg-type]
-
-
-def _add_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:
-    """Returns the layer's output y [T, N] for x [T, K] plus the output of its adapters."""
-    return y if layer.adapters is None else layer.adapters.add(y.contiguous(), x)
 
 
 class OutputTransform(NamedTuple):

@@ -25,7 +25,7 @@ from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding
 EPS = 1e-6  # of the norms of latent vectors; `rms_norm_eps` in config.json applies only to the other norms
 
 
-class Absorbed(nn.Module):
+class AbsorbedProjection(nn.Module):
     """The weight [heads * (nope + value), rank], whose parts multiply the queries and the values of each head."""
 
     weight: nn.Parameter
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = nn.Linear(q_rank, q_size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent.rank + latent.rope, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent.rank, EPS)
-        self.kv_b_proj = Absorbed(config.num_heads, latent)
+        self.kv_b_proj = AbsorbedProjection(config.num_heads, latent)
         self.o_proj = nn.Linear(config.num_heads * latent.value, width, bias=config.attention_out_bias)
         self.qkv = Projections(self, name, "kv_a_proj_with_mqa")
 

@@ -42,29 +42,19 @@ class RMSNorm(nn.Module):
         return weight if is_fusible else None
 
 
-class Fp32RMSNorm(nn.Module):
+class Fp32RMSNorm(RMSNorm):
     """OLMo's norm: x / rms(x) * weight in FP32, rounded once at the end."""
-
-    weight: nn.Parameter
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
 
 
-class OffsetRMSNorm(nn.Module):
+class OffsetRMSNorm(RMSNorm):
     """Gemma's norm: x / rms(x) * (1 + weight) in FP32, rounded once at the end."""
 
-    weight: nn.Parameter
-
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)

@@ -73,21 +73,16 @@ def read_pooling(model_dir: Path | str) -> Pooling:
             f"{model_dir} does not say how the vectors of a text's tokens become one: it holds no modules.json, as "
             "sentence-transformers writes it."
         )
-    modules = _supported_modules(model_dir)
-    path = model_dir / check_module_folder(modules["Pooling"], "Pooling", model_dir) / "config.json"
-    raw = read_json(path, root=model_dir)
-    settings = read_optional_json(model_dir / "config_sentence_transformers.json")
-    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
-
-
-def _supported_modules(model_dir: Path) -> dict[str, str]:
     modules = read_modules(model_dir)
     if list(modules)[:2] != ["Transformer", "Pooling"] or list(modules)[2:] not in ([], ["Normalize"]):
         raise ModelError(
             f"{model_dir / FILE_NAME} lists {', '.join(modules)}; supported are Transformer and Pooling, and "
             "optionally Normalize."
         )
-    return modules
+    path = model_dir / check_module_folder(modules["Pooling"], "Pooling", model_dir) / "config.json"
+    raw = read_json(path, root=model_dir)
+    settings = read_optional_json(model_dir / "config_sentence_transformers.json")
+    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
 
 
 def _mode(raw: Mapping[str, Any], path: Path) -> Mode:
