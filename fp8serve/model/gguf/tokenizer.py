@@ -145,23 +145,19 @@ def _json(value: Any) -> str:
 
 
 def _vocabulary(file: GgufFile) -> Vocabulary:
-    tokens = file.list_of("tokenizer.ggml.tokens", str)
-    kinds = file.list_of("tokenizer.ggml.token_type", int) or [int(Kind.NORMAL)] * len(tokens)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
+    kinds = file.get_list("tokenizer.ggml.token_type", int) or [int(Kind.NORMAL)] * len(tokens)
     if len(kinds) != len(tokens) or not tokens:
         raise ModelError(f"{file.path} has {len(tokens)} tokens, and the types of {len(kinds)}.")
     if len(set(tokens)) != len(tokens):
         duplicate = Counter(tokens).most_common(1)[0][0]
         raise ModelError(f"{file.path} has the token {shown(duplicate)} twice.")
-    return Vocabulary(tokens, kinds, _token_roles(file, len(tokens)))
-
-
-def _token_roles(file: GgufFile, num_tokens: int) -> dict[str, int]:
     ids = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_END_ROLES)}
     roles = {role: i for role, i in ids.items() if i is not None}
     for role, i in roles.items():
-        if not 0 <= i < num_tokens:
-            raise ModelError(f"{file.path}: the {role} token is {i}, but there are {num_tokens} tokens.")
-    return roles
+        if not 0 <= i < len(tokens):
+            raise ModelError(f"{file.path}: the {role} token is {i}, but there are {len(tokens)} tokens.")
+    return Vocabulary(tokens, kinds, roles)
 
 
 def _tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
@@ -192,7 +188,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
-    for merge in file.list_of("tokenizer.ggml.merges", str):
+    for merge in file.get_list("tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise ModelError(f"{file.path}: the merge {shown(merge)} is not two tokens with a space between.")
@@ -223,7 +219,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Returns all pairs of pieces whose concatenation is a piece, by falling score of that piece, then by their ids."""
-    scores = file.list_of("tokenizer.ggml.scores", float)
+    scores = file.get_list("tokenizer.ggml.scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise ModelError(f"{file.path} has {len(vocabulary.tokens)} tokens, and the scores of {len(scores)}.")
     pieces = vocabulary.ids(Kind.UNUSED, Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE)
