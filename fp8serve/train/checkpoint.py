@@ -42,7 +42,7 @@ from fp8serve.model.storage.files import (
     read_json,
     write_json,
 )
-from fp8serve.model.storage.opening import open_member, regular_file
+from fp8serve.model.storage.opening import is_regular_file, open_member
 from fp8serve.model.storage.shards import Shards, load_tensors, read_header, save_tensors, write_index
 
 VERSION = 1
@@ -192,7 +192,7 @@ def _remove(path: Path) -> None:
 def model_file_writer(source: Path) -> Callable[[Path], None]:
     """Returns a function that writes the tokenizer and the configuration (`training_config`) of `source` into a
     directory."""
-    contents = {n: read_file(source / n, MAX_COPIED_FILE_BYTES) for n in COPIED_FILES if regular_file(source / n)}
+    contents = {n: read_file(source / n, MAX_COPIED_FILE_BYTES) for n in COPIED_FILES if is_regular_file(source / n)}
     config = training_config(read_text_config(source))
 
     def write(directory: Path) -> None:

@@ -133,14 +133,10 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ignored}
 
 
-def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
-    """Returns the name of ModelOpt's algorithm for these specs, or None if it has none."""
-    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
-    return next((algorithm for algorithm, known in MODELOPT.items() if known == scheme), None)
-
-
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
-    algo = _modelopt_algo(recipe.specs.linear["input"], recipe.specs.linear["weight"])
+    inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
+    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
+    algo = next((name for name, known in MODELOPT.items() if known == scheme), None)
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."

@@ -32,6 +32,7 @@ from fp8serve.model.storage.shards import Shards, open_shards, read_header, save
 
 FORMAT, VERSION = "fp8serve.scales", "1"
 FILE_NAME = "scales.safetensors"
+COPY_TOLERANCE = 0.01  # relative, between a scale and its copy in the checkpoint, which may be rounded to BF16
 ROLES = ("input", "weight", "grad_output", "k", "v")
 # Fields of the configuration and their values that have another name in fingerprints, because they were renamed later.
 _FINGERPRINT_NAMES = {"softmax_over_chosen": "weighs_chosen", "fp32_routing_weights": "wide_weights",
@@ -154,7 +155,11 @@ def _read_tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
         key, _, kind = name.rpartition(".")
         if kind not in ("scale", "amax_history") or key.rpartition(".")[2] not in ROLES:
             raise ScalesError(f"{path} holds the unknown key {name!r}; it was not written by this fp8serve.")
-        _check_shape(tensors, name, kind, path)
+        entry = tensors.entries[name]
+        has_shape = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
+        if entry.dtype is not torch.float32 or not has_shape:
+            expected, dtype = "F32 []" if kind == "scale" else "F32 [N]", type_name(entry.dtype)
+            raise ScalesError(f"{path}: {name} is {dtype} {list(entry.shape)} where {expected} was expected.")
         by_key.setdefault(key, {})[kind] = tensors[name].clone()
     for key, parts in by_key.items():
         if "scale" not in parts:
@@ -162,24 +167,15 @@ def _read_tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
     return {key: TensorScale(parts["scale"], parts.get("amax_history")) for key, parts in by_key.items()}
 
 
-def _check_shape(tensors: Shards, name: str, kind: str, path: Path) -> None:
-    entry = tensors.entries[name]
-    has_shape = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
-    if entry.dtype is not torch.float32 or not has_shape:
-        expected = "F32 []" if kind == "scale" else "F32 [N]"
-        dtype = type_name(entry.dtype)
-        raise ScalesError(f"{path}: {name} is {dtype} {list(entry.shape)} where {expected} was expected.")
-
-
 def check_scales(checkpoint: ScalingCheckpoint, where: str) -> None:
     """Raises ScalesError if a scale is unusable or its tensor was never observed. `where` is the file's name."""
     if not checkpoint.tensors:
         raise ScalesError(f"{where} holds no scales.")
-    for key, problem in problems(checkpoint):
+    for key, problem in find_problems(checkpoint):
         raise ScalesError(f"{where}: {key} {problem}; calibrate again on data that reach it.")
 
 
-def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+def find_problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
     """Yields (tensor, problem) for each tensor whose scale cannot be served."""
     counts = checkpoint.observations.get("tensors", {})
     for key, entry in checkpoint.tensors.items():

@@ -133,7 +133,11 @@ def _parts(name: str, entry: StoredTensor, experts: Experts, has_pairs: bool) ->
     if match is None or len(entry.shape) != 3:
         yield name, entry
         return
-    _check_count(entry, name, experts)
+    if entry.shape[0] != experts.count:
+        raise ModelError(
+            f"{entry.file}: {name} holds {entry.shape[0]} experts, and config.json names {experts.count}; one of the "
+            "two is wrong, or the file is incomplete."
+        )
     owner, projection, scale = match.groups()
     leaves = _leaves(projection, experts)
     _, rows, columns = entry.shape
@@ -160,15 +164,6 @@ def _input_scales(match: "re.Match[str]", entry: StoredTensor, experts: Experts)
         scalar = replace(entry, shape=(), start=entry.start + expert * entry.dtype.itemsize, note=None)
         for leaf in _leaves(projection, experts):
             yield f"{owner}.{expert}.{leaf}.{scale}", scalar
-
-
-def _check_count(entry: StoredTensor, name: str, experts: Experts) -> None:
-    """Raises ModelError if a stack does not have the number of experts in config.json."""
-    if entry.shape[0] != experts.count:
-        raise ModelError(
-            f"{entry.file}: {name} holds {entry.shape[0]} experts, and config.json names {experts.count}; one of the "
-            "two is wrong, or the file is incomplete."
-        )
 
 
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:

@@ -76,9 +76,9 @@ def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | 
     return value
 
 
-def read_optional_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file as `read_json` does, or an empty one if the file does not exist."""
-    return read_json(path, error) if present(path) else {}
+    return read_json(path) if present(path) else {}
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -34,12 +34,9 @@ def trim(retained: int | None = None) -> None:
     With another C library this does nothing. A glibc older than 2.33 cannot count its free bytes and returns all of
     them.
     """
-    if (libc := _glibc()) and _free_heap_bytes(libc) > (RETAINED_BYTES if retained is None else retained):
+    limit = RETAINED_BYTES if retained is None else retained
+    if (libc := _glibc()) and (not hasattr(libc, "mallinfo2") or libc.mallinfo2().fordblks > limit):
         libc.malloc_trim(0)
-
-
-def _free_heap_bytes(libc: Any) -> float:
-    return float(libc.mallinfo2().fordblks) if hasattr(libc, "mallinfo2") else float("inf")
 
 
 @cache

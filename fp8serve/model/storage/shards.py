@@ -220,7 +220,13 @@ def open_shards(model_dir: Path) -> Shards:
         pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
         hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
         raise ModelError(f"{model_dir} holds no model.safetensors and no {SAFE_WEIGHTS_INDEX}{hint}.")
-    return _read_index(model_dir)
+    index = model_dir / SAFE_WEIGHTS_INDEX
+    weight_map = _weight_map(index)
+    headers = {name: read_header(_shard_path(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
+    for tensor, file in weight_map.items():
+        if tensor not in headers[file]:
+            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
+    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
 
 
 def _check_index_agrees(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
@@ -242,16 +248,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensor names to files.")
     return weight_map
-
-
-def _read_index(model_dir: Path) -> Shards:
-    index = model_dir / SAFE_WEIGHTS_INDEX
-    weight_map = _weight_map(index)
-    headers = {name: read_header(_shard_path(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
-    for tensor, file in weight_map.items():
-        if tensor not in headers[file]:
-            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
-    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
 
 
 def _shard_path(model_dir: Path, name: str) -> Path:

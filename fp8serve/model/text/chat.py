@@ -250,7 +250,8 @@ def with_tools(
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
-            rewritten.append({"role": "user", "content": "\n".join(_result_text(message) for message in group)})
+            results = (f"{m.get('name') or 'The function'} returned:\n{m.get('content') or ''}" for m in group)
+            rewritten.append({"role": "user", "content": "\n".join(results)})
         else:
             rewritten += [_calls_as_text(message) if message.get("tool_calls") else message for message in group]
     return _describe_tools(rewritten, tools) if tools else rewritten
@@ -270,10 +271,6 @@ def _calls_as_text(message: Message) -> Message:
     calls = (call["function"] for call in message["tool_calls"])
     texts = [f"<tool_call>\n{_json({k: call[k] for k in ('name', 'arguments')})}\n</tool_call>" for call in calls]
     return {"role": "assistant", "content": "\n".join([*filter(None, [message.get("content")]), *texts])}
-
-
-def _result_text(message: Message) -> str:
-    return f"{message.get('name') or 'The function'} returned:\n{message.get('content') or ''}"
 
 
 def _json(value: Any) -> str:

@@ -58,7 +58,7 @@ def parse_conversation(value: Any, where: str, column: str = "messages") -> tupl
     messages = decode_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: `{column}` is not a list of messages.")
-    calls: set[str] = set()
+    calls: set[str] = set()  # the ids of earlier calls
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {i} has no `role`.")
@@ -66,7 +66,12 @@ def parse_conversation(value: Any, where: str, column: str = "messages") -> tupl
             _check_message(message, f"{where}: message {i}")
         except RecursionError:
             raise DataError(f"{where}: message {i} is nested too deeply.") from None
-        _check_result(message, calls, f"{where}: message {i}")
+        call_id = message.get("tool_call_id") if message["role"] == "tool" else None
+        if call_id is not None and calls and call_id not in calls:
+            raise DataError(
+                f"{where}: message {i} is the result of the call {shown(call_id)}, but no earlier message has a call "
+                "with this id."
+            )
         calls |= {call["id"] for call in message.get("tool_calls") or () if call.get("id")}
     return tuple(_without_non_json_values(message) for message in messages)
 
@@ -124,15 +129,6 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
             f'{where} has `{foreign[0]}`, which is not supported; write "weight": 0 for a message without loss.'
         )
     valid_unicode("".join(texts), where)
-
-
-def _check_result(message: Mapping[str, Any], calls: set[str], where: str) -> None:
-    """Raises DataError if a tool's message has an id that is not in `calls`, the ids of earlier calls, if any."""
-    call_id = message.get("tool_call_id") if message["role"] == "tool" else None
-    if call_id is not None and calls and call_id not in calls:
-        raise DataError(
-            f"{where} is the result of the call {shown(call_id)}, but no earlier message has a call with this id."
-        )
 
 
 def _check_answer(message: Mapping[str, Any], where: str) -> None:

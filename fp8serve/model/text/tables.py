@@ -208,11 +208,11 @@ def parquet_rows(path: Path, file_limit: int, row_limit: int, columns: Collectio
         with file:
             names = file.schema_arrow.names
             check_names(names, str(path), columns)
-            read = [name for name in names if columns is None or name in columns]
-            if not read:
+            selected = [name for name in names if columns is None or name in columns]
+            if not selected:
                 yield from ((number, dict.fromkeys(names)) for number in range(1, file.metadata.num_rows + 1))
                 return
-            batches = file.iter_batches(ROWS_PER_BATCH, columns=read, use_threads=False)
+            batches = file.iter_batches(ROWS_PER_BATCH, columns=selected, use_threads=False)
             yield from _rows(_decode_batches(batches), path, file_limit, row_limit)
     except MemoryError:
         raise DataError(

@@ -7,13 +7,12 @@ import torch
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
-from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
+from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, find_problems, read_scales
 from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX
 from fp8serve.model.verify.raw_checkpoint import FP8, WRITE_AGAIN, Finding, RawCheckpoint, error, is_embedding, warning
 
-TOLERANCE = 0.01  # relative, between a scale and its copy in scales.safetensors, which may be rounded to BF16
 _EMBEDDINGS = "embed_tokens.weight"
 BLOCK = 128  # rows and columns of a weight that share a scale
 _CONFIG = "quantization_config"
@@ -84,7 +83,7 @@ def check_missing_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds norms and biases in FP8, for which no format has a scale."""
-    scales = {key for keys in checkpoint.scales.values() for key in keys}
+    scales = set(checkpoint.scale_keys)
     for key, entry in checkpoint.entries.items():
         if entry.dtype in FP8 and len(entry.shape) < 2 and key not in scales and key.endswith((".weight", ".bias")):
             yield error("missing", key, "is FP8, and no format has a scale for it", "store it in BF16 or FP32")
@@ -142,14 +141,15 @@ def check_scales_file(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     except Fp8ServeError as exception:
         yield error("unreadable", FILE_NAME, f"cannot be read ({str(exception).removesuffix('.')})", WRITE_AGAIN)
         return
-    for tensor, problem in problems(scales):
+    for tensor, problem in find_problems(scales):
         yield error("stale", f"{FILE_NAME}: {tensor}", problem, "calibrate the model again")
     for tensor, entry in scales.tensors.items():
         owner, _, role = tensor.rpartition(".")
         key = checkpoint.scale_of(owner, role) if role in ("input", "weight", "k", "v") else None  # type: ignore[arg-type]
         value = None if key is None else checkpoint.value(key)
-        if value is not None and value.numel() == 1 and not abs(float(entry.scale) * float(value) - 1) <= TOLERANCE:
-            what = f"is not the scale that {FILE_NAME} has for it, {1 / float(entry.scale):.4g}"
+        scale = float(entry.scale)
+        if value is not None and value.numel() == 1 and not abs(scale * float(value) - 1) <= COPY_TOLERANCE:
+            what = f"is not the scale that {FILE_NAME} has for it, {1 / scale:.4g}"
             yield error("stale", str(key), what, "write the directory again")
 
 

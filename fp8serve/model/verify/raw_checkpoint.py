@@ -35,7 +35,7 @@ _STACK_SUFFIXES: dict[str, Role] = {"_activation_scale": "input", "_input_scale"
                                     "_scale": "weight"}  # fmt: skip
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
                "token_type_embeddings")  # fmt: skip
-_NO_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
+_NOT_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def _largest_per_row(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
     return magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes)
 
 
-def _largest_per_block(values: Tensor, size: int = 128) -> Tensor:
-    """Returns the largest value of each block of `size` in the last dimension. The last block may be smaller."""
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
-    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
+def _largest_per_block(values: Tensor) -> Tensor:
+    """Returns the largest value of each block of 128 in the last dimension. The last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 128))
+    return padded.reshape(*values.shape[:-1], -1, 128).amax(-1)
 
 
 @cache
@@ -162,10 +162,14 @@ class RawCheckpoint:
                 scales.setdefault(scale_key, []).append(key)
         return scales
 
+    @property
+    def scale_keys(self) -> list[str]:
+        return [key for keys in self.scales.values() for key in keys]
+
     @cached_property
     def unknown(self) -> list[str]:
         """The keys that are named like a scale and have no known meaning."""
-        return [key for key in self.entries if not self._scale_key(key) and not self._is_no_scale(key)
+        return [key for key in self.entries if not self._scale_key(key) and not self._is_not_scale(key)
                 and _parse_key(key)[1]]  # fmt: skip
 
     def scale_of(self, owner: str, role: Role) -> str | None:
@@ -196,7 +200,7 @@ class RawCheckpoint:
         return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
 
     def _scale_key(self, key: str) -> ScaleKey | None:
-        if self._is_no_scale(key):
+        if self._is_not_scale(key):
             return None
         if key in self.mx_scales.values():
             return ScaleKey(key.rpartition(".")[0], "weight")
@@ -206,10 +210,10 @@ class RawCheckpoint:
                 return ScaleKey(key.removesuffix(suffix), role)
         return _parse_key(key)[0]
 
-    def _is_no_scale(self, key: str) -> bool:
+    def _is_not_scale(self, key: str) -> bool:
         """Returns whether the tensor is no scale despite its name: training state, gpt-oss' exponents, or a limit."""
         blocks = f"{key.removesuffix('_scales')}_blocks"
-        return state_key(key) is not None or key.endswith(_NO_SCALES) or blocks in self.entries
+        return state_key(key) is not None or key.endswith(_NOT_SCALES) or blocks in self.entries
 
 
 def _parse_key(key: str) -> tuple[ScaleKey | None, bool]:
