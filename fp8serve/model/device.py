@@ -54,11 +54,7 @@ def choose_device(gpus: list[Gpu], obstacle: str | None, weight_bytes: int, proc
 
 
 def resolve_device(
-    device: str,
-    model_dir: Path,
-    recipe: str = "bf16",
-    head: HeadDtype = "bf16",
-    scales: str | None = None,
+    device: str, model_dir: Path, recipe: str = "bf16", head: HeadDtype = "bf16", scales: str | None = None
 ) -> str:
     """Returns `device`, or the device that "auto" stands for, which is logged with the reason. The other arguments are
     the model and how it is loaded. Raises ModelError if a weight file is damaged."""

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.reader import (
-    is_harmless,
-    positive_integer,
-    positive_number,
-    read_dtype,
-    unknown_key_error,
-)
+from fp8serve.model.config.reader import is_harmless, positive_integer, positive_number, read_dtype, unknown_key_error
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}

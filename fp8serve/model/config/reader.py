@@ -12,10 +12,12 @@ This module does not import torch.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
 from fp8serve.model.config.family import Family
+
+T = TypeVar("T")
 
 HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -179,16 +181,13 @@ class Fields:
         self._values: Mapping[str, Any] = value
 
     def text(self, key: str) -> str | None:
-        value: str | None = self._of_type(key, str, "text")
-        return value
+        return self._of_type(key, str, "text")
 
     def integer(self, key: str) -> int | None:
-        value: int | None = self._of_type(key, int, "a whole number")
-        return value
+        return self._of_type(key, int, "a whole number")
 
     def boolean(self, key: str) -> bool | None:
-        value: bool | None = self._of_type(key, bool, "true or false")
-        return value
+        return self._of_type(key, bool, "true or false")
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of text as a tuple, or an empty tuple if the key is missing."""
@@ -219,7 +218,7 @@ class Fields:
     def unexpected(self, key: str, expected: str) -> Fp8ServeError:
         return self._error(f"{self.where}.{key} is {shown(self._values.get(key))} where {expected} was expected.")
 
-    def _of_type(self, key: str, kind: type, expected: str) -> Any:
+    def _of_type(self, key: str, kind: type[T], expected: str) -> T | None:
         value = self._values.get(key)
         if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
             return value

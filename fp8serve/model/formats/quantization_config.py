@@ -143,19 +143,10 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
         )
     producer = {"name": "modelopt", "version": "fp8serve"}  # readers recognize the format by this name
     args = {"dynamic": False, "num_bits": 8, "type": "float"}
-    config: dict[str, Any] = {
-        "ignore": ignored,
-        "quant_algo": algo,
-        "producer": producer,
-        "quant_method": "modelopt",
-    }
+    config: dict[str, Any] = {"ignore": ignored, "quant_algo": algo, "producer": producer, "quant_method": "modelopt"}
     if algo == "FP8":
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args
-    quantization = {
-        "quant_algo": algo,
-        "kv_cache_quant_algo": "FP8" if kv_cache else None,
-        "exclude_modules": ignored,
-    }
+    quantization = {"quant_algo": algo, "kv_cache_quant_algo": "FP8" if kv_cache else None, "exclude_modules": ignored}
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

@@ -98,8 +98,8 @@ def load_scales(path: Path | str, model_dir: Path | str | None = None) -> Scalin
     """
     checkpoint = read_scales(path)
     check_scales(checkpoint, str(path))
-    if model_dir is not None:
-        check_fingerprint(checkpoint, Path(model_dir), str(path))
+    if model_dir is not None and fingerprint(model_dir) not in checkpoint.model.split():
+        raise ScalesError(f"{path} belongs to another model than {model_dir}; calibrate this model instead.")
     return checkpoint
 
 
@@ -217,12 +217,6 @@ def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: s
         owner, _, role = key.rpartition(".")
         if role not in ("k", "v") and owner not in linears:
             raise ScalesError(f"{where}: {key} belongs to no FP8 layer of this model.")
-
-
-def check_fingerprint(checkpoint: ScalingCheckpoint, model_dir: Path, where: str) -> None:
-    """Raises ScalesError unless the scales belong to the model in `model_dir`."""
-    if fingerprint(model_dir) not in checkpoint.model.split():
-        raise ScalesError(f"{where} belongs to another model than {model_dir}; calibrate this model instead.")
 
 
 def fingerprint(model_dir: Path | str) -> str:

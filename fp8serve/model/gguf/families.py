@@ -302,10 +302,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         derive=rotary_keys,
     ),
     "command-r": Layout(
-        "cohere",
-        keys=_COHERE,
-        switches=_ATTENTION_BIAS | {"use_qk_norm": "attn_q_norm.weight"},
-        eps=_LAYER_NORM,
+        "cohere", keys=_COHERE, switches=_ATTENTION_BIAS | {"use_qk_norm": "attn_q_norm.weight"}, eps=_LAYER_NORM
     ),
     "cohere2": Layout("cohere2", keys=_COHERE | _WINDOW, switches=_ATTENTION_BIAS, eps=_LAYER_NORM),
     "gpt-oss": Layout(

@@ -166,23 +166,18 @@ def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's parameters for the divisors of frequencies in the file."""
     divisors = dequantize(file.tensors[ROPE_FACTORS], torch.float32)
     unscaled = inverse_frequencies(config["head_dim"], _rope(config))
-    for candidate in _llama3_candidates(float(divisors.max())):
-        scaled = inverse_frequencies(config["head_dim"], _rope(config | {"rope_scaling": candidate}))
-        if divisors.shape == unscaled.shape and torch.allclose(unscaled / divisors, scaled, rtol=1e-5, atol=0):
-            return candidate
-    raise ModelError(f"{file.path}: {ROPE_FACTORS} holds factors that are not those of Llama 3.")
-
-
-def _llama3_candidates(factor: float) -> Iterator[dict[str, Any]]:
-    """Yields Llama 3's parameters for each likely trained context: Llama's own 8,192 tokens, then powers of two."""
-    for exponent in (13, *range(5, 18)):
-        yield {
+    for exponent in (13, *range(5, 18)):  # likely trained contexts: Llama's own 8,192 tokens, then powers of two
+        candidate = {
             "rope_type": "llama3",
-            "factor": factor,
+            "factor": float(divisors.max()),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 2**exponent,
         }
+        scaled = inverse_frequencies(config["head_dim"], _rope(config | {"rope_scaling": candidate}))
+        if divisors.shape == unscaled.shape and torch.allclose(unscaled / divisors, scaled, rtol=1e-5, atol=0):
+            return candidate
+    raise ModelError(f"{file.path}: {ROPE_FACTORS} holds factors that are not those of Llama 3.")
 
 
 def hf_name(name: str, names: Mapping[str, str]) -> str | None:

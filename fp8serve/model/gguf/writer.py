@@ -11,7 +11,8 @@ text that is hard to split shows which one it is. Other pre-tokenizers raise Mod
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -251,7 +252,9 @@ def _tensors(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[
     """Yields (name in GGUF, shape, GGML type, function that loads it) for every tensor."""
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
     layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
-    for name, parts in _stacks(checkpoint.shapes).items():
+    stacks = Counter(_EXPERT.sub(r"\1{}\2", name) for name in checkpoint.shapes)  # {} is the index of an expert
+    for name, count in stacks.items():
+        parts = [name.format(expert) for expert in range(count)]
         match = QK_PROJECTION.fullmatch(name) if layout.interleaved else None
         shape = checkpoint.shapes[parts[0]]
         is_small = len(shape) == 1 or name.endswith(_ROUTER)
@@ -261,17 +264,6 @@ def _tensors(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[
         else:
             load = partial(_load, checkpoint, name, heads[match[1]] if match else None)
             yield gguf_name(name, layout.names), shape, kind, load
-
-
-def _stacks(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the names that each tensor of the file combines: one name, or those of all experts.
-
-    The keys are Hugging Face names, with {} for the index of the expert.
-    """
-    stacks: dict[str, list[str]] = {}
-    for name in names:
-        stacks.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
-    return {name: [name.format(e) for e in range(len(parts))] for name, parts in stacks.items()}
 
 
 def _load_stack(checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:

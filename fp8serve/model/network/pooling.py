@@ -44,17 +44,15 @@ class Pooling:
 
     def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns the pooled hidden states, FP32 [texts, H], without truncation and normalization."""
-        return torch.stack([self._pool_text(part) for part in torch.split(hidden, list(lengths))])
+        texts = torch.split(hidden, list(lengths))
+        if self.mode == "mean":
+            return torch.stack([text.float().mean(0) for text in texts])
+        return torch.stack([text[0 if self.mode == "cls" else -1].float() for text in texts])
 
     def truncate_and_normalize(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
         """Returns the first `dimensions` of vectors [texts, H], normalized if the model normalizes embeddings."""
         vectors = vectors[:, :dimensions]
         return normalize(vectors, dim=1) if self.normalized else vectors
-
-    def _pool_text(self, hidden: Tensor) -> Tensor:
-        if self.mode == "mean":
-            return hidden.float().mean(0)
-        return hidden[0 if self.mode == "cls" else -1].float()
 
     def prompt(self, name: str | None) -> str:
         """Returns the prompt with this name, or the default prompt. Raises RequestError if the name is unknown."""

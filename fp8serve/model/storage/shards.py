@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import present, read_json, write_json
-from fp8serve.model.storage.headers import header_json
+from fp8serve.model.storage.headers import header_json, tensor_shape
 from fp8serve.model.storage.opening import open_member
 
 _MAPPED_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by start address
@@ -107,13 +107,11 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     dtype = DTYPES.get(dtype_name) if isinstance(value, dict) and isinstance(dtype_name, str) else None
     if dtype is None:
         raise ModelError(f"{path}: tensor {name} has the type {shown(dtype_name)}, which is not supported.")
-    shape = value.get("shape")
-    if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
-        raise ModelError(f"{path}: tensor {name} has no shape.")
+    shape = tensor_shape(path, name, value)
     offsets = value.get("data_offsets")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
         raise ModelError(f"{path}: tensor {name} has no valid data_offsets.")
-    entry = StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
+    entry = StoredTensor(path, dtype, shape, begin + offsets[0])
     if entry.end != begin + offsets[1]:
         size = offsets[1] - offsets[0]
         raise ModelError(f"{path} is damaged: tensor {name} has {size} bytes, which its shape and type contradict.")

@@ -79,8 +79,7 @@ class Tokenizer:
         ends = (backend.id_to_token(i) for i in self.eos_ids)
         named = {t for t in special_tokens.values() if t in vocabulary}
         self._special_tokens = SpecialTokens(
-            end=frozenset(t for t in ends if t),
-            all=frozenset(t.content for t in added.values() if t.special) | named,
+            end=frozenset(t for t in ends if t), all=frozenset(t.content for t in added.values() if t.special) | named
         )
         self._bytes_by_id: dict[int, bytes] = {}  # of `_stream_bytes`
         self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))

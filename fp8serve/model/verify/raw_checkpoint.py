@@ -96,7 +96,8 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
     for part in (raw[start : start + step] for start in range(0, len(raw), step)):
         counts += torch.bincount(part.flatten(), minlength=256)
         if kind != "tensor":
-            rows.append(_largest_per_row(part, values, kind))
+            magnitudes = values[: _MAGNITUDE_BITS + 1].nan_to_num(0.0)[(part & _MAGNITUDE_BITS).long()]
+            rows.append(magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes))
     if kind == "tensor" or not rows:
         magnitudes = values.abs()[(counts > 0) & ~values.isnan()]
         return Codes(counts, magnitudes.amax().reshape(1) if len(magnitudes) else torch.zeros(1), values)
@@ -105,12 +106,6 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
         per_row = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
         largest = _largest_per_block(per_row).flatten()
     return Codes(counts, largest, values)
-
-
-def _largest_per_row(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
-    """Returns the largest magnitudes [rows] or, for scales per block, [rows, blocks]."""
-    magnitudes = torch.nan_to_num(values[: _MAGNITUDE_BITS + 1], nan=0.0)[(raw & _MAGNITUDE_BITS).long()]
-    return magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes)
 
 
 def _largest_per_block(values: Tensor) -> Tensor:

@@ -119,24 +119,21 @@ def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
 
 
-def check_reciprocal_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    for owner, size in _weight_sizes(checkpoint).items():
-        if _is_reciprocal(checkpoint, owner, size):
-            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
-            yield error("reciprocal", str(checkpoint.scale_of(owner, "weight")), what, _INVERT)
-
-
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds weights whose root mean square is outside the range of known models, or far from the other weights'."""
+    """Finds reciprocals of scales, and weights whose root mean square is outside the range of known models or far from
+    that of the other weights."""
     sizes = _weight_sizes(checkpoint)
     median_size = median(sizes.values()) if len(sizes) > 2 else None
     smallest, largest = WEIGHT_RMS_RANGE
     for owner, size in sizes.items():
+        key, rms = str(checkpoint.scale_of(owner, "weight")), checkpoint.codes(owner).rms
         is_outlier = median_size is not None and not median_size / MAX_RMS_RATIO <= size <= median_size * MAX_RMS_RATIO
-        if not _is_reciprocal(checkpoint, owner, size) and (is_outlier or not smallest <= size <= largest):
+        if size > largest and smallest <= rms * rms / size <= largest:
+            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
+            yield error("reciprocal", key, what, _INVERT)
+        elif is_outlier or not smallest <= size <= largest:
             others = f", that of the others {median_size:.3g}" if is_outlier else ""
-            what = f"makes the weight's mean size {size:.3g}{others}"
-            yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _QUANTIZE_AGAIN)
+            yield error("implausible", key, f"makes the weight's mean size {size:.3g}{others}", _QUANTIZE_AGAIN)
 
 
 def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -150,27 +147,21 @@ def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
                 yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _QUANTIZE_AGAIN)
 
 
-def check_reciprocal_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    sizes = _input_sizes(checkpoint)
-    for owner, size in sizes.items():
-        if _is_reciprocal_input(size, sizes):
-            what = f"looks like the reciprocal of a scale: the largest input would be {size:.3g}"
-            yield error("reciprocal", str(checkpoint.scale_of(owner, "input")), what, _INVERT)
-
-
 def check_implausible_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds input scales far from those of other layers. Real models have massive activations, so some are warnings."""
+    """Finds reciprocals of scales, and input scales far from those of other layers. Real models have massive
+    activations, so some are warnings."""
     sizes = _input_sizes(checkpoint)
     median_size = median(sizes.values()) if sizes else 0.0
     for owner, size in sizes.items():
-        ratio = max(size / median_size, median_size / size)
+        key, ratio = str(checkpoint.scale_of(owner, "input")), max(size / median_size, median_size / size)
         is_impossible = not INPUT_AMAX_RANGE[0] <= size <= INPUT_AMAX_RANGE[1]
-        if not _is_reciprocal_input(size, sizes) and (is_impossible or ratio > WARNING_RATIO):
+        if _is_reciprocal_input(size, sizes):
+            what = f"looks like the reciprocal of a scale: the largest input would be {size:.3g}"
+            yield error("reciprocal", key, what, _INVERT)
+        elif is_impossible or ratio > WARNING_RATIO:
             make_finding = error if is_impossible or ratio > ERROR_RATIO else warning
             what = f"stands for a largest input of {size:.3g}, the median of the layers for {median_size:.3g}"
-            yield make_finding(
-                "implausible", str(checkpoint.scale_of(owner, "input")), what, "calibrate the model again"
-            )
+            yield make_finding("implausible", key, what, "calibrate the model again")
 
 
 def check_underused_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -219,12 +210,6 @@ def _weight_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
     scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
     sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
     return {owner: size for owner, size in sizes.items() if size > 0}
-
-
-def _is_reciprocal(checkpoint: RawCheckpoint, owner: str, size: float) -> bool:
-    rms = checkpoint.codes(owner).rms
-    smallest, largest = WEIGHT_RMS_RANGE
-    return size > largest and smallest <= rms * rms / size <= largest
 
 
 def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
