@@ -265,7 +265,12 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
         shards, predictors = without_predictors(shards, config)
         omitted_modules += predictors
     shards = _with_parameter_names(shards, config)
-    _check_number_of_experts(path, config, shards)
+    experts = config.experts if isinstance(config, ModelConfig) else None
+    if experts is not None and experts.count * len(experts.layers) > len(shards):  # before a network is built
+        raise ModelError(
+            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
+            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
+        )
     return Checkpoint(path, config, dequantize_mx(shards), quantization, omitted_modules)
 
 
@@ -282,16 +287,6 @@ def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[s
     plural = len(names) > 1
     output = ", and will be written in BF16; only convert and merge preserve FP8 here" if rewritten else ""
     return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
-
-
-def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:
-    """Raises ModelError if config.json has more experts than the files have tensors, before a network is built."""
-    experts = config.experts if isinstance(config, ModelConfig) else None
-    if experts is not None and experts.count * len(experts.layers) > len(shards):
-        raise ModelError(
-            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
-            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
-        )
 
 
 def _with_parameter_names(shards: Shards, config: AnyConfig) -> Shards:

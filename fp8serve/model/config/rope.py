@@ -120,7 +120,12 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _without_theta(new) != _without_theta(old):
         raise ModelError(f"{where}: rope_parameters and rope_scaling differ; remove one of them.")
-    _check_theta(get, new)
+    full = new.get("full_attention", new) if isinstance(new, dict) else {}
+    theta, inner_theta = get.raw.get("rope_theta"), full.get("rope_theta") if isinstance(full, dict) else None
+    if theta is not None and inner_theta is not None and theta != inner_theta:
+        raise ModelError(
+            f"{where}: rope_theta is {shown(theta)}, and {shown(inner_theta)} in rope_parameters; remove one of them."
+        )
     parameters = new or old or get.family.defaults.get("rope_parameters") or {}
     parameters = _object(parameters, where)
     is_by_layer_type = any(isinstance(value, dict) for value in parameters.values())
@@ -131,17 +136,6 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     if set(parameters) - {"full_attention", "sliding_attention"} or "full_attention" not in parameters:
         raise ModelError(f"{where}: rope_parameters must have the keys full_attention and sliding_attention.")
     return _object(parameters["full_attention"], where), _object(parameters.get("sliding_attention") or {}, where)
-
-
-def _check_theta(get: Reader, new: Any) -> None:
-    """Raises ModelError if `rope_theta` and `rope_parameters` contradict each other."""
-    old, new = get.raw.get("rope_theta"), new if isinstance(new, dict) else {}
-    full = new.get("full_attention", new)
-    inner = full.get("rope_theta") if isinstance(full, dict) else None
-    if old is not None and inner is not None and old != inner:
-        raise ModelError(
-            f"{get.where}: rope_theta is {shown(old)}, and {shown(inner)} in rope_parameters; remove one of them."
-        )
 
 
 def _without_theta(parameters: Any) -> Any:

@@ -37,14 +37,6 @@ def quantization_files(
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
         return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices)}
-    _check_uniform(format_, recipe, matrices)
-    if format_ == "modelopt":
-        return _modelopt(recipe, kv_cache, ignored)
-    return {"quantization_config": _fp8(recipe, ignored)}
-
-
-def _check_uniform(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) -> None:
-    """Raises ModelError if a matrix is quantized differently from the layers, for formats with one scheme for all."""
     layers = recipe.specs.linear
     for name, (inputs, weight) in matrices.items():
         differs = inputs is not None and _input_scheme(inputs) != _input_scheme(layers["input"])
@@ -53,6 +45,9 @@ def _check_uniform(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) 
                 f"The format {format_!r} cannot express that {name} is in FP8 and scaled otherwise than the layers; "
                 "write compressed-tensors."
             )
+    if format_ == "modelopt":
+        return _modelopt(recipe, kv_cache, ignored)
+    return {"quantization_config": _fp8(recipe, ignored)}
 
 
 def _input_scheme(inputs: QuantSpec) -> tuple[Any, ...]:

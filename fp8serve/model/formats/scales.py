@@ -12,7 +12,7 @@ the range of its scale, if a key is unknown, or if the file belongs to another m
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -111,32 +111,24 @@ def read_scales(path: Path | str) -> ScalingCheckpoint:
         tensors = Shards(entries)
     except Fp8ServeError as e:
         raise ScalesError(str(e)) from None
-    _check_metadata(metadata, path)
+    if metadata.get("format") != FORMAT:
+        raise ScalesError(f"{path} is not a scales file of fp8serve: its format is {metadata.get('format')!r}.")
+    if (version := metadata.get("version")) != VERSION:
+        raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
+    if set(metadata) != _METADATA:
+        keys = sorted(set(metadata) ^ _METADATA)
+        raise ScalesError(f"{path} has missing or unknown metadata: {', '.join(keys)}.")
+    try:
+        recipe = from_json(metadata["recipe"])
+    except RecipeError as e:
+        raise ScalesError(f"{path} holds a recipe that cannot be read: {e}") from None
     return ScalingCheckpoint(
-        _parse_recipe(metadata["recipe"], path),
+        recipe,
         _read_tensors(tensors, path),
         metadata["model"],
         _parse_observations(metadata["observations"], path),
         metadata["created_by"],
     )
-
-
-def _check_metadata(metadata: Mapping[str, str], path: Path) -> None:
-    if metadata.get("format") != FORMAT:
-        raise ScalesError(f"{path} is not a scales file of fp8serve: its format is {metadata.get('format')!r}.")
-    if metadata.get("version") != VERSION:
-        version = metadata.get("version")
-        raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
-    if set(metadata) != _METADATA:
-        keys = sorted(set(metadata) ^ _METADATA)
-        raise ScalesError(f"{path} has missing or unknown metadata: {', '.join(keys)}.")
-
-
-def _parse_recipe(text: str, path: Path) -> Recipe | None:
-    try:
-        return from_json(text)
-    except RecipeError as e:
-        raise ScalesError(f"{path} holds a recipe that cannot be read: {e}") from None
 
 
 def _parse_observations(text: str, path: Path) -> dict[str, Any]:

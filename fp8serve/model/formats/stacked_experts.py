@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -51,27 +52,18 @@ def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
         match = _GPT_OSS_STACK.fullmatch(stored)
         if match is None:
             continue
-        for name, entry, compute in _gpt_oss_parts(shards, stored, match, experts):
-            entries[name], computed[name] = entry, compute
-        del entries[stored]
-        entries.pop(f"{match[1]}.{match[2]}_scales", None)
+        owner, projection, kind = match.groups()
+        leaves, entry = _leaves(projection, experts), entries.pop(stored)
+        entries.pop(f"{owner}.{projection}_scales", None)
+        rows, columns = _matrix_shape(shards, stored, kind, experts)
+        is_bias = kind == "_bias"
+        shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
+        part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
+        for expert, (i, leaf) in product(range(experts.count), enumerate(leaves)):
+            name = f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}"
+            entries[name] = part
+            computed[name] = partial(_read_gpt_oss_part, shards, stored, kind, expert, slice(i, None, len(leaves)))
     return ComputedShards(shards, entries, computed)
-
-
-def _gpt_oss_parts(
-    shards: Shards, stored: str, match: "re.Match[str]", experts: Experts
-) -> Iterator[tuple[str, StoredTensor, Callable[[], Tensor]]]:
-    """Yields (name, entry, function that computes it) for each expert's part of the stack `stored`."""
-    owner, projection, kind = match.groups()
-    leaves, entry = _leaves(projection, experts), shards.entries[stored]
-    rows, columns = _matrix_shape(shards, stored, kind, experts)
-    is_bias = kind == "_bias"
-    shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
-    part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
-    for expert in range(experts.count):
-        for i, leaf in enumerate(leaves):
-            compute = partial(_read_gpt_oss_part, shards, stored, kind, expert, slice(i, None, len(leaves)))
-            yield f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}", part, compute
 
 
 def _matrix_shape(shards: Shards, stored: str, kind: str, experts: Experts) -> tuple[int, int]:

@@ -414,7 +414,8 @@ def attention_linear_groups(config: ModelConfig, layer: int) -> Groups:
 def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
     """Returns the `linear_groups` of the MLP or the mixture of experts."""
     if config.experts is None or has_dense_mlp(config, layer):
-        groups = _dense_mlp_groups(config)
+        gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
+        groups: Groups = (gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",))
     else:
         groups = tuple(_expert_groups(config.experts))
     return _with_prefix(f"model.layers.{layer}", groups)
@@ -422,11 +423,6 @@ def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
 
 def _with_prefix(owner: str, groups: Groups) -> Groups:
     return tuple(tuple(f"{owner}.{name}" for name in group) for group in groups)
-
-
-def _dense_mlp_groups(config: ModelConfig) -> Groups:
-    gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
-    return gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",)
 
 
 def _expert_groups(experts: Experts) -> Iterator[tuple[str, ...]]:

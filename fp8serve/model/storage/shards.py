@@ -96,7 +96,15 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
     entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
-    _check_layout(path, entries, begin, end)
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != begin:
+            raise ModelError(f"{path} is damaged: tensor {name} does not begin where the one before it ends.")
+        begin = entry.end
+    if begin != end:
+        raise ModelError(
+            f"{path} is truncated or damaged: its header describes {begin} bytes and it has {end}; download or write "
+            "it again."
+        )
     return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
 
 
@@ -116,19 +124,6 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
         size = offsets[1] - offsets[0]
         raise ModelError(f"{path} is damaged: tensor {name} has {size} bytes, which its shape and type contradict.")
     return entry
-
-
-def _check_layout(path: Path, entries: Mapping[str, StoredTensor], begin: int, end: int) -> None:
-    """Raises ModelError unless the tensors fill the file from `begin` to `end` without gaps or overlaps."""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != begin:
-            raise ModelError(f"{path} is damaged: tensor {name} does not begin where the one before it ends.")
-        begin = entry.end
-    if begin != end:
-        raise ModelError(
-            f"{path} is truncated or damaged: its header describes {begin} bytes and it has {end}; download or write "
-            "it again."
-        )
 
 
 class Shards(Mapping[str, Tensor]):

@@ -87,7 +87,11 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
         self.source = source
         self._special_tokens = special_tokens
-        environment = _environment(today)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
         try:
             parsed = environment.parse(source)
             blocks = parsed.find_all(nodes.ExtensionAttribute)
@@ -178,15 +182,6 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json_value(v) for v in value]
     raise RequestError(f"A chat message holds a {type(value).__name__}, which is not a JSON value.")
-
-
-def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    sandbox.filters["tojson"] = _tojson
-    sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
-    return sandbox
 
 
 def _raise_exception(message: str) -> None:

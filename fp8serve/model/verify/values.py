@@ -122,7 +122,10 @@ def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds reciprocals of scales, and weights whose root mean square is outside the range of known models or far from
     that of the other weights."""
-    sizes = _weight_sizes(checkpoint)
+    # approximate root mean squares: those of the codes times the median scale
+    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
+    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
+    sizes = {owner: size for owner, size in sizes.items() if size > 0}
     median_size = median(sizes.values()) if len(sizes) > 2 else None
     smallest, largest = WEIGHT_RMS_RANGE
     for owner, size in sizes.items():
@@ -150,7 +153,9 @@ def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_implausible_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds reciprocals of scales, and input scales far from those of other layers. Real models have massive
     activations, so some are warnings."""
-    sizes = _input_sizes(checkpoint)
+    # the amax that the scale of every layer's input represents
+    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.with_role("input")}
+    sizes = {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
     median_size = median(sizes.values()) if sizes else 0.0
     for owner, size in sizes.items():
         key, ratio = str(checkpoint.scale_of(owner, "input")), max(size / median_size, median_size / size)
@@ -203,19 +208,6 @@ def check_default_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         if keys and all(bool((checkpoint.value(key) == 1).all()) for key in keys):
             what = f"is 1, as are all {len(keys)} {kind} scales: they were not calibrated"
             yield warning("default", keys[0], what, "calibrate the model, or quantize its weights again")
-
-
-def _weight_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
-    """Returns the approximate root mean square of every FP8 weight: that of its codes times the median scale."""
-    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
-    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
-    return {owner: size for owner, size in sizes.items() if size > 0}
-
-
-def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
-    """Returns the amax that the scale of every layer's input represents."""
-    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.with_role("input")}
-    return {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
 
 
 def _is_reciprocal_input(size: float, sizes: dict[str, float]) -> bool:
