@@ -201,12 +201,17 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
-        self.settings, self._selector = settings, ExpertSelector(settings)
-        names, routing = settings.names, settings.routing
-        if routing is None:
-            self.register_module(names.router, Router(config.hidden_size, settings.count, bias=settings.bias))
+        self.settings, names = settings, settings.names
+        if settings.routing is None:
+            router: nn.Module = Router(config.hidden_size, settings.count, bias=settings.bias)
         else:
-            self.register_module(names.router, GroupRouter(config.hidden_size, settings.count, routing))
+            router = GroupRouter(config.hidden_size, settings.count, settings.routing)
+        self.register_module(names.router, router)
+        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
+        scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
+        scores = Scores.SOFTMAX_OF_CHOSEN if settings.softmax_over_chosen else scores
+        options = settings.per_token, int(scores), routing.groups, routing.chosen_groups
+        self._routing_options = *options, settings.normalizes, routing.scale
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
         if names.shared is not None and settings.shared_size is not None:
             self.register_module(names.shared, Expert(config, settings.shared_size, settings))
@@ -227,7 +232,16 @@ class Mixture(nn.Module):
     def choose(self, x: Tensor) -> ExpertChoice:
         """Returns the experts of each row of x [T, hidden], int64 [T, k], and their weights [T, k]."""
         router = self._child(self.settings.names.router)
-        return self._selector(forward_of(router)(x), router)
+        logits: Tensor = forward_of(router)(x)
+        if self.settings.sparsemixer_threshold is not None:
+            return sparsemixer(logits, self.settings.sparsemixer_threshold)
+        correction = router._parameters.get(CORRECTION)
+        if correction is not None:
+            correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
+        options = *self._routing_options, torch.float32 if self.settings.fp32_routing_weights else logits.dtype
+        if logits.requires_grad and torch.is_grad_enabled():
+            return cast(ExpertChoice, _ChooseExperts.apply(logits, correction, *options))  # type: ignore[no-untyped-call]
+        return cast(ExpertChoice, _choose_experts(logits, correction, *options))
 
     def _child(self, name: str) -> nn.Module:
         return cast(nn.Module, self._modules[name])
@@ -279,7 +293,7 @@ def expert_row_counts(model: nn.Module) -> dict[str, int]:
 class GroupRouter(nn.Module):
     """DeepSeek's router: returns FP32 logits [T, experts] for x [T, hidden].
 
-    V3's router has a correction that balances the experts' load. `ExpertSelector` adds it to the scores when it chooses
+    V3's router has a correction that balances the experts' load. `Mixture` adds it to the scores when it chooses
     experts, but not to their weights. The correction is not trained by gradients.
     """
 
@@ -294,32 +308,6 @@ class GroupRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, None, torch.float32)
-
-
-class ExpertSelector:
-    """Chooses the experts of each token, and their weights, from the router's logits."""
-
-    def __init__(self, settings: ExpertSettings) -> None:
-        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
-        self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
-        if settings.softmax_over_chosen:
-            self._scores = Scores.SOFTMAX_OF_CHOSEN
-        self._choice_options = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
-        self._weight_options = settings.normalizes, routing.scale
-        self._dtype = torch.float32 if settings.fp32_routing_weights else None
-        self._sparsemixer_threshold = settings.sparsemixer_threshold
-
-    def __call__(self, logits: Tensor, router: nn.Module) -> ExpertChoice:
-        """Returns the choice for the logits [T, experts] of `router`."""
-        if self._sparsemixer_threshold is not None:
-            return sparsemixer(logits, self._sparsemixer_threshold)
-        correction = router._parameters.get(CORRECTION)
-        if correction is not None:
-            correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
-        options = *self._choice_options, *self._weight_options, self._dtype or logits.dtype
-        if logits.requires_grad and torch.is_grad_enabled():
-            return cast(ExpertChoice, _ChooseExperts.apply(logits, correction, *options))  # type: ignore[no-untyped-call]
-        return cast(ExpertChoice, _choose_experts(logits, correction, *options))
 
 
 class _ChooseExperts(torch.autograd.Function):
