@@ -56,11 +56,10 @@ class Projections:
 
     def _linear_outputs(self, x: Tensor, norm: nn.Module | None) -> Sequence[Tensor]:
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current_joined()) is not None:
-            adapters = [layer.adapters for layer in joined.layers]
-            if any(adapter is not None and adapter.is_active for adapter in adapters):
+            if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
                 x = x if norm is None else norm(x)
-                pairs = zip(adapters, joined(x), strict=True)
-                return [y if adapter is None else adapter.add(y.contiguous(), x) for adapter, y in pairs]
+                pairs = zip(joined.layers, joined(x), strict=True)
+                return [y if layer.adapters is None else layer.adapters.add(y.contiguous(), x) for layer, y in pairs]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
             if weight is not None:
                 return joined.forward_norm(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
