@@ -133,10 +133,21 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
         if isinstance(e, ModelError):
             raise
         raise ModelError(f"{file.path} holds a vocabulary that makes no tokenizer: {one_line(e)}.") from None
+    roles = vocabulary.roles
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {f"{name}_token": vocabulary.tokens[roles[role]] for role, name in _ROLES.items() if role in roles}
+    if template := file.get("tokenizer.chat_template", str):
+        config["chat_template"] = template
+    end_ids = list(dict.fromkeys(roles[role] for role in _END_ROLES if role in roles))
+    generation = {
+        "bos_token_id": roles.get("bos"),
+        "eos_token_id": end_ids if len(end_ids) > 1 else next(iter(end_ids), None),
+        "pad_token_id": roles.get("padding"),
+    }
     return {
         "tokenizer.json": tokenizer.to_str(pretty=False),
-        "tokenizer_config.json": _json(_tokenizer_config(file, vocabulary)),
-        "generation_config.json": _json(_generation_config(file, vocabulary)),
+        "tokenizer_config.json": _json(config),
+        "generation_config.json": _json({key: value for key, value in generation.items() if value is not None}),
     }
 
 
@@ -250,22 +261,3 @@ def _template(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> process
     names = {role: vocabulary.tokens[i] for role, i in ids.items()}
     single = [*([names["bos"]] if "bos" in names else []), "$A", *([names["eos"]] if "eos" in names else [])]
     return processors.TemplateProcessing(single=single, special_tokens=[(names[role], ids[role]) for role in ids])
-
-
-def _tokenizer_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for role, name in _ROLES.items():
-        if role in vocabulary.roles:
-            config[f"{name}_token"] = vocabulary.tokens[vocabulary.roles[role]]
-    template = file.get("tokenizer.chat_template", str)
-    return config | ({"chat_template": template} if template else {})
-
-
-def _generation_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
-    end_ids = list(dict.fromkeys(vocabulary.roles[role] for role in _END_ROLES if role in vocabulary.roles))
-    ids = {
-        "bos_token_id": vocabulary.roles.get("bos"),
-        "eos_token_id": end_ids if len(end_ids) > 1 else next(iter(end_ids), None),
-        "pad_token_id": vocabulary.roles.get("padding"),
-    }
-    return {key: value for key, value in ids.items() if value is not None}

@@ -171,30 +171,12 @@ def add_mlp(
 ) -> Tensor:
     """Returns residual [T, hidden] + transform(linear(activation(gate) * up)) for the projections gate and up of
     norm(x [T, K])."""
-    if (
-        isinstance(linear, FrozenLinear)
-        and linear.can_cast_product(x)  # first, because it never holds on a CPU
-        and transform is IDENTITY
-        and activation == "silu"
-        and linear.can_fuse(residual)
-        and (cast := gate_up.cast_gated(x, norm, linear)) is not None
-    ):
-        return linear.product_add(residual, *cast)
+    is_supported = transform is IDENTITY and activation == "silu"
+    if is_supported and isinstance(linear, FrozenLinear) and linear.can_fuse(residual):
+        can_cast_product = linear.can_cast_product(x)  # never on a CPU
+        operands = gate_up.cast_gated(x, norm, linear) if can_cast_product else None
+        return linear.product_add(residual, *(operands or linear.cast_silu_mul(*gate_up(x, norm))))
     gate, up = gate_up(x, norm)
-    return add_gated(residual, linear, gate, up, activation, transform)
-
-
-def add_gated(
-    residual: Tensor, linear: nn.Module, gate: Tensor, up: Tensor, activation: Activation, transform: OutputTransform
-) -> Tensor:
-    """Returns residual [T, hidden] + transform(linear(activation(gate) * up)), where gate and up are [T, K]."""
-    if (
-        transform is IDENTITY
-        and activation == "silu"
-        and isinstance(linear, FrozenLinear)
-        and linear.can_fuse(residual)
-    ):
-        return linear.product_add(residual, *linear.cast_silu_mul(gate, up))
     return residual + transform(linear(GATED_ACTIVATIONS[activation](gate, up)))
 
 
