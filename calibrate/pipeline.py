@@ -195,7 +195,7 @@ def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages:
         batches = _batches(options, source, decoder.config)
         notes += missing_samples_note(options.samples, seq_len, batches.samples, batches.tokens)
         notes += quantized_notes(source, scales_only=options.scales_only)
-        notes += unused_part_notes(source, open_checkpoint(source).left_out)
+        notes += unused_part_notes(source, open_checkpoint(source).omitted_modules)
         notes += computed_by_note(decoder.config)
         observer = make_observer(decoder, linears, recipe, kv_cache=options.kv_cache, gradients=options.gradients)
         job = Job(source, recipe, options, stages, decoder, linears, batches, observer, DivergenceJudge(), notes=notes)

@@ -32,8 +32,8 @@ from fp8serve.errors import Fp8ServeError, MachineError, ModelError, shown
 from fp8serve.fp8.recipe import Recipe, to_json
 from fp8serve.fp8.scaling import FIELDS
 from fp8serve.model.checkpoint import fingerprint
-from fp8serve.model.storage.files import acquire_lock, fsync, present, read_json, save_tensors, write_json
-from fp8serve.model.storage.shards import Shards, read_header
+from fp8serve.model.storage.files import acquire_lock, fsync, present, read_json, write_json
+from fp8serve.model.storage.shards import Shards, read_header, save_tensors
 from fp8serve.ranks import ALONE, Ranks
 
 RUN_FILE = "run.json"
@@ -111,7 +111,7 @@ class StageResults:
                 fsync(self.folder / "run.tmp")
                 (self.folder / "run.tmp").rename(self.folder / RUN_FILE)
             temporary = path.with_suffix(".tmp")
-            save_tensors(temporary, {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, METADATA)
+            save_tensors(temporary, tensors, METADATA)
             fsync(temporary)
             temporary.rename(path)
             fsync(self.folder)

@@ -21,9 +21,9 @@ from fp8serve.model.config.encoder import EncoderConfig
 from fp8serve.model.config.model_config import ComputedBy, computed_by
 from fp8serve.model.config.wrappers import unused_part_notes
 from fp8serve.model.formats import interop, transformer_engine
-from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, problems, read_scales
+from fp8serve.model.formats.scales import FILE_NAME, FORMAT, ScalingCheckpoint, find_problems, read_scales
 from fp8serve.model.storage.shards import Shards, read_header
-from fp8serve.model.stored_checkpoint import Checkpoint, contradictions, matrices_note, open_checkpoint
+from fp8serve.model.stored_checkpoint import Checkpoint, find_contradictions, matrices_note, open_checkpoint
 
 Direction = Literal["quantizes", "dequantizes", "unknown"]
 
@@ -85,11 +85,11 @@ def _inspect_model(path: Path, state: ScalingCheckpoint | None) -> dict[str, Any
         return _report(path, "a model that cannot be loaded here", scales, problem=str(error).removesuffix("."))
     scales = _from_checkpoint(checkpoint)
     if state is not None:
-        scales += _from_scales(state, FILE_NAME, dict(contradictions(checkpoint, state)))
+        scales += _from_scales(state, FILE_NAME, dict(find_contradictions(checkpoint, state)))
     problem = _serving_problem(checkpoint)
     cache_problem = None if isinstance(checkpoint.any_config, EncoderConfig) else kv_scales_error(path)
     notes = [
-        *unused_part_notes(path, checkpoint.left_out),
+        *unused_part_notes(path, checkpoint.omitted_modules),
         *matrices_note(checkpoint),
         *compatibility_notes(checkpoint),
     ]
@@ -186,7 +186,7 @@ def _stored_scale(checkpoint: Checkpoint, owner: str, role: interop.Role) -> Sca
 def _from_scales(
     scales: ScalingCheckpoint, file: str, further_problems: Mapping[str, str] | None = None
 ) -> list[Scale]:
-    problems_by_tensor = {**(further_problems or {}), **dict(problems(scales))}
+    problems_by_tensor = {**(further_problems or {}), **dict(find_problems(scales))}
     counts = scales.observations.get("tensors", {})
     return [
         _scale(

@@ -34,16 +34,16 @@ def command(
     json: AsJson = False,
 ) -> None:
     from fp8serve.hub import find_model
-    from fp8serve.model.adapter_merge import merge
+    from fp8serve.model.adapter_merge import merge, total_loss
 
     losses = merge(find_model(model), adapter, out, max_lost)
-    total = losses.total
+    total = total_loss(losses)
     if json:
-        layers = {name: _loss_fields(loss) for name, loss in losses.layers.items()}
+        layers = {name: _loss_fields(loss) for name, loss in losses.items()}
         print_json({"out": str(out), **_loss_fields(total), "layers": layers})
         return
-    print(f"Wrote {out}. In all {len(losses.layers)} layers with an adapter: {_loss_text(total)}.")
-    worst = sorted(losses.layers.items(), key=lambda item: item[1].lost_share, reverse=True)[:MAX_LISTED]
+    print(f"Wrote {out}. In all {len(losses)} layers with an adapter: {_loss_text(total)}.")
+    worst = sorted(losses.items(), key=lambda item: item[1].lost_share, reverse=True)[:MAX_LISTED]
     for name, loss in worst:
         print(f"  {name}: {_loss_text(loss)}")
 

@@ -196,8 +196,9 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     draft = None if loaded_draft is None else _prepare_draft(loaded_draft, sizes, options)
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
-    notes = unused_part_notes(model_dir, checkpoint.left_out), mx_notes(checkpoint.shards), computed_by_note(config)
-    for note in chain(*notes, matrices_note(checkpoint)):
+    omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
+    notes = omitted, mx_notes(checkpoint.shards), computed_by_note(config), matrices_note(checkpoint)
+    for note in chain(*notes):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe

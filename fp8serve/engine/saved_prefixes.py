@@ -47,7 +47,7 @@ from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope
 from fp8serve.model.formats.scales import fingerprint as weights_fingerprint
 from fp8serve.model.storage.files import fsync, present
-from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.opening import is_regular_file
 from fp8serve.model.storage.shards import load_tensors, read_header
 
 SUFFIX = ".prefixes.safetensors"
@@ -230,7 +230,7 @@ def _describe_weights(model_dir: Path, options: EngineOptions) -> dict[str, obje
     """Returns values that identify the model, including the modification times of its files."""
     files = {path.name: path for pattern in ("*.safetensors", "*.json") for path in model_dir.glob(pattern)}
     files |= {} if options.scales is None else {"scales of the options": Path(options.scales)}
-    stats = {name: path.stat() for name, path in files.items() if regular_file(path)}
+    stats = {name: path.stat() for name, path in files.items() if is_regular_file(path)}
     sizes_and_times = {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
     return {"weights": weights_fingerprint(model_dir), "files": sizes_and_times}
 

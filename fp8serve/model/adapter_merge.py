@@ -13,7 +13,7 @@ change. With a BF16 base, only rounding to BF16 causes a loss.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,8 +32,6 @@ from fp8serve.model.format_conversion import (
     expand_scale,
     infer_recipe,
     read_matching_state,
-    stored_linears,
-    stored_matrices,
 )
 from fp8serve.model.formats.scales import ScalingCheckpoint
 from fp8serve.model.storage.files import check_absent, check_writable
@@ -67,7 +65,7 @@ class RoundingLoss:
         return RoundingLoss(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     @classmethod
-    def of(cls, base: Tensor, expected: Tensor, merged: Tensor, rescaled: int = 0) -> "RoundingLoss":
+    def measure(cls, base: Tensor, expected: Tensor, merged: Tensor, rescaled: int = 0) -> "RoundingLoss":
         """Returns the loss of one weight from its FP32 values before the merge, before rounding and after rounding."""
         change = expected - base
         changed, lost = int(change.count_nonzero()), int(((change != 0) & (merged == base)).sum())
@@ -76,15 +74,8 @@ class RoundingLoss:
         return cls(changed, lost, trained, missed, rescaled)
 
 
-@dataclass
-class RoundingLosses:
-    """The rounding loss of every linear layer that has an adapter, by name."""
-
-    layers: dict[str, RoundingLoss] = field(default_factory=dict)
-
-    @property
-    def total(self) -> RoundingLoss:
-        return sum(self.layers.values(), RoundingLoss())
+def total_loss(losses: Mapping[str, RoundingLoss]) -> RoundingLoss:
+    return sum(losses.values(), RoundingLoss())
 
 
 def apply_adapter(weight: Tensor, adapter: LinearAdapter) -> Tensor:
@@ -99,8 +90,9 @@ def apply_adapter(weight: Tensor, adapter: LinearAdapter) -> Tensor:
 
 def merge(
     base: Path | str, adapter: Path | str, out: Path | str, max_lost_fraction: float = MAX_LOST_FRACTION
-) -> RoundingLosses:
-    """Writes the model in `base`, merged with the adapter in the directory `adapter`, to `out`.
+) -> dict[str, RoundingLoss]:
+    """Writes the model in `base`, merged with the adapter in the directory `adapter`, to `out`. Returns the loss of
+    every linear layer that has an adapter, by name.
 
     Raises ModelError if `out` exists, a directory cannot be read, or rounding would lose more than `max_lost_fraction`
     of the changed elements; then nothing is written. Raises ScalesError if a scale is unusable.
@@ -108,14 +100,14 @@ def merge(
     check_absent(Path(out))
     checkpoint = open_checkpoint(base)
     check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
-    adapters, losses = read_adapter(adapter, checkpoint.config), RoundingLosses()
-    stored = stored_linears(checkpoint)
+    adapters, losses = read_adapter(adapter, checkpoint.config), dict[str, RoundingLoss]()
+    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
     weights = _MergedWeights(checkpoint, {name: part for name, part in adapters.items() if name not in stored})
     for name in weights.adapter:
         key = f"{name}.weight"
-        losses.layers[name] = RoundingLoss.of(checkpoint[key].float(), weights.merge(key), weights[key].float())
+        losses[name] = RoundingLoss.measure(checkpoint[key].float(), weights.merge(key), weights[key].float())
     if not stored:
-        _check_loss(losses.total, max_lost_fraction)
+        _check_loss(total_loss(losses), max_lost_fraction)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
         write_hf_directory(out, config, weights, copy_files_from=checkpoint.path)
         return losses
@@ -125,17 +117,17 @@ def merge(
     spec = recipe.specs.linear["weight"]
     quantized = {name: (linear.weight_q, expand_scale(linear, spec)) for name, linear in stored.items()}
     for name in adapters.keys() & stored.keys():
-        quantized[name], losses.layers[name] = _merge_fp8(*quantized[name], adapters[name])
-        if losses.layers[name].rescaled:
+        quantized[name], losses[name] = _merge_fp8(*quantized[name], adapters[name])
+        if losses[name].rescaled:
             state = _replace_weight_scale(state, f"{name}.weight", quantized[name][1])
-    _check_loss(losses.total, max_lost_fraction)
+    _check_loss(total_loss(losses), max_lost_fraction)
     write_calibrated(
         out,
         base,
         state,
         weights=weights,
         quantized=quantized,
-        matrices=stored_matrices(checkpoint),
+        matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
     )
@@ -159,7 +151,7 @@ def _merge_fp8(q: Tensor, scale_inv: Tensor, adapter: LinearAdapter) -> tuple[tu
     amax = _amax(expected, scale_inv)
     new_scale_inv = scale_inv * torch.exp2((amax / scale_inv / SATURATION_LIMIT).log2().ceil().clamp_min(0))
     result = saturating_cast(expected / expand(new_scale_inv, *q.shape), E4M3), new_scale_inv
-    return result, RoundingLoss.of(base, expected, dequantize(*result), int((new_scale_inv != scale_inv).sum()))
+    return result, RoundingLoss.measure(base, expected, dequantize(*result), int((new_scale_inv != scale_inv).sum()))
 
 
 def _amax(weight: Tensor, scale_inv: Tensor) -> Tensor:

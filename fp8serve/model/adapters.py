@@ -23,8 +23,8 @@ from fp8serve.model.building import build_on_meta, transposed_linears
 from fp8serve.model.config.decoder import read_config as read_model_config
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
-from fp8serve.model.storage.files import save_tensors, write_json
-from fp8serve.model.storage.shards import Shards, read_header, type_name
+from fp8serve.model.storage.files import write_json
+from fp8serve.model.storage.shards import Shards, read_header, save_tensors, type_name
 
 _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -157,7 +157,7 @@ def write_adapter(
     for name, tensor in weights.items():
         linear, _, part = name.rpartition(".")
         stored = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
-        tensors[tensor_name(linear, part)] = stored.detach().contiguous()  # type: ignore[arg-type]
+        tensors[tensor_name(linear, part)] = stored  # type: ignore[arg-type]
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
 
 

@@ -49,9 +49,9 @@ def hidden_states(model: AnyModel, ids: Tensor, lengths: Sequence[int], segments
         return model(ids, lengths, segments)  # type: ignore[no-any-return]
     positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
 
-    def mix(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_within_texts(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = model.attention_options(layer)
         parts = zip(*(torch.split(t, list(lengths)) for t in (q, k, v)), strict=True)
         return torch.cat([causal_attention(a, b, c, [len(a)], *options) for a, b, c in parts])
 
-    return model(ids, positions, make_attend(mix))  # type: ignore[no-any-return]
+    return model(ids, positions, make_attend(attend_within_texts))  # type: ignore[no-any-return]

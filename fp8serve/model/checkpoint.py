@@ -180,7 +180,7 @@ def _load_frozen(
             tensor = checkpoint[name].to(device, torch.float32 if needs_fp32(name) else dtype)
             _set_parameter(model, name, tensor, trainable=False)
     for name, module in frozen.items():
-        _set_module(model, name, module)
+        model.set_submodule(name, module)
 
 
 def _scale_source(
@@ -376,11 +376,6 @@ def _set_parameter(module: nn.Module, name: str, value: Tensor, trainable: bool)
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=trainable))
 
 
-def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)
-
-
 def _cast_head(model: Model) -> None:
     """Replaces the head of `model`, the matrix that makes logits, by a `FrozenLinear` in place.
 
@@ -393,4 +388,4 @@ def _cast_head(model: Model) -> None:
     recipe = cast(Recipe, from_name("rowwise" if weight.is_cuda else "w8a16"))
     frozen = FrozenLinear.from_linear(cast(nn.Linear, model.head), recipe, out_dtype=weight.dtype)
     release_pages(weight)
-    _set_module(model, model.head_name, frozen)
+    model.set_submodule(model.head_name, frozen)

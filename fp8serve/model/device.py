@@ -54,18 +54,13 @@ def choose_device(gpus: list[Gpu], obstacle: str | None, weight_bytes: int, proc
 
 
 def resolve_device(
-    device: str,
-    model_dir: Path,
-    recipe: str = "bf16",
-    head: HeadDtype = "bf16",
-    scales: str | None = None,
-    processes: int = 1,
+    device: str, model_dir: Path, recipe: str = "bf16", head: HeadDtype = "bf16", scales: str | None = None
 ) -> str:
     """Returns `device`, or the device that "auto" stands for, which is logged with the reason. The other arguments are
     the model and how it is loaded. Raises ModelError if a weight file is damaged."""
     if device != AUTO:
         return device
-    choice = find_device(model_dir, recipe, head, scales, processes)
+    choice = find_device(model_dir, recipe, head, scales)
     log.info("%s", choice.text)
     return choice.device
 

@@ -45,7 +45,7 @@ from fp8serve.model.storage.files import (
     read_json,
     write_json,
 )
-from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.opening import is_regular_file
 from fp8serve.model.storage.shards import DTYPES, SAFE_WEIGHTS, release_pages, write_index
 from fp8serve.model.stored_checkpoint import StoredLinear, open_checkpoint
 
@@ -309,10 +309,10 @@ def _write_model_files(
 def _copy_files(source: Path, folder: Path) -> None:
     """Copies the tokenizer's files, generation defaults, licences and settings of sentence-transformers."""
     for name in COPIED_FILES:
-        if regular_file(source / name):
+        if is_regular_file(source / name):
             (folder / name).write_bytes(read_file(source / name, MAX_COPIED_FILE_BYTES))
     for config in sorted((*source.glob("[0-9]_Pooling/config.json"), *source.glob("[0-9]_LogitScore/config.json"))):
-        if regular_file(config):
+        if is_regular_file(config):
             (folder / config.parent.name).mkdir()
             write_json(folder / config.parent.name / "config.json", read_json(config, root=source))
 

@@ -64,7 +64,7 @@ def convert_format(source: Path | str, out: Path | str, format: str) -> None:
         raise ModelError(
             f"{source} holds no FP8 layers to be written as {format}; calibrate it with --format {format}."
         )
-    stored = stored_linears(checkpoint)
+    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
     recipe = infer_recipe(checkpoint, stored, format)
     state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, stored, recipe)
     _write(out, checkpoint, stored, state, format)
@@ -79,27 +79,10 @@ def _write(out: Path | str, checkpoint: Checkpoint, stored: _Linears, state: Sca
         checkpoint.path,
         state,
         quantized={name: (linear.weight_q, expand_scale(linear, weight)) for name, linear in stored.items()},
-        matrices=stored_matrices(checkpoint),
+        matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
     )
-
-
-def stored_linears(checkpoint: Checkpoint) -> _Linears:
-    """Returns the linear layers that are stored in FP8, by name."""
-    return {name: _stored_linear(checkpoint, name) for name in checkpoint.fp8_linears}
-
-
-def stored_matrices(checkpoint: Checkpoint) -> _Linears:
-    """Returns the matrices that are stored in FP8 and are no linear layers, by name."""
-    return {name: _stored_linear(checkpoint, name) for name in checkpoint.fp8_matrices}
-
-
-def _stored_linear(checkpoint: Checkpoint, name: str) -> StoredLinear:
-    linear = checkpoint.fp8_matrix(name)
-    if linear is None:
-        raise ModelError(f"{checkpoint.path}: {name} is not stored in FP8.")
-    return linear
 
 
 def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recipe:
@@ -119,20 +102,16 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
             f"No format here expresses how {checkpoint.path} scales weights and inputs; calibrate the model in high "
             f"precision with --format {format}."
         )
-    _check_expressible(checkpoint, matching[0], format)
-    return matching[0]
-
-
-def _check_expressible(checkpoint: Checkpoint, recipe: Recipe, format: str) -> None:
     try:
-        matrices = {name: matrix.specs for name, matrix in stored_matrices(checkpoint).items()}
-        quantization_files(format, recipe, kv_cache=False, matrices=matrices)
+        matrices = {name: m.specs for name, m in checkpoint.read_fp8(checkpoint.fp8_matrices).items()}
+        quantization_files(format, matching[0], kv_cache=False, matrices=matrices)
     except ModelError as error:
         reason = str(error).partition(";")[0].removesuffix(".")
         raise ModelError(
             f"{reason}, so that the weights of {checkpoint.path} would have to be quantized again; calibrate the model "
             f"in high precision with --format {format}, or choose another format."
         ) from None
+    return matching[0]
 
 
 def _has_layout(stored: _Linears, recipe: Recipe) -> bool:
@@ -191,7 +170,7 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
         return
-    stored = stored_linears(checkpoint)
+    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
     recipe = infer_recipe(checkpoint, stored, format)
     has_file = scales is not None or present(source / FILE_NAME)
     if has_file:

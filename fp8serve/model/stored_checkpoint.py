@@ -7,7 +7,7 @@ to which it is tied.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from fp8serve.model.config.wrappers import open_text_shards, read_text_config
 from fp8serve.model.formats import interop
 from fp8serve.model.formats.interop import Quantization, ScaleKey
 from fp8serve.model.formats.microscaling import MxShards, dequantize_mx
-from fp8serve.model.formats.scales import FILE_NAME, ScalingCheckpoint
+from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, ScalingCheckpoint
 from fp8serve.model.formats.stacked_experts import split_stacked_experts
 from fp8serve.model.formats.torchao import with_canonical_names
 from fp8serve.model.network.encoder import Encoder
@@ -38,7 +38,6 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attention.maske
 _IGNORED_ENCODER_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.", "cls.", "lm_head.",
                              "head.", "decoder.")  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-TOLERANCE = 0.01  # largest relative difference between a scale in scales.safetensors and in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """A mapping from parameter names to the tensors of a model directory; FP8 weights are dequantized to FP32.
 
     Attributes:
-        left_out: names of parts that are not loaded, such as a vision tower
+        omitted_modules: names of parts that are not loaded, such as a vision tower
         fp8_linears: names of the linear layers that are stored in FP8 and run in FP8
         fp8_matrices: names of other matrices in FP8 (embedding, output layer, routers), which run in high precision
     """
@@ -78,10 +77,10 @@ class Checkpoint(Mapping[str, Tensor]):
         config: AnyConfig,
         shards: Shards,
         quantization: Quantization | None,
-        left_out: tuple[str, ...] = (),
+        omitted_modules: tuple[str, ...] = (),
     ) -> None:
         self.path, self.any_config, self.shards, self.quantization = path, config, shards, quantization
-        self.left_out = left_out
+        self.omitted_modules = omitted_modules
         model = build_any_on_meta(config)
         self._tied_names = () if isinstance(model, Encoder) else _head_and_embedding(model)
         self._embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -206,8 +205,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def check_scales(self) -> None:
         """Reads the scales of all FP8 tensors, and no weights. Raises ModelError if a scale is unusable."""
-        for name in (*self.fp8_linears, *self.fp8_matrices):
-            self.fp8_matrix(name)
+        self.read_fp8((*self.fp8_linears, *self.fp8_matrices))
         if isinstance(self.shards, MxShards):
             self.shards.check_exponents()
 
@@ -233,6 +231,10 @@ class Checkpoint(Mapping[str, Tensor]):
         scale_inv = interop.to_weight_scale_inv(key, self.shards[key], *self.shapes[name])
         return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
 
+    def read_fp8(self, names: Iterable[str]) -> dict[str, StoredLinear]:
+        """Returns `fp8_matrix` of each of these names that is stored in FP8."""
+        return {name: matrix for name in names if (matrix := self.fp8_matrix(name)) is not None}
+
     def _input_scale(self, linear: str, spec: QuantSpec) -> Tensor | None:
         key = self.scale_key(linear, "input")
         if spec.source != "stored":
@@ -257,14 +259,19 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
     path = Path(model_dir)
     config = read_any_config(path)
     quantization = interop.read_quantization(path, read_text_config(path))
-    shards, left_out = open_text_shards(path)
+    shards, omitted_modules = open_text_shards(path)
     shards = with_canonical_names(shards)
     if isinstance(config, ModelConfig):
         shards, predictors = without_predictors(shards, config)
-        left_out += predictors
+        omitted_modules += predictors
     shards = _with_parameter_names(shards, config)
-    _check_number_of_experts(path, config, shards)
-    return Checkpoint(path, config, dequantize_mx(shards), quantization, left_out)
+    experts = config.experts if isinstance(config, ModelConfig) else None
+    if experts is not None and experts.count * len(experts.layers) > len(shards):  # before a network is built
+        raise ModelError(
+            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
+            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
+        )
+    return Checkpoint(path, config, dequantize_mx(shards), quantization, omitted_modules)
 
 
 def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
@@ -282,35 +289,19 @@ def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[s
     return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
 
 
-def _check_number_of_experts(path: Path, config: AnyConfig, shards: Shards) -> None:
-    """Raises ModelError if config.json has more experts than the files have tensors, before a network is built."""
-    experts = config.experts if isinstance(config, ModelConfig) else None
-    if experts is not None and experts.count * len(experts.layers) > len(shards):
-        raise ModelError(
-            f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
-            f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
-        )
-
-
 def _with_parameter_names(shards: Shards, config: AnyConfig) -> Shards:
     """Renames the tensors to the names of the network's parameters, and splits stacked experts."""
     if isinstance(config, EncoderConfig):  # our encoders have no head, so no prefix
         names = {key: key.removeprefix(config.prefix) for key in shards}
         return shards.renamed(names) if any(key != name for key, name in names.items()) else shards
-    shards = _with_prefix(shards)
+    if "embed_tokens.weight" in shards:  # a file of a model without a head, such as `Qwen3Model`
+        parts = ("embed_tokens.", "layers.", "norm.")
+        shards = shards.renamed({key: f"model.{key}" if key.startswith(parts) else key for key in shards})
     if config.computed_by is not None:
         from fp8serve.model.transformers_backend.files import with_class_names
 
         shards = with_class_names(shards, config)
     return split_stacked_experts(shards, config)
-
-
-def _with_prefix(shards: Shards) -> Shards:
-    """Adds the prefix `model.` to the names in a file of a model without a head, such as `Qwen3Model`."""
-    if "embed_tokens.weight" not in shards:
-        return shards
-    parts = ("embed_tokens.", "layers.", "norm.")
-    return shards.renamed({key: f"model.{key}" if key.startswith(parts) else key for key in shards})
 
 
 def without_predictors(shards: Shards, config: ModelConfig) -> tuple[Shards, tuple[str, ...]]:
@@ -328,11 +319,11 @@ def _layer(key: str) -> str:
 
 def check_agreement(checkpoint: Checkpoint, state: ScalingCheckpoint, where: str) -> None:
     """Raises ScalesError if a scale in `state`, which was read from `where`, differs from the checkpoint's scale."""
-    for key, problem in contradictions(checkpoint, state):
+    for key, problem in find_contradictions(checkpoint, state):
         raise ScalesError(f"{where}: {key} {problem}; write the directory again.")
 
 
-def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+def find_contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
     """Yields (tensor in `state`, description of the difference) for scales that differ from the checkpoint's."""
     for key, entry in state.tensors.items():
         owner, _, role = key.rpartition(".")
@@ -343,5 +334,5 @@ def contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Iterator
             continue
         stored = float(checkpoint.shards[name])  # a dequantizing scale; an invalid one is refused where it is used
         ratio = float(entry.scale) * stored
-        if 0 < stored < float("inf") and not abs(ratio - 1) <= TOLERANCE:
+        if 0 < stored < float("inf") and not abs(ratio - 1) <= COPY_TOLERANCE:
             yield key, f"has a scale that is {ratio:.4g} times the scale of {name} in the weight files"

@@ -48,7 +48,7 @@ from fp8serve.model.storage.files import (
     read_file,
     write_json,
 )
-from fp8serve.model.storage.opening import regular_file
+from fp8serve.model.storage.opening import is_regular_file
 from fp8serve.model.storage.shards import open_shards
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
@@ -156,21 +156,19 @@ def _write_small_files(folder: Path, model: nn.Module, config: Mapping[str, Any]
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
     else:
-        _copy_tokenizer(folder, tokenizer or getattr(model, "name_or_path", ""))
+        source = tokenizer or getattr(model, "name_or_path", "")
+        files = [Path(source) / name for name in COPIED_FILES if source and is_regular_file(Path(source) / name)]
+        if not any(path.name.startswith("tokenizer") for path in files):
+            raise ModelError(
+                f"There is no tokenizer in {str(source)!r}; pass the model's tokenizer, or its directory, as "
+                "tokenizer=."
+            )
+        for path in files:
+            (folder / path.name).write_bytes(read_file(path, MAX_COPIED_FILE_BYTES))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         (folder / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
     write_json(folder / "config.json", encode_nonfinite(config))
-
-
-def _copy_tokenizer(folder: Path, source: Any) -> None:
-    files = [Path(source) / name for name in COPIED_FILES if source and regular_file(Path(source) / name)]
-    if not any(path.name.startswith("tokenizer") for path in files):
-        raise ModelError(
-            f"There is no tokenizer in {str(source)!r}; pass the model's tokenizer, or its directory, as tokenizer=."
-        )
-    for path in files:
-        (folder / path.name).write_bytes(read_file(path, MAX_COPIED_FILE_BYTES))
 
 
 def _check_converted(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -194,7 +192,11 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
         for name, module in model.named_modules():
             if isinstance(module, Linear) and strip_wrapper_prefixes(name) in served:
                 states |= {f"{strip_wrapper_prefixes(name)}.{kind}": state for kind, state in module.scaling.items()}
-        _check_ran(served, states)
+        if idle := [n for n in sorted(served) if f"{n}.input" not in states or not _has_amax(states[f"{n}.input"])]:
+            raise ScalesError(
+                f"{idle[0]} has not run with gradients under DelayedScaling ({len(idle)} of {len(served)} layers), so "
+                "it has no scale; train the model, or name the recipe that it was trained under."
+            )
     steps = {key: int(state.steps) for key, state in states.items() if _has_amax(state)}
     return ScalingCheckpoint(
         recipe=recipe,
@@ -207,15 +209,6 @@ def _scales(model: nn.Module, config: Mapping[str, Any], recipe: Recipe) -> Scal
 def _has_amax(state: ScalingState) -> bool:
     """Whether the state recorded a step, or was restored with a history from a file, which has no step counter."""
     return bool(state.steps > 0) or bool(state.amax_history.any())
-
-
-def _check_ran(served: set[str], states: Mapping[str, ScalingState]) -> None:
-    idle = [n for n in sorted(served) if f"{n}.input" not in states or not _has_amax(states[f"{n}.input"])]
-    if idle:
-        raise ScalesError(
-            f"{idle[0]} has not run with gradients under DelayedScaling ({len(idle)} of {len(served)} layers), so it "
-            "has no scale; train the model, or name the recipe that it was trained under."
-        )
 
 
 def _history_or_none(history: Tensor) -> Tensor | None:
@@ -265,16 +258,11 @@ def _read_states_in_weights(path: Path) -> dict[str, StateFields]:
         if (split_name := state_key(name)) is not None:
             tensor, field = split_name
             states.setdefault(tensor, {})[field] = shards[name]
-    for key, state in states.items():
-        _check_state(path, key, state)
-    return states
-
-
-def _check_state(path: Path, key: str, state: StateFields) -> None:
-    """Raises ScalesError if a field is missing or has another number of dimensions, or if a value is invalid."""
     dimensions = {"scale": 0, "amax_history": 1, "nonfinite": 0, "steps": 0}
-    if set(state) != set(dimensions) or any(state[field].dim() != dim for field, dim in dimensions.items()):
-        raise ScalesError(f"{path}: the scaling state of {key} is incomplete.")
-    history = state["amax_history"]
-    entry = TensorScale(state["scale"], history if bool(history.any()) else None)
-    check_scales(ScalingCheckpoint(None, {key: entry}), str(path))
+    for key, state in states.items():
+        if set(state) != set(dimensions) or any(state[field].dim() != dim for field, dim in dimensions.items()):
+            raise ScalesError(f"{path}: the scaling state of {key} is incomplete.")
+        history = state["amax_history"]
+        entry = TensorScale(state["scale"], history if bool(history.any()) else None)
+        check_scales(ScalingCheckpoint(None, {key: entry}), str(path))
+    return states

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.recipe import HeadDtype, from_json
@@ -19,7 +18,7 @@ from fp8serve.model.config.decoder import read_any_config
 from fp8serve.model.config.model_config import AnyConfig, ModelConfig
 from fp8serve.model.config.wrappers import is_wrapper, text_tensor_name
 from fp8serve.model.storage.files import present, read_json
-from fp8serve.model.storage.headers import header_json
+from fp8serve.model.storage.headers import header_json, tensor_shape
 from fp8serve.model.storage.memory import RETAINED_BYTES
 
 HEAD = "lm_head.weight"
@@ -98,7 +97,7 @@ def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:
         for stored, entry in header_json(path).tensors.items():
             name = text_tensor_name(stored) if wrapped else stored
             if name is not None and stored != "__metadata__" and not _is_omitted(name, config):
-                yield _Tensor(name, _shape(path, stored, entry), str(entry.get("dtype")))
+                yield _Tensor(name, tensor_shape(path, stored, entry), str(entry.get("dtype")))
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -109,13 +108,6 @@ def _files(model_dir: Path) -> list[Path]:
     weight_map = read_json(index, ModelError).get("weight_map")
     names = {Path(str(name)).name for name in weight_map.values()} if isinstance(weight_map, dict) else set()
     return [path for name in sorted(names) if (path := model_dir / name).is_file()]
-
-
-def _shape(path: Path, name: str, entry: Any) -> tuple[int, ...]:
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ModelError(f"{path}: tensor {name[:80]} has no shape.")
-    return tuple(shape)
 
 
 def _is_omitted(name: str, config: AnyConfig) -> bool:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fp8serve.errors import JobError
@@ -41,11 +40,10 @@ from fp8serve.model.storage.files import (
     fsync,
     read_file,
     read_json,
-    save_tensors,
     write_json,
 )
-from fp8serve.model.storage.opening import open_member, regular_file
-from fp8serve.model.storage.shards import Shards, TensorParts, load_tensors, read_header, stream_tensors, write_index
+from fp8serve.model.storage.opening import is_regular_file, open_member
+from fp8serve.model.storage.shards import Shards, load_tensors, read_header, save_tensors, write_index
 
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
@@ -83,22 +81,11 @@ def write_checkpoint(root: Path, state: TrainState, copy_model_files: Callable[[
     with atomic_directory(final, JobError) as directory:
         copy_model_files(directory)
         for kind in (*_KINDS, *([_OPTIONAL_KIND] if state.method else [])):
-            _save(directory / f"{kind}.safetensors", getattr(state, kind))
+            save_tensors(directory / f"{kind}.safetensors", getattr(state, kind), {"format": "pt"})
         write_index(directory)
         write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
         write_json(directory / "manifest.json", manifest_of(directory))
     return final
-
-
-def _save(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes tensors. No two of them may share storage, as tied parameters do, because safetensors refuses that."""
-    if any(isinstance(tensor, TensorParts) for tensor in tensors.values()):
-        stream_tensors(path, tensors, {"format": "pt"})
-        return
-    try:
-        save_tensors(path, {k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, {"format": "pt"})
-    except SafetensorError as error:  # safetensors raises it when the disk is full
-        raise OSError(str(error)) from error
 
 
 def manifest_of(directory: Path) -> dict[str, Any]:
@@ -205,7 +192,7 @@ def _remove(path: Path) -> None:
 def model_file_writer(source: Path) -> Callable[[Path], None]:
     """Returns a function that writes the tokenizer and the configuration (`training_config`) of `source` into a
     directory."""
-    contents = {n: read_file(source / n, MAX_COPIED_FILE_BYTES) for n in COPIED_FILES if regular_file(source / n)}
+    contents = {n: read_file(source / n, MAX_COPIED_FILE_BYTES) for n in COPIED_FILES if is_regular_file(source / n)}
     config = training_config(read_text_config(source))
 
     def write(directory: Path) -> None:

@@ -20,7 +20,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.ops import backends
 from fp8serve.model.formats.scales import FILE_NAME, fingerprint
 from fp8serve.model.storage.files import COPIED_FILES, MAX_COPIED_FILE_BYTES, read_json
-from fp8serve.model.storage.opening import open_member, regular_file
+from fp8serve.model.storage.opening import is_regular_file, open_member
 from fp8serve.ranks import Ranks
 from fp8serve.train import checkpoint, events, recovery, state
 from fp8serve.train.config import LENGTH_OPTIONS, TrainConfig
@@ -56,7 +56,7 @@ def model_digest(directory: Path) -> str | None:
         return None
     digest = hashlib.sha256(fingerprint(directory).encode())
     for name in sorted({*COPIED_FILES, FILE_NAME}):
-        if regular_file(directory / name):
+        if is_regular_file(directory / name):
             limit = None if name == FILE_NAME else MAX_COPIED_FILE_BYTES
             with open_member(directory / name, limit) as file:
                 digest.update(f"{name} ".encode() + hashlib.file_digest(file, "sha256").digest())

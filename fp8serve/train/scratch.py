@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.network.decoder import Decoder
-from fp8serve.model.storage.files import atomic_directory, save_tensors, write_json
-from fp8serve.model.storage.shards import SAFE_WEIGHTS, write_index
+from fp8serve.model.storage.files import atomic_directory, write_json
+from fp8serve.model.storage.shards import SAFE_WEIGHTS, save_tensors, write_index
 
 END, USER, ASSISTANT, SYSTEM = "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT, SYSTEM)

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 from fp8serve.errors import DataError
 from fp8serve.model import text
 from fp8serve.model.storage.files import MAX_COPIED_FILE_BYTES, atomic_file, read_file
-from fp8serve.model.storage.opening import open_file, regular_file
+from fp8serve.model.storage.opening import is_regular_file, open_file
 from fp8serve.model.text.data_files import MAX_DATA_BYTES, local_file
 from fp8serve.model.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from fp8serve.train import data, methods
@@ -181,7 +181,7 @@ def _data_file_digest(path: Path) -> str:
 
 
 def _tokenizer_file_digest(path: Path) -> str:
-    return hashlib.sha256(read_file(path, MAX_COPIED_FILE_BYTES)).hexdigest() if regular_file(path) else ""
+    return hashlib.sha256(read_file(path, MAX_COPIED_FILE_BYTES)).hexdigest() if is_regular_file(path) else ""
 
 
 @cache

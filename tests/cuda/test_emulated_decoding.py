@@ -48,7 +48,7 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
     monkeypatch.setattr(stacked, "_grouped_mm", grouped_mm)
     monkeypatch.setattr(stacked.StackedExperts, "can_run_mlp_with", lambda *_: False)  # as on a GPU: op by op
     found = Tiny("cpu", recipe, budget=48)
-    assert all(experts.is_stacked for experts in mixtures(found.runner.model).values())
+    assert all(experts.stacks() for experts in mixtures(found.runner.model).values())
     found.generate(2, temperature=0.0)
     assert min(rows) <= 64 < max(rows)
     for one, other in zip(found.logits, expected.logits, strict=True):

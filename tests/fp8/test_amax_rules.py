@@ -8,7 +8,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.amax_rules import RULES, AmaxRule
 from fp8serve.fp8.recipe import from_json, to_json
 from fp8serve.fp8.scaling import Entry, ScalingState, update
-from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, problems
+from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, find_problems
 
 AMAXES = (1.0, 4.0, 2.0, 3.0, 8.0)
 
@@ -40,9 +40,9 @@ def test_it_is_stored_and_its_scales_are_not_held_to_the_largest_amax(mean: Dela
     assert from_json(to_json(mean)) == mean
     state = run(mean)
     entry = TensorScale(state.scale, state.amax_history)
-    assert not list(problems(ScalingCheckpoint(mean, {"layer.input": entry})))
+    assert not list(find_problems(ScalingCheckpoint(mean, {"layer.input": entry})))
     by_max = DelayedScaling(amax_history_len=4)
-    assert [key for key, _ in problems(ScalingCheckpoint(by_max, {"layer.input": entry}))] == ["layer.input"]
+    assert [key for key, _ in find_problems(ScalingCheckpoint(by_max, {"layer.input": entry}))] == ["layer.input"]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -12,7 +12,7 @@ from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.fp8 import recipe
 from fp8serve.fp8.ops import dequantize
-from fp8serve.model.adapter_merge import apply_adapter, merge
+from fp8serve.model.adapter_merge import apply_adapter, merge, total_loss
 from fp8serve.model.adapters import LinearAdapter
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.train.scratch import write_random_model
@@ -52,7 +52,7 @@ def test_the_formula() -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_base_in_bf16_stays_so(plain: Path, tmp_path: Path, dora: bool) -> None:
-    losses = merge(plain, adapter(tmp_path / "a", 0.02, dora=dora), tmp_path / "out").total
+    losses = total_loss(merge(plain, adapter(tmp_path / "a", 0.02, dora=dora), tmp_path / "out"))
     before, after = open_checkpoint(plain), open_checkpoint(tmp_path / "out")
     assert not after.fp8_linears
     assert losses.error < 0.01
@@ -64,7 +64,9 @@ def test_a_base_in_bf16_stays_so(plain: Path, tmp_path: Path, dora: bool) -> Non
 def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) -> None:
     made = recipe.from_name(kind)
     calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
-    losses = merge(tmp_path / "base", adapter(tmp_path / "a", 0.001), tmp_path / "out", max_lost_fraction=1.0).total
+    losses = total_loss(
+        merge(tmp_path / "base", adapter(tmp_path / "a", 0.001), tmp_path / "out", max_lost_fraction=1.0)
+    )
     assert losses.rescaled < (
         10 if kind == "rowwise" else 1
     )  # of 128 rows a few pass E4M3's largest, at which all begin
@@ -91,9 +93,9 @@ def test_only_the_scales_that_must_grow(plain: Path, tmp_path: Path, kind: str) 
     tensors[f"{OWNER}.lora_B.weight"][1:] = 0  # one row changes, far beyond what it was
     save_file(tensors, large / "adapter_model.safetensors")
     losses = merge(tmp_path / "base", large, tmp_path / "out")
-    assert list(losses.layers) == [NAME]
-    assert losses.total.rescaled == 1
-    assert losses.total.error < 0.05
+    assert list(losses) == [NAME]
+    assert losses[NAME].rescaled == 1
+    assert losses[NAME].error < 0.05
     before, after = (open_checkpoint(tmp_path / name).fp8_matrix(NAME) for name in ("base", "out"))
     assert before is not None
     assert after is not None

@@ -212,13 +212,13 @@ def test_cutting(tokenizer: Tokenizer) -> None:
 
 
 class Counting(Tokenizer):
-    """Records how many characters it gets."""
+    """Records how many characters it tokenizes without a limit."""
 
     read = 0
 
-    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> Any:
-        self.read += len(text)
-        return super().encode_with_offsets(text, add_special_tokens)
+    def encode_truncated(self, text: str, tokens: int | None, add_special_tokens: bool = True) -> Any:
+        self.read += len(text) if tokens is None else 0
+        return super().encode_truncated(text, tokens, add_special_tokens)
 
 
 WORDS = "the inning  " * 40_000

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import gguf
 import numpy as np
@@ -19,7 +20,7 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.gguf import convert
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.gguf.writer import WEIGHT_TYPES, WeightType, write_gguf
+from fp8serve.model.gguf.writer import WeightType, write_gguf
 from fp8serve.model.text.tokenizer import Tokenizer
 from tests.model import gguf_files
 from tests.model.oracle import IDS, all_logits, state_for
@@ -51,7 +52,7 @@ def test_tokenizer_and_template_are_included(model_dir: ModelDir, tmp_path: Path
     assert (ours.bos_id, ours.eos_ids) == (original.bos_id, original.eos_ids)
 
 
-@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+@pytest.mark.parametrize("weight_type", get_args(WeightType))
 def test_tensors_are_those_of_an_independent_writer(
     weight_type: WeightType, model_dir: ModelDir, tmp_path: Path
 ) -> None:

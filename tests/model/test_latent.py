@@ -88,7 +88,7 @@ def test_layers_that_predict_several_tokens_are_left_out_and_named(tmp_path: Pat
     behind = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.zeros(64)}
     rewritten(tmp_path, behind, num_nextn_predict_layers=1)
     found = open_checkpoint(tmp_path)
-    assert found.left_out == ("model.layers.3",)
+    assert found.omitted_modules == ("model.layers.3",)
     assert not any(name.startswith("model.layers.3.") for name in found)
     rewritten(tmp_path, {"model.layers.4.enorm.weight": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"model\.layers\.4\.enorm\.weight, which .* does not have"):

@@ -30,9 +30,9 @@ def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int,
 
 def test_a_beginning_ends_with_a_token(folder: Path) -> None:
     tokenizer = Tokenizer.from_dir(folder)
-    assert tokenizer.beginning("abcdef", 4) == "abcd"
-    assert tokenizer.beginning("abcdef", 6) == tokenizer.beginning("abcdef", 9) == "abcdef"
-    assert tokenizer.beginning("ab" * 100_000, 3) == "aba"
+    assert tokenizer.truncate_text("abcdef", 4) == "abcd"
+    assert tokenizer.truncate_text("abcdef", 6) == tokenizer.truncate_text("abcdef", 9) == "abcdef"
+    assert tokenizer.truncate_text("ab" * 100_000, 3) == "aba"
 
 
 def test_a_judges_prompt_stays_whole(folder: Path) -> None:

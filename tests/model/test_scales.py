@@ -181,6 +181,11 @@ RECORDED: dict[str, tuple[str, dict[str, Any], str]] = {
         "98a8370eea65abed7c31e0797b57f71a",
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}, "6c511430c66699953afa626a49ba67f1"),
+    "olmo2": ("Olmo2", {}, "8b1aa7444669f390c155ef738bc6a266"),
+    "glm": ("Glm", {}, "1ecdf8fc13a90544091c88afda91cc27"),
+    "mixtral": ("Mixtral", {}, "918ffad3bd843ac38fb628bdf9b9f47e"),
+    "phimoe": ("Phimoe", {}, "b6a66bc4c7ae4fd5914f0574f91aa222"),
+    "gpt_oss": ("GptOss", {}, "b2aa2098e67583445fa2bddd65eeb490"),
 }
 
 

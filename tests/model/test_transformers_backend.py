@@ -22,7 +22,7 @@ from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import parse_config, read_config
 from fp8serve.model.config.model_config import COMPUTED_BY
 from fp8serve.model.transformers_backend import class_trace as check
-from fp8serve.model.transformers_backend.experts import TESTED
+from fp8serve.model.transformers_backend.experts import TESTED_MIXTURES
 from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more:
 
 def test_every_mixture_that_is_computed_goes_through_every_room() -> None:
     tested = {name for name, (_, options, _) in BY_TRANSFORMERS.items() if "num_experts_per_tok" in options}
-    assert tested == set(TESTED)
+    assert tested == set(TESTED_MIXTURES)
 
 
 def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) -> None:

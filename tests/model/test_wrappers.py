@@ -93,7 +93,7 @@ def test_logits_are_those_of_the_whole_model_given_text(kind: str, tied: bool, s
     assert (found - expected).square().mean().sqrt() < 8 * torch.finfo(torch.bfloat16).eps * expected.std()
     assert model.config.tie_word_embeddings == tied
     assert model.config.model_type == kind
-    assert open_checkpoint(tmp_path).left_out == ("multi_modal_projector", "vision_tower")
+    assert open_checkpoint(tmp_path).omitted_modules == ("multi_modal_projector", "vision_tower")
 
 
 def test_the_parts_that_are_left_out_are_named(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_calibrated_wrapper_is_written_as_the_language_model(tmp_path: Path) -
     make("mistral", source)
     write_calibrated(out, source, state_for(source))
     assert read_config(out).architecture == "MistralForCausalLM"
-    assert open_checkpoint(out).left_out == ()
+    assert open_checkpoint(out).omitted_modules == ()
     auto: Any = transformers.AutoModelForCausalLM
     with torch.no_grad():
         theirs = auto.from_pretrained(out, dtype=torch.bfloat16)(torch.tensor([IDS])).logits[0].float()

@@ -284,7 +284,7 @@ class Launcher:
             raise ModelError(problem)
         self.sources.append(source)
         self.engines.append(self.made_for.get(source.directory.name, self.make)())
-        return self.engines[-1], TokenizerFacts.of(byte_tokenizer())
+        return self.engines[-1], TokenizerFacts.from_tokenizer(byte_tokenizer())
 
     @property
     def engine(self) -> FakeEngine:

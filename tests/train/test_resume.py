@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8serve.errors import JobError
-from fp8serve.model.storage.files import acquire_lock, save_tensors
+from fp8serve.model.storage.files import acquire_lock
+from fp8serve.model.storage.shards import save_tensors
 from fp8serve.train import checkpoint, checkpointing, job_process
 from fp8serve.train.trainer import Trainer
 from tests.patience import PATIENCE

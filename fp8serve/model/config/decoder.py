@@ -5,8 +5,7 @@ All supported architectures are one decoder with switches. `families` has the sw
 An unknown key with a value raises ModelError, because a model that runs without one term of its maths looks healthy
 and gives wrong answers.
 
-transformers 4 writes `torch_dtype` and transformers 5 writes `dtype`; this module reads both. Omitted keys have the
-defaults of transformers' config class for the architecture. This module does not import torch.
+Omitted keys have the defaults of transformers' config class for the architecture. This module does not import torch.
 """
 
 import json
@@ -25,7 +24,7 @@ from fp8serve.model.config.family import SHARED, Family
 from fp8serve.model.config.latent_attention import latent_attention_fields, read_latent_sizes
 from fp8serve.model.config.mixture import read_experts
 from fp8serve.model.config.model_config import Activation, AnyConfig, ModelConfig, TransformersClass
-from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, token_ids
+from fp8serve.model.config.reader import HONOURED, Reader, is_harmless, read_dtype, token_ids, unknown_key_error
 from fp8serve.model.config.rope import layer_ropes, query_scaling, rotary_dim
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.storage.files import present, read_optional_json
@@ -115,6 +114,7 @@ def parse_config(
     attention = latent_attention_fields(get, latent) if latent else _attention_fields(get, _head_dim(get, where), where)
     head_dim = attention["head_dim"]
     num_rotated = latent.rope if latent else rotary_dim(get, head_dim)
+    parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
     # generation_config.json takes precedence, as in transformers: chat models list their end-of-turn tokens there.
     eos = (generation or {}).get("eos_token_id")
     return ModelConfig(
@@ -132,12 +132,14 @@ def parse_config(
         layer_windows=windows,
         layer_ropes=layer_ropes(get, windows, max_len, num_rotated),
         rotary_dim=None if num_rotated == head_dim else num_rotated,
-        neighbours_pair=family.neighbours_pair and (not latent or get.boolean("rope_interleave")),
+        rope_interleaved=family.rope_interleaved and (not latent or get.boolean("rope_interleave")),
         query_scaling=query_scaling(get, max_len),
         bos_token_id=get.token("bos_token_id"),
         eos_token_ids=token_ids(get("eos_token_id") if eos is None else eos, "eos_token_id", where),
-        dtype=_dtype(raw, where),
+        dtype=read_dtype(raw, where, "bfloat16"),
         activation=_activation(get, where),
+        parallel=parallel,
+        norms=SHARED if parallel else family.norms,
         norm=family.norm,
         norm_bias=family.norm_bias,
         offset_norms=family.offset_norms,
@@ -146,7 +148,6 @@ def parse_config(
         experts=read_experts(get, layers),
         attention_sinks=family.sinks,
         num_predictors=get.positive("num_nextn_predict_layers") if get("num_nextn_predict_layers") else 0,
-        **_residual_fields(get),
         **attention,
         **_scale_fields(get),
     )
@@ -193,13 +194,6 @@ def _run_trial(model_json: str) -> bytes:
 
 def _lists_to_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-
-
-def _residual_fields(get: Reader) -> dict[str, Any]:
-    """Returns the fields that say whether attention and MLP run in parallel, and which norms a layer has."""
-    family = get.family
-    parallel = get.boolean("use_parallel_residual") if family.parallel is None else family.parallel
-    return {"parallel": parallel, "norms": SHARED if parallel else family.norms}
 
 
 def _attention_fields(get: Reader, head_dim: int, where: str) -> dict[str, Any]:
@@ -292,10 +286,7 @@ def _refuse_unknown(raw: Mapping[str, Any], family: Family, where: str) -> None:
         is_honoured = key in HONOURED or key in family.optional or (is_classifier(raw) and key in HEAD_KEYS)
         is_neutral = value in (family.fixed[key], None) if key in family.fixed else is_harmless(key, value)
         if not is_honoured and not is_neutral:
-            raise ModelError(
-                f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for "
-                f"{family.architecture}; remove the key if it does not change the model's maths."
-            )
+            raise unknown_key_error(key, value, family.architecture, where)
 
 
 def _head_dim(get: Reader, where: str) -> int:
@@ -331,10 +322,3 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if windows.count(None) != types.count("full_attention") or (is_uniform and set(windows) != {window}):
         raise ModelError(f"{where}: layer_types contradicts sliding_window {window} of {get.family.architecture}.")
     return windows
-
-
-def _dtype(raw: Mapping[str, Any], where: str) -> str:
-    value = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    if value not in ("bfloat16", "float16", "float32"):
-        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
-    return str(value)

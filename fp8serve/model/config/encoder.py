@@ -10,62 +10,29 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.model.config.reader import is_harmless, positive_number
+from fp8serve.model.config.reader import is_harmless, positive_integer, positive_number, read_dtype, unknown_key_error
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
-_MODERNBERT_KEYS = frozenset({
+_COMMON_KEYS = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "max_position_embeddings", "norm_eps", "hidden_activation", "dtype", "torch_dtype",
-    "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings", "layer_types", "rope_parameters",
-    "global_rope_theta", "local_rope_theta", "global_attn_every_n_layers", "local_attention",
+    "num_attention_heads", "max_position_embeddings", "layer_norm_eps", "dtype", "torch_dtype", "quantization_config",
+    "bos_token_id", "eos_token_id", "tie_word_embeddings",
+})  # fmt: skip
+_BERT_KEYS = _COMMON_KEYS | {"type_vocab_size", "hidden_act"}
+_MODERNBERT_KEYS = _COMMON_KEYS | frozenset({
+    "norm_eps", "hidden_activation", "layer_types", "rope_parameters", "global_rope_theta", "local_rope_theta",
+    "global_attn_every_n_layers", "local_attention",
     # Keys for training, for heads that fp8serve does not run, and for transformers' own implementation.
     "initializer_cutoff_factor", "embedding_dropout", "mlp_dropout", "decoder_bias", "classifier_pooling",
     "classifier_bias", "classifier_activation", "deterministic_flash_attn", "sparse_prediction",
-    "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad", "layer_norm_eps",
+    "sparse_pred_ignore_index", "reference_compile", "repad_logits_with_grad",
 })  # fmt: skip
 EncoderActivation = Literal["gelu", "gelu_tanh"]
 ScoreActivation = Literal["none", "sigmoid", "softmax"]
 _ACTIVATIONS: dict[Any, EncoderActivation] = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_MAX_SIZES = {"num_hidden_layers": 2_000, "num_attention_heads": 2**16}
-_BERT_KEYS = frozenset({
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act", "dtype",
-    "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "tie_word_embeddings",
-})  # fmt: skip
 HEAD_KEYS = frozenset({"sentence_transformers", "sbert_ce_default_activation_function"})
 _SCORES: dict[str, ScoreActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
-
-
-def _layer_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
-    """Returns how many tokens to either side each layer attends to, or None for full attention."""
-    half = _whole({"local_attention": 128} | dict(raw), "local_attention", where) // 2
-    return tuple(None if kind == "full_attention" else half for kind in _layer_types(raw, layers, where))
-
-
-def _layer_thetas(raw: Mapping[str, Any], layers: int, where: str) -> tuple[float, ...]:
-    """Returns the rotary base of each layer. Raises ModelError if the config scales rotary frequencies."""
-    thetas = {kind: _theta(raw, kind, where) for kind in _LAYER_TYPES}
-    return tuple(thetas[kind] for kind in _layer_types(raw, layers, where))
-
-
-def _layer_types(raw: Mapping[str, Any], layers: int, where: str) -> list[str]:
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        interval = _whole({"global_attn_every_n_layers": 3} | dict(raw), "global_attn_every_n_layers", where)
-        return [_LAYER_TYPES[bool(layer % interval)] for layer in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
-        raise ModelError(f"{where}: layer_types is not {layers} of {' and '.join(map(repr, _LAYER_TYPES))}.")
-    return kinds
-
-
-def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
-    key, default = _THETAS[kind]
-    parameters = raw.get("rope_parameters") or {}
-    rope = (parameters.get(kind) or {}) if isinstance(parameters, dict) else None
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
-        raise ModelError(f"{where}: rope_parameters is {shown(parameters)}; ModernBERT supports only type 'default'.")
-    return positive_number(rope.get("rope_theta", raw.get(key)), key, where, default)
 
 
 @dataclass(frozen=True)
@@ -152,13 +119,20 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     """
     family = ENCODERS[str(raw["model_type"])]
     _refuse_unknown(raw, family, where)
-    hidden, heads = _whole(raw, "hidden_size", where), _whole(raw, "num_attention_heads", where)
+
+    def size(key: str, default: int | None = None) -> int:
+        return positive_integer(raw.get(key, default), key, where)
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
     if hidden % heads:
         raise ModelError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}.")
-    layers, is_modern = _whole(raw, "num_hidden_layers", where), family.is_modern
+    layers, is_modern = size("num_hidden_layers"), family.is_modern
+    kinds = _layer_types(raw, layers, where) if is_modern else []
+    half_window = size("local_attention", 128) // 2 if is_modern else 0
+    thetas = {kind: _theta(raw, kind, where) for kind in _LAYER_TYPES} if is_modern else {}
     eps = "norm_eps" if is_modern else "layer_norm_eps"
     head = read_head(raw, where) if raw.get("architectures") == [family.classifier] else None
-    rows, first = _whole(raw, "max_position_embeddings", where), _first_position(raw, family, where)
+    rows, first = size("max_position_embeddings"), _first_position(raw, family, where)
     if rows <= first:
         raise ModelError(
             f"{where}: max_position_embeddings {rows} leaves no position after the {first} reserved for padding."
@@ -166,19 +140,19 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
     return EncoderConfig(
         architecture=family.architecture if head is None else family.classifier,
         model_type=str(raw["model_type"]),
-        vocab_size=_whole(raw, "vocab_size", where),
+        vocab_size=size("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_whole(raw, "intermediate_size", where),
+        intermediate_size=size("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         max_position_embeddings=rows,
         first_position=first,
-        layer_windows=_layer_windows(raw, layers, where) if is_modern else (),
-        layer_thetas=_layer_thetas(raw, layers, where) if is_modern else (),
-        type_vocab_size=1 if is_modern else _whole({"type_vocab_size": 2} | dict(raw), "type_vocab_size", where),
+        layer_windows=tuple(None if kind == "full_attention" else half_window for kind in kinds),
+        layer_thetas=tuple(thetas[kind] for kind in kinds),
+        type_vocab_size=1 if is_modern else size("type_vocab_size", 2),
         layer_norm_eps=positive_number(raw.get(eps), eps, where, 1e-5 if is_modern else 1e-12),
         activation=_activation(raw, where),
-        dtype=_dtype(raw, where),
+        dtype=read_dtype(raw, where, "float32"),
         head=head,
     )
 
@@ -198,10 +172,7 @@ def _refuse_unknown(raw: Mapping[str, Any], family: EncoderFamily, where: str) -
         is_causal = key in ("is_decoder", "is_encoder_decoder") and bool(value)
         is_honoured = key in honoured or (names == [family.classifier] and key in HEAD_KEYS)
         if is_causal or not (is_honoured or is_neutral):
-            raise ModelError(
-                f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for "
-                f"{family.architecture}; remove the key if it does not change the model's maths."
-            )
+            raise unknown_key_error(key, value, family.architecture, where)
 
 
 def read_head(raw: Mapping[str, Any], where: str) -> Head:
@@ -209,7 +180,7 @@ def read_head(raw: Mapping[str, Any], where: str) -> Head:
 
     The default activation is that of sentence-transformers for one label, and of transformers' pipeline for several.
     """
-    count = _whole({"num_labels": 2} | dict(raw), "num_labels", where)
+    count = positive_integer(raw.get("num_labels", 2), "num_labels", where)
     names = raw.get("id2label", {str(i): f"LABEL_{i}" for i in range(count)})
     if not isinstance(names, dict) or not names or sorted(names) != sorted(map(str, range(len(names)))):
         raise ModelError(f"{where}: id2label is {shown(names)} where a name for each of 0, 1, 2, ... was expected.")
@@ -231,13 +202,6 @@ def _default_activation(problem_type: Any, labels: int) -> ScoreActivation:
     return "sigmoid" if labels == 1 or problem_type == "multi_label_classification" else "softmax"
 
 
-def _whole(raw: Mapping[str, Any], key: str, where: str) -> int:
-    value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZES.get(key, 2**28):
-        raise ModelError(f"{where}: {key} is {shown(value)} where a positive whole number was expected.")
-    return value
-
-
 def _first_position(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> int:
     if not family.counts_from_pad:
         return 0
@@ -255,8 +219,21 @@ def _activation(raw: Mapping[str, Any], where: str) -> EncoderActivation:
     return _ACTIVATIONS[name]
 
 
-def _dtype(raw: Mapping[str, Any], where: str) -> str:
-    value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if value not in ("bfloat16", "float16", "float32"):
-        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
-    return str(value)
+def _layer_types(raw: Mapping[str, Any], layers: int, where: str) -> list[str]:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        key = "global_attn_every_n_layers"
+        interval = positive_integer(raw.get(key, 3), key, where)
+        return [_LAYER_TYPES[bool(layer % interval)] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
+        raise ModelError(f"{where}: layer_types is not {layers} of {' and '.join(map(repr, _LAYER_TYPES))}.")
+    return kinds
+
+
+def _theta(raw: Mapping[str, Any], kind: str, where: str) -> float:
+    key, default = _THETAS[kind]
+    parameters = raw.get("rope_parameters") or {}
+    rope = (parameters.get(kind) or {}) if isinstance(parameters, dict) else None
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ModelError(f"{where}: rope_parameters is {shown(parameters)}; ModernBERT supports only type 'default'.")
+    return positive_number(rope.get("rope_theta", raw.get(key)), key, where, default)

@@ -50,8 +50,8 @@ _GPT_OSS = {"max_position_embeddings": 131072, "vocab_size": 201088, "head_dim":
             "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128,
             "sliding_window_pattern": 2, "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4,
             "swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # fmt: skip
-_MOE_KEYS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-                       "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})  # fmt: skip
+_EXPERT_KEYS = frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"})
+_MOE_KEYS = _EXPERT_KEYS | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"}
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _PHI3 = {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
@@ -63,6 +63,8 @@ _GLM = {"vocab_size": 151552, "max_position_embeddings": 131072, "num_key_value_
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                    "llama_4_scaling_beta": 0.1}  # fmt: skip
+_MINISTRAL = {"vocab_size": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 262144, "rope_parameters": _MINISTRAL_ROPE}  # fmt: skip
 _COHERE = {"vocab_size": 256000, "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
            "bos_token_id": 5, "eos_token_id": 255001, "logit_scale": 0.0625}  # fmt: skip
 _COHERE_KEYS = frozenset({"layer_norm_eps", "logit_scale", "attention_bias"})
@@ -158,19 +160,19 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         "Olmo2ForCausalLM",
         _COMMON | _OLMO,
         frozenset({"attention_bias"}),
-        qk_norm="whole",
+        qk_norm="all_heads",
         norms=AFTER,
-        norm="wide_rms",
+        norm="fp32_rms",
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         _COMMON | _OLMO | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
         frozenset({"attention_bias", "sliding_window"}),
-        qk_norm="whole",
+        qk_norm="all_heads",
         uniform_window=False,
         local_theta="rope_theta",
         norms=AFTER,
-        norm="wide_rms",
+        norm="fp32_rms",
     ),
     "glm": Family(
         "GlmForCausalLM",
@@ -178,7 +180,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         frozenset({"attention_bias", "partial_rotary_factor"}),
         out_bias=False,
         fused_gate_up=True,
-        neighbours_pair=True,
+        rope_interleaved=True,
     ),
     "glm4": Family(
         "Glm4ForCausalLM",
@@ -186,21 +188,12 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         frozenset({"attention_bias", "partial_rotary_factor"}),
         out_bias=False,
         fused_gate_up=True,
-        neighbours_pair=True,
+        rope_interleaved=True,
         norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        _COMMON
-        | _LLAMA_TOKENS
-        | {
-            "vocab_size": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 262144,
-            "rope_parameters": _MINISTRAL_ROPE,
-        },
+        _COMMON | _LLAMA_TOKENS | _MINISTRAL,
         frozenset({"sliding_window"}),
         qkv_bias=False,
         scales_queries=True,
@@ -211,7 +204,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         _COHERE_KEYS | {"use_qk_norm"},
         fixed=_COHERE_FIXED,
         qk_norm="by_head",
-        neighbours_pair=True,
+        rope_interleaved=True,
         parallel=True,
         norm="layer",
         eps_key="layer_norm_eps",
@@ -223,7 +216,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         fixed=_COHERE_FIXED,
         uniform_window=False,
         rope_in_windows_only=True,
-        neighbours_pair=True,
+        rope_interleaved=True,
         parallel=True,
         norm="layer",
         eps_key="layer_norm_eps",
@@ -242,30 +235,19 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "mixtral": Family(
         "MixtralForCausalLM",
         _COMMON | _LLAMA_TOKENS | _MIXTRAL,
-        frozenset({"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"}),
+        _EXPERT_KEYS,
         qkv_bias=False,
         mixture=Mixture(
             MixtureNames("block_sparse_moe", "gate", "w1", "w3", "w2"),
             size="intermediate_size",
             normalizes=True,
-            wide_weights=True,
+            fp32_routing_weights=True,
         ),
     ),
     "phimoe": Family(
         "PhimoeForCausalLM",
         _COMMON | _LLAMA_TOKENS | _PHIMOE,
-        frozenset(
-            {
-                "attention_bias",
-                "sliding_window",
-                "num_experts",
-                "num_local_experts",
-                "num_experts_per_tok",
-                "router_jitter_noise",
-                "lm_head_bias",
-                "original_max_position_embeddings",
-            }
-        ),
+        _EXPERT_KEYS | {"attention_bias", "router_jitter_noise", "lm_head_bias", "original_max_position_embeddings"},
         norm="layer",
         norm_bias=True,
         mixture=Mixture(
@@ -280,7 +262,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         _COMMON | _QWEN2_MOE,
-        _MOE_KEYS | {"sliding_window", "shared_expert_intermediate_size", "qkv_bias"},
+        _MOE_KEYS | {"shared_expert_intermediate_size", "qkv_bias"},
         bias_key="qkv_bias",
         out_bias=False,
         mixture=Mixture(MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate")),
@@ -288,31 +270,20 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _COMMON | _QWEN3_MOE,
-        frozenset({"sliding_window", "use_sliding_window", "attention_bias"}) | _MOE_KEYS,
+        _MOE_KEYS | {"use_sliding_window", "attention_bias"},
         qk_norm="shared",
         mixture=Mixture(),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _COMMON | _GPT_OSS,
-        frozenset(
-            {
-                "sliding_window",
-                "attention_bias",
-                "num_experts",
-                "num_local_experts",
-                "num_experts_per_tok",
-                "experts_per_token",
-                "swiglu_limit",
-                "swiglu_alpha",
-            }
-        ),
+        _EXPERT_KEYS | {"attention_bias", "experts_per_token", "swiglu_limit", "swiglu_alpha"},
         uniform_window=False,
         mixture=Mixture(
             MixtureNames(router="router"),
             size="intermediate_size",
             normalizes=False,
-            weighs_chosen=True,
+            softmax_over_chosen=True,
             bias=True,
             interleaved=True,
         ),
@@ -323,8 +294,8 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         _COMMON | _LLAMA_TOKENS | _DEEPSEEK | _DEEPSEEK_V2,
         _DEEPSEEK_KEYS.union(_DEEPSEEK_V2) - {"norm_topk_prob"},
         fixed=_DEEPSEEK_FIXED | {"scoring_func": "softmax", "norm_topk_prob": False},
-        neighbours_pair=True,
-        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, normalizes=False, sigmoid=False),
+        rope_interleaved=True,
+        mixture=Mixture(_DEEPSEEK_NAMES, fp32_routing_weights=True, normalizes=False, sigmoid=False),
         latent=True,
     ),
     "deepseek_v3": Family(
@@ -332,8 +303,8 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         _COMMON | _DEEPSEEK | _DEEPSEEK_V3,
         _DEEPSEEK_KEYS.union(_DEEPSEEK_V3, {"num_nextn_predict_layers"}),
         fixed=_DEEPSEEK_FIXED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        neighbours_pair=True,
-        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+        rope_interleaved=True,
+        mixture=Mixture(_DEEPSEEK_NAMES, fp32_routing_weights=True, sigmoid=True),
         latent=True,
     ),
     "dots1": Family(
@@ -343,7 +314,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         fixed=_DEEPSEEK_FIXED | {"scoring_func": "noaux_tc"},
         qk_norm="shared",
         uniform_window=False,
-        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+        mixture=Mixture(_DEEPSEEK_NAMES, fp32_routing_weights=True, sigmoid=True),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -351,7 +322,7 @@ FAMILIES: dict[str, Family] = {  # by the file's model_type
         _SIGMOID_KEYS | {"partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"},
         out_bias=False,
         qk_norm="shared",
-        mixture=Mixture(_DEEPSEEK_NAMES, wide_weights=True, sigmoid=True),
+        mixture=Mixture(_DEEPSEEK_NAMES, fp32_routing_weights=True, sigmoid=True),
     ),
     "apertus": Family(
         "ApertusForCausalLM",

@@ -15,11 +15,11 @@ class Norms:
     after_mlp: str | None
 
 
-Norm = Literal["rms", "wide_rms", "layer"]
-"""RMSNorm that rounds before it multiplies by its weight ("rms") or only after that ("wide_rms"), or LayerNorm."""
-HeadNorm = Literal["shared", "whole", "by_head"]
+Norm = Literal["rms", "fp32_rms", "layer"]
+"""RMSNorm that rounds before it multiplies by its weight ("rms") or only after that ("fp32_rms"), or LayerNorm."""
+HeadNorm = Literal["shared", "all_heads", "by_head"]
 """How queries and keys are normalized: per head with one weight for all heads ("shared"), all heads as one vector
-("whole"), or per head with a weight for each head ("by_head")."""
+("all_heads"), or per head with a weight for each head ("by_head")."""
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -47,8 +47,8 @@ class Mixture:
     names: MixtureNames = MixtureNames()
     size: str = "moe_intermediate_size"  # the key of config.json for the intermediate size of each expert
     normalizes: bool | None = None  # None: `norm_topk_prob` in config.json decides
-    wide_weights: bool = False
-    weighs_chosen: bool = False  # the softmax is over the logits of the chosen experts only
+    fp32_routing_weights: bool = False
+    softmax_over_chosen: bool = False  # the softmax is over the logits of the chosen experts only
     bias: bool = False  # the router and every projection have a bias
     interleaved: bool = False  # one tensor [E, in, out] has all experts; gate and up rows alternate (gpt-oss)
     sigmoid: bool | None = None  # DeepSeek's routing with sigmoid or softmax scores; None: other routing
@@ -75,7 +75,7 @@ class Family:
     local_theta: str | None = None  # the key of a separate rotary base, without scaling, for layers with a window
     rope_in_windows_only: bool = False  # layers without a window have no rotary position embedding
     rope_aliases: Mapping[str, str] = field(default_factory=dict)  # other names of types of rotary scaling
-    neighbours_pair: bool = False  # element 2i is rotated with 2i + 1
+    rope_interleaved: bool = False  # element 2i is rotated with 2i + 1
     scales_queries: bool = False  # config.json may scale queries by their position
     # Whether attention and MLP read the same normalized input. None: `use_parallel_residual` in config.json decides.
     parallel: bool | None = False

@@ -42,6 +42,8 @@ def read_latent_sizes(get: Reader) -> LatentSizes | None:
 def latent_attention_fields(get: Reader, latent: LatentSizes) -> dict[str, Any]:
     """Returns the `ModelConfig` fields. All heads share one key: a token's latent vector and its rotated elements."""
     heads, bias = get.positive("num_attention_heads"), get.boolean("attention_bias")
+    factor, mscale = yarn_parameters(get)
+    yarn_scale = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
     return {
         "num_heads": heads,
         "num_kv_heads": 1,
@@ -49,13 +51,6 @@ def latent_attention_fields(get: Reader, latent: LatentSizes) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": False,
-        "softmax_scale": _softmax_scale(get, latent),
+        "softmax_scale": float((latent.nope + latent.rope) ** -0.5 * yarn_scale * yarn_scale),
         "latent": latent,
     }
-
-
-def _softmax_scale(get: Reader, latent: LatentSizes) -> float:
-    """Returns 1 / sqrt(head size), times the square of YaRN's factor for `mscale_all_dim` if YaRN is used."""
-    factor, mscale = yarn_parameters(get)
-    yarn_scale = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-    return float((latent.nope + latent.rope) ** -0.5 * yarn_scale * yarn_scale)

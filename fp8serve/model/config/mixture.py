@@ -34,15 +34,16 @@ class Experts:
     per_token: int  # number of experts that compute each token
     size: int  # intermediate size of each expert
     normalizes: bool  # the weights of the chosen experts are divided by their sum
-    wide_weights: bool  # these weights stay FP32 when they multiply the experts' outputs
+    fp32_routing_weights: bool  # these weights stay FP32 when they multiply the experts' outputs
     layers: tuple[int, ...]  # the layers that have the mixture; the others have a dense MLP
     shared_size: int | None = None  # intermediate size of the shared expert, if there is one
-    weighs_chosen: bool = False  # the softmax is over the logits of the chosen experts only
+    softmax_over_chosen: bool = False  # the softmax is over the logits of the chosen experts only
     bias: bool = False
     interleaved: bool = False  # see family.Mixture
     clamp: tuple[float, float] | None = None  # (limit, alpha) of gpt-oss' activation
     routing: Routing | None = None  # of DeepSeek
-    closeness: float | None = None  # of sparsemixer: experts at most this fraction below the best are in its softmax
+    # With sparsemixer, the softmax has the experts whose logits are at most this fraction below the best one.
+    sparsemixer_threshold: float | None = None
 
 
 def needs_fp32(name: str) -> bool:
@@ -55,26 +56,26 @@ def read_experts(get: Reader, layers: int) -> Experts | None:
     mixture = get.family.mixture
     if mixture is None:
         return None
-    count, chosen = _count(get), get.positive("num_experts_per_tok")
-    if get("experts_per_token") not in (None, chosen):
-        raise get.unexpected("experts_per_token", get("experts_per_token"), f"{chosen}, as num_experts_per_tok,")
-    if chosen > count:
-        raise get.unexpected("num_experts_per_tok", chosen, f"at most the {count} experts")
+    count, per_token = _count(get), get.positive("num_experts_per_tok")
+    if get("experts_per_token") not in (None, per_token):
+        raise get.unexpected("experts_per_token", get("experts_per_token"), f"{per_token}, as num_experts_per_tok,")
+    if per_token > count:
+        raise get.unexpected("num_experts_per_tok", per_token, f"at most the {count} experts")
     experts = Experts(
         names=mixture.names,
         count=count,
-        per_token=chosen,
+        per_token=per_token,
         size=get.positive(mixture.size),
         normalizes=get.boolean("norm_topk_prob") if mixture.normalizes is None else mixture.normalizes,
-        wide_weights=mixture.wide_weights,
+        fp32_routing_weights=mixture.fp32_routing_weights,
         layers=_sparse_layers(get, layers),
         shared_size=_shared_size(get),
-        weighs_chosen=mixture.weighs_chosen,
+        softmax_over_chosen=mixture.softmax_over_chosen,
         bias=mixture.bias,
         interleaved=mixture.interleaved,
         clamp=None if get("swiglu_limit") is None else (get.number("swiglu_limit"), get.number("swiglu_alpha")),
-        routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, chosen),
-        closeness=_closeness(get, chosen) if mixture.sparsemixer else None,
+        routing=None if mixture.sigmoid is None else _routing(get, mixture.sigmoid, count, per_token),
+        sparsemixer_threshold=_sparsemixer_threshold(get, per_token) if mixture.sparsemixer else None,
     )
     return experts if experts.layers else None
 
@@ -111,7 +112,7 @@ def _shared_size(get: Reader) -> int | None:
     return get.positive("shared_expert_intermediate_size")
 
 
-def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
+def _routing(get: Reader, sigmoid: bool, count: int, per_token: int) -> Routing:
     """Returns DeepSeek's routing. V3 always has groups of experts; `topk_method` says whether V2 has them."""
     groups = chosen_groups = 1
     if sigmoid or get("topk_method") == "group_limited_greedy":
@@ -122,15 +123,15 @@ def _routing(get: Reader, sigmoid: bool, count: int, chosen: int) -> Routing:
         raise get.unexpected("n_group", groups, f"a divisor of the {count} experts")
     if sigmoid and count // groups < 2:
         raise get.unexpected("n_group", groups, f"a number that leaves two of the {count} experts in a group")
-    if chosen_groups > groups or chosen_groups * (count // groups) < chosen:
-        raise get.unexpected("topk_group", chosen_groups, f"at most n_group {groups} and room for {chosen} experts")
+    if chosen_groups > groups or chosen_groups * (count // groups) < per_token:
+        raise get.unexpected("topk_group", chosen_groups, f"at most n_group {groups} and room for {per_token} experts")
     return Routing(get.number("routed_scaling_factor"), groups, chosen_groups, sigmoid)
 
 
-def _closeness(get: Reader, chosen: int) -> float:
+def _sparsemixer_threshold(get: Reader, per_token: int) -> float:
     """Returns twice `router_jitter_noise`, which sparsemixer also uses in inference."""
-    if chosen != 2:
-        raise get.unexpected("num_experts_per_tok", chosen, "2, the number of experts that sparsemixer chooses,")
+    if per_token != 2:
+        raise get.unexpected("num_experts_per_tok", per_token, "2, the number of experts that sparsemixer chooses,")
     noise = get("router_jitter_noise")
     if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < 1:
         raise get.unexpected("router_jitter_noise", noise, "a number from 0 to below 1")

@@ -68,7 +68,7 @@ class ModelConfig:
     fused_gate_up: bool = False  # one linear with the rows of gate and up
     qk_norm_weight: HeadNorm = "shared"  # used if qk_norm is set
     rotary_dim: int | None = None  # the first elements of a head that are rotated; None: all
-    neighbours_pair: bool = False  # element 2i is rotated with 2i + 1
+    rope_interleaved: bool = False  # element 2i is rotated with 2i + 1
     query_scaling: QueryScaling | None = None
     parallel: bool = False  # attention and MLP read the same input, and the residual adds both outputs
     norm: Norm = "rms"

@@ -12,10 +12,12 @@ This module does not import torch.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8serve.errors import Fp8ServeError, ModelError, shown
 from fp8serve.model.config.family import Family
+
+T = TypeVar("T")
 
 HONOURED = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -103,12 +105,7 @@ class Reader:
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.unexpected(key, value, "a positive whole number")
-        if value > (limit := MAX_SIZES.get(key, 2**28)):
-            raise self.unexpected(key, value, f"at most {limit}")
-        return value
+        return positive_integer(default if value is None else value, key, self.where)
 
     def number(self, key: str) -> float:
         return positive_number(self(key), key, self.where)
@@ -130,6 +127,16 @@ class Reader:
         return ModelError(f"{self.where}: {key} is {shown(value)} where {expected} was expected.")
 
 
+def positive_integer(value: Any, key: str, where: str) -> int:
+    """Returns `value`. Raises ModelError unless it is an integer from 1 to the limit of the key."""
+    limit = MAX_SIZES.get(key, 2**28)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+        is_too_large = isinstance(value, int) and value > limit
+        expected = f"at most {limit}" if is_too_large else "a positive whole number"
+        raise ModelError(f"{where}: {key} is {shown(value)} where {expected} was expected.")
+    return value
+
+
 def positive_number(value: Any, key: str, where: str, default: float | None = None) -> float:
     """Returns `value`, or `default` if it is null, as a float. Raises ModelError unless it is finite and above 0."""
     value = default if value is None else value
@@ -146,6 +153,21 @@ def token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def read_dtype(raw: Mapping[str, Any], where: str, default: str) -> str:
+    """Returns the dtype of the published weights. transformers 4 writes `torch_dtype`, transformers 5 `dtype`."""
+    value = raw.get("dtype") or raw.get("torch_dtype") or default
+    if value not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"{where}: dtype {shown(value)} is not one of bfloat16, float16, float32.")
+    return str(value)
+
+
+def unknown_key_error(key: str, value: Any, architecture: str, where: str) -> ModelError:
+    return ModelError(
+        f"{where}: the key {shown(key)} is {shown(value)}, which fp8serve does not implement for {architecture}; "
+        "remove the key if it does not change the model's maths."
+    )
+
+
 class Fields:
     """Typed access to the JSON object `value`. Raises `error` if it is not an object.
 
@@ -159,16 +181,13 @@ class Fields:
         self._values: Mapping[str, Any] = value
 
     def text(self, key: str) -> str | None:
-        value: str | None = self._of_type(key, str, "text")
-        return value
+        return self._of_type(key, str, "text")
 
-    def whole(self, key: str) -> int | None:
-        value: int | None = self._of_type(key, int, "a whole number")
-        return value
+    def integer(self, key: str) -> int | None:
+        return self._of_type(key, int, "a whole number")
 
     def boolean(self, key: str) -> bool | None:
-        value: bool | None = self._of_type(key, bool, "true or false")
-        return value
+        return self._of_type(key, bool, "true or false")
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of text as a tuple, or an empty tuple if the key is missing."""
@@ -187,9 +206,9 @@ class Fields:
             return []
         return [Fields(v, f"{fields.where}.{shown(k)}", self._error) for k, v in fields._values.items()]
 
-    def raw(self, key: str, default: Any = None) -> Any:
+    def raw(self, key: str) -> Any:
         """Returns the unchecked value, which callers may only compare, or quote with `shown`."""
-        return self._values.get(key, default)
+        return self._values.get(key)
 
     @property
     def has_values(self) -> bool:
@@ -199,7 +218,7 @@ class Fields:
     def unexpected(self, key: str, expected: str) -> Fp8ServeError:
         return self._error(f"{self.where}.{key} is {shown(self._values.get(key))} where {expected} was expected.")
 
-    def _of_type(self, key: str, kind: type, expected: str) -> Any:
+    def _of_type(self, key: str, kind: type[T], expected: str) -> T | None:
         value = self._values.get(key)
         if value is None or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
             return value

@@ -66,7 +66,10 @@ def layer_ropes(
     get: Reader, layer_windows: tuple[int | None, ...], max_len: int, rotary_dim: int
 ) -> tuple[Rope | None, ...]:
     """Returns the rotary position embedding of each layer, or None for a layer that has none."""
-    full, windowed = _ropes(get, max_len, rotary_dim)
+    full_parameters, windowed_parameters = _rope_parameters(get)
+    full = windowed = _rope(get, full_parameters, _theta(get, "rope_theta"), max_len, rotary_dim)
+    if get.family.local_theta is not None:
+        windowed = _rope(get, windowed_parameters, _theta(get, get.family.local_theta), max_len, rotary_dim)
     ropes = [full if window is None else windowed for window in layer_windows]
     flags = _layers_with_rope(get, layer_windows)
     return tuple(rope if has_rope else None for rope, has_rope in zip(ropes, flags, strict=True))
@@ -117,7 +120,12 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     where, new, old = get.where, get.raw.get("rope_parameters"), get.raw.get("rope_scaling")
     if new and old and _without_theta(new) != _without_theta(old):
         raise ModelError(f"{where}: rope_parameters and rope_scaling differ; remove one of them.")
-    _check_theta(get, new)
+    full = new.get("full_attention", new) if isinstance(new, dict) else {}
+    theta, inner_theta = get.raw.get("rope_theta"), full.get("rope_theta") if isinstance(full, dict) else None
+    if theta is not None and inner_theta is not None and theta != inner_theta:
+        raise ModelError(
+            f"{where}: rope_theta is {shown(theta)}, and {shown(inner_theta)} in rope_parameters; remove one of them."
+        )
     parameters = new or old or get.family.defaults.get("rope_parameters") or {}
     parameters = _object(parameters, where)
     is_by_layer_type = any(isinstance(value, dict) for value in parameters.values())
@@ -128,17 +136,6 @@ def _rope_parameters(get: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
     if set(parameters) - {"full_attention", "sliding_attention"} or "full_attention" not in parameters:
         raise ModelError(f"{where}: rope_parameters must have the keys full_attention and sliding_attention.")
     return _object(parameters["full_attention"], where), _object(parameters.get("sliding_attention") or {}, where)
-
-
-def _check_theta(get: Reader, new: Any) -> None:
-    """Raises ModelError if `rope_theta` and `rope_parameters` contradict each other."""
-    old, new = get.raw.get("rope_theta"), new if isinstance(new, dict) else {}
-    full = new.get("full_attention", new)
-    inner = full.get("rope_theta") if isinstance(full, dict) else None
-    if old is not None and inner is not None and old != inner:
-        raise ModelError(
-            f"{get.where}: rope_theta is {shown(old)}, and {shown(inner)} in rope_parameters; remove one of them."
-        )
 
 
 def _without_theta(parameters: Any) -> Any:
@@ -152,15 +149,6 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{where}: rotary parameters are {shown(value)} where an object was expected.")
     return value
-
-
-def _ropes(get: Reader, max_len: int, rotary_dim: int) -> tuple[Rope, Rope]:
-    """Returns the rotary position embedding of layers with full attention, and that of layers with a window."""
-    full_parameters, windowed = _rope_parameters(get)
-    full = _rope(get, full_parameters, _theta(get, "rope_theta"), max_len, rotary_dim)
-    if get.family.local_theta is None:
-        return full, full
-    return full, _rope(get, windowed, _theta(get, get.family.local_theta), max_len, rotary_dim)
 
 
 def _theta(get: Reader, key: str) -> Any:

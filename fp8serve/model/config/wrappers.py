@@ -1,7 +1,7 @@
 """Reads the language model inside a multimodal checkpoint: its part of config.json and its tensors.
 
-fp8serve serves only text. It does not load the image modules (`Checkpoint.left_out` names them), and it writes only the
-language model, under the language model's own class.
+fp8serve serves only text. It does not load the image modules (`Checkpoint.omitted_modules` names them), and it writes
+only the language model, under the language model's own class.
 
 Tensor names have two spellings: `language_model.model.layers.0...` (transformers 4) and
 `model.language_model.layers.0...` (transformers 5). Whether embeddings and head are tied follows from the tensors,
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8serve.errors import Fp8ServeError, ModelError, shown
+from fp8serve.errors import ModelError, shown
 from fp8serve.model.config.encoder import is_encoder
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.modules_json import lacks_head
@@ -32,13 +32,13 @@ _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "m
 _INHERITED_KEYS = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_text_config(model_dir: Path, error: type[Fp8ServeError] = ModelError) -> dict[str, Any]:
+def read_text_config(model_dir: Path) -> dict[str, Any]:
     """Returns config.json of the language model in `model_dir`, as if that model were published alone.
 
-    The missing head of an embedding model counts as tied to the embedding. Raises `error` if config.json cannot be
-    read, and ModelError if a multimodal config has no supported `text_config`.
+    The missing head of an embedding model counts as tied to the embedding. Raises ModelError if config.json cannot be
+    read, or if a multimodal config has no supported `text_config`.
     """
-    raw = read_json(model_dir / "config.json", error)
+    raw = read_json(model_dir / "config.json", ModelError)
     if not is_wrapper(raw):
         return raw | {"tie_word_embeddings": True} if not is_encoder(raw) and lacks_head(model_dir, raw) else raw
     from fp8serve.model.storage.shards import open_shards  # imported here because it imports safetensors

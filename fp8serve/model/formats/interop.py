@@ -206,8 +206,8 @@ def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
     if granularity is None:
         raise _unsupported("compressed-tensors", "activation strategy", strategy)
     spec = QuantSpec(granularity=granularity)
-    if spec.is_blocked and inputs.whole("group_size") != spec.block[1]:
-        raise _unsupported("compressed-tensors", "activation group_size", inputs.whole("group_size"))
+    if spec.is_blocked and inputs.integer("group_size") != spec.block[1]:
+        raise _unsupported("compressed-tensors", "activation group_size", inputs.integer("group_size"))
     return spec
 
 
@@ -215,7 +215,7 @@ def _require_fp8(producer: str, key: str, args: Fields | None) -> None:
     """Raises ModelError if `args`, the value of `key`, describes another format than symmetric FP8."""
     if args is None:
         return
-    bits, kind, symmetric = args.whole("num_bits"), args.text("type"), args.boolean("symmetric")
+    bits, kind, symmetric = args.integer("num_bits"), args.text("type"), args.boolean("symmetric")
     if bits not in (None, 8) or kind not in (None, "float") or symmetric is False:
         asymmetric = " asymmetric" if symmetric is False else ""
         raise _unsupported(producer, key, f"{8 if bits is None else bits}-bit {kind or 'float'}{asymmetric}")

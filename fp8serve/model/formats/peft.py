@@ -116,6 +116,8 @@ def make_config(
     base: str, config: PeftConfig, adapted: Sequence[str], linears: Sequence[str], dropout: float
 ) -> dict[str, Any]:
     """Returns adapter_config.json for an adapter of the linears `adapted`, a subset of the model's `linears`."""
+    components = {name.rpartition(".")[2] for name in adapted}
+    matches = {name for name in linears if name.rpartition(".")[2] in components}
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -127,18 +129,12 @@ def make_config(
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": config.rank,
-        "target_modules": _target_modules(adapted, linears),
+        # the last components of the names, or the full names if the components match other linears, too
+        "target_modules": sorted(components if matches == set(adapted) else adapted),
         "task_type": "CAUSAL_LM",
         "use_dora": config.dora,
         "use_rslora": config.rslora,
     }
-
-
-def _target_modules(adapted: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """Returns the last components of the names, or the full names if the components match other linears, too."""
-    components = {name.rpartition(".")[2] for name in adapted}
-    matches = {name for name in linears if name.rpartition(".")[2] in components}
-    return sorted(components if matches == set(adapted) else adapted)
 
 
 def tensor_name(linear: str, part: Part) -> str:

@@ -37,14 +37,6 @@ def quantization_files(
         raise ModelError(f"The format {format_!r} does not exist; choose one of {', '.join(FORMATS)}.")
     if format_ == "compressed-tensors":
         return {"quantization_config": _compressed_tensors(recipe, kv_cache, ignored, matrices)}
-    _check_uniform(format_, recipe, matrices)
-    if format_ == "modelopt":
-        return _modelopt(recipe, kv_cache, ignored)
-    return {"quantization_config": _fp8(recipe, ignored)}
-
-
-def _check_uniform(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) -> None:
-    """Raises ModelError if a matrix is quantized differently from the layers, for formats with one scheme for all."""
     layers = recipe.specs.linear
     for name, (inputs, weight) in matrices.items():
         differs = inputs is not None and _input_scheme(inputs) != _input_scheme(layers["input"])
@@ -53,6 +45,9 @@ def _check_uniform(format_: str, recipe: Recipe, matrices: Mapping[str, Specs]) 
                 f"The format {format_!r} cannot express that {name} is in FP8 and scaled otherwise than the layers; "
                 "write compressed-tensors."
             )
+    if format_ == "modelopt":
+        return _modelopt(recipe, kv_cache, ignored)
+    return {"quantization_config": _fp8(recipe, ignored)}
 
 
 def _input_scheme(inputs: QuantSpec) -> tuple[Any, ...]:
@@ -133,33 +128,20 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ignored}
 
 
-def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
-    """Returns the name of ModelOpt's algorithm for these specs, or None if it has none."""
-    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
-    return next((algorithm for algorithm, known in MODELOPT.items() if known == scheme), None)
-
-
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
-    algo = _modelopt_algo(recipe.specs.linear["input"], recipe.specs.linear["weight"])
+    inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
+    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
+    algo = next((name for name, known in MODELOPT.items() if known == scheme), None)
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."
         )
     producer = {"name": "modelopt", "version": "fp8serve"}  # readers recognize the format by this name
     args = {"dynamic": False, "num_bits": 8, "type": "float"}
-    config: dict[str, Any] = {
-        "ignore": ignored,
-        "quant_algo": algo,
-        "producer": producer,
-        "quant_method": "modelopt",
-    }
+    config: dict[str, Any] = {"ignore": ignored, "quant_algo": algo, "producer": producer, "quant_method": "modelopt"}
     if algo == "FP8":
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args
-    quantization = {
-        "quant_algo": algo,
-        "kv_cache_quant_algo": "FP8" if kv_cache else None,
-        "exclude_modules": ignored,
-    }
+    quantization = {"quant_algo": algo, "kv_cache_quant_algo": "FP8" if kv_cache else None, "exclude_modules": ignored}
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

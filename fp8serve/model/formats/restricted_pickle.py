@@ -173,10 +173,10 @@ def read_state(data: bytes) -> tuple[Any, Storages]:
     return read_pickle(files[f"{root}data.pkl"]), storages
 
 
-def tensor(value: Any, storages: Storages, name: str) -> Tensor:
+def read_tensor(value: Any, storages: Storages, name: str) -> Tensor:
     """Returns a copy of the FP32 tensor in the record `value`. Raises ScalesError, with `name`, for other values."""
     if not isinstance(value, Call) or value.function != _REBUILD or len(value.args) < 4:
-        raise ScalesError(f"{name} is {kind(value)} where a tensor was expected.")
+        raise ScalesError(f"{name} is {describe_record(value)} where a tensor was expected.")
     storage, offset, size, stride = value.args[:4]
     if isinstance(storage, Persistent):
         key, count = _key_and_count(storage, name)
@@ -184,7 +184,7 @@ def tensor(value: Any, storages: Storages, name: str) -> Tensor:
     elif isinstance(storage, Call) and storage.function == _FROM_BYTES and len(storage.args) == 1:
         count, elements = _legacy_storage(storage.args[0], name)
     else:
-        raise ScalesError(f"{name} has {kind(storage)} where torch stores elements.")
+        raise ScalesError(f"{name} has {describe_record(storage)} where torch stores elements.")
     if len(elements) < 4 * count:
         raise ScalesError(f"{name} announces {count} elements and has {len(elements) // 4}.")
     if not _is_valid_view(count, offset, size, stride):
@@ -193,7 +193,7 @@ def tensor(value: Any, storages: Storages, name: str) -> Tensor:
     return flat.as_strided(size, stride, offset).clone(memory_format=torch.contiguous_format)
 
 
-def kind(value: Any) -> str:
+def describe_record(value: Any) -> str:
     """Returns the kind of a record for messages, without its contents, which may be endless."""
     record = value.function if isinstance(value, Call) else value
     name = repr(f"{record.module}.{record.name}"[:80]) if isinstance(record, Global) else type(record).__name__
@@ -216,14 +216,16 @@ def _key_and_count(storage: Persistent, name: str) -> tuple[str, int]:
         case ("storage", Global() as dtype, str(key), str(), int(count), *_) if dtype == _FLOAT and count >= 0:
             return key, count
         case ("storage", Global() as dtype, *_) if dtype != _FLOAT:
-            raise ScalesError(f"{name} is stored as {kind(dtype)} where torch.FloatStorage (FP32) was expected.")
+            raise ScalesError(
+                f"{name} is stored as {describe_record(dtype)} where torch.FloatStorage (FP32) was expected."
+            )
     raise ScalesError(f"{name} has a storage that torch does not write.")
 
 
 def _legacy_storage(data: Any, name: str) -> tuple[int, bytes]:
     """Returns (number of elements, bytes) of a storage that torch wrote outside of a zip file."""
     if not isinstance(data, bytes):
-        raise ScalesError(f"{name} has {kind(data)} where the bytes of a storage were expected.")
+        raise ScalesError(f"{name} has {describe_record(data)} where the bytes of a storage were expected.")
     stream = io.BytesIO(data)
     magic, protocol, system, storage, keys = (read_pickle(stream) for _ in range(5))
     little = isinstance(system, dict) and system.get("little_endian") is True

@@ -12,7 +12,7 @@ the range of its scale, if a key is unknown, or if the file belongs to another m
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,17 @@ from fp8serve.fp8.scaling import fp8_max
 from fp8serve.model.config.decoder import read_config
 from fp8serve.model.config.encoder import is_encoder, parse_encoder_config
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.storage.files import fsync, read_optional_json, reject_duplicate_keys, save_tensors
-from fp8serve.model.storage.shards import Shards, open_shards, read_header, type_name
+from fp8serve.model.storage.files import fsync, read_optional_json, reject_duplicate_keys
+from fp8serve.model.storage.shards import Shards, open_shards, read_header, save_tensors, type_name
 
 FORMAT, VERSION = "fp8serve.scales", "1"
 FILE_NAME = "scales.safetensors"
+COPY_TOLERANCE = 0.01  # relative, between a scale and its copy in the checkpoint, which may be rounded to BF16
 ROLES = ("input", "weight", "grad_output", "k", "v")
+# Fields of the configuration and their values that have another name in fingerprints, because they were renamed later.
+_FINGERPRINT_NAMES = {"softmax_over_chosen": "weighs_chosen", "fp32_routing_weights": "wide_weights",
+                      "sparsemixer_threshold": "closeness", "rope_interleaved": "neighbours_pair",
+                      "all_heads": "whole", "fp32_rms": "wide_rms"}  # fmt: skip
 _METADATA = frozenset({"format", "version", "recipe", "model", "observations", "created_by"})
 
 
@@ -71,10 +76,9 @@ def save_scales(path: Path, checkpoint: ScalingCheckpoint) -> None:
     check_scales(checkpoint, str(path))
     tensors: dict[str, Tensor] = {}
     for key, entry in checkpoint.tensors.items():
-        tensors[f"{key}.scale"] = entry.scale.detach().to("cpu", torch.float32, copy=True).contiguous()
+        tensors[f"{key}.scale"] = entry.scale.float()
         if entry.amax_history is not None:
-            history = entry.amax_history.detach().to("cpu", torch.float32, copy=True)
-            tensors[f"{key}.amax_history"] = history.contiguous()
+            tensors[f"{key}.amax_history"] = entry.amax_history.float()
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,8 +98,8 @@ def load_scales(path: Path | str, model_dir: Path | str | None = None) -> Scalin
     """
     checkpoint = read_scales(path)
     check_scales(checkpoint, str(path))
-    if model_dir is not None:
-        check_fingerprint(checkpoint, Path(model_dir), str(path))
+    if model_dir is not None and fingerprint(model_dir) not in checkpoint.model.split():
+        raise ScalesError(f"{path} belongs to another model than {model_dir}; calibrate this model instead.")
     return checkpoint
 
 
@@ -107,32 +111,24 @@ def read_scales(path: Path | str) -> ScalingCheckpoint:
         tensors = Shards(entries)
     except Fp8ServeError as e:
         raise ScalesError(str(e)) from None
-    _check_metadata(metadata, path)
+    if metadata.get("format") != FORMAT:
+        raise ScalesError(f"{path} is not a scales file of fp8serve: its format is {metadata.get('format')!r}.")
+    if (version := metadata.get("version")) != VERSION:
+        raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
+    if set(metadata) != _METADATA:
+        keys = sorted(set(metadata) ^ _METADATA)
+        raise ScalesError(f"{path} has missing or unknown metadata: {', '.join(keys)}.")
+    try:
+        recipe = from_json(metadata["recipe"])
+    except RecipeError as e:
+        raise ScalesError(f"{path} holds a recipe that cannot be read: {e}") from None
     return ScalingCheckpoint(
-        _parse_recipe(metadata["recipe"], path),
+        recipe,
         _read_tensors(tensors, path),
         metadata["model"],
         _parse_observations(metadata["observations"], path),
         metadata["created_by"],
     )
-
-
-def _check_metadata(metadata: Mapping[str, str], path: Path) -> None:
-    if metadata.get("format") != FORMAT:
-        raise ScalesError(f"{path} is not a scales file of fp8serve: its format is {metadata.get('format')!r}.")
-    if metadata.get("version") != VERSION:
-        version = metadata.get("version")
-        raise ScalesError(f"{path} is of version {version!r}; this fp8serve reads version {VERSION}: calibrate again.")
-    if set(metadata) != _METADATA:
-        keys = sorted(set(metadata) ^ _METADATA)
-        raise ScalesError(f"{path} has missing or unknown metadata: {', '.join(keys)}.")
-
-
-def _parse_recipe(text: str, path: Path) -> Recipe | None:
-    try:
-        return from_json(text)
-    except RecipeError as e:
-        raise ScalesError(f"{path} holds a recipe that cannot be read: {e}") from None
 
 
 def _parse_observations(text: str, path: Path) -> dict[str, Any]:
@@ -151,7 +147,11 @@ def _read_tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
         key, _, kind = name.rpartition(".")
         if kind not in ("scale", "amax_history") or key.rpartition(".")[2] not in ROLES:
             raise ScalesError(f"{path} holds the unknown key {name!r}; it was not written by this fp8serve.")
-        _check_shape(tensors, name, kind, path)
+        entry = tensors.entries[name]
+        has_shape = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
+        if entry.dtype is not torch.float32 or not has_shape:
+            expected, dtype = "F32 []" if kind == "scale" else "F32 [N]", type_name(entry.dtype)
+            raise ScalesError(f"{path}: {name} is {dtype} {list(entry.shape)} where {expected} was expected.")
         by_key.setdefault(key, {})[kind] = tensors[name].clone()
     for key, parts in by_key.items():
         if "scale" not in parts:
@@ -159,24 +159,15 @@ def _read_tensors(tensors: Shards, path: Path) -> dict[str, TensorScale]:
     return {key: TensorScale(parts["scale"], parts.get("amax_history")) for key, parts in by_key.items()}
 
 
-def _check_shape(tensors: Shards, name: str, kind: str, path: Path) -> None:
-    entry = tensors.entries[name]
-    has_shape = entry.shape == () if kind == "scale" else len(entry.shape) == 1 and entry.shape[0] > 0
-    if entry.dtype is not torch.float32 or not has_shape:
-        expected = "F32 []" if kind == "scale" else "F32 [N]"
-        dtype = type_name(entry.dtype)
-        raise ScalesError(f"{path}: {name} is {dtype} {list(entry.shape)} where {expected} was expected.")
-
-
 def check_scales(checkpoint: ScalingCheckpoint, where: str) -> None:
     """Raises ScalesError if a scale is unusable or its tensor was never observed. `where` is the file's name."""
     if not checkpoint.tensors:
         raise ScalesError(f"{where} holds no scales.")
-    for key, problem in problems(checkpoint):
+    for key, problem in find_problems(checkpoint):
         raise ScalesError(f"{where}: {key} {problem}; calibrate again on data that reach it.")
 
 
-def problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
+def find_problems(checkpoint: ScalingCheckpoint) -> Iterator[tuple[str, str]]:
     """Yields (tensor, problem) for each tensor whose scale cannot be served."""
     counts = checkpoint.observations.get("tensors", {})
     for key, entry in checkpoint.tensors.items():
@@ -220,12 +211,6 @@ def check_covers(checkpoint: ScalingCheckpoint, linears: Iterable[str], where: s
             raise ScalesError(f"{where}: {key} belongs to no FP8 layer of this model.")
 
 
-def check_fingerprint(checkpoint: ScalingCheckpoint, model_dir: Path, where: str) -> None:
-    """Raises ScalesError unless the scales belong to the model in `model_dir`."""
-    if fingerprint(model_dir) not in checkpoint.model.split():
-        raise ScalesError(f"{where} belongs to another model than {model_dir}; calibrate this model instead.")
-
-
 def fingerprint(model_dir: Path | str) -> str:
     """Returns 32 hex digits that identify the model in `model_dir`.
 
@@ -259,7 +244,13 @@ def _config_fields(model_dir: Path) -> dict[str, Any]:
         excluded.add("softmax_scale")
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in excluded}
     defaults = {f.name for f in fields(config) if values.get(f.name) == f.default}
-    return {name: _to_dict(value) for name, value in values.items() if name not in defaults} | _rope_fields(config)
+    changed = [(name, _to_dict(value)) for name, value in values.items() if name not in defaults]
+    return _with_fingerprint_names(changed) | _rope_fields(config)
+
+
+def _with_fingerprint_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = _FINGERPRINT_NAMES
+    return {names.get(k, k): names.get(v, v) if isinstance(v, str) else v for k, v in items}
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
@@ -270,7 +261,9 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_dict(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return asdict(value, dict_factory=_with_fingerprint_names)
 
 
 def _sample(tensor: Tensor, size: int = 256) -> bytes:

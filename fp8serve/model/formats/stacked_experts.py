@@ -23,9 +23,10 @@ does not write MXFP4.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -35,25 +36,13 @@ from fp8serve.fp8.ops.arithmetic import BLOCK as BLOCK_ROWS
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.microscaling import BLOCK, mxfp4
-from fp8serve.model.storage.shards import Shards, StoredTensor
+from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
 _GPT_OSS_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
 _MLP = re.compile(r"(model\.layers\.(\d+))\.mlp\.(gate\.|experts\.)")
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.(gate|up|down)_proj\.(.+)")
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|_scale|)")
 _INPUT_SCALES = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation_scale|input_scale)")
-
-
-class _Computed(Shards):
-    """Shards in which functions compute some tensors from others."""
-
-    def __init__(self, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]) -> None:
-        super().__init__(entries)
-        self._computed = computed
-
-    def __getitem__(self, name: str) -> Tensor:
-        compute = self._computed.get(name)
-        return super().__getitem__(name) if compute is None else compute()
 
 
 def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
@@ -63,27 +52,18 @@ def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
         match = _GPT_OSS_STACK.fullmatch(stored)
         if match is None:
             continue
-        for name, entry, compute in _gpt_oss_parts(shards, stored, match, experts):
-            entries[name], computed[name] = entry, compute
-        del entries[stored]
-        entries.pop(f"{match[1]}.{match[2]}_scales", None)
-    return _Computed(entries, computed)
-
-
-def _gpt_oss_parts(
-    shards: Shards, stored: str, match: "re.Match[str]", experts: Experts
-) -> Iterator[tuple[str, StoredTensor, Callable[[], Tensor]]]:
-    """Yields (name, entry, function that computes it) for each expert's part of the stack `stored`."""
-    owner, projection, kind = match.groups()
-    leaves, entry = _leaves(projection, experts), shards.entries[stored]
-    rows, columns = _matrix_shape(shards, stored, kind, experts)
-    is_bias = kind == "_bias"
-    shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
-    part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
-    for expert in range(experts.count):
-        for i, leaf in enumerate(leaves):
-            compute = partial(_read_gpt_oss_part, shards, stored, kind, expert, slice(i, None, len(leaves)))
-            yield f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}", part, compute
+        owner, projection, kind = match.groups()
+        leaves, entry = _leaves(projection, experts), entries.pop(stored)
+        entries.pop(f"{owner}.{projection}_scales", None)
+        rows, columns = _matrix_shape(shards, stored, kind, experts)
+        is_bias = kind == "_bias"
+        shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
+        part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
+        for expert, (i, leaf) in product(range(experts.count), enumerate(leaves)):
+            name = f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}"
+            entries[name] = part
+            computed[name] = partial(_read_gpt_oss_part, shards, stored, kind, expert, slice(i, None, len(leaves)))
+    return ComputedShards(shards, entries, computed)
 
 
 def _matrix_shape(shards: Shards, stored: str, kind: str, experts: Experts) -> tuple[int, int]:
@@ -145,7 +125,11 @@ def _parts(name: str, entry: StoredTensor, experts: Experts, has_pairs: bool) ->
     if match is None or len(entry.shape) != 3:
         yield name, entry
         return
-    _check_count(entry, name, experts)
+    if entry.shape[0] != experts.count:
+        raise ModelError(
+            f"{entry.file}: {name} holds {entry.shape[0]} experts, and config.json names {experts.count}; one of the "
+            "two is wrong, or the file is incomplete."
+        )
     owner, projection, scale = match.groups()
     leaves = _leaves(projection, experts)
     _, rows, columns = entry.shape
@@ -172,15 +156,6 @@ def _input_scales(match: "re.Match[str]", entry: StoredTensor, experts: Experts)
         scalar = replace(entry, shape=(), start=entry.start + expert * entry.dtype.itemsize, note=None)
         for leaf in _leaves(projection, experts):
             yield f"{owner}.{expert}.{leaf}.{scale}", scalar
-
-
-def _check_count(entry: StoredTensor, name: str, experts: Experts) -> None:
-    """Raises ModelError if a stack does not have the number of experts in config.json."""
-    if entry.shape[0] != experts.count:
-        raise ModelError(
-            f"{entry.file}: {name} holds {entry.shape[0]} experts, and config.json names {experts.count}; one of the "
-            "two is wrong, or the file is incomplete."
-        )
 
 
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:

@@ -45,13 +45,13 @@ def input_spec(quant_type: Any, unsupported: Callable[[str, Any], ModelError]) -
 
     Raises the error that unsupported(key, value) returns for an unsupported value.
     """
-    whole = quant_type.get("default") if isinstance(quant_type, Mapping) and set(quant_type) == {"default"} else None
-    kind = whole.get("_type") if isinstance(whole, Mapping) else None
-    if not isinstance(whole, Mapping) or kind not in (_WEIGHT_ONLY, _DYNAMIC):
+    default = quant_type.get("default") if isinstance(quant_type, Mapping) and set(quant_type) == {"default"} else None
+    kind = default.get("_type") if isinstance(default, Mapping) else None
+    if not isinstance(default, Mapping) or kind not in (_WEIGHT_ONLY, _DYNAMIC):
         raise unsupported("quant_type", kind or quant_type)
-    data = whole.get("_data")
+    data = default.get("_data")
     if not isinstance(data, Mapping):
-        raise unsupported("quant_type", whole)
+        raise unsupported("quant_type", default)
     for key in ("activation_value_lb", "activation_value_ub"):
         if data.get(key) is not None:
             raise unsupported(key, data[key])

@@ -40,7 +40,7 @@ from torch import Tensor
 from fp8serve.errors import Fp8ServeError, RecipeError, ScalesError
 from fp8serve.fp8.recipe import DelayedScaling, Format, as_delayed
 from fp8serve.fp8.scaling import fp8_max
-from fp8serve.model.formats.restricted_pickle import Call, Global, Storages, kind, read_state, tensor
+from fp8serve.model.formats.restricted_pickle import Call, Global, Storages, describe_record, read_state, read_tensor
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, check_scales, fingerprint
 from fp8serve.model.storage.shards import Shards, read_header, type_name
 
@@ -124,7 +124,7 @@ def _field(name: str, value: Any) -> Any:
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return value
-    raise ScalesError(f"Its recipe's {name[:80]} is {kind(value)}, which is not read from files.")
+    raise ScalesError(f"Its recipe's {name[:80]} is {describe_record(value)}, which is not read from files.")
 
 
 def _format(value: Any) -> Format:
@@ -145,7 +145,7 @@ def _state(
     recipe: DelayedScaling, value: dict[str, Any], storages: Storages, extra: dict[str, Any]
 ) -> ModuleState | None:
     tensors = {
-        (name, part): tensor(value[f"{name}_{part}"], storages, f"{name}_{part}")
+        (name, part): read_tensor(value[f"{name}_{part}"], storages, f"{name}_{part}")
         for name in ("scale", "amax_history")
         for part in ("fwd", "bwd")
         if f"{name}_{part}" in value

@@ -2,7 +2,7 @@
 
 A row has the `model_type` of the Hugging Face model, the keys and tensors in addition to the common ones, and values
 that llama.cpp fixes in code (`fixed`). A function `derive` computes the keys of config.json that are not only renamed,
-from the file and the keys that were read before. An architecture without a row raises ModelError. `decimal` and
+from the file and the keys that were read before. An architecture without a row raises ModelError. `to_decimal` and
 `dequantize` read the numbers of any file.
 """
 
@@ -30,7 +30,7 @@ DEEPSEEK_KEYS = frozenset({
 })  # fmt: skip
 
 
-def decimal(value: Any) -> Any:
+def to_decimal(value: Any) -> Any:
     """Returns the decimal number that was rounded to this FP32 number: 1e-5 instead of 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -100,7 +100,7 @@ def phi3_keys(file: GgufFile, config: Config) -> Config:
 def _factors(file: GgufFile, name: str) -> list[float]:
     if name not in file.tensors:
         raise ModelError(f"{file.path} has no {name}; convert the model to GGUF again.")
-    return [decimal(factor) for factor in dequantize(file.tensors[name], torch.float32).flatten().tolist()]
+    return [to_decimal(factor) for factor in dequantize(file.tensors[name], torch.float32).flatten().tolist()]
 
 
 def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:
@@ -109,7 +109,7 @@ def _attention_factor(file: GgufFile, config: Config, original: int) -> Config:
     if factor is None or not isinstance(length, int) or original < 2:
         return {}
     default = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original else 1.0
-    return {} if math.isclose(factor, default, rel_tol=1e-6) else {"attention_factor": decimal(factor)}
+    return {} if math.isclose(factor, default, rel_tol=1e-6) else {"attention_factor": to_decimal(factor)}
 
 
 def gpt_oss_keys(file: GgufFile, config: Config) -> Config:
@@ -168,7 +168,7 @@ def _yarn_keys(file: GgufFile, config: Config) -> Config:
     scaling, multiplier = config.get("rope_scaling"), file.get("deepseek2.rope.scaling.yarn_log_multiplier", float)
     if not scaling or multiplier is None:
         return {}
-    mscale = decimal(multiplier / 0.1)
+    mscale = to_decimal(multiplier / 0.1)
     return {"rope_scaling": scaling | {"mscale": mscale, "mscale_all_dim": mscale}}
 
 
@@ -302,10 +302,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         derive=rotary_keys,
     ),
     "command-r": Layout(
-        "cohere",
-        keys=_COHERE,
-        switches=_ATTENTION_BIAS | {"use_qk_norm": "attn_q_norm.weight"},
-        eps=_LAYER_NORM,
+        "cohere", keys=_COHERE, switches=_ATTENTION_BIAS | {"use_qk_norm": "attn_q_norm.weight"}, eps=_LAYER_NORM
     ),
     "cohere2": Layout("cohere2", keys=_COHERE | _WINDOW, switches=_ATTENTION_BIAS, eps=_LAYER_NORM),
     "gpt-oss": Layout(

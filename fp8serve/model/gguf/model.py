@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fp8serve.model.config.decoder import parse_config
 from fp8serve.model.config.families import FAMILIES
 from fp8serve.model.config.mixture import needs_fp32
 from fp8serve.model.config.rope import Rope
-from fp8serve.model.gguf.families import RMS_EPS, Layout, decimal, dequantize, layout_of
+from fp8serve.model.gguf.families import RMS_EPS, Layout, dequantize, layout_of, to_decimal
 from fp8serve.model.gguf.reader import GgufFile
 from fp8serve.model.network.rotary import inverse_frequencies
 
@@ -74,7 +73,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": layout.model_type, "dtype": "bfloat16", **layout.fixed}
     config |= _sizes(file, arch) | _renamed_keys(file, arch, layout)
     config |= {f"{role}_token_id": file.get(f"tokenizer.ggml.{role}_token_id", int) for role in ("bos", "eos")}
-    config |= {"vocab_size": len(file.list_of("tokenizer.ggml.tokens", str))}
+    config |= {"vocab_size": len(file.get_list("tokenizer.ggml.tokens", str))}
     config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
     config |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in layout.switches.items()}
     if scaling := _rope_scaling(file, arch, layout):
@@ -84,8 +83,12 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     config["architectures"] = [FAMILIES[config["model_type"]].architecture]
     parsed = parse_config(config, where=str(file.path))
     if parsed.latent is None:
-        _check_heads(file, arch, parsed.head_dim, parsed.rotary_dim or parsed.head_dim)
-        config["head_dim"] = parsed.head_dim
+        head_dim, num_rotated = parsed.head_dim, parsed.rotary_dim or parsed.head_dim
+        for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", num_rotated)):
+            size = file.get(f"{arch}.{key}", int)
+            if size not in (None, expected):
+                raise ModelError(f"{file.path}: {arch}.{key} is {size}, but a head has {head_dim} elements.")
+        config["head_dim"] = head_dim
     if ROPE_FACTORS in file.tensors:
         config["rope_scaling"] = _llama3(file, config)
     return config
@@ -106,7 +109,7 @@ def _refuse_unknown(file: GgufFile, arch: str, layout: Layout) -> None:
 
 def _sizes(file: GgufFile, arch: str) -> dict[str, Any]:
     """Returns the keys of `SIZES`, with GGUF's defaults, which differ from those of config.json."""
-    sizes = {hf_key: decimal(file.value(f"{arch}.{key}")) for key, hf_key in SIZES.items()}
+    sizes = {hf_key: to_decimal(file.value(f"{arch}.{key}")) for key, hf_key in SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if sizes["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         sizes["head_dim"] = hidden // heads
@@ -122,7 +125,7 @@ def _renamed_keys(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any]:
     for key in keys:
         if file.value(f"{arch}.{key}") is None:
             raise ModelError(f"{file.path} has no {arch}.{key}; convert the model to GGUF again.")
-    values = {hf_key: decimal(file.value(f"{arch}.{key}")) for key, hf_key in {**keys, **layout.optional}.items()}
+    values = {hf_key: to_decimal(file.value(f"{arch}.{key}")) for key, hf_key in {**keys, **layout.optional}.items()}
     return {key: value for key, value in values.items() if value is not None or key in keys.values()}
 
 
@@ -132,7 +135,7 @@ def _rope_scaling(file: GgufFile, arch: str, layout: Layout) -> dict[str, Any] |
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: rotary scaling with type {shown(kind)} is not supported; linear and yarn are.")
-    factor = decimal(file.value(f"{arch}.rope.scaling.factor"))
+    factor = to_decimal(file.value(f"{arch}.rope.scaling.factor"))
     return {"rope_type": kind, "factor": factor} | (_yarn(file, arch, factor) if kind == "yarn" else {})
 
 
@@ -150,15 +153,8 @@ def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
             f"{file.path}: the key {arch}.rope.scaling.yarn_attn_factor is {shown(attention)}, which is not supported."
         )
     original = file.value(f"{arch}.rope.scaling.original_context_length")
-    betas = {name.removeprefix("yarn_"): decimal(value) for name, value in factors.items() if value is not None}
+    betas = {name.removeprefix("yarn_"): to_decimal(value) for name, value in factors.items() if value is not None}
     return {"original_max_position_embeddings": original, **betas}
-
-
-def _check_heads(file: GgufFile, arch: str, head_dim: int, num_rotated: int) -> None:
-    for key, expected in (("attention.value_length", head_dim), ("rope.dimension_count", num_rotated)):
-        size = file.get(f"{arch}.{key}", int)
-        if size not in (None, expected):
-            raise ModelError(f"{file.path}: {arch}.{key} is {size}, but a head has {head_dim} elements.")
 
 
 def _rope(config: dict[str, Any]) -> Rope:
@@ -170,26 +166,21 @@ def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Returns Llama 3's parameters for the divisors of frequencies in the file."""
     divisors = dequantize(file.tensors[ROPE_FACTORS], torch.float32)
     unscaled = inverse_frequencies(config["head_dim"], _rope(config))
-    for candidate in _llama3_candidates(float(divisors.max())):
+    for exponent in (13, *range(5, 18)):  # likely trained contexts: Llama's own 8,192 tokens, then powers of two
+        candidate = {
+            "rope_type": "llama3",
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 2**exponent,
+        }
         scaled = inverse_frequencies(config["head_dim"], _rope(config | {"rope_scaling": candidate}))
         if divisors.shape == unscaled.shape and torch.allclose(unscaled / divisors, scaled, rtol=1e-5, atol=0):
             return candidate
     raise ModelError(f"{file.path}: {ROPE_FACTORS} holds factors that are not those of Llama 3.")
 
 
-def _llama3_candidates(factor: float) -> Iterator[dict[str, Any]]:
-    """Yields Llama 3's parameters for each likely trained context: Llama's own 8,192 tokens, then powers of two."""
-    for exponent in (13, *range(5, 18)):
-        yield {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 2**exponent,
-        }
-
-
-def hf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str | None:
+def hf_name(name: str, names: Mapping[str, str]) -> str | None:
     """Returns the Hugging Face name of a tensor, or None if it is unknown.
 
     For example, blk.0.attn_q.weight becomes model.layers.0.self_attn.q_proj.weight. `names` are `Layout.names`.
@@ -221,7 +212,11 @@ class Weights(Mapping[str, Tensor]):
             target = hf_name(name, layout.names)
             if target is None:
                 raise ModelError(f"{file.path} holds the tensor {shown(name)}, which no supported model has.")
-            self._loaders |= self._tensor_loaders(target, tensor)
+            if "{}" in target:  # a stack of experts
+                experts = range(int(tensor.shape[-1]))
+                self._loaders |= {target.format(e): partial(dequantize, tensor, expert=e) for e in experts}
+            else:
+                self._loaders[target] = partial(self._dequantize, target, tensor)
         self._loaders = join_kv_b(self._loaders)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -232,13 +227,6 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._loaders)
-
-    def _tensor_loaders(self, name: str, tensor: Any) -> dict[str, Callable[[], Tensor]]:
-        """Returns a function that loads `tensor`, or one for each expert of a stack, by Hugging Face name."""
-        if "{}" not in name:
-            return {name: partial(self._dequantize, name, tensor)}
-        experts = int(tensor.shape[-1])
-        return {name.format(e): partial(dequantize, tensor, expert=e) for e in range(experts)}
 
     def _dequantize(self, name: str, tensor: Any) -> Tensor:
         if self._layout.norms_include_one and name.endswith("norm.weight"):

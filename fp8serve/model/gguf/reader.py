@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8serve.errors import ModelError, one_line, shown
-from fp8serve.model.storage.opening import open_file, regular_file
+from fp8serve.model.storage.opening import is_regular_file, open_file
 
 MAGIC = b"GGUF"
 # A header with a vocabulary of 262,144 tokens with scores and types, and 514,906 merges, takes two million reads.
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 def is_gguf(path: Path) -> bool:
     """Returns whether `path` is a GGUF file, according to its first bytes or its name."""
-    if not regular_file(path):
+    if not is_regular_file(path):
         return False
     with open_file(path) as file:
         return path.suffix == ".gguf" or file.read(4) == MAGIC
@@ -38,7 +38,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not regular_file(path):
+        if not is_regular_file(path):
             raise ModelError(f"{path} is not a regular file; give the path of a GGUF file.")
         reader = _read(path)
         self._fields = reader.fields
@@ -47,7 +47,12 @@ class GgufFile:
             raise ModelError(
                 f"{path} is one part of a model in several files; join them with llama-gguf-split --merge."
             )
-        self._check_types()
+        for tensor in self.tensors.values():
+            if tensor.tensor_type.name not in TYPES:
+                raise ModelError(
+                    f"{path}: {shown(tensor.name)} has the type {tensor.tensor_type.name}, which is not supported; "
+                    f"supported are {', '.join(TYPES)}."
+                )
 
     @property
     def keys(self) -> list[str]:
@@ -75,20 +80,12 @@ class GgufFile:
             raise ModelError(f"{self.path} has no {key}; convert the model to GGUF again.")
         return value
 
-    def list_of(self, key: str, kind: type[Kind]) -> list[Kind]:
+    def get_list(self, key: str, kind: type[Kind]) -> list[Kind]:
         """Returns the list under the key, or an empty one. Raises ModelError if an item has another type."""
         values = self.get(key, list) or []
         if not all(isinstance(value, kind) for value in values):
             raise ModelError(f"{self.path}: {key} is not a list of the type {kind.__name__}.")
         return values
-
-    def _check_types(self) -> None:
-        for tensor in self.tensors.values():
-            if tensor.tensor_type.name not in TYPES:
-                raise ModelError(
-                    f"{self.path}: {shown(tensor.name)} has the type {tensor.tensor_type.name}, which is not "
-                    f"supported; supported are {', '.join(TYPES)}."
-                )
 
 
 def _read(path: Path) -> Any:

@@ -133,10 +133,21 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
         if isinstance(e, ModelError):
             raise
         raise ModelError(f"{file.path} holds a vocabulary that makes no tokenizer: {one_line(e)}.") from None
+    roles = vocabulary.roles
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {f"{name}_token": vocabulary.tokens[roles[role]] for role, name in _ROLES.items() if role in roles}
+    if template := file.get("tokenizer.chat_template", str):
+        config["chat_template"] = template
+    end_ids = list(dict.fromkeys(roles[role] for role in _END_ROLES if role in roles))
+    generation = {
+        "bos_token_id": roles.get("bos"),
+        "eos_token_id": end_ids if len(end_ids) > 1 else next(iter(end_ids), None),
+        "pad_token_id": roles.get("padding"),
+    }
     return {
         "tokenizer.json": tokenizer.to_str(pretty=False),
-        "tokenizer_config.json": _json(_tokenizer_config(file, vocabulary)),
-        "generation_config.json": _json(_generation_config(file, vocabulary)),
+        "tokenizer_config.json": _json(config),
+        "generation_config.json": _json({key: value for key, value in generation.items() if value is not None}),
     }
 
 
@@ -145,23 +156,19 @@ def _json(value: Any) -> str:
 
 
 def _vocabulary(file: GgufFile) -> Vocabulary:
-    tokens = file.list_of("tokenizer.ggml.tokens", str)
-    kinds = file.list_of("tokenizer.ggml.token_type", int) or [int(Kind.NORMAL)] * len(tokens)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
+    kinds = file.get_list("tokenizer.ggml.token_type", int) or [int(Kind.NORMAL)] * len(tokens)
     if len(kinds) != len(tokens) or not tokens:
         raise ModelError(f"{file.path} has {len(tokens)} tokens, and the types of {len(kinds)}.")
     if len(set(tokens)) != len(tokens):
         duplicate = Counter(tokens).most_common(1)[0][0]
         raise ModelError(f"{file.path} has the token {shown(duplicate)} twice.")
-    return Vocabulary(tokens, kinds, _token_roles(file, len(tokens)))
-
-
-def _token_roles(file: GgufFile, num_tokens: int) -> dict[str, int]:
     ids = {role: file.get(f"tokenizer.ggml.{role}_token_id", int) for role in (*_ROLES, *_END_ROLES)}
     roles = {role: i for role, i in ids.items() if i is not None}
     for role, i in roles.items():
-        if not 0 <= i < num_tokens:
-            raise ModelError(f"{file.path}: the {role} token is {i}, but there are {num_tokens} tokens.")
-    return roles
+        if not 0 <= i < len(tokens):
+            raise ModelError(f"{file.path}: the {role} token is {i}, but there are {len(tokens)} tokens.")
+    return Vocabulary(tokens, kinds, roles)
 
 
 def _tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
@@ -192,7 +199,7 @@ def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
-    for merge in file.list_of("tokenizer.ggml.merges", str):
+    for merge in file.get_list("tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise ModelError(f"{file.path}: the merge {shown(merge)} is not two tokens with a space between.")
@@ -223,7 +230,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 
 def _merges_by_score(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Returns all pairs of pieces whose concatenation is a piece, by falling score of that piece, then by their ids."""
-    scores = file.list_of("tokenizer.ggml.scores", float)
+    scores = file.get_list("tokenizer.ggml.scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise ModelError(f"{file.path} has {len(vocabulary.tokens)} tokens, and the scores of {len(scores)}.")
     pieces = vocabulary.ids(Kind.UNUSED, Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE)
@@ -254,22 +261,3 @@ def _template(file: GgufFile, vocabulary: Vocabulary, adds_bos: bool) -> process
     names = {role: vocabulary.tokens[i] for role, i in ids.items()}
     single = [*([names["bos"]] if "bos" in names else []), "$A", *([names["eos"]] if "eos" in names else [])]
     return processors.TemplateProcessing(single=single, special_tokens=[(names[role], ids[role]) for role in ids])
-
-
-def _tokenizer_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for role, name in _ROLES.items():
-        if role in vocabulary.roles:
-            config[f"{name}_token"] = vocabulary.tokens[vocabulary.roles[role]]
-    template = file.get("tokenizer.chat_template", str)
-    return config | ({"chat_template": template} if template else {})
-
-
-def _generation_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
-    end_ids = list(dict.fromkeys(vocabulary.roles[role] for role in _END_ROLES if role in vocabulary.roles))
-    ids = {
-        "bos_token_id": vocabulary.roles.get("bos"),
-        "eos_token_id": end_ids if len(end_ids) > 1 else next(iter(end_ids), None),
-        "pad_token_id": vocabulary.roles.get("padding"),
-    }
-    return {key: value for key, value in ids.items() if value is not None}

@@ -10,14 +10,13 @@ text that is hard to split shows which one it is. Other pre-tokenizers raise Mod
 """
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -31,12 +30,12 @@ from fp8serve.model.config.rope import LongRope, Rope
 from fp8serve.model.gguf.families import LAYOUTS
 from fp8serve.model.gguf.model import KEYS, LAYER_MODULES, OUTER_MODULES, QK_PROJECTION, ROPE_FACTORS, hf_config
 from fp8serve.model.gguf.reader import GgufFile
-from fp8serve.model.gguf.tokenizer import FAMILIES, Family, Kind, tokenizer_files
+from fp8serve.model.gguf.tokenizer import FAMILIES, Kind, tokenizer_files
 from fp8serve.model.network.rotary import inverse_frequencies
 from fp8serve.model.storage.files import (
     MAX_COPIED_FILE_BYTES,
+    atomic_file,
     check_writable,
-    fsync,
     read_json,
     read_optional_json,
     read_text,
@@ -51,7 +50,6 @@ HARD_TEXT = (
 )
 _END_ROLES = ("eos", "eot", "eom")
 WeightType = Literal["BF16", "F16", "Q8_0"]
-WEIGHT_TYPES: tuple[WeightType, ...] = get_args(WeightType)
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 _EXPERT = re.compile(r"(.*\.experts\.)\d+(\..*)")
 _ROUTER = ".mlp.gate.weight"  # FP32 in llama.cpp
@@ -75,7 +73,8 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
         "tokenizer.ggml.pre": _find_family(path, raw, backend),
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": list(_merges(raw)),
+        # transformers 5 writes a merge as two texts, transformers 4 as one text with a space
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in raw["model"].get("merges") or ()],
         "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == tokenizer.bos_id,
         "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] in tokenizer.eos_ids,
         "tokenizer.chat_template": template_source(path, read_optional_json(path / "tokenizer_config.json")),
@@ -113,26 +112,17 @@ def _kind(is_used: bool, is_added: bool, is_special: bool) -> Kind:
     return Kind.CONTROL if is_special else Kind.USER_DEFINED if is_added else Kind.NORMAL
 
 
-def _merges(raw: dict[str, Any]) -> Iterator[str]:
-    """Yields the merges. transformers 5 writes a merge as two texts, transformers 4 as one text with a space."""
-    for merge in raw["model"].get("merges") or ():
-        yield merge if isinstance(merge, str) else " ".join(merge)
-
-
 def _find_family(path: Path, raw: dict[str, Any], backend: tokenizers.Tokenizer) -> str:
     model = raw.get("model") or {}
     is_byte_level = '"ByteLevel"' in json.dumps(raw.get("pre_tokenizer"))
+    is_nfc = '"NFC"' in json.dumps(raw.get("normalizer"))
     if model.get("type") == "BPE" and is_byte_level and backend.pre_tokenizer is not None:
         words = backend.pre_tokenizer.pre_tokenize_str(HARD_TEXT)
         for name, family in FAMILIES.items():
-            if family.pre_tokenizer().pre_tokenize_str(HARD_TEXT) == words and _has_options(family, raw):
+            has_options = family.nfc == is_nfc and family.ignores_merges == bool(model.get("ignore_merges"))
+            if has_options and family.pre_tokenizer().pre_tokenize_str(HARD_TEXT) == words:
                 return name
     raise ModelError(f"{path}: the pre-tokenizer is none of those that can be written as GGUF ({', '.join(FAMILIES)}).")
-
-
-def _has_options(family: Family, raw: dict[str, Any]) -> bool:
-    nfc = '"NFC"' in json.dumps(raw.get("normalizer"))
-    return family.nfc == nfc and family.ignores_merges == bool(raw["model"].get("ignore_merges"))
 
 
 def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "BF16") -> None:
@@ -149,16 +139,12 @@ def write_gguf(source: Path | str, out: Path | str, weight_type: WeightType = "B
     check_writable(out, checkpoint.num_weights)
     arch = _arch(checkpoint)
     keys = _sizes(checkpoint.config, arch) | _rope_scaling(checkpoint, arch) | vocabulary_keys(checkpoint)
-    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        _write(temporary, arch, keys, checkpoint, weight_type)
-        _check(temporary, checkpoint)
-        fsync(temporary)
-        os.rename(temporary, out)
+        with atomic_file(out) as temporary:
+            _write(temporary, arch, keys, checkpoint, weight_type)
+            _check(temporary, checkpoint)
     except OSError as e:
         raise MachineError(f"{out} could not be written: {e.strerror or e}; nothing was left there.") from e
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _arch(checkpoint: Checkpoint) -> str:
@@ -266,7 +252,9 @@ def _tensors(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[
     """Yields (name in GGUF, shape, GGML type, function that loads it) for every tensor."""
     heads = {"q": checkpoint.config.num_heads, "k": checkpoint.config.num_kv_heads}
     layout = LAYOUTS[_ARCHITECTURES[checkpoint.config.model_type]]
-    for name, parts in _stacks(checkpoint.shapes).items():
+    stacks = Counter(_EXPERT.sub(r"\1{}\2", name) for name in checkpoint.shapes)  # {} is the index of an expert
+    for name, count in stacks.items():
+        parts = [name.format(expert) for expert in range(count)]
         match = QK_PROJECTION.fullmatch(name) if layout.interleaved else None
         shape = checkpoint.shapes[parts[0]]
         is_small = len(shape) == 1 or name.endswith(_ROUTER)
@@ -276,17 +264,6 @@ def _tensors(checkpoint: Checkpoint, weight_type: WeightType) -> Iterator[tuple[
         else:
             load = partial(_load, checkpoint, name, heads[match[1]] if match else None)
             yield gguf_name(name, layout.names), shape, kind, load
-
-
-def _stacks(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the names that each tensor of the file combines: one name, or those of all experts.
-
-    The keys are Hugging Face names, with {} for the index of the expert.
-    """
-    stacks: dict[str, list[str]] = {}
-    for name in names:
-        stacks.setdefault(_EXPERT.sub(r"\1{}\2", name), []).append(name)
-    return {name: [name.format(e) for e in range(len(parts))] for name, parts in stacks.items()}
 
 
 def _load_stack(checkpoint: Checkpoint, names: Sequence[str]) -> Tensor:
@@ -305,7 +282,7 @@ def _frequency_divisors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, .
         yield ROPE_FACTORS, tuple(divisors.shape), "F32", lambda: divisors
 
 
-def gguf_name(name: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
+def gguf_name(name: str, names: Mapping[str, str]) -> str:
     """Returns the GGUF name of a Hugging Face tensor, the inverse of `hf_name` with the same `names`."""
     owner, _, kind = name.rpartition(".")
     outer = {hf_part: part for part, hf_part in OUTER_MODULES.items()}

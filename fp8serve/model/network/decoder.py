@@ -81,7 +81,6 @@ class ApertusMLP(nn.Module):
         self.up.join()
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.up.matrices(), self.down_proj)
 
 
@@ -102,7 +101,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.normalizes_all_heads = config.qk_norm_weight == "whole"
+        self.normalizes_all_heads = config.qk_norm_weight == "all_heads"
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = _projections(
             self,
@@ -135,7 +134,6 @@ class Attention(nn.Module):
         return add_projection(x, self._modules["o_proj"], output.reshape(x.size(0), -1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.qkv.matrices(), self.o_proj)
 
     def _heads(self, x: Tensor, norm: nn.Module | None, position: PositionEmbedding) -> Heads:
@@ -186,7 +184,6 @@ class MLP(nn.Module):
         self.gate_up.join()
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
-        """Yields the modules with the weight matrices that a forward pass multiplies by."""
         yield from (*self.gate_up.matrices(), self.down_proj)
 
 
@@ -200,13 +197,6 @@ def _projections(owner: nn.Module, inputs: int, sizes: Mapping[str, int], bias: 
     return Projections(owner, *sizes)
 
 
-def _make_mlp(config: ModelConfig, layer: int) -> tuple[str, MLP | ApertusMLP | Mixture]:
-    """Returns the module after attention, and its name in the checkpoint."""
-    if config.experts is None or has_dense_mlp(config, layer):
-        return "mlp", ApertusMLP(config) if config.activation == "xielu" else MLP(config)
-    return config.experts.names.block, Mixture(config, config.experts)
-
-
 class Layer(nn.Module):
     """One decoder layer: x = x + attention(norm(x)), then x = x + MLP(norm(x)).
 
@@ -218,7 +208,11 @@ class Layer(nn.Module):
         super().__init__()
         latent = config.latent
         self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
-        self.mlp_name, mlp = _make_mlp(config, layer)
+        mlp: nn.Module
+        if config.experts is None or has_dense_mlp(config, layer):
+            self.mlp_name, mlp = "mlp", ApertusMLP(config) if config.activation == "xielu" else MLP(config)
+        else:
+            self.mlp_name, mlp = config.experts.names.block, Mixture(config, config.experts)
         self.register_module(self.mlp_name, mlp)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
         for name in dict.fromkeys(astuple(config.norms)):
@@ -270,7 +264,6 @@ class Backbone(nn.Module):
         return self.norm(forward_of(last_layer)(x, last_position, attend, output_rows))  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Returns the input of the first layer, [T, hidden], for token_ids [T]."""
         x: Tensor = self.embed_tokens(token_ids)
         if self.embedding_scale == 1.0:
             return x
@@ -350,7 +343,6 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The token embedding."""
         return self.model.embed_tokens
 
     def linear_names(self) -> list[str]:
@@ -421,7 +413,11 @@ def attention_linear_groups(config: ModelConfig, layer: int) -> Groups:
 
 def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
     """Returns the `linear_groups` of the MLP or the mixture of experts."""
-    groups = _dense_mlp_groups(config) if has_dense_mlp(config, layer) else tuple(_expert_groups(config.experts))
+    if config.experts is None or has_dense_mlp(config, layer):
+        gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
+        groups: Groups = (gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",))
+    else:
+        groups = tuple(_expert_groups(config.experts))
     return _with_prefix(f"model.layers.{layer}", groups)
 
 
@@ -429,14 +425,7 @@ def _with_prefix(owner: str, groups: Groups) -> Groups:
     return tuple(tuple(f"{owner}.{name}" for name in group) for group in groups)
 
 
-def _dense_mlp_groups(config: ModelConfig) -> Groups:
-    gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
-    return gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",)
-
-
-def _expert_groups(experts: Experts | None) -> Iterator[tuple[str, ...]]:
-    if experts is None:
-        return
+def _expert_groups(experts: Experts) -> Iterator[tuple[str, ...]]:
     names = experts.names
     owners = [f"{names.block}.experts.{expert}" for expert in range(experts.count)]
     for owner in [*owners, f"{names.block}.{names.shared}"] if names.shared else owners:

@@ -91,6 +91,12 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """The model. `encoder(ids, lengths)` returns the last layer's vector of each token."""
 
+    layer_prefix = "encoder.layer"
+    linears_of_layer: tuple[str, ...] = (
+        "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+        "intermediate.dense", "output.dense",
+    )  # fmt: skip
+
     def __init__(
         self, config: EncoderConfig, device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16
     ) -> None:
@@ -122,10 +128,9 @@ class Encoder(nn.Module):
 
         Each text is computed alone, so that its bits do not depend on the other texts.
         """
-        names = (
-            ("pooler.dense", "classifier") if self.config.has_pooler else ("classifier.dense", "classifier.out_proj")
-        )
-        dense, out = map(self.get_submodule, names)
+        has_pooler = self.config.has_pooler
+        dense = self.get_submodule("pooler.dense" if has_pooler else "classifier.dense")
+        out = self.get_submodule("classifier" if has_pooler else "classifier.out_proj")
         return torch.cat([out(torch.tanh(dense(part[:1]))).float() for part in torch.split(hidden, list(lengths))])
 
     def forward(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
@@ -155,17 +160,16 @@ class Encoder(nn.Module):
     @property
     def parts(self) -> Sequence[nn.Module]:
         """The layers, in order."""
-        return list(cast(nn.ModuleList, self.encoder["layer"]))
+        return list(cast(nn.ModuleList, self.get_submodule(self.layer_prefix)))
 
     def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
         """Returns the names of modules and tensors in `names` that belong to the layer with this index."""
-        return [name for name in names if name.startswith(f"encoder.layer.{part}.")]
+        return [name for name in names if name.startswith(f"{self.layer_prefix}.{part}.")]
 
     def linear_names(self) -> list[str]:
         """Returns the names of the linears that may run in FP8, in the model's order."""
-        parts = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-                 "intermediate.dense", "output.dense")  # fmt: skip
-        return [f"encoder.layer.{layer}.{part}" for layer in range(self.config.num_layers) for part in parts]
+        layers = range(self.config.num_layers)
+        return [f"{self.layer_prefix}.{layer}.{name}" for layer in layers for name in self.linears_of_layer]
 
 
 def gelu(x: Tensor, kind: EncoderActivation) -> Tensor:

@@ -69,11 +69,9 @@ class Expert(nn.Module):
 
     def apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns activation(gate) * up, the input of `down`."""
-        return (
-            GATED_ACTIVATIONS[self.activation](gate, up)
-            if self.clamp is None
-            else clamped_swiglu(gate, up, *self.clamp)
-        )
+        if self.clamp is not None:
+            return clamped_swiglu(gate, up, *self.clamp)
+        return GATED_ACTIVATIONS[self.activation](gate, up)
 
     @property
     def is_silu(self) -> bool:
@@ -91,18 +89,12 @@ def router_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Router | GroupRouter)]
 
 
-def _router(config: ModelConfig, settings: ExpertSettings) -> nn.Module:
-    if settings.routing is not None:
-        return GroupRouter(config.hidden_size, settings.count, settings.routing)
-    return Router(config.hidden_size, settings.count, bias=settings.bias)
-
-
 class Experts(nn.ModuleList):
     """The experts of one mixture.
 
-    `tokens`, int64 [E], counts the tokens of each expert since the last `reset_counters`. If `route_to_all_experts` is
-    set, every token also runs through the other experts, so that calibration observes all linears; the outputs do not
-    change.
+    `tokens`, int64 [E], counts the tokens of each expert since the last `reset_token_counts`. If `route_to_all_experts`
+    is set, every token also runs through the other experts, so that calibration observes all linears; the outputs do
+    not change.
     """
 
     def __init__(self, experts: Iterable[Expert]) -> None:
@@ -148,10 +140,8 @@ class Experts(nn.ModuleList):
 
     def _run_all(self, x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
         """Same as `_run_chosen`, but runs every expert on all tokens."""
-        parts = [
-            e(x)[tokens[slice(*span)]] for e, span in zip(self._experts(), expert_row_ranges(offsets), strict=True)
-        ]
-        return torch.cat(parts)
+        pairs = zip(self._experts(), expert_row_ranges(offsets), strict=True)
+        return torch.cat([expert(x)[tokens[begin:end]] for expert, (begin, end) in pairs])
 
     def _apply_gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self._experts()[0].apply_gate(gate, up)
@@ -165,10 +155,6 @@ class Experts(nn.ModuleList):
             with torch.inference_mode(False):
                 self.tokens = self.tokens.to(device)
         return self.tokens
-
-    def reset_counters(self) -> None:
-        """Sets all token counts to 0."""
-        self.tokens.zero_()
 
     def join(self) -> None:
         """Prepares for serving: stacks the experts' linears if they allow it and if enough memory is free."""
@@ -185,10 +171,6 @@ class Experts(nn.ModuleList):
             release_pages(weight)
         del weights
         trim()
-
-    @property
-    def is_stacked(self) -> bool:
-        return self._stacks is not None
 
     def stacks(self) -> Sequence[StackedExperts]:
         """Returns the stacks of the experts' linears, or nothing if they are not stacked."""
@@ -219,9 +201,17 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: ExpertSettings) -> None:
         super().__init__()
-        self.settings, self._selector = settings, ExpertSelector(settings)
-        names = settings.names
-        self.register_module(names.router, _router(config, settings))
+        self.settings, names = settings, settings.names
+        if settings.routing is None:
+            router: nn.Module = Router(config.hidden_size, settings.count, bias=settings.bias)
+        else:
+            router = GroupRouter(config.hidden_size, settings.count, settings.routing)
+        self.register_module(names.router, router)
+        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
+        scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
+        scores = Scores.SOFTMAX_OF_CHOSEN if settings.softmax_over_chosen else scores
+        options = settings.per_token, int(scores), routing.groups, routing.chosen_groups
+        self._routing_options = *options, settings.normalizes, routing.scale
         self.experts = Experts(Expert(config, settings.size, settings) for _ in range(settings.count))
         if names.shared is not None and settings.shared_size is not None:
             self.register_module(names.shared, Expert(config, settings.shared_size, settings))
@@ -231,21 +221,27 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, norm: nn.Module, transform: OutputTransform) -> Tensor:
         """Returns x + transform(mixture(norm(x))), [T, hidden]."""
         hidden, experts = forward_of(norm)(x), forward_of(self._child("experts"))
-        return x + transform(self._add_shared_expert(experts(hidden, *self.choose(hidden)), hidden))
+        total, names = experts(hidden, *self.choose(hidden)), self.settings.names
+        if names.shared is not None:
+            output: Tensor = self._child(names.shared)(hidden)
+            if names.shared_gate is not None:
+                output = torch.sigmoid(self._child(names.shared_gate)(hidden)) * output
+            total = total + output
+        return x + transform(total)
 
     def choose(self, x: Tensor) -> ExpertChoice:
         """Returns the experts of each row of x [T, hidden], int64 [T, k], and their weights [T, k]."""
         router = self._child(self.settings.names.router)
-        return self._selector(forward_of(router)(x), router)
-
-    def _add_shared_expert(self, total: Tensor, x: Tensor) -> Tensor:
-        names = self.settings.names
-        if names.shared is None:
-            return total
-        output: Tensor = self._child(names.shared)(x)
-        if names.shared_gate is not None:
-            output = torch.sigmoid(self._child(names.shared_gate)(x)) * output
-        return total + output
+        logits: Tensor = forward_of(router)(x)
+        if self.settings.sparsemixer_threshold is not None:
+            return sparsemixer(logits, self.settings.sparsemixer_threshold)
+        correction = router._parameters.get(CORRECTION)
+        if correction is not None:
+            correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
+        options = *self._routing_options, torch.float32 if self.settings.fp32_routing_weights else logits.dtype
+        if logits.requires_grad and torch.is_grad_enabled():
+            return cast(ExpertChoice, _ChooseExperts.apply(logits, correction, *options))  # type: ignore[no-untyped-call]
+        return cast(ExpertChoice, _choose_experts(logits, correction, *options))
 
     def _child(self, name: str) -> nn.Module:
         return cast(nn.Module, self._modules[name])
@@ -255,7 +251,6 @@ class Mixture(nn.Module):
         self.experts.join()
 
     def matrices(self) -> Iterator[nn.Module | StackedExperts]:
-        """Yields the modules whose weights a forward pass multiplies by: the stacks, or each linear."""
         yield from self.experts.matrices()
         if self.settings.names.shared is not None:
             yield from cast(Expert, self._child(self.settings.names.shared)).linears()
@@ -283,7 +278,7 @@ def route_to_all_experts(model: nn.Module) -> Iterator[None]:
 def reset_token_counts(model: nn.Module) -> None:
     """Sets the token counts of all mixtures in `model` to 0."""
     for mixture in mixtures(model).values():
-        mixture.reset_counters()
+        mixture.tokens.zero_()
 
 
 def expert_row_counts(model: nn.Module) -> dict[str, int]:
@@ -298,7 +293,7 @@ def expert_row_counts(model: nn.Module) -> dict[str, int]:
 class GroupRouter(nn.Module):
     """DeepSeek's router: returns FP32 logits [T, experts] for x [T, hidden].
 
-    V3's router has a correction that balances the experts' load. `ExpertSelector` adds it to the scores when it chooses
+    V3's router has a correction that balances the experts' load. `Mixture` adds it to the scores when it chooses
     experts, but not to their weights. The correction is not trained by gradients.
     """
 
@@ -313,32 +308,6 @@ class GroupRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, None, torch.float32)
-
-
-class ExpertSelector:
-    """Chooses the experts of each token, and their weights, from the router's logits."""
-
-    def __init__(self, settings: ExpertSettings) -> None:
-        routing = settings.routing or Routing(scale=1.0, groups=1, chosen_groups=1, sigmoid=False)
-        self._scores = Scores.SIGMOID if routing.sigmoid else Scores.SOFTMAX
-        if settings.weighs_chosen:
-            self._scores = Scores.SOFTMAX_OF_CHOSEN
-        self._choice_options = settings.per_token, int(self._scores), routing.groups, routing.chosen_groups
-        self._weight_options = settings.normalizes, routing.scale
-        self._dtype = torch.float32 if settings.wide_weights else None
-        self._closeness = settings.closeness
-
-    def __call__(self, logits: Tensor, router: nn.Module) -> ExpertChoice:
-        """Returns the choice for the logits [T, experts] of `router`."""
-        if self._closeness is not None:
-            return sparsemixer(logits, self._closeness)
-        correction = router._parameters.get(CORRECTION)
-        if correction is not None:
-            correction = correction.float()  # type: ignore[assignment]  # `model.to(dtype)` may have changed its type
-        options = *self._choice_options, *self._weight_options, self._dtype or logits.dtype
-        if logits.requires_grad and torch.is_grad_enabled():
-            return cast(ExpertChoice, _ChooseExperts.apply(logits, correction, *options))  # type: ignore[no-untyped-call]
-        return cast(ExpertChoice, _choose_experts(logits, correction, *options))
 
 
 class _ChooseExperts(torch.autograd.Function):
@@ -363,21 +332,21 @@ class _ChooseExperts(torch.autograd.Function):
         return *torch.autograd.grad(weights, logits, grad), *[None] * 8
 
 
-def sparsemixer(logits: Tensor, closeness: float) -> ExpertChoice:
+def sparsemixer(logits: Tensor, threshold: float) -> ExpertChoice:
     """Returns sparsemixer's choice for logits [T, experts]: experts int64 [T, 2], and weights in the logits' dtype.
 
     It chooses the expert with the largest logit, then the one with the second largest. The weight of each comes from a
     softmax over the experts whose logits are close to its own.
     """
-    first_weight, first = _best_of(logits, logits, closeness)
-    second_weight, second = _best_of(logits.scatter(-1, first, -torch.inf), logits, closeness)
+    first_weight, first = _best_of(logits, logits, threshold)
+    second_weight, second = _best_of(logits.scatter(-1, first, -torch.inf), logits, threshold)
     return torch.cat((first, second), -1), torch.cat((first_weight, second_weight), -1)
 
 
-def _best_of(candidates: Tensor, logits: Tensor, closeness: float) -> tuple[Tensor, Tensor]:
+def _best_of(candidates: Tensor, logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Returns (weight, index) [T, 1] of the largest of `candidates`, which are the logits with -inf for chosen
     experts."""
     with torch.no_grad():
         largest, index = candidates.max(-1, keepdim=True)
-        is_far = (largest - logits) / logits.abs().clamp(min=largest) > closeness
+        is_far = (largest - logits) / logits.abs().clamp(min=largest) > threshold
     return candidates.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, index), index

@@ -58,7 +58,8 @@ class Projections:
         if self._joined is not None and not torch.is_grad_enabled() and (joined := self._current_joined()) is not None:
             if any(layer.adapters is not None and layer.adapters.is_active for layer in joined.layers):
                 x = x if norm is None else norm(x)
-                return [_add_adapters(layer, y, x) for layer, y in zip(joined.layers, joined(x), strict=True)]
+                pairs = zip(joined.layers, joined(x), strict=True)
+                return [y if layer.adapters is None else layer.adapters.add(y.contiguous(), x) for layer, y in pairs]
             weight = norm.fused_weight(x) if type(norm) is RMSNorm else None
             if weight is not None:
                 return joined.forward_norm(x, weight, norm.eps)  # type: ignore[union-attr, arg-type]
@@ -137,11 +138,6 @@ def _norm_parameters(norm: nn.Module | None, x: Tensor) -> NormParameters | None
     return None if weight is None else NormParameters(weight, norm.eps)  # type: ignore[union-attr, arg-type]
 
 
-def _add_adapters(layer: FrozenLinear, y: Tensor, x: Tensor) -> Tensor:
-    """Returns the layer's output y [T, N] for x [T, K] plus the output of its adapters."""
-    return y if layer.adapters is None else layer.adapters.add(y.contiguous(), x)
-
-
 class OutputTransform(NamedTuple):
     """The transform of a module's output before it is added to the residual: norm(x) * scale."""
 
@@ -175,30 +171,12 @@ def add_mlp(
 ) -> Tensor:
     """Returns residual [T, hidden] + transform(linear(activation(gate) * up)) for the projections gate and up of
     norm(x [T, K])."""
-    if (
-        isinstance(linear, FrozenLinear)
-        and linear.can_cast_product(x)  # first, because it never holds on a CPU
-        and transform is IDENTITY
-        and activation == "silu"
-        and linear.can_fuse(residual)
-        and (cast := gate_up.cast_gated(x, norm, linear)) is not None
-    ):
-        return linear.product_add(residual, *cast)
+    is_supported = transform is IDENTITY and activation == "silu"
+    if is_supported and isinstance(linear, FrozenLinear) and linear.can_fuse(residual):
+        can_cast_product = linear.can_cast_product(x)  # never on a CPU
+        operands = gate_up.cast_gated(x, norm, linear) if can_cast_product else None
+        return linear.product_add(residual, *(operands or linear.cast_silu_mul(*gate_up(x, norm))))
     gate, up = gate_up(x, norm)
-    return add_gated(residual, linear, gate, up, activation, transform)
-
-
-def add_gated(
-    residual: Tensor, linear: nn.Module, gate: Tensor, up: Tensor, activation: Activation, transform: OutputTransform
-) -> Tensor:
-    """Returns residual [T, hidden] + transform(linear(activation(gate) * up)), where gate and up are [T, K]."""
-    if (
-        transform is IDENTITY
-        and activation == "silu"
-        and isinstance(linear, FrozenLinear)
-        and linear.can_fuse(residual)
-    ):
-        return linear.product_add(residual, *linear.cast_silu_mul(gate, up))
     return residual + transform(linear(GATED_ACTIVATIONS[activation](gate, up)))
 
 

@@ -25,7 +25,7 @@ from fp8serve.model.network.rotary import Attend, Heads, PositionEmbedding
 EPS = 1e-6  # of the norms of latent vectors; `rms_norm_eps` in config.json applies only to the other norms
 
 
-class Absorbed(nn.Module):
+class AbsorbedProjection(nn.Module):
     """The weight [heads * (nope + value), rank], whose parts multiply the queries and the values of each head."""
 
     weight: nn.Parameter
@@ -36,11 +36,11 @@ class Absorbed(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads * sum(self.sizes), latent.rank))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
 
-    def of_queries(self, q: Tensor) -> Tensor:
+    def project_queries(self, q: Tensor) -> Tensor:
         """Maps queries [T, heads, nope] to [T, heads, rank]."""
         return multiply_per_head(q, self._parts()[0].transpose(1, 2))
 
-    def of_values(self, x: Tensor) -> Tensor:
+    def project_outputs(self, x: Tensor) -> Tensor:
         """Maps the output of attention, [T, heads, rank], to values [T, heads, value]."""
         return multiply_per_head(x, self._parts()[1])
 
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = nn.Linear(q_rank, q_size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, latent.rank + latent.rope, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent.rank, EPS)
-        self.kv_b_proj = Absorbed(config.num_heads, latent)
+        self.kv_b_proj = AbsorbedProjection(config.num_heads, latent)
         self.o_proj = nn.Linear(config.num_heads * latent.value, width, bias=config.attention_out_bias)
         self.qkv = Projections(self, name, "kv_a_proj_with_mqa")
 
@@ -93,7 +93,7 @@ class LatentAttention(nn.Module):
                 return x
         first, second = output.chunk(2, -1)  # in the order of rotary.py, each half starts with rotated elements
         half = self.latent.rope // 2
-        values = self.kv_b_proj.of_values(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
+        values = self.kv_b_proj.project_outputs(torch.cat((first[..., half:], second[..., half:]), -1).to(x.dtype))
         return add_projection(x, self._modules["o_proj"], values.flatten(1), transform)  # type: ignore[arg-type]
 
     def matrices(self) -> Iterator[nn.Module | Projections]:
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
             q = self.q_b_proj(forward_of(self.q_a_layernorm)(q))
         q_nope, q_rope = q.view(x.size(0), self.heads, -1).split_with_sizes((sizes.nope, sizes.rope), -1)
         latent, rope_key = latent_and_key.split_with_sizes((sizes.rank, sizes.rope), -1)
-        query = torch.cat((q_rope, self.kv_b_proj.of_queries(q_nope)), -1)
+        query = torch.cat((q_rope, self.kv_b_proj.project_queries(q_nope)), -1)
         key = torch.cat((rope_key, forward_of(self.kv_a_layernorm)(latent.contiguous())), -1)[:, None]
         if position.order is not None:
             query, key = query.index_select(-1, position.order), key.index_select(-1, position.order)

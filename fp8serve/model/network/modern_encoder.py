@@ -4,7 +4,7 @@ Its interface is that of `Encoder`: sequences are concatenated, and each attends
 cos and sin are rounded to the weights' dtype, and queries and keys are rotated in FP32 and rounded once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -98,6 +98,9 @@ class Layer(nn.Module):
 class ModernEncoder(Encoder):
     """The ModernBERT model, with the interface of `Encoder`."""
 
+    layer_prefix = "layers"
+    linears_of_layer = ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo")
+
     def _add_layers(self, config: EncoderConfig) -> None:
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
@@ -110,20 +113,6 @@ class ModernEncoder(Encoder):
     def embed(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
         """Returns the input of the first layer, [T, hidden]."""
         return cast(Tensor, self.embeddings(ids))
-
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The layers, in order."""
-        return list(self.layers)
-
-    def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
-        """Returns the names of modules and tensors in `names` that belong to the layer with this index."""
-        return [name for name in names if name.startswith(f"layers.{part}.")]
-
-    def linear_names(self) -> list[str]:
-        """Returns the names of the linears that may run in FP8, in the model's order."""
-        parts = ("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo")
-        return [f"layers.{layer}.{part}" for layer in range(self.config.num_layers) for part in parts]
 
 
 def _norm(config: EncoderConfig) -> nn.LayerNorm:

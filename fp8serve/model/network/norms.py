@@ -42,29 +42,19 @@ class RMSNorm(nn.Module):
         return weight if is_fusible else None
 
 
-class WideRMSNorm(nn.Module):
+class Fp32RMSNorm(RMSNorm):
     """OLMo's norm: x / rms(x) * weight in FP32, rounded once at the end."""
-
-    weight: nn.Parameter
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
 
 
-class OffsetRMSNorm(nn.Module):
+class OffsetRMSNorm(RMSNorm):
     """Gemma's norm: x / rms(x) * (1 + weight) in FP32, rounded once at the end."""
 
-    weight: nn.Parameter
-
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
@@ -91,7 +81,7 @@ def make_norm(config: ModelConfig, size: int) -> nn.Module:
     """Returns the model's norm over `size` elements."""
     if config.norm == "layer":
         return LayerNorm(size, config.rms_norm_eps, config.norm_bias)
-    kind = OffsetRMSNorm if config.offset_norms else WideRMSNorm if config.norm == "wide_rms" else RMSNorm
+    kind = OffsetRMSNorm if config.offset_norms else Fp32RMSNorm if config.norm == "fp32_rms" else RMSNorm
     return kind(size, config.rms_norm_eps)
 
 
@@ -101,4 +91,4 @@ def make_head_norm(config: ModelConfig, heads: int) -> nn.Module | None:
         return None
     if config.qk_norm_weight == "by_head":
         return LayerNorm((heads, config.head_dim), config.rms_norm_eps, bias=False)
-    return make_norm(config, config.head_dim * (heads if config.qk_norm_weight == "whole" else 1))
+    return make_norm(config, config.head_dim * (heads if config.qk_norm_weight == "all_heads" else 1))

@@ -44,17 +44,15 @@ class Pooling:
 
     def pool(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns the pooled hidden states, FP32 [texts, H], without truncation and normalization."""
-        return torch.stack([self._pool_text(part) for part in torch.split(hidden, list(lengths))])
+        texts = torch.split(hidden, list(lengths))
+        if self.mode == "mean":
+            return torch.stack([text.float().mean(0) for text in texts])
+        return torch.stack([text[0 if self.mode == "cls" else -1].float() for text in texts])
 
     def truncate_and_normalize(self, vectors: Tensor, dimensions: int | None = None) -> Tensor:
         """Returns the first `dimensions` of vectors [texts, H], normalized if the model normalizes embeddings."""
         vectors = vectors[:, :dimensions]
         return normalize(vectors, dim=1) if self.normalized else vectors
-
-    def _pool_text(self, hidden: Tensor) -> Tensor:
-        if self.mode == "mean":
-            return hidden.float().mean(0)
-        return hidden[0 if self.mode == "cls" else -1].float()
 
     def prompt(self, name: str | None) -> str:
         """Returns the prompt with this name, or the default prompt. Raises RequestError if the name is unknown."""
@@ -73,21 +71,16 @@ def read_pooling(model_dir: Path | str) -> Pooling:
             f"{model_dir} does not say how the vectors of a text's tokens become one: it holds no modules.json, as "
             "sentence-transformers writes it."
         )
-    modules = _supported_modules(model_dir)
-    path = model_dir / check_module_folder(modules["Pooling"], "Pooling", model_dir) / "config.json"
-    raw = read_json(path, root=model_dir)
-    settings = read_optional_json(model_dir / "config_sentence_transformers.json")
-    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
-
-
-def _supported_modules(model_dir: Path) -> dict[str, str]:
     modules = read_modules(model_dir)
     if list(modules)[:2] != ["Transformer", "Pooling"] or list(modules)[2:] not in ([], ["Normalize"]):
         raise ModelError(
             f"{model_dir / FILE_NAME} lists {', '.join(modules)}; supported are Transformer and Pooling, and "
             "optionally Normalize."
         )
-    return modules
+    path = model_dir / check_module_folder(modules["Pooling"], "Pooling", model_dir) / "config.json"
+    raw = read_json(path, root=model_dir)
+    settings = read_optional_json(model_dir / "config_sentence_transformers.json")
+    return Pooling(_mode(raw, path), "Normalize" in modules, _max_length(model_dir), *_prompts(settings, model_dir))
 
 
 def _mode(raw: Mapping[str, Any], path: Path) -> Mode:

@@ -55,7 +55,7 @@ class Rotary:
 
     def position_embeddings(self, positions: Tensor, dtype: torch.dtype) -> list[PositionEmbedding]:
         """Returns each layer's position embedding for integer positions [T]. cos and sin have the type `dtype`."""
-        order = None if self._order is None else self._order.on(positions.device)
+        order = None if self._order is None else self._order.to(positions.device)
         scale = None if self._query_scaling is None else query_scale(positions, self._query_scaling).to(dtype)
         rotations = [rotation(positions, dtype, self.max_length) for rotation in self._rotations]
         return [PositionEmbedding(rotations[i], order, scale) for i in self._index_by_layer]
@@ -67,7 +67,7 @@ class _CachedCopies:
     def __init__(self, tensor: Tensor) -> None:
         self._copies = {tensor.device: tensor}
 
-    def on(self, device: torch.device) -> Tensor:
+    def to(self, device: torch.device) -> Tensor:
         if device not in self._copies:
             self._copies[device] = self._copies[torch.device("cpu")].to(device)
         return self._copies[device]
@@ -79,8 +79,8 @@ def _order(config: ModelConfig) -> Tensor | None:
     Reordering queries and keys in the same way does not change their dot product.
     """
     size, num_rotated = config.head_dim, config.rotary_dim or config.head_dim
-    firsts = range(0, num_rotated, 2) if config.neighbours_pair else range(num_rotated // 2)
-    seconds = range(1, num_rotated, 2) if config.neighbours_pair else range(num_rotated // 2, num_rotated)
+    firsts = range(0, num_rotated, 2) if config.rope_interleaved else range(num_rotated // 2)
+    seconds = range(1, num_rotated, 2) if config.rope_interleaved else range(num_rotated // 2, num_rotated)
     middle = (num_rotated + size) // 2  # each half has half of the elements that are not rotated
     order = [*firsts, *range(num_rotated, middle), *seconds, *range(middle, size)]
     return None if order == list(range(size)) else torch.tensor(order, device="cpu")
@@ -111,7 +111,7 @@ class _LayerRotation:
 
         If they depend on the length of each token's sequence, the shapes are [T, num_rotated / 2] and [T, 1, 1].
         """
-        short, long = self._short.on(positions.device), self._long.on(positions.device)
+        short, long = self._short.to(positions.device), self._long.to(positions.device)
         if not isinstance(self._scaling, LongRope):
             return short, self._attention_factor
         trained, factors = self._scaling.original_max_position_embeddings, self._scaling

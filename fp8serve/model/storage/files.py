@@ -15,16 +15,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from fp8serve.errors import Fp8ServeError, JobError, MachineError, TakenError, json_fault, json_kind, shown
 from fp8serve.model.storage.opening import open_member, too_large
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CHUNK_BYTES = 1024 * 1024
 MAX_JSON_BYTES = 64 * 1024 * 1024  # the index of the largest published model is 1 % of this
@@ -79,9 +76,9 @@ def read_json(path: Path, error: type[Fp8ServeError] = TakenError, root: Path | 
     return value
 
 
-def read_optional_json(path: Path, error: type[Fp8ServeError] = TakenError) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file as `read_json` does, or an empty one if the file does not exist."""
-    return read_json(path, error) if present(path) else {}
+    return read_json(path) if present(path) else {}
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,33 +110,6 @@ def encode_nonfinite(value: Any) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON. Raises ValueError for NaN and infinities."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def save_tensors(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
-    """Writes CPU tensors as a safetensors file; equal content gives equal bytes.
-
-    safetensors itself writes metadata in random order and makes the file readable by its owner only.
-    """
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)  # the mode that this process gives a new file
-    save_file(dict(tensors), path, dict(metadata))
-    _sort_metadata(path)
-    path.chmod(mode)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Rewrites the header of a safetensors file in place with sorted metadata."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) > size:
-            raise RuntimeError(f"The header of {path} grew from {size} to {len(text)} bytes.")
-        file.seek(8)
-        file.write(text.ljust(size))
 
 
 def check_writable(out: Path, num_bytes: int = 0) -> None:

@@ -50,23 +50,29 @@ def header_json(path: Path) -> Header:
     return Header(raw, 8 + length, size)
 
 
+def tensor_shape(path: Path, name: str, entry: Any) -> tuple[int, ...]:
+    """Returns the shape in a header entry. Raises ModelError if the entry has none."""
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ModelError(f"{path}: tensor {name[:80]} has no shape.")
+    return tuple(shape)
+
+
 def require_finite(directory: Path) -> None:
     """Reads all weights and raises ModelError for the first tensor that holds NaN or an infinity."""
     for path in sorted(directory.glob("*.safetensors")):
         where = f"{directory.name}/{path.name}"
         try:
-            name = _first_nonfinite(path)
+            header, begin, _ = header_json(path)
+            with open_member(path, error=ModelError) as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with mapped:
+                tensors = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+                name = next((name for name, entry in tensors if _has_nonfinite(mapped, begin, entry)), None)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(f"{where} is not a complete safetensors file; download or write it again.") from None
         if name is not None:
             raise ModelError(f"{where} holds NaN or an infinity in {name}.")
-
-
-def _first_nonfinite(path: Path) -> str | None:
-    header, begin, _ = header_json(path)
-    with open_member(path, error=ModelError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        names = (n for n, entry in header.items() if n != "__metadata__" and _has_nonfinite(content, begin, entry))
-        return next(names, None)
 
 
 def _has_nonfinite(content: mmap.mmap, begin: int, entry: dict[str, Any]) -> bool:

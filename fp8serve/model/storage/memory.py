@@ -34,12 +34,9 @@ def trim(retained: int | None = None) -> None:
     With another C library this does nothing. A glibc older than 2.33 cannot count its free bytes and returns all of
     them.
     """
-    if (libc := _glibc()) and _free_heap_bytes(libc) > (RETAINED_BYTES if retained is None else retained):
+    limit = RETAINED_BYTES if retained is None else retained
+    if (libc := _glibc()) and (not hasattr(libc, "mallinfo2") or libc.mallinfo2().fordblks > limit):
         libc.malloc_trim(0)
-
-
-def _free_heap_bytes(libc: Any) -> float:
-    return float(libc.mallinfo2().fordblks) if hasattr(libc, "mallinfo2") else float("inf")
 
 
 @cache
@@ -61,8 +58,8 @@ def address_space() -> int | None:
 
 
 @contextmanager
-def limited_memory(most: int) -> Iterator[None]:
-    """Inside the block, all threads of this process together may allocate at most `most` further bytes.
+def limited_memory(max_bytes: int) -> Iterator[None]:
+    """Inside the block, all threads of this process together may allocate at most `max_bytes` further bytes.
 
     Larger allocations fail, in Python with MemoryError. Without /proc (macOS) nothing is limited.
     """
@@ -71,7 +68,7 @@ def limited_memory(most: int) -> Iterator[None]:
         yield
         return
     bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([used + most, *bounds]), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + max_bytes, *bounds]), hard))
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ def real_path(path: Path | str) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
-def regular_file(path: Path) -> bool:
+def is_regular_file(path: Path) -> bool:
     """Whether the path is a regular file or a link to one, not a device, socket or directory."""
     try:
         return stat.S_ISREG(path.stat().st_mode)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.model.storage.files import present, read_json, write_json
-from fp8serve.model.storage.headers import header_json
+from fp8serve.model.storage.headers import header_json, tensor_shape
 from fp8serve.model.storage.opening import open_member
 
 _MAPPED_FILES: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by start address
@@ -96,7 +96,15 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ModelError(f"{path} has metadata that is not text.")
     entries = {name: _entry(path, name, value, begin) for name, value in raw.items()}
-    _check_layout(path, entries, begin, end)
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != begin:
+            raise ModelError(f"{path} is damaged: tensor {name} does not begin where the one before it ends.")
+        begin = entry.end
+    if begin != end:
+        raise ModelError(
+            f"{path} is truncated or damaged: its header describes {begin} bytes and it has {end}; download or write "
+            "it again."
+        )
     return {name: replace(entry, note=metadata.get(name)) for name, entry in entries.items()}, metadata
 
 
@@ -107,43 +115,22 @@ def _entry(path: Path, name: str, value: Any, begin: int) -> StoredTensor:
     dtype = DTYPES.get(dtype_name) if isinstance(value, dict) and isinstance(dtype_name, str) else None
     if dtype is None:
         raise ModelError(f"{path}: tensor {name} has the type {shown(dtype_name)}, which is not supported.")
-    shape = value.get("shape")
-    if not isinstance(shape, list) or not all(isinstance(s, int) and s >= 0 for s in shape):
-        raise ModelError(f"{path}: tensor {name} has no shape.")
+    shape = tensor_shape(path, name, value)
     offsets = value.get("data_offsets")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(isinstance(o, int) and o >= 0 for o in offsets):
         raise ModelError(f"{path}: tensor {name} has no valid data_offsets.")
-    entry = StoredTensor(path, dtype, tuple(shape), begin + offsets[0])
+    entry = StoredTensor(path, dtype, shape, begin + offsets[0])
     if entry.end != begin + offsets[1]:
         size = offsets[1] - offsets[0]
         raise ModelError(f"{path} is damaged: tensor {name} has {size} bytes, which its shape and type contradict.")
     return entry
 
 
-def _check_layout(path: Path, entries: Mapping[str, StoredTensor], begin: int, end: int) -> None:
-    """Raises ModelError unless the tensors fill the file from `begin` to `end` without gaps or overlaps."""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != begin:
-            raise ModelError(f"{path} is damaged: tensor {name} does not begin where the one before it ends.")
-        begin = entry.end
-    if begin != end:
-        raise ModelError(
-            f"{path} is truncated or damaged: its header describes {begin} bytes and it has {end}; download or write "
-            "it again."
-        )
-
-
 class Shards(Mapping[str, Tensor]):
     """A mapping from the names of a directory's tensors to views of the files; `entries` has their header entries."""
 
-    def __init__(
-        self,
-        entries: dict[str, StoredTensor],
-        metadata: dict[str, str] | None = None,
-        keys: Mapping[str, str] | None = None,
-    ) -> None:
-        """`keys` maps the new names of renamed tensors to their keys in the file."""
-        self.entries, self.metadata, self._keys = entries, metadata or {}, keys or {}
+    def __init__(self, entries: dict[str, StoredTensor], metadata: dict[str, str] | None = None) -> None:
+        self.entries, self.metadata = entries, metadata or {}
         self._mapped: dict[Path, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -182,7 +169,21 @@ class Shards(Mapping[str, Tensor]):
             duplicate = next(new for old, new in names.items() if keys[new] != old)
             folder = self.entries[keys[duplicate]].file.parent
             raise ModelError(f"{folder} holds the tensor {duplicate} under two names.")
-        return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata, keys)
+        return Shards({new: self.entries[old] for new, old in keys.items()}, self.metadata)
+
+
+class ComputedShards(Shards):
+    """The tensors in `entries`: those in `computed` are computed when they are read, all others are in `stored`."""
+
+    def __init__(
+        self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
+    ) -> None:
+        super().__init__(entries, stored.metadata)
+        self._stored, self._computed = stored, computed
+
+    def __getitem__(self, name: str) -> Tensor:
+        compute = self._computed.get(name)
+        return self._stored[name] if compute is None else compute()
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -193,7 +194,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def write_index(model_dir: Path, files: Iterable[str] = (SAFE_WEIGHTS,)) -> None:
     """Writes the index of the safetensors files `files` in `model_dir` from their headers."""
     entries = {name: entry for file in files for name, entry in read_header(model_dir / file)[0].items()}
-    total_size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values())
+    total_size = sum(entry.end - entry.start for entry in entries.values())
     weight_map = {name: entry.file.name for name, entry in entries.items()}
     write_json(model_dir / SAFE_WEIGHTS_INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
@@ -212,7 +213,13 @@ def open_shards(model_dir: Path) -> Shards:
         pickled = next(iter(sorted(model_dir.glob("*.bin"))), None)
         hint = f" ({pickled.name} is a pickle, which is never read; convert it to safetensors)" if pickled else ""
         raise ModelError(f"{model_dir} holds no model.safetensors and no {SAFE_WEIGHTS_INDEX}{hint}.")
-    return _read_index(model_dir)
+    index = model_dir / SAFE_WEIGHTS_INDEX
+    weight_map = _weight_map(index)
+    headers = {name: read_header(_shard_path(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
+    for tensor, file in weight_map.items():
+        if tensor not in headers[file]:
+            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
+    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
 
 
 def _check_index_agrees(model_dir: Path, entries: Mapping[str, StoredTensor]) -> None:
@@ -236,16 +243,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_index(model_dir: Path) -> Shards:
-    index = model_dir / SAFE_WEIGHTS_INDEX
-    weight_map = _weight_map(index)
-    headers = {name: read_header(_shard_path(model_dir, name))[0] for name in sorted(set(weight_map.values()))}
-    for tensor, file in weight_map.items():
-        if tensor not in headers[file]:
-            raise ModelError(f"{index} places {shown(tensor)} in {file}, which does not hold it.")
-    return Shards({tensor: headers[file][tensor] for tensor, file in weight_map.items()})
-
-
 def _shard_path(model_dir: Path, name: str) -> Path:
     """Returns `model_dir / name`. Raises ModelError if `name` is not a plain file name."""
     if name != Path(name).name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
@@ -263,36 +260,28 @@ class TensorParts:
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[Tensor]]  # returns the parts in order, on any device
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorParts":
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: [tensor])
 
-
-def stream_tensors(path: Path, tensors: Mapping[str, Tensor | TensorParts], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file and computes the parts of a tensor only when they are written."""
-    parts = {name: TensorParts.of(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
-    order = sorted(parts, key=lambda name: (-_ORDER.index(_DTYPE_NAMES[parts[name].dtype]), name))
+def save_tensors(path: Path, tensors: Mapping[str, Tensor | TensorParts], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file; equal content gives equal bytes. The parts of a tensor are computed only when they
+    are written."""
+    names = sorted(tensors, key=lambda name: (-_ORDER.index(_DTYPE_NAMES[tensors[name].dtype]), name))
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in names:
+        dtype, shape, begin = tensors[name].dtype, tensors[name].shape, end
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
     with path.open("wb") as file:
-        header = _header({name: parts[name] for name in order}, metadata)
         file.write(len(header).to_bytes(8, "little") + header)
-        for name in order:
-            _write_parts(file, parts[name], name)
+        for name in names:
+            _write_parts(file, tensors[name], name)
 
 
-def _header(tensors: Mapping[str, TensorParts], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + math.prod(tensor.shape) * tensor.dtype.itemsize
-        entries[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    return text.ljust(-(-len(text) // 8) * 8)
-
-
-def _write_parts(file: BinaryIO, tensor: TensorParts, name: str) -> None:
+def _write_parts(file: BinaryIO, tensor: Tensor | TensorParts, name: str) -> None:
     missing_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-    for part in tensor.parts():
+    for part in [tensor] if isinstance(tensor, Tensor) else tensor.parts():
         data = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
         missing_bytes -= data.nbytes
         file.write(data.data)

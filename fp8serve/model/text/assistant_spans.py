@@ -176,7 +176,10 @@ def _private(digits: str) -> str:
 def _locate_texts(template: ChatTemplate, render: _Render, messages: list[Message]) -> _Rendering | None:
     """Returns the rendered conversation with the positions of all texts, or None if no comparison succeeds."""
     text = render(messages, add_generation_prompt=False)
-    constants = _searched_constants(template)
+    # what the template may search for in messages: string constants that are no plain words
+    texts = {c.strip() for c in template.constants}
+    searched = sorted((t for t in texts if len(t) > 1 and not t.replace("_", "").isalnum()), key=len, reverse=True)
+    constants = re.compile(f"({'|'.join(map(re.escape, searched)) or '(?!)'})")
     strips = (str.rstrip, str.lstrip, str.strip)
     methods: list[_Method] = [
         _Placeholders.replace_text,
@@ -184,13 +187,6 @@ def _locate_texts(template: ChatTemplate, render: _Render, messages: list[Messag
         *(partial(_Placeholders.replace_between, constants=constants, trim=trim) for trim in (False, True)),
     ]
     return next((r for method in methods if (r := _compare(render, messages, text, method)) is not None), None)
-
-
-def _searched_constants(template: ChatTemplate) -> re.Pattern[str]:
-    """Returns a pattern of what the template may search for in messages: string constants that are no plain words."""
-    texts = {c.strip() for c in template.constants}
-    constants = sorted((t for t in texts if len(t) > 1 and not t.replace("_", "").isalnum()), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, constants)) or '(?!)'})")
 
 
 def _compare(render: _Render, messages: list[Message], text: str, method: _Method) -> _Rendering | None:

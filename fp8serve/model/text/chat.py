@@ -87,7 +87,11 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], today: date | None = None) -> None:
         self.source = source
         self._special_tokens = special_tokens
-        environment = _environment(today)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
         try:
             parsed = environment.parse(source)
             blocks = parsed.find_all(nodes.ExtensionAttribute)
@@ -180,15 +184,6 @@ def to_json_value(value: Any) -> Any:
     raise RequestError(f"A chat message holds a {type(value).__name__}, which is not a JSON value.")
 
 
-def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    sandbox.filters["tojson"] = _tojson
-    sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": _clock(today)}
-    return sandbox
-
-
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -250,7 +245,8 @@ def with_tools(
     rewritten: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message.get("role") == "tool"):
         if is_result:
-            rewritten.append({"role": "user", "content": "\n".join(_result_text(message) for message in group)})
+            results = (f"{m.get('name') or 'The function'} returned:\n{m.get('content') or ''}" for m in group)
+            rewritten.append({"role": "user", "content": "\n".join(results)})
         else:
             rewritten += [_calls_as_text(message) if message.get("tool_calls") else message for message in group]
     return _describe_tools(rewritten, tools) if tools else rewritten
@@ -270,10 +266,6 @@ def _calls_as_text(message: Message) -> Message:
     calls = (call["function"] for call in message["tool_calls"])
     texts = [f"<tool_call>\n{_json({k: call[k] for k in ('name', 'arguments')})}\n</tool_call>" for call in calls]
     return {"role": "assistant", "content": "\n".join([*filter(None, [message.get("content")]), *texts])}
-
-
-def _result_text(message: Message) -> str:
-    return f"{message.get('name') or 'The function'} returned:\n{message.get('content') or ''}"
 
 
 def _json(value: Any) -> str:

@@ -41,8 +41,8 @@ def parse_messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     with_loss = [i for i, m in enumerate(messages) if m["role"] == "assistant" and has_loss(m)]
     if not with_loss:
         has_assistant = any(m["role"] == "assistant" for m in messages)
-        what = "every message of the assistant has weight 0" if has_assistant else "no message is the assistant's"
-        raise DataError(f"{where}: {what}, so there is nothing to learn.")
+        problem = "every message of the assistant has weight 0" if has_assistant else "no message is the assistant's"
+        raise DataError(f"{where}: {problem}, so there is nothing to learn.")
     for i in with_loss:
         _check_answer(messages[i], f"{where}: message {i}")
     return messages
@@ -58,7 +58,7 @@ def parse_conversation(value: Any, where: str, column: str = "messages") -> tupl
     messages = decode_json(value, f"{where}: `{column}`")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: `{column}` is not a list of messages.")
-    calls: set[str] = set()
+    calls: set[str] = set()  # the ids of earlier calls
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {i} has no `role`.")
@@ -66,7 +66,12 @@ def parse_conversation(value: Any, where: str, column: str = "messages") -> tupl
             _check_message(message, f"{where}: message {i}")
         except RecursionError:
             raise DataError(f"{where}: message {i} is nested too deeply.") from None
-        _check_result(message, calls, f"{where}: message {i}")
+        call_id = message.get("tool_call_id") if message["role"] == "tool" else None
+        if call_id is not None and calls and call_id not in calls:
+            raise DataError(
+                f"{where}: message {i} is the result of the call {shown(call_id)}, but no earlier message has a call "
+                "with this id."
+            )
         calls |= {call["id"] for call in message.get("tool_calls") or () if call.get("id")}
     return tuple(_without_non_json_values(message) for message in messages)
 
@@ -84,22 +89,22 @@ def parse_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
     return tuple(_tool(tool, f"{where}: tool {i}") for i, tool in enumerate(tools))
 
 
-def valid_unicode(value: str, what: str) -> str:
+def valid_unicode(value: str, subject: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{what} holds half of a surrogate pair, which is not valid Unicode.") from None
+        raise DataError(f"{subject} holds half of a surrogate pair, which is not valid Unicode.") from None
     return value
 
 
-def decode_json(value: Any, what: str) -> Any:
+def decode_json(value: Any, subject: str) -> Any:
     """Decodes JSON text, as CSV and Parquet files may store lists, and returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return JSON_ROWS.decode(value)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{what} is text that is not valid JSON: {json_fault(e)}.") from None
+        raise DataError(f"{subject} is text that is not valid JSON: {json_fault(e)}.") from None
 
 
 def _check_message(message: Mapping[str, Any], where: str) -> None:
@@ -126,15 +131,6 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
     valid_unicode("".join(texts), where)
 
 
-def _check_result(message: Mapping[str, Any], calls: set[str], where: str) -> None:
-    """Raises DataError if a tool's message has an id that is not in `calls`, the ids of earlier calls, if any."""
-    call_id = message.get("tool_call_id") if message["role"] == "tool" else None
-    if call_id is not None and calls and call_id not in calls:
-        raise DataError(
-            f"{where} is the result of the call {shown(call_id)}, but no earlier message has a call with this id."
-        )
-
-
 def _check_answer(message: Mapping[str, Any], where: str) -> None:
     """Raises DataError if an assistant's message with loss is empty, or has a call whose arguments are not JSON."""
     calls = message.get("tool_calls") or ()
@@ -142,16 +138,16 @@ def _check_answer(message: Mapping[str, Any], where: str) -> None:
     if not calls and not any(texts):
         raise DataError(f"{where} is an empty assistant message; remove it, or give it weight 0.")
     for i, call in enumerate(calls):
-        what, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
+        subject, arguments = f"{where}: `arguments` of call {i}", call["function"]["arguments"]
         if isinstance(arguments, str):  # empty text means no arguments
-            _check_arguments(decode_json(arguments or "{}", what), what)
+            _check_arguments(decode_json(arguments or "{}", subject), subject)
 
 
-def _check_arguments(arguments: Any, what: str) -> None:
+def _check_arguments(arguments: Any, subject: str) -> None:
     if not isinstance(arguments, dict):
-        raise DataError(f"{what} must be an object, not {shown(arguments)}.")
+        raise DataError(f"{subject} must be an object, not {shown(arguments)}.")
     if (description := non_json_value(arguments)) is not None:
-        raise DataError(f"{what} contain {description}, which JSON cannot represent.")
+        raise DataError(f"{subject} contain {description}, which JSON cannot represent.")
 
 
 def non_json_value(value: Any, depth: int = 0) -> str | None:
@@ -222,10 +218,10 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _check_id(value: Any, what: str) -> None:
+def _check_id(value: Any, subject: str) -> None:
     """Raises DataError for an invalid id. assistant_spans.py needs ids that do not look like text of a template."""
     if value is not None and not (isinstance(value, str) and _ID.fullmatch(value)):
-        raise DataError(f"{what} is {shown(value)}; an id has up to 256 letters, digits, and . : _ -.")
+        raise DataError(f"{subject} is {shown(value)}; an id has up to 256 letters, digits, and . : _ -.")
 
 
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:

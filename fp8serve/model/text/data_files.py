@@ -69,9 +69,7 @@ class Paragraphs:
     paragraphs: Iterator[str]
 
 
-def read_source(
-    where: Path | str, columns: Collection[str] | None = None, limits: DataLimits = LIMITS
-) -> Rows | Paragraphs:
+def read_source(where: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Paragraphs:
     """Opens a source of data, whose format follows from the suffix of its file name.
 
     Args:
@@ -81,7 +79,15 @@ def read_source(
 
     Raises DataError if the source cannot be read or has an unsupported format. Iterating raises it at a limit.
     """
-    source, name = _open_source(where, columns, limits), source_name(where)
+    name = source_name(where)
+    if where == STDIN:
+        first_line, lines = _peek(_lines(_stdin(), name, limits))
+        is_json = first_line.startswith("{")
+        source = _json_lines(lines) if is_json else Paragraphs(_paragraphs(lines, name, limits))
+    else:
+        path = local_file(where)
+        open_file(path, MAX_DATA_BYTES, DataError).close()  # reports a missing file before an unsupported suffix
+        source = _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
     if isinstance(source, Rows):
         return Rows(_limit(source.rows, name, limits.rows, "rows"))
     return Paragraphs(_limit(source.paragraphs, name, limits.rows, "paragraphs"))
@@ -94,16 +100,6 @@ def _limit(items: Iterator[T], name: str, max_count: int, unit: str) -> Iterator
         yield item
 
 
-def _open_source(where: Path | str, columns: Collection[str] | None, limits: DataLimits) -> Rows | Paragraphs:
-    if where == STDIN:
-        name = source_name(where)
-        first_line, lines = _peek(_lines(_stdin(), name, limits))
-        return _json_lines(lines) if first_line.startswith("{") else Paragraphs(_paragraphs(lines, name, limits))
-    path = local_file(where)
-    open_file(path, MAX_DATA_BYTES, DataError).close()  # reports a missing file before an unsupported suffix
-    return _by_suffix(path, Path(path.stem if _is_gzip(path) else path.name).suffix.lower(), columns, limits)
-
-
 def local_file(where: Path | str) -> Path:
     """Returns the path of a source, after downloading it from the hub if needed. Raises DataError if that fails."""
     return _download(where) if isinstance(where, str) and where.startswith(_HUB_PREFIX) else Path(where)
@@ -114,7 +110,7 @@ def ending_of(name: str) -> str:
     return next((ending for ending in ENDINGS if name.lower().endswith(ending)), JSON_LINES_SUFFIXES[0])
 
 
-def is_lines(name: str) -> bool:
+def is_line_based(name: str) -> bool:
     """Whether rows of a file with this name can be counted line by line while it is uploaded."""
     return not name.endswith((".json", ".gz", PARQUET_SUFFIX))
 
@@ -200,7 +196,11 @@ def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, keep_e
         was_blank = is_blank
         if blanks > limits.rows:
             raise DataError(f"{name} has more than {limits.rows:,} blank lines, the limit for one file; remove them.")
-        line = _decode(raw, name, offset)
+        try:
+            line = raw.decode("utf-8" if offset else "utf-8-sig")
+        except UnicodeDecodeError as e:
+            raise _not_utf8(name, offset + e.start) from None
+        _check_text(line, raw, name, offset)
         yield line if keep_ends else line.removesuffix("\n").removesuffix("\r")
         offset += len(raw)
 
@@ -208,15 +208,6 @@ def _lines(file: BinaryIO | gzip.GzipFile, name: str, limits: DataLimits, keep_e
 def _check_size(name: str, size: int, limits: DataLimits) -> None:
     if size > limits.bytes:
         raise DataError(f"{name} is larger than {limits.bytes >> 20} MiB, the limit for one file; give less.")
-
-
-def _decode(raw: bytes, name: str, offset: int) -> str:
-    try:
-        text = raw.decode("utf-8" if offset else "utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise _not_utf8(name, offset + e.start) from None
-    _check_text(text, raw, name, offset)
-    return text
 
 
 def _not_utf8(name: str, position: int) -> DataError:

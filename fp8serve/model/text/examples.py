@@ -241,12 +241,12 @@ def _tokenize(
 ) -> tuple[list[int], list[bool]]:
     """Returns the ids and the loss mask; of a long example at least the first `max_len` ids."""
     if isinstance(example, TextExample):
-        ids = tokenizer.encode_beginning(example.text, max_len)[0] + _eos(tokenizer)
+        ids = tokenizer.encode_truncated(example.text, max_len)[0] + _eos(tokenizer)
         return ids, [True] * len(ids)
     if isinstance(example, PromptExample):
         return _tokenize_prompt(example, tokenizer, max_len)
     text, spans = next(rendered)
-    ids, offsets = tokenizer.encode_beginning(text, max_len, add_special_tokens=False)
+    ids, offsets = tokenizer.encode_truncated(text, max_len, add_special_tokens=False)
     return ids, [any(start < b and a < end for a, b in spans) for start, end in offsets]
 
 
@@ -257,11 +257,11 @@ def _eos(tokenizer: Tokenizer) -> list[int]:
 def _tokenize_prompt(example: PromptExample, tokenizer: Tokenizer, max_len: int | None) -> tuple[list[int], list[bool]]:
     """Tokenizes prompt and completion together, or separately if a token would span both. The prompt's ids are
     always those of a request with this prompt."""
-    prompt = tokenizer.encode_beginning(example.prompt, max_len)[0]
+    prompt = tokenizer.encode_truncated(example.prompt, max_len)[0]
     if max_len is not None and len(prompt) > max_len:
         return prompt, [False] * len(prompt)
-    joined = tokenizer.encode_beginning(example.prompt + example.completion, max_len)[0]
+    joined = tokenizer.encode_truncated(example.prompt + example.completion, max_len)[0]
     if joined[: len(prompt)] != prompt:
-        joined = prompt + tokenizer.encode_beginning(example.completion, max_len, add_special_tokens=False)[0]
+        joined = prompt + tokenizer.encode_truncated(example.completion, max_len, add_special_tokens=False)[0]
     ids = joined + _eos(tokenizer)
     return ids, [i >= len(prompt) for i in range(len(ids))]

@@ -77,7 +77,7 @@ def is_limited() -> bool:
 
 
 def _run_job(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: bytes) -> bytes:
-    """Runs one job and returns the frame of its result, or of the class and the message of its error. `last` tells
+    """Runs one job and returns the frame of its result, or of the class and the message of its error. `retire` tells
     the parent process to start a new child process for the next job."""
     try:
         prepare(head)
@@ -85,11 +85,11 @@ def _run_job(jobs: Jobs, prepare: Callable[[Head], None], head: Head, body: byte
         _set_limits(head)
         result, content = jobs[head["op"]](head, body)
         has_grown = used_bytes is not None and (address_space() or 0) - used_bytes > head["memory"] // 4
-        return pack(result | ({"last": True} if has_grown else {}), content)
+        return pack(result | ({"retire": True} if has_grown else {}), content)
     except (Fp8ServeError, OSError) as error:
         return pack(describe_error(error))
     except MemoryError:
-        return pack({"too_much": True, "last": True})
+        return pack({"out_of_memory": True, "retire": True})
     except Exception as error:  # a bug, whose traceback is logged
         log.exception("a process with limits failed")
         return pack({"error": "RuntimeError", "message": f"A process with limits failed: {type(error).__name__}."})
@@ -137,9 +137,9 @@ class LimitedProcess:
             except BaseException:
                 self._close()
                 raise
-            if result.pop("last", False):
+            if result.pop("retire", False):
                 self._close()
-        if result.pop("too_much", False):
+        if result.pop("out_of_memory", False):
             raise ModelError(f"{subject} exceeds its memory limit.")
         if "error" in result:
             raise to_exception(result)

@@ -208,15 +208,17 @@ def parquet_rows(path: Path, file_limit: int, row_limit: int, columns: Collectio
         with file:
             names = file.schema_arrow.names
             check_names(names, str(path), columns)
-            read = [name for name in names if columns is None or name in columns]
-            if not read:
+            selected = [name for name in names if columns is None or name in columns]
+            if not selected:
                 yield from ((number, dict.fromkeys(names)) for number in range(1, file.metadata.num_rows + 1))
                 return
-            batches = file.iter_batches(ROWS_PER_BATCH, columns=read, use_threads=False)
+            batches = file.iter_batches(ROWS_PER_BATCH, columns=selected, use_threads=False)
             yield from _rows(_decode_batches(batches), path, file_limit, row_limit)
     except MemoryError:
-        what = f"{path} takes more than {MEMORY_BYTES >> 20} MiB of memory to read {ROWS_PER_BATCH} rows"
-        raise DataError(f"{what}; write it with smaller values.") from None
+        raise DataError(
+            f"{path} takes more than {MEMORY_BYTES >> 20} MiB of memory to read {ROWS_PER_BATCH} rows; "
+            "write it with smaller values."
+        ) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as e:  # a column's name may raise UnicodeDecodeError
         raise DataError(f"{path} is not a Parquet file that can be read; pyarrow says: {one_line(e)}.") from None
 
@@ -268,14 +270,14 @@ def _estimate_bytes(array: Any) -> int:
     return 8 * len(array) + int(array.nbytes)
 
 
-def _value(column: Any, index: int, what: str) -> Any:
+def _value(column: Any, index: int, subject: str) -> Any:
     try:
         return _without_nulls(column[index].as_py(maps_as_pydicts="strict"))
     except MemoryError:
         raise
     except Exception as e:  # raised by dates, time zones, text that is no UTF-8, or Arrow
         reason = one_line(e) or type(e).__name__
-        raise DataError(f"{what} cannot be read ({column.type}): {reason}.") from None
+        raise DataError(f"{subject} cannot be read ({column.type}): {reason}.") from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -40,26 +40,26 @@ _EXPANSION_FACTORS = {"WordPiece": 2, "CTC": 2, "BPEDecoder": 2}  # these may ad
 
 @dataclass(frozen=True)
 class TokenLengthBound:
-    """A token covers at most `characters` characters of a text; characters in `lost` may have no token."""
+    """A token covers at most `characters` characters of a text; characters in `dropped` may have no token."""
 
     characters: int
-    lost: str = ""
+    dropped: str = ""
 
     def min_token_count(self, text: str) -> int:
         """Returns a lower bound of the number of tokens of `text`."""
-        return -(-(len(text) - sum(map(text.count, self.lost))) // self.characters)
+        return -(-(len(text) - sum(map(text.count, self.dropped))) // self.characters)
 
 
 def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None:
     """Returns the bound of the tokenizer, or None if it has a component for which no bound is known."""
     normalizers, splitters = _components(backend.normalizer), _components(backend.pre_tokenizer)
     ratios = [_compression_ratio(normalizer) for normalizer in normalizers]
-    lost = _lost_characters(backend, normalizers + splitters)
+    dropped = _dropped_characters(backend, normalizers + splitters)
     absorbs_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     is_lossless = all(map(_is_lossless, splitters)) and not absorbs_spaces
-    if None in ratios or lost is None or (lost and normalizers) or not is_lossless:
+    if None in ratios or dropped is None or (dropped and normalizers) or not is_lossless:
         return None
-    return TokenLengthBound(_longest_entry(backend) * math.prod(ratio or 1 for ratio in ratios), lost)
+    return TokenLengthBound(_longest_entry(backend) * math.prod(ratio or 1 for ratio in ratios), dropped)
 
 
 def _components(component: Any) -> list[dict[str, Any]]:
@@ -86,8 +86,9 @@ def _is_lossless(splitter: dict[str, Any]) -> bool:
     return splitter["type"] in _LOSSLESS_PRE_TOKENIZERS
 
 
-def _lost_characters(backend: tokenizers.Tokenizer, components: list[dict[str, Any]]) -> str | None:
-    """Returns the characters without a token, or None if all can be lost or any number of them can become one token."""
+def _dropped_characters(backend: tokenizers.Tokenizer, components: list[dict[str, Any]]) -> str | None:
+    """Returns the characters without a token. Returns None if all can be dropped, or if one token can cover any
+    number of them."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return None

@@ -79,8 +79,7 @@ class Tokenizer:
         ends = (backend.id_to_token(i) for i in self.eos_ids)
         named = {t for t in special_tokens.values() if t in vocabulary}
         self._special_tokens = SpecialTokens(
-            end=frozenset(t for t in ends if t),
-            all=frozenset(t.content for t in added.values() if t.special) | named,
+            end=frozenset(t for t in ends if t), all=frozenset(t.content for t in added.values() if t.special) | named
         )
         self._bytes_by_id: dict[int, bytes] = {}  # of `_stream_bytes`
         self._byte_ids = frozenset(i for t, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(t))
@@ -140,7 +139,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids, by default with the special tokens that the tokenizer adds, such as BOS."""
-        return self.encode_with_offsets(text, add_special_tokens)[0]
+        return self.encode_truncated(text, None, add_special_tokens)[0]
 
     def encode_pair(
         self, text: str, second: str | None = None, limit: int | None = None
@@ -165,37 +164,32 @@ class Tokenizer:
         """Returns the number of special tokens that the tokenizer adds to a text, or to a pair of texts."""
         return self._backend.num_special_tokens_to_add(is_pair)
 
-    def beginning(self, text: str, limit: int) -> str:
+    def truncate_text(self, text: str, limit: int) -> str:
         """Returns the beginning of `text` that its first `limit` tokens cover."""
-        ids, offsets = self.encode_beginning(text, limit, add_special_tokens=False)
+        ids, offsets = self.encode_truncated(text, limit, add_special_tokens=False)
         return text if len(ids) <= limit else text[: offsets[limit - 1][1]]
 
     def truncate_ids(self, ids: list[int], limit: int) -> list[int]:
         """Truncates the ids of a text to `limit`, and preserves a special token at its end."""
         return truncate_ids(ids, limit, self.special_ids)
 
-    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[Span]]:
-        """Returns the ids and the span [start, end) of `text` that each covers, (0, 0) for added special tokens."""
-        _check_unicode(text)
-        with translate_library_errors(TokenizerError, _CANNOT_READ):
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            return encoding.ids, encoding.offsets
-
-    def encode_beginning(
+    def encode_truncated(
         self, text: str, tokens: int | None, add_special_tokens: bool = True
     ) -> tuple[list[int], list[Span]]:
-        """Returns ids and spans as `encode_with_offsets` does, but of a long text only for the beginning.
+        """Returns the ids and the span [start, end) of `text` that each covers, (0, 0) for added special tokens.
 
         The result has at least the first `tokens` ids, or all if the text is shorter or `tokens` is None. A tokenizer
         needs about 200 bytes per character, so callers that truncate must not tokenize a whole book.
         """
-        if tokens is None:
-            return self.encode_with_offsets(text, add_special_tokens)
         _check_unicode(text)
         with translate_library_errors(TokenizerError, _CANNOT_READ):
-            result = self._encode_prefix(text, tokens, add_special_tokens)
-        is_complete = len(result.ids) < tokens + _MARGIN_TOKENS
-        return (result.ids, result.offsets) if is_complete else (result.ids[: tokens + 1], result.offsets[: tokens + 1])
+            if tokens is None:
+                result = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                result = self._encode_prefix(text, tokens, add_special_tokens)
+        is_truncated = tokens is not None and len(result.ids) >= tokens + _MARGIN_TOKENS
+        end = tokens + 1 if tokens is not None and is_truncated else None
+        return result.ids[:end], result.offsets[:end]
 
     def _encode_prefix(self, text: str, tokens: int, add_special_tokens: bool) -> tokenizers.Encoding:
         """Encodes the text, or a prefix of at least `tokens` + _MARGIN_TOKENS tokens."""

@@ -35,14 +35,14 @@ class TokenizerFacts:
     special_ids: frozenset[int]
     special_texts: frozenset[str]  # tokens that are omitted from decoded text unless a request asks for them
     added_ids: dict[str, int]  # ids of added tokens by their text
-    around: tuple[int, int]  # numbers of special tokens that are added to a text, and to a pair of texts
+    special_token_counts: tuple[int, int]  # numbers of special tokens that are added to a text, and to a pair of texts
     template: str | None  # source of the chat template
     takes_tools: bool  # whether the chat template reads the variable `tools`
     bound: TokenLengthBound | None
     table: "TokenTable | None" = field(default=None, compare=False, repr=False)  # set when it is first needed
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "TokenizerFacts":
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "TokenizerFacts":
         return cls(
             tokenizer.eos_ids,
             tokenizer.special_ids,
@@ -56,7 +56,7 @@ class TokenizerFacts:
 
     def to_json(self) -> bytes:
         plain = vars(self) | {"special_ids": sorted(self.special_ids), "special_texts": sorted(self.special_texts)}
-        plain["bound"] = None if self.bound is None else [self.bound.characters, self.bound.lost]
+        plain["bound"] = None if self.bound is None else [self.bound.characters, self.bound.dropped]
         del plain["table"]
         return json.dumps(plain).encode()
 
@@ -64,7 +64,7 @@ class TokenizerFacts:
     def from_json(cls, text: bytes) -> "TokenizerFacts":
         plain: dict[str, Any] = json.loads(text)
         plain["bound"] = None if plain["bound"] is None else TokenLengthBound(*plain["bound"])
-        kinds = {"eos_ids": tuple, "special_ids": frozenset, "special_texts": frozenset, "around": tuple}
+        kinds = {"eos_ids": tuple, "special_ids": frozenset, "special_texts": frozenset, "special_token_counts": tuple}
         return cls(**plain | {name: kind(plain[name]) for name, kind in kinds.items()})
 
     @property
@@ -144,7 +144,7 @@ def describe(directory: Path, cpu: float = CPU_SECONDS, memory: int = MEMORY_BYT
 
 
 def _describe(head: Head, body: bytes) -> JobResult:
-    return {}, TokenizerFacts.of(Tokenizer.from_dir(Path(head["directory"]))).to_json()
+    return {}, TokenizerFacts.from_tokenizer(Tokenizer.from_dir(Path(head["directory"]))).to_json()
 
 
 def main() -> int:

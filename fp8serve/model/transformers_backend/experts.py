@@ -7,7 +7,7 @@ The class's own router chooses the experts, and network/experts.py computes them
 they have in files; transformers lists these names, because it stacks experts when it loads them.
 
 Every class implements routing and the sum of the experts' outputs in its own way, so a mixture of experts is accepted
-only if its model type is in `TESTED`.
+only if its model type is in `TESTED_MIXTURES`.
 """
 
 import re
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fp8serve.errors import ModelError
 from fp8serve.model.network.experts import Expert, Experts
 
-TESTED = ("ernie4_5_moe", "olmoe")  # each has a row in tests/compatibility/cases.py
+TESTED_MIXTURES = ("ernie4_5_moe", "olmoe")  # each has a row in tests/compatibility/cases.py
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 ProjectionNames = tuple[str, str, str]  # of gate, up and down
@@ -58,11 +58,11 @@ class ClassExperts(Experts):
 
 
 def check_mixture(model: nn.Module, model_type: str, name: str) -> None:
-    """Raises ModelError if the model is a mixture of experts whose type is not in `TESTED`."""
-    if model_type not in TESTED and any(_is_experts(path, module) for path, module in model.named_modules()):
+    """Raises ModelError if the model is a mixture of experts whose type is not in `TESTED_MIXTURES`."""
+    if model_type not in TESTED_MIXTURES and any(_is_experts(path, module) for path, module in model.named_modules()):
         raise ModelError(
             f"{name} is a mixture of experts without a model family in fp8serve, and the transformers backend supports "
-            f"mixtures only of the types {' and '.join(TESTED)}."
+            f"mixtures only of the types {' and '.join(TESTED_MIXTURES)}."
         )
 
 

@@ -5,19 +5,20 @@ module applies transformers' own list of renames. Tensors that a class ignores a
 
 GPT-2's `Conv1D` is a linear layer whose weight is transposed in files, [in, out]. In memory it is an ordinary linear
 layer, so FP8, calibration and training need no special case. A weight and its matrix of scales are transposed when they
-are read (`TransposedShards`) and written (export.py).
+are read (`transpose_matrices`) and written (export.py).
 """
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.storage.shards import Shards, StoredTensor
+from fp8serve.model.storage.shards import ComputedShards, Shards
 from fp8serve.model.transformers_backend.experts import STACKS
 from fp8serve.model.transformers_backend.network import TransformersModel
 
@@ -53,7 +54,7 @@ def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
             )
         names[key] = name
     named = shards.renamed(names)
-    return TransposedShards(named, model.transposed) if model.transposed else named
+    return transpose_matrices(named, model.transposed) if model.transposed else named
 
 
 def _renames(built: Any, keys: Iterable[str]) -> Iterator[Rename]:
@@ -88,26 +89,19 @@ def transpose_gpt2(shards: Shards, config: Mapping[str, Any]) -> Shards:
     """Transposes the weights of GPT-2 to [out, in], for callers that do not build the model."""
     if config.get("model_type") != "gpt2":
         return shards
-    return TransposedShards(
-        shards, {owner for name in shards if (owner := name.rpartition(".")[0]).endswith(_GPT2_CONV1D)}
-    )
+    owners = {name.rpartition(".")[0] for name in shards}
+    return transpose_matrices(shards, {owner for owner in owners if owner.endswith(_GPT2_CONV1D)})
 
 
-class TransposedShards(Shards):
-    """Shards in which the matrices that belong to `linears` are transposed."""
+def transpose_matrices(shards: Shards, linears: Collection[str]) -> Shards:
+    """Transposes the matrices that belong to `linears` when they are read."""
+    entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
+    for name, entry in shards.entries.items():
+        if name.rpartition(".")[0] in linears and len(entry.shape) == 2:
+            entries[name] = replace(entry, shape=entry.shape[::-1])
+            computed[name] = partial(_transpose, shards, name)
+    return ComputedShards(shards, entries, computed)
 
-    def __init__(self, stored: Shards, linears: Collection[str]) -> None:
-        self._stored = stored
-        self._transposed = {
-            n for n, e in stored.entries.items() if n.rpartition(".")[0] in linears and len(e.shape) == 2
-        }
-        super().__init__({name: self._entry(name) for name in stored.entries}, stored.metadata)
 
-    def __getitem__(self, name: str) -> Tensor:
-        """Returns a view of the mapped file, or a copy of a transposed matrix."""
-        tensor = self._stored[name]
-        return tensor.t().contiguous() if name in self._transposed else tensor
-
-    def _entry(self, name: str) -> StoredTensor:
-        entry = self._stored.entries[name]
-        return replace(entry, shape=entry.shape[::-1]) if name in self._transposed else entry
+def _transpose(shards: Shards, name: str) -> Tensor:
+    return shards[name].t().contiguous()

@@ -143,11 +143,11 @@ def _quiet_imports() -> Iterator[None]:
 
 def _check_layers(raw: Mapping[str, Any]) -> None:
     """Raises ModelError if the number of layers is absurd, before transformers allocates something for each layer."""
-    most = MAX_SIZES["num_hidden_layers"]
+    max_layers = MAX_SIZES["num_hidden_layers"]
     for section in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key in LAYER_COUNTS & section.keys():
-            if isinstance(count := section[key], int | float) and count > most:
-                raise ModelError(f"config.json: {key} is {shown(count)} where at most {most} was expected.")
+            if isinstance(count := section[key], int | float) and count > max_layers:
+                raise ModelError(f"config.json: {key} is {shown(count)} where at most {max_layers} was expected.")
 
 
 def check_modules(model: Any, name: str) -> None:
@@ -198,7 +198,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers with the interface of `Decoder`; its parameters are on "meta" until they are loaded."""
+    """A model of transformers with the interface of `Decoder`; its parameters are on "meta" until they are loaded.
+
+    `Decoder` describes the methods. The whole model is one part.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -215,8 +218,10 @@ class TransformersModel(nn.Module):
         high_precision = {self.head_name, *router_modules(built)}
         self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """See Decoder.forward. All rows are computed, and those of `last` are returned."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, output_rows: Tensor | None = None
+    ) -> Tensor:
+        """Computes all rows and returns `output_rows` of them."""
 
         def handler(layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any) -> Tensor:
             heads = cast(tuple[Tensor, Tensor, Tensor], tuple(t[0].transpose(0, 1).contiguous() for t in (q, k, v)))
@@ -226,76 +231,62 @@ class TransformersModel(nn.Module):
         base: Any = self._modules[self._base]
         with handle_attention(handler):
             hidden: Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)[0][0]
-        return hidden if last is None else hidden[last]
+        return hidden if output_rows is None else hidden[output_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of hidden states [T, hidden] in FP32 [T, vocab]."""
         return self.logits_in_weight_dtype(hidden).float()
 
     def logits_in_weight_dtype(self, hidden: Tensor) -> Tensor:
-        """Returns the logits in the dtype of the weights."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def attention_options(self, layer: int) -> tuple[float, int | None, float | None, Tensor | None]:
-        """See Decoder.attention_options."""
         config = self.config
         return self._class.softmax_scales[layer], config.layer_windows[layer], config.attention_softcap, None
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """See Decoder.parts: the whole model is one part."""
         return [self]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See Decoder.embed."""
         return token_ids
 
     def position_embeddings(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """See Decoder.position_embeddings."""
         return [positions]
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
-        """See Decoder.apply_final_norm."""
         return x
 
     def names_in_part(self, part: int, names: Iterable[str]) -> list[str]:
-        """See Decoder.names_in_part."""
         return list(names)
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer that makes logits."""
         return self.get_submodule(self.head_name)
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The embedding of tokens."""
         return cast(nn.Embedding, self.get_submodule(self._embedding_name))
 
     def linear_names(self) -> list[str]:
-        """See Decoder.linear_names."""
         return self._linears
 
     def pruned_names(self) -> list[str]:
-        """See Decoder.pruned_names: here every layer computes all rows."""
-        return []
+        return []  # every layer computes all rows
 
     def tie(self) -> None:
-        """See Decoder.tie."""
         if self.config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
     def set_max_length(self, length: int) -> None:
-        """See Decoder.set_max_length: `class_trace` refuses classes whose rotary embeddings depend on the length."""
+        """Does nothing: `class_trace` refuses classes whose rotary embeddings depend on the length."""
 
     def join(self) -> None:
-        """See Decoder.join: only experts are stacked, because the class calls all other layers one by one."""
+        """Stacks only experts, because the class calls all other layers one by one."""
         for experts in mixtures(self).values():
             experts.join()
 
     def matrices(self) -> Iterator[nn.Module | StackedExperts]:
-        """See Decoder.matrices."""
-        stacked = {name: experts for name, experts in mixtures(self).items() if experts.is_stacked}
+        stacked = {name: experts for name, experts in mixtures(self).items() if experts.stacks()}
         for experts in stacked.values():
             yield from experts.matrices()
         unstacked = [n for n in self._linears if not any(n.startswith(f"{block}.experts.") for block in stacked)]

@@ -7,17 +7,16 @@ import torch
 
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
-from fp8serve.model.formats.scales import FILE_NAME, problems, read_scales
+from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, find_problems, read_scales
 from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX
-from fp8serve.model.verify.raw_checkpoint import AGAIN, FP8, Finding, RawCheckpoint, error, is_embedding, warning
+from fp8serve.model.verify.raw_checkpoint import FP8, WRITE_AGAIN, Finding, RawCheckpoint, error, is_embedding, warning
 
-TOLERANCE = 0.01  # relative, between a scale and its copy in scales.safetensors, which may be rounded to BF16
 _EMBEDDINGS = "embed_tokens.weight"
 BLOCK = 128  # rows and columns of a weight that share a scale
 _CONFIG = "quantization_config"
-_WRITE = "correct quantization_config, or write the model again"
+_CORRECT_CONFIG = "correct quantization_config, or write the model again"
 
 
 def check_index_and_files(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -25,19 +24,20 @@ def check_index_and_files(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for name, file in (checkpoint.weight_map or {}).items():
         folder = checkpoint.path
         if file != (folder / file).name:
-            yield error("index", SAFE_WEIGHTS_INDEX, f"names the file {file!r}, which is not a plain name", AGAIN)
+            yield error("index", SAFE_WEIGHTS_INDEX, f"names the file {file!r}, which is not a plain name", WRITE_AGAIN)
         elif not present(folder / file):
-            yield error("index", name, f"should lie in {file}, which is missing", AGAIN)
+            yield error("index", name, f"should lie in {file}, which is missing", WRITE_AGAIN)
         elif name not in checkpoint.entries and not _is_unreadable(checkpoint, file):
-            yield error("index", name, f"is not in {file}, where {SAFE_WEIGHTS_INDEX} places it", AGAIN)
+            yield error("index", name, f"is not in {file}, where {SAFE_WEIGHTS_INDEX} places it", WRITE_AGAIN)
         elif name in checkpoint.entries and checkpoint.entries[name].file.name != file:
-            yield error("index", name, f"lies in {checkpoint.entries[name].file.name}, not in {file}", AGAIN)
+            yield error("index", name, f"lies in {checkpoint.entries[name].file.name}, not in {file}", WRITE_AGAIN)
 
 
 def check_unlisted_tensors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     if checkpoint.weight_map is not None:
         for key in checkpoint.entries.keys() - checkpoint.weight_map.keys():
-            yield error("index", key, f"is not listed in {SAFE_WEIGHTS_INDEX}, so that readers leave it out", AGAIN)
+            what = f"is not listed in {SAFE_WEIGHTS_INDEX}, so that readers leave it out"
+            yield error("index", key, what, WRITE_AGAIN)
 
 
 def check_two_layouts(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def check_total_size(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     size = sum(math.prod(e.shape) * e.dtype.itemsize for e in checkpoint.entries.values())
     if isinstance(stated, int) and stated != size:
-        yield warning("index", SAFE_WEIGHTS_INDEX, f"states {stated} bytes of tensors; there are {size}", AGAIN)
+        yield warning("index", SAFE_WEIGHTS_INDEX, f"states {stated} bytes of tensors; there are {size}", WRITE_AGAIN)
 
 
 def check_unknown_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -75,15 +75,15 @@ def check_repeated_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_missing_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for owner, key in checkpoint.weights.items():
         if checkpoint.scale_of(owner, "weight") is None:
-            yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {AGAIN}")
+            yield error("missing", key, "is FP8 and has no scale", f"add {owner}.weight_scale, or {WRITE_AGAIN}")
     for key, entry in checkpoint.entries.items():
-        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in checkpoint.mx:
-            yield error("missing", key, "is packed and has no scales of 32 numbers each", AGAIN)
+        if key.endswith(".weight_packed") and entry.dtype is torch.uint8 and key not in checkpoint.mx_scales:
+            yield error("missing", key, "is packed and has no scales of 32 numbers each", WRITE_AGAIN)
 
 
 def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds norms and biases in FP8, for which no format has a scale."""
-    scales = {key for keys in checkpoint.scales.values() for key in keys}
+    scales = set(checkpoint.scale_keys)
     for key, entry in checkpoint.entries.items():
         if entry.dtype in FP8 and len(entry.shape) < 2 and key not in scales and key.endswith((".weight", ".bias")):
             yield error("missing", key, "is FP8, and no format has a scale for it", "store it in BF16 or FP32")
@@ -91,8 +91,8 @@ def check_unscaled_vectors(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of a weight that is missing or not FP8."""
-    quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx}
-    for owner, key in checkpoint.of_role("weight", "input"):
+    quantized = checkpoint.weights.keys() | {key.rpartition(".")[0] for key in checkpoint.mx_scales}
+    for owner, key in checkpoint.with_role("weight", "input"):
         if owner not in quantized:
             exists = f"{owner}.weight" in checkpoint.entries
             what = f"scales {owner}.weight, which is {'not FP8' if exists else 'missing'}"
@@ -102,7 +102,7 @@ def check_orphaned_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_lone_cache_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds layers with a KV-cache scale for only one of k and v, without any, or that do not exist."""
     scales = checkpoint.scales
-    owners = {owner: {s.role for s in scales if s.owner == owner} for owner, _ in checkpoint.of_role(*KV)}
+    owners = {owner: {s.role for s in scales if s.owner == owner} for owner, _ in checkpoint.with_role(*KV)}
     for owner, roles in owners.items():
         if "kv" in roles and len(roles) > 1:
             what = "has a kv_scale beside a k_scale or v_scale"
@@ -110,7 +110,7 @@ def check_lone_cache_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         elif not {"k", "v"} <= roles and "kv" not in roles:
             yield error("missing", owner, "has a KV-cache scale for only one of k and v", "calibrate the cache again")
     attention = {key.removesuffix(".o_proj.weight") for key in checkpoint.entries if key.endswith("attn.o_proj.weight")}
-    for owner, key in checkpoint.of_role(*KV):
+    for owner, key in checkpoint.with_role(*KV):
         if attention and owner not in attention:
             yield error("orphan", key, "is the KV-cache scale of a layer that does not exist", "remove it")
     for owner in sorted(attention - owners.keys() if owners else ()):
@@ -139,16 +139,17 @@ def check_scales_file(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     try:
         scales = read_scales(file)
     except Fp8ServeError as exception:
-        yield error("unreadable", FILE_NAME, f"cannot be read ({str(exception).removesuffix('.')})", AGAIN)
+        yield error("unreadable", FILE_NAME, f"cannot be read ({str(exception).removesuffix('.')})", WRITE_AGAIN)
         return
-    for tensor, problem in problems(scales):
+    for tensor, problem in find_problems(scales):
         yield error("stale", f"{FILE_NAME}: {tensor}", problem, "calibrate the model again")
     for tensor, entry in scales.tensors.items():
         owner, _, role = tensor.rpartition(".")
         key = checkpoint.scale_of(owner, role) if role in ("input", "weight", "k", "v") else None  # type: ignore[arg-type]
         value = None if key is None else checkpoint.value(key)
-        if value is not None and value.numel() == 1 and not abs(float(entry.scale) * float(value) - 1) <= TOLERANCE:
-            what = f"is not the scale that {FILE_NAME} has for it, {1 / float(entry.scale):.4g}"
+        scale = float(entry.scale)
+        if value is not None and value.numel() == 1 and not abs(scale * float(value) - 1) <= COPY_TOLERANCE:
+            what = f"is not the scale that {FILE_NAME} has for it, {1 / scale:.4g}"
             yield error("stale", str(key), what, "write the directory again")
 
 
@@ -168,7 +169,7 @@ def check_fp8_without_config(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 def check_config_without_fp8(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     quantization = checkpoint.quantization
     has_gpt_oss_experts = any(key.endswith("_blocks") for key in checkpoint.entries)
-    is_quantized = checkpoint.weights or checkpoint.mx or has_gpt_oss_experts
+    is_quantized = checkpoint.weights or checkpoint.mx_scales or has_gpt_oss_experts
     if quantization is not None and quantization.groups and not is_quantized:
         what = f"says that weights are quantized by {quantization.producer}, and none is"
         yield error("config", _CONFIG, what, "remove it, or write the model again")
@@ -181,17 +182,17 @@ def check_ignored_layers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         return
     for owner, key in checkpoint.weights.items():
         if _is_ignored(owner, quantization.ignore):
-            yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _WRITE)
+            yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _CORRECT_CONFIG)
         elif _scheme(checkpoint, owner) is None:
-            yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _WRITE)
+            yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _CORRECT_CONFIG)
     leaves = {owner.rpartition(".")[2] for owner in checkpoint.weights}
     for key, entry in checkpoint.entries.items():
         owner = key.removesuffix(".weight")
-        is_matrix = key.endswith(".weight") and len(entry.shape) == 2 and key not in checkpoint.mx
+        is_matrix = key.endswith(".weight") and len(entry.shape) == 2 and key not in checkpoint.mx_scales
         if not is_matrix or owner in checkpoint.weights or owner.rpartition(".")[2] not in leaves:
             continue
         if not _is_ignored(owner, quantization.ignore) and _scheme(checkpoint, owner) is not None:
-            yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _WRITE)
+            yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _CORRECT_CONFIG)
 
 
 def check_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -216,14 +217,14 @@ def check_weight_blocks(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         is_one_block = kind == "tensor" and max(checkpoint.entries[checkpoint.weights[owner]].shape[-2:]) <= BLOCK
         if kind is not None and has_blocked_input and not (kind == "block128x128" or is_one_block):
             what = f"is one for each {kind}, but {_CONFIG} says blocks of 128 x 128"
-            yield error("config", str(checkpoint.scale_of(owner, "weight")), what, _WRITE)
+            yield error("config", str(checkpoint.scale_of(owner, "weight")), what, _CORRECT_CONFIG)
 
 
 def check_cache_scheme(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds a `kv_cache_scheme` without KV-cache scales, for which readers use the scale 1."""
     config = (checkpoint.config or {}).get(_CONFIG)
     has_scheme = isinstance(config, dict) and bool(config.get("kv_cache_scheme"))
-    if has_scheme and not any(True for _ in checkpoint.of_role(*KV)):
+    if has_scheme and not any(True for _ in checkpoint.with_role(*KV)):
         what = "has a kv_cache_scheme, but no k_scale or v_scale is there"
         yield error("missing", _CONFIG, what, "calibrate the cache, or take the scheme out")
 

@@ -29,13 +29,13 @@ Severity = Literal["error", "warning"]
 _MAGNITUDE_BITS = 0x7F
 _CODES_PER_STEP = 2**22
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-AGAIN = "download or write it again"
+WRITE_AGAIN = "download or write it again"
 # The suffixes of the scales of stacked experts, and what they scale.
 _STACK_SUFFIXES: dict[str, Role] = {"_activation_scale": "input", "_input_scale": "input", "_scale_inv": "weight",
                                     "_scale": "weight"}  # fmt: skip
 _EMBEDDINGS = ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings", "position_embeddings", "tok_embeddings",
                "token_type_embeddings")  # fmt: skip
-_NO_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
+_NOT_SCALES = (".input_scale_ub",)  # a limit of dynamic scales
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
     for part in (raw[start : start + step] for start in range(0, len(raw), step)):
         counts += torch.bincount(part.flatten(), minlength=256)
         if kind != "tensor":
-            rows.append(_largest_per_row(part, values, kind))
+            magnitudes = values[: _MAGNITUDE_BITS + 1].nan_to_num(0.0)[(part & _MAGNITUDE_BITS).long()]
+            rows.append(magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes))
     if kind == "tensor" or not rows:
         magnitudes = values.abs()[(counts > 0) & ~values.isnan()]
         return Codes(counts, magnitudes.amax().reshape(1) if len(magnitudes) else torch.zeros(1), values)
@@ -107,16 +108,10 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
     return Codes(counts, largest, values)
 
 
-def _largest_per_row(raw: Tensor, values: Tensor, kind: Granularity) -> Tensor:
-    """Returns the largest magnitudes [rows] or, for scales per block, [rows, blocks]."""
-    magnitudes = torch.nan_to_num(values[: _MAGNITUDE_BITS + 1], nan=0.0)[(raw & _MAGNITUDE_BITS).long()]
-    return magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes)
-
-
-def _largest_per_block(values: Tensor, size: int = 128) -> Tensor:
-    """Returns the largest value of each block of `size` in the last dimension. The last block may be smaller."""
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
-    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
+def _largest_per_block(values: Tensor) -> Tensor:
+    """Returns the largest value of each block of 128 in the last dimension. The last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 128))
+    return padded.reshape(*values.shape[:-1], -1, 128).amax(-1)
 
 
 @cache
@@ -145,11 +140,11 @@ class RawCheckpoint:
     @cached_property
     def weights(self) -> dict[str, str]:
         """The keys of FP8 weights, without those in MX blocks, by the names of their modules."""
-        entries = {k: e for k, e in self.entries.items() if e.dtype in FP8 and len(e.shape) > 1 and k not in self.mx}
-        return {key.removesuffix(".weight"): key for key in entries}
+        matrices = (key for key, entry in self.entries.items() if entry.dtype in FP8 and len(entry.shape) > 1)
+        return {key.removesuffix(".weight"): key for key in matrices if key not in self.mx_scales}
 
     @cached_property
-    def mx(self) -> dict[str, str]:
+    def mx_scales(self) -> dict[str, str]:
         """The key of every MX weight's scales, by the key of the weight."""
         return microscaling.find_mx_scales(self.entries)
 
@@ -162,23 +157,27 @@ class RawCheckpoint:
                 scales.setdefault(scale_key, []).append(key)
         return scales
 
+    @property
+    def scale_keys(self) -> list[str]:
+        return [key for keys in self.scales.values() for key in keys]
+
     @cached_property
     def unknown(self) -> list[str]:
         """The keys that are named like a scale and have no known meaning."""
-        return [key for key in self.entries if not self._scale_key(key) and not self._is_no_scale(key)
+        return [key for key in self.entries if not self._scale_key(key) and not self._is_not_scale(key)
                 and _parse_key(key)[1]]  # fmt: skip
 
     def scale_of(self, owner: str, role: Role) -> str | None:
         return next(iter(self.scales.get(ScaleKey(owner, role), ())), None)
 
-    def of_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
+    def with_role(self, *roles: Role) -> Iterator[tuple[str, str]]:
         """Yields (owner, key) of every scale with one of these roles."""
         return ((scale.owner, key) for scale, keys in self.scales.items() if scale.role in roles for key in keys)
 
     def value(self, key: str) -> Tensor:
         """Returns a scale in FP32. Exponents of MX blocks become powers of two."""
         stored = self.shards[key]
-        is_exponent = key in self.mx.values() and stored.dtype is torch.uint8
+        is_exponent = key in self.mx_scales.values() and stored.dtype is torch.uint8
         return (stored.view(torch.float8_e8m0fnu) if is_exponent else stored).float()
 
     def codes(self, owner: str) -> Codes:
@@ -196,9 +195,9 @@ class RawCheckpoint:
         return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
 
     def _scale_key(self, key: str) -> ScaleKey | None:
-        if self._is_no_scale(key):
+        if self._is_not_scale(key):
             return None
-        if key in self.mx.values():
+        if key in self.mx_scales.values():
             return ScaleKey(key.rpartition(".")[0], "weight")
         for suffix, role in _STACK_SUFFIXES.items():
             stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
@@ -206,10 +205,10 @@ class RawCheckpoint:
                 return ScaleKey(key.removesuffix(suffix), role)
         return _parse_key(key)[0]
 
-    def _is_no_scale(self, key: str) -> bool:
+    def _is_not_scale(self, key: str) -> bool:
         """Returns whether the tensor is no scale despite its name: training state, gpt-oss' exponents, or a limit."""
         blocks = f"{key.removesuffix('_scales')}_blocks"
-        return state_key(key) is not None or key.endswith(_NO_SCALES) or blocks in self.entries
+        return state_key(key) is not None or key.endswith(_NOT_SCALES) or blocks in self.entries
 
 
 def _parse_key(key: str) -> tuple[ScaleKey | None, bool]:
@@ -286,7 +285,7 @@ def _read_files(checkpoint: RawCheckpoint, files: list[Path]) -> RawCheckpoint:
 
 
 def _unreadable(name: str, exception: ModelError) -> Finding:
-    return error("unreadable", name, f"cannot be read ({str(exception).removesuffix('.')})", AGAIN)
+    return error("unreadable", name, f"cannot be read ({str(exception).removesuffix('.')})", WRITE_AGAIN)
 
 
 def _json(checkpoint: RawCheckpoint, name: str) -> Mapping[str, Any] | None:
@@ -314,6 +313,6 @@ def _weight_map(checkpoint: RawCheckpoint, index: Mapping[str, Any]) -> Mapping[
     if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
         return {canonical_name(key, weight_map): name for key, name in weight_map.items()}
     checkpoint.read_errors.append(
-        error("index", SAFE_WEIGHTS_INDEX, "has no weight_map from tensor names to files", AGAIN)
+        error("index", SAFE_WEIGHTS_INDEX, "has no weight_map from tensor names to files", WRITE_AGAIN)
     )
     return None

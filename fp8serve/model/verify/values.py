@@ -16,15 +16,15 @@ from fp8serve.model.formats.interop import KV, SCALE_DTYPES, Role, is_extreme
 from fp8serve.model.storage.shards import type_name
 from fp8serve.model.verify.raw_checkpoint import FP8, Finding, RawCheckpoint, error, warning
 
-_AGAIN = "quantize or calibrate the model again"
+_QUANTIZE_AGAIN = "quantize or calibrate the model again"
 _MAX_CHECKED_ELEMENTS = 2**20  # larger tensors in high precision, which are not norms or biases, are not checked
-_BAD: dict[str, Callable[[Tensor], Tensor]] = {
+_INVALID: dict[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
     "infinite": torch.isinf,
     "zero": lambda scale: scale == 0,
     "negative": lambda scale: scale < 0,
 }
-_WORDS = {"nan": "NaN", "infinite": "an infinity", "zero": "zero", "negative": "a negative number"}
+_INVALID_NAMES = {"nan": "NaN", "infinite": "an infinity", "zero": "zero", "negative": "a negative number"}
 FP8_MAX = 448.0
 WEIGHT_RMS_RANGE = (1e-6, 3.0)  # of the weights of known models
 MAX_RMS_RATIO = 2.0**8  # of a weight's root mean square to the median of the model's weights
@@ -33,37 +33,32 @@ MAX_MEDIAN_INPUT_AMAX = 8192.0  # the median over the layers of a known model is
 WARNING_RATIO = 2.0**10  # of a scale to the median of the same weight, or of an input's amax to the layers' median
 ERROR_RATIO = 2.0**14  # of an input's amax to the layers' median
 RECIPROCAL_RATIO = 2.0**6  # the reciprocal of a wrong scale is at most this far from the layers' median
-HALF = FP8_MAX / 2  # with smaller codes, at least one bit of the range is unused
-COARSE = FP8_MAX / 2**7  # with smaller codes, most of the precision is lost
+HALF_RANGE = FP8_MAX / 2  # with smaller codes, at least one bit of the range is unused
+COARSE_RANGE = FP8_MAX / 2**7  # with smaller codes, most of the precision is lost
 _INVERT = "store its reciprocal: a stored scale dequantizes, that is, it multiplies the codes"
 
 
 def check_bad_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales that are NaN, infinite, zero or negative."""
-    for keys in checkpoint.scales.values():
-        for key in keys:
-            value = checkpoint.value(key)
-            for kind, is_bad in _BAD.items():
-                if count := int(is_bad(value).sum()):
-                    what = f"holds {_WORDS[kind]}, {count} of {value.numel()}"
-                    yield error(kind, key, what, _AGAIN)
+    for key in checkpoint.scale_keys:
+        value = checkpoint.value(key)
+        for kind, is_bad in _INVALID.items():
+            if count := int(is_bad(value).sum()):
+                yield error(kind, key, f"holds {_INVALID_NAMES[kind]}, {count} of {value.numel()}", _QUANTIZE_AGAIN)
 
 
 def check_empty_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    for keys in checkpoint.scales.values():
-        for key in keys:
-            if not math.prod(checkpoint.entries[key].shape):
-                yield error("shape", key, "holds no number", _AGAIN)
+    for key in checkpoint.scale_keys:
+        if not math.prod(checkpoint.entries[key].shape):
+            yield error("shape", key, "holds no number", _QUANTIZE_AGAIN)
 
 
 def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of an unsupported type. Only scales of MX blocks may be uint8."""
-    for keys in checkpoint.scales.values():
-        for key in keys:
-            dtype = checkpoint.entries[key].dtype
-            if dtype not in SCALE_DTYPES and key not in checkpoint.mx.values():
-                what = f"is of the type {type_name(dtype)}"
-                yield error("dtype", key, what, "store it as FP32, BF16, FP16 or E8M0")
+    for key in checkpoint.scale_keys:
+        dtype = checkpoint.entries[key].dtype
+        if dtype not in SCALE_DTYPES and key not in checkpoint.mx_scales.values():
+            yield error("dtype", key, f"is of the type {type_name(dtype)}", "store it as FP32, BF16, FP16 or E8M0")
 
 
 def check_weight_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -86,7 +81,7 @@ def check_bad_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_bad_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds small tensors in high precision, such as norms and biases, with NaN or an infinity."""
-    scales = {key for keys in checkpoint.scales.values() for key in keys}
+    scales = set(checkpoint.scale_keys)
     for key, entry in checkpoint.entries.items():
         is_small = math.prod(entry.shape) <= _MAX_CHECKED_ELEMENTS
         is_checked = is_small and entry.dtype.is_floating_point and entry.dtype not in FP8
@@ -96,18 +91,19 @@ def check_bad_weights(checkpoint: RawCheckpoint) -> Iterator[Finding]:
 
 def check_cache_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds KV-cache scales that are not one number for each layer, or that are too small or large."""
-    for owner, key in checkpoint.of_role(*KV):
+    for owner, key in checkpoint.with_role(*KV):
         shape = checkpoint.entries[key].shape
         if math.prod(shape) > 1:
             yield error("shape", key, f"has the shape {list(shape)}", f"store one number for {owner}")
         elif math.prod(shape) == 1 and is_extreme(value := checkpoint.value(key)):
             size = "small" if float(value) < 1 else "large"
-            yield error("implausible", key, f"holds {float(value):.3g}, which is too {size} for a scale", _AGAIN)
+            what = f"holds {float(value):.3g}, which is too {size} for a scale"
+            yield error("implausible", key, what, _QUANTIZE_AGAIN)
 
 
 def check_input_scales_are_numbers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds input scales that are not one number for a layer, or for each expert of a stack."""
-    for owner, key in checkpoint.of_role("input"):
+    for owner, key in checkpoint.with_role("input"):
         shape, weight = checkpoint.entries[key].shape, checkpoint.entries.get(owner)
         experts = weight.shape[:1] if weight is not None and len(weight.shape) == 3 else ()
         if math.prod(shape) > 1 and shape != experts:
@@ -123,24 +119,24 @@ def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
             yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
 
 
-def check_reciprocal_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    for owner, size in _weight_sizes(checkpoint).items():
-        if _is_reciprocal(checkpoint, owner, size):
-            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
-            yield error("reciprocal", str(checkpoint.scale_of(owner, "weight")), what, _INVERT)
-
-
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds weights whose root mean square is outside the range of known models, or far from the other weights'."""
-    sizes = _weight_sizes(checkpoint)
-    middle = median(sizes.values()) if len(sizes) > 2 else None
+    """Finds reciprocals of scales, and weights whose root mean square is outside the range of known models or far from
+    that of the other weights."""
+    # approximate root mean squares: those of the codes times the median scale
+    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
+    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
+    sizes = {owner: size for owner, size in sizes.items() if size > 0}
+    median_size = median(sizes.values()) if len(sizes) > 2 else None
     smallest, largest = WEIGHT_RMS_RANGE
     for owner, size in sizes.items():
-        is_outlier = middle is not None and not middle / MAX_RMS_RATIO <= size <= middle * MAX_RMS_RATIO
-        if not _is_reciprocal(checkpoint, owner, size) and (is_outlier or not smallest <= size <= largest):
-            others = f", that of the others {middle:.3g}" if is_outlier else ""
-            what = f"makes the weight's mean size {size:.3g}{others}"
-            yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
+        key, rms = str(checkpoint.scale_of(owner, "weight")), checkpoint.codes(owner).rms
+        is_outlier = median_size is not None and not median_size / MAX_RMS_RATIO <= size <= median_size * MAX_RMS_RATIO
+        if size > largest and smallest <= rms * rms / size <= largest:
+            what = f"looks like the reciprocal of a scale: the weight's mean size would be {size:.3g}"
+            yield error("reciprocal", key, what, _INVERT)
+        elif is_outlier or not smallest <= size <= largest:
+            others = f", that of the others {median_size:.3g}" if is_outlier else ""
+            yield error("implausible", key, f"makes the weight's mean size {size:.3g}{others}", _QUANTIZE_AGAIN)
 
 
 def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -148,57 +144,48 @@ def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     for owner in checkpoint.weights:
         scale = _valid_scale(checkpoint, owner, "weight")
         if scale is not None and scale.numel() > 2:
-            middle, largest = float(scale.median()), float(scale.max())
-            if largest > middle * WARNING_RATIO:
-                what = f"holds {largest:.3g} where its median is {middle:.3g}"
-                yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _AGAIN)
-
-
-def check_reciprocal_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    sizes = _input_sizes(checkpoint)
-    for owner, size in sizes.items():
-        if _is_reciprocal_input(size, sizes):
-            what = f"looks like the reciprocal of a scale: the largest input would be {size:.3g}"
-            yield error("reciprocal", str(checkpoint.scale_of(owner, "input")), what, _INVERT)
+            median_scale, largest = float(scale.median()), float(scale.max())
+            if largest > median_scale * WARNING_RATIO:
+                what = f"holds {largest:.3g} where its median is {median_scale:.3g}"
+                yield error("implausible", str(checkpoint.scale_of(owner, "weight")), what, _QUANTIZE_AGAIN)
 
 
 def check_implausible_input_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
-    """Finds input scales far from those of other layers. Real models have massive activations, so some are warnings."""
-    sizes = _input_sizes(checkpoint)
-    middle = median(sizes.values()) if sizes else 0.0
+    """Finds reciprocals of scales, and input scales far from those of other layers. Real models have massive
+    activations, so some are warnings."""
+    # the amax that the scale of every layer's input represents
+    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.with_role("input")}
+    sizes = {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
+    median_size = median(sizes.values()) if sizes else 0.0
     for owner, size in sizes.items():
-        ratio = max(size / middle, middle / size)
+        key, ratio = str(checkpoint.scale_of(owner, "input")), max(size / median_size, median_size / size)
         is_impossible = not INPUT_AMAX_RANGE[0] <= size <= INPUT_AMAX_RANGE[1]
-        if not _is_reciprocal_input(size, sizes) and (is_impossible or ratio > WARNING_RATIO):
+        if _is_reciprocal_input(size, sizes):
+            what = f"looks like the reciprocal of a scale: the largest input would be {size:.3g}"
+            yield error("reciprocal", key, what, _INVERT)
+        elif is_impossible or ratio > WARNING_RATIO:
             make_finding = error if is_impossible or ratio > ERROR_RATIO else warning
-            what = f"stands for a largest input of {size:.3g}, the median of the layers for {middle:.3g}"
-            yield make_finding(
-                "implausible", str(checkpoint.scale_of(owner, "input")), what, "calibrate the model again"
-            )
+            what = f"stands for a largest input of {size:.3g}, the median of the layers for {median_size:.3g}"
+            yield make_finding("implausible", key, what, "calibrate the model again")
 
 
 def check_underused_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds weights whose codes are all small, because they were quantized with a scale for larger weights."""
     for owner, key in checkpoint.weights.items():
         largest = checkpoint.codes(owner).largest
-        if _is_one_scale(checkpoint, owner):
+        key_of_scale = checkpoint.scale_of(owner, "weight")
+        scale = torch.empty(0) if key_of_scale is None else checkpoint.value(key_of_scale).flatten()
+        if len(scale) and bool((scale == scale[0]).all()):  # some formats repeat one scale for each part
             largest = largest.max().reshape(1)
         nonzero = largest[largest > 0]
-        small = nonzero[nonzero <= HALF]
+        small = nonzero[nonzero <= HALF_RANGE]
         if len(small) <= 0.01 * len(nonzero):
             continue
         smallest = float(small.min())
         counts = f"{len(small)} of its {len(nonzero)}"
         what = f"has codes up to {smallest:g} of {FP8_MAX:g} in {counts} parts with a scale each"
-        make_finding = error if smallest <= COARSE else warning
+        make_finding = error if smallest <= COARSE_RANGE else warning
         yield make_finding("stale", key, what, "quantize the weight again, by its own largest value")
-
-
-def _is_one_scale(checkpoint: RawCheckpoint, owner: str) -> bool:
-    """Returns whether all parts of the weight have the same scale, which some formats repeat for each part."""
-    key = checkpoint.scale_of(owner, "weight")
-    values = None if key is None else checkpoint.value(key).flatten()
-    return values is not None and len(values) > 0 and bool((values == values[0]).all())
 
 
 def check_clipped_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -217,29 +204,10 @@ def check_default_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds checkpoints in which all scales of one kind are 1, as if they were never calibrated."""
     kinds: dict[str, tuple[Role, ...]] = {"weight": ("weight",), "input": ("input",), "KV-cache": KV}
     for kind, roles in kinds.items():
-        keys = [key for _, key in checkpoint.of_role(*roles)]
+        keys = [key for _, key in checkpoint.with_role(*roles)]
         if keys and all(bool((checkpoint.value(key) == 1).all()) for key in keys):
             what = f"is 1, as are all {len(keys)} {kind} scales: they were not calibrated"
             yield warning("default", keys[0], what, "calibrate the model, or quantize its weights again")
-
-
-def _weight_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
-    """Returns the approximate root mean square of every FP8 weight: that of its codes times the median scale."""
-    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
-    sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
-    return {owner: size for owner, size in sizes.items() if size > 0}
-
-
-def _is_reciprocal(checkpoint: RawCheckpoint, owner: str, size: float) -> bool:
-    rms = checkpoint.codes(owner).rms
-    smallest, largest = WEIGHT_RMS_RANGE
-    return size > largest and smallest <= rms * rms / size <= largest
-
-
-def _input_sizes(checkpoint: RawCheckpoint) -> dict[str, float]:
-    """Returns the amax that the scale of every layer's input represents."""
-    scales = {owner: _valid_scale(checkpoint, owner, "input") for owner, _ in checkpoint.of_role("input")}
-    return {owner: FP8_MAX * float(scale.max()) for owner, scale in scales.items() if scale is not None}
 
 
 def _is_reciprocal_input(size: float, sizes: dict[str, float]) -> bool:
@@ -247,11 +215,11 @@ def _is_reciprocal_input(size: float, sizes: dict[str, float]) -> bool:
 
     The inverted scale must be close to the other layers, or the median of all inverted scales must be plausible.
     """
-    middle, inverted = median(sizes.values()), FP8_MAX * FP8_MAX / size
-    if middle > MAX_MEDIAN_INPUT_AMAX > FP8_MAX * FP8_MAX / middle:
+    median_size, inverted = median(sizes.values()), FP8_MAX * FP8_MAX / size
+    if median_size > MAX_MEDIAN_INPUT_AMAX > FP8_MAX * FP8_MAX / median_size:
         return size > MAX_MEDIAN_INPUT_AMAX
-    is_plausible = middle / RECIPROCAL_RATIO <= inverted <= middle * RECIPROCAL_RATIO
-    return max(size / middle, middle / size) > WARNING_RATIO and is_plausible
+    is_plausible = median_size / RECIPROCAL_RATIO <= inverted <= median_size * RECIPROCAL_RATIO
+    return max(size / median_size, median_size / size) > WARNING_RATIO and is_plausible
 
 
 def _valid_scale(checkpoint: RawCheckpoint, owner: str, role: Role) -> Tensor | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from fp8serve.errors import DataError
 from fp8serve.model.config.decoder import read_config
-from fp8serve.model.text.data_files import is_lines
+from fp8serve.model.text.data_files import is_line_based
 from fp8serve.server.faults import Code, Fault, safe_text
 from fp8serve.server.finetuning.database import Job, NewJob, new_job_id
 from fp8serve.server.finetuning.job_directory import JobDirectories, public_config, request_hash, write_config
@@ -163,7 +163,7 @@ class Submissions:
         """Parses the rows of `files`. Short files of lines are parsed in a thread of the server. All others go to a
         parser process, even short compressed files, which may expand. `names` are those of `_upload_names`."""
         try:
-            if all(map(is_lines, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT_BYTES:
+            if all(map(is_line_based, files)) and sum(Path(name).stat().st_size for name in files) <= SHORT_BYTES:
                 await asyncio.to_thread(read_files, config, files)
             else:
                 request = {"config": config.to_json(), "files": list(files)}

@@ -18,7 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from fp8serve.model.text.data_files import TEXT_SUFFIXES, ending_of, is_lines
+from fp8serve.model.text.data_files import TEXT_SUFFIXES, ending_of, is_line_based
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.http.streams import ClientGoneError
 from fp8serve.server.settings import ServerLimits
@@ -123,7 +123,7 @@ class _PartHandler:
                 raise Fault(Code.INVALID_PARAMETER, "Send one file in one request.", param="file")
             self.upload.filename = options.get(b"filename", b"upload.jsonl").decode("utf-8", "replace")[:255]
             suffix = ending_of(self.upload.filename)
-            self.bounds = RowBounds(self.limits, suffix in TEXT_SUFFIXES, is_lines(suffix))
+            self.bounds = RowBounds(self.limits, suffix in TEXT_SUFFIXES, is_line_based(suffix))
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
         piece = data[start:end]

@@ -59,9 +59,9 @@ class ParserProcess:
         except BaseException:
             await self.close()
             raise
-        if answer.pop("last", False):
+        if answer.pop("retire", False):
             await self.close()
-        if answer.pop("too_much", False):
+        if answer.pop("out_of_memory", False):
             raise _limit_fault(head, "memory")
         if "error" in answer:
             raise to_exception(answer)

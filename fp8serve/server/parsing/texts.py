@@ -42,9 +42,9 @@ def encode_text(tokenizer: Tokenizer, request: TextRequest) -> EncodedText:
     first, second = request.first, request.second
     if request.max_document_tokens is not None and second is None:
         prompt = tokenizer.encode(request.prefix, add_special_tokens=False) if request.prefix else []
-        first = tokenizer.beginning(first, request.max_document_tokens + len(prompt))
+        first = tokenizer.truncate_text(first, request.max_document_tokens + len(prompt))
     elif request.max_document_tokens is not None and second is not None:
-        second = tokenizer.beginning(second, request.max_document_tokens)
+        second = tokenizer.truncate_text(second, request.max_document_tokens)
     if second is None or request.prompt_parts is None:
         return tokenizer.encode_pair(first, second, request.max_tokens)
     before, between, after = request.prompt_parts
@@ -60,7 +60,7 @@ def _encode_with_prompt(
         return tokenizer.encode(f"{before}{document}{after}")
     room = max_tokens - len(tokenizer.encode(before + after))
     while room > 0:  # joined texts may have other tokens than their parts; one round is usually enough
-        ids = tokenizer.encode(f"{before}{tokenizer.beginning(document, room)}{after}")
+        ids = tokenizer.encode(f"{before}{tokenizer.truncate_text(document, room)}{after}")
         if len(ids) <= max_tokens:
             return ids
         room -= len(ids) - max_tokens

@@ -17,7 +17,8 @@ class EchoLauncher(Launcher):
 
     async def __call__(self, source: Any) -> tuple[FakeEngine, TokenizerFacts]:
         engine, _ = await super().__call__(source)
-        return engine, TokenizerFacts.of(Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(LAST, {})))
+        tokenizer = Tokenizer(byte_backend(), {"eos_token": "<eos>"}, ChatTemplate(LAST, {}))
+        return engine, TokenizerFacts.from_tokenizer(tokenizer)
 
 
 def echo(directory: Any) -> EchoLauncher:

@@ -85,7 +85,7 @@ async def test_parts_of_characters_are_told_apart(start: Start) -> None:
 
 def facts(tokenizer: Tokenizer) -> TokenizerFacts:
     """With the texts of all tokens."""
-    found = TokenizerFacts.of(tokenizer)
+    found = TokenizerFacts.from_tokenizer(tokenizer)
     found.table = TokenTable(TokenTable.serialize(tokenizer, tokenizer.vocab_size))
     return found
 

@@ -121,7 +121,7 @@ async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settin
 
 def test_the_facts_are_the_same_after_the_journey(settings: Settings) -> None:
     tokenizer = Tokenizer.from_dir(settings.model)
-    assert describe(settings.model) == TokenizerFacts.of(tokenizer)
-    assert replace(TokenizerFacts.of(tokenizer), bound=None) == TokenizerFacts.from_json(
-        replace(TokenizerFacts.of(tokenizer), bound=None).to_json()
+    assert describe(settings.model) == TokenizerFacts.from_tokenizer(tokenizer)
+    assert replace(TokenizerFacts.from_tokenizer(tokenizer), bound=None) == TokenizerFacts.from_json(
+        replace(TokenizerFacts.from_tokenizer(tokenizer), bound=None).to_json()
     )

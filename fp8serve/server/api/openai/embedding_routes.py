@@ -377,7 +377,7 @@ def max_tokens_read(body: TruncationFields, served: ServedWeights, *, is_pair: b
     limit = body.truncation_limit(context)
     if limit is None or limit == context:
         return limit
-    message, special_tokens = "", served.tokenizer.around[is_pair]
+    message, special_tokens = "", served.tokenizer.special_token_counts[is_pair]
     if limit > context:
         message = f"truncate_prompt_tokens is {limit}, but this model reads {context} tokens of a text at most."
     elif limit <= special_tokens:

@@ -39,8 +39,8 @@ from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, us
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
-from fp8serve.model.storage.files import atomic_file, save_tensors
-from fp8serve.model.storage.shards import load_tensors
+from fp8serve.model.storage.files import atomic_file
+from fp8serve.model.storage.shards import load_tensors, save_tensors
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Logits, Network, collate, summed_loss, target_log_probs
@@ -317,8 +317,7 @@ def _initial_model(context: RunContext) -> Model:
         tensors = dict(model.state_dict(keep_vars=True))
         first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # tied weights are stored once
         with atomic_file(path) as file:
-            stored = {name: tensors[name].detach().contiguous() for name in first_names.values()}
-            save_tensors(file, stored, {"format": "pt"})
+            save_tensors(file, {name: tensors[name] for name in first_names.values()}, {"format": "pt"})
     elif not path.is_file():
         raise JobError(
             f"The reference model {path}, which the run saved at its start, is missing; use another output directory."
