@@ -1,4 +1,4 @@
-"""The SQLite database of jobs, events and files: its schema, migrations and transactions, and a frozen record for each row.
+"""The SQLite database of jobs, events and files: schema, migrations, transactions, and a frozen record for each row.
 
 There is one connection behind a lock, with a write-ahead log and `synchronous=FULL`, so a commit that returned is on
 the disk. A write-ahead log needs shared memory. Network file systems have none and would corrupt the file, so they are
