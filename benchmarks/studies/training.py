@@ -28,7 +28,7 @@ from fp8serve.bench.options import Checked, Shape
 from fp8serve.commands.bench import measured, publish, show, writable
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import NAMES
+from fp8serve.fp8.recipe import RECIPE_NAMES
 from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
 from fp8serve.train import checkpoint, state
@@ -77,8 +77,8 @@ class StudyPlan(Checked):
 
     def __post_init__(self) -> None:
         check(self, JobError)
-        if unknown := [r for r in self.recipes if r not in (*NAMES, TWIN)]:
-            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join((*NAMES, TWIN))}.")
+        if unknown := [r for r in self.recipes if r not in (*RECIPE_NAMES, TWIN)]:
+            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join((*RECIPE_NAMES, TWIN))}.")
         if self.steps % 2:
             raise JobError(f"steps must be an even number, found {self.steps}.")
 

@@ -59,7 +59,7 @@ FusedQuantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
-NAMES = ("input", "weight", "grad_output")
+TENSOR_NAMES = ("input", "weight", "grad_output")
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -265,7 +265,7 @@ class Linear(Stateful, nn.Linear):
     Transformer Engine's name for `dtype`. Raises TypeError if both are given and differ.
     """
 
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": TENSOR_NAMES[:2], "backward": TENSOR_NAMES[2:]}
 
     def __init__(
         self,

@@ -6,14 +6,13 @@ in the last bit of the sigmoid.
 
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
-from fp8serve.fp8.ops.casts import quantize
 from fp8serve.fp8.ops.inputs import (
     dense_like,
     edge_values,
@@ -24,7 +23,7 @@ from fp8serve.fp8.ops.inputs import (
     row_cases,
     tiled_noise,
 )
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,14 +63,9 @@ define(
 )
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def silu_mul_quantize(ops: Any, gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> Any:
     """Quantizes silu_mul(gate, up), both [M, K], by `scale` []; returns (q, amax)."""
-    return quantize(silu_mul(gate, up), scale, dtype)
-
-
-def _composed_silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y = torch.ops.fp8serve.silu_mul(gate, up)
-    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+    return ops.quantize(ops.silu_mul(gate, up), scale, dtype)
 
 
 def _silu_quantize_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype) -> tuple[Any, ...]:
@@ -83,10 +77,9 @@ def _silu_quantize_cases() -> list[Case]:
     return [Case(f"{d} {s} {fp8}", partial(_silu_quantize_case, d, s, fp8)) for d, s, fp8 in grid]
 
 
-define(
+define_composed(
     "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     silu_mul_quantize,
-    composition=_composed_silu_mul_quantize,
     fake=fake_cast,
     cases=_silu_quantize_cases,
 )
@@ -116,4 +109,6 @@ def _cases() -> list[Case]:
     return [Case(kind, partial(_case, kind)) for kind in ("hostile", "odd", "rows apart", "no rows", "several tasks")]
 
 
-define("look_up(Tensor x, Tensor table) -> Tensor", look_up, fake=fake_like_first, cases=_cases, kernels=("cpu",))
+define(
+    "look_up(Tensor x, Tensor table) -> Tensor", look_up, fake=fake_like_first, cases=_cases, kernel_devices=("cpu",)
+)

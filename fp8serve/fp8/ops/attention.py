@@ -300,5 +300,5 @@ define(
     attention_backward,
     fake=_fake,
     cases=_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

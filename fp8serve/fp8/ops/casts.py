@@ -21,7 +21,7 @@ from fp8serve.fp8.ops.arithmetic import (
     scale_from_amax,
 )
 from fp8serve.fp8.ops.inputs import edge_values, fake_cast, random_fp8, tiled_noise
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def _inputs() -> dict[str, Callable[[], Tensor]]:
@@ -71,15 +71,10 @@ define(
 )
 
 
-def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes x [M, K] by `scale` []; returns (q [M, K], its transpose [K, M], amax of x), reading x only once."""
-    q, largest = quantize(x, scale, dtype)
+def quantize_transpose(ops: Any, x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes x [M, K] by `scale` []; returns (q [M, K], its transpose [K, M], amax of x). A kernel reads x once."""
+    q, largest = ops.quantize(x, scale, dtype)
     return q, q.t().clone(memory_format=torch.contiguous_format), largest
-
-
-def _composed_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return q, q.t().clone(memory_format=torch.contiguous_format), amax
 
 
 def _fake_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,10 +82,9 @@ def _fake_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return q, q.new_empty((x.shape[1], x.shape[0])), amax
 
 
-define(
+define_composed(
     "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
     quantize_transpose,
-    composition=_composed_transpose,
     fake=_fake_transpose,
     cases=fixed_scale_cases,
 )
@@ -196,7 +190,6 @@ def _transpose_cases() -> list[Case]:
 define(
     "transpose_fp8(Tensor q) -> Tensor",
     transpose_fp8,
-    composition=transpose_fp8,
     fake=_fake_transposed,
     cases=_transpose_cases,
 )
@@ -219,7 +212,6 @@ def _half_cases() -> list[Case]:
 define(
     "transpose_half(Tensor x) -> Tensor",
     transpose_half,
-    composition=transpose_half,
     fake=_fake_transposed,
     cases=_half_cases,
 )

@@ -14,61 +14,54 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 from fp8serve.fp8.ops.inputs import edge_values, tiled_noise
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define_composed
 
 Cast = tuple[Tensor, Tensor, Tensor]  # q [M, K], its transpose [K, M] or an empty tensor, scale_inv []
 Casts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 SIZES = ((5, 64), (33, 300), (128, 256), (144, 136))
 
 
-def _make_rms_norm_quantize_delayed(ops: Any) -> Any:
-    def rms_norm_quantize_delayed(
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        scale: Tensor,
-        history: Tensor | None,
-        dtype: torch.dtype,
-        transpose: bool,
-    ) -> Cast:
-        """Returns quantize_delayed of rms_norm(x, weight, eps)."""
-        y = ops.rms_norm(x, weight, eps)
-        return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
-
-    return rms_norm_quantize_delayed
+def rms_norm_quantize_delayed(
+    ops: Any,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor,
+    history: Tensor | None,
+    dtype: torch.dtype,
+    transpose: bool,
+) -> Cast:
+    """Returns quantize_delayed of rms_norm(x, weight, eps)."""
+    y = ops.rms_norm(x, weight, eps)
+    return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
 
 
-def _make_silu_mul_quantize_delayed(ops: Any) -> Any:
-    def silu_mul_quantize_delayed(
-        gate: Tensor, up: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool
-    ) -> Cast:
-        """Returns quantize_delayed of silu_mul(gate, up)."""
-        y = ops.silu_mul(gate, up)
-        return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
-
-    return silu_mul_quantize_delayed
+def silu_mul_quantize_delayed(
+    ops: Any, gate: Tensor, up: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool
+) -> Cast:
+    """Returns quantize_delayed of silu_mul(gate, up)."""
+    y = ops.silu_mul(gate, up)
+    return ops.quantize_delayed(y, scale, history, dtype, transpose, False)  # type: ignore[no-any-return]
 
 
-def _make_silu_mul_backward_quantize_delayed(ops: Any) -> Any:
-    def silu_mul_backward_quantize_delayed(
-        grad: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        gate_scale: Tensor,
-        gate_history: Tensor | None,
-        up_scale: Tensor,
-        up_history: Tensor | None,
-        dtype: torch.dtype,
-        transpose: bool,
-    ) -> Casts:
-        """Returns quantize_delayed of both results of silu_mul_backward; an infinity makes their scale_inv NaN."""
-        d_gate, d_up = ops.silu_mul_backward(grad, gate, up)
-        return (
-            *ops.quantize_delayed(d_gate, gate_scale, gate_history, dtype, transpose, True),
-            *ops.quantize_delayed(d_up, up_scale, up_history, dtype, transpose, True),
-        )
-
-    return silu_mul_backward_quantize_delayed
+def silu_mul_backward_quantize_delayed(
+    ops: Any,
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_scale: Tensor,
+    gate_history: Tensor | None,
+    up_scale: Tensor,
+    up_history: Tensor | None,
+    dtype: torch.dtype,
+    transpose: bool,
+) -> Casts:
+    """Returns quantize_delayed of both results of silu_mul_backward; an infinity makes their scale_inv NaN."""
+    d_gate, d_up = ops.silu_mul_backward(grad, gate, up)
+    return (
+        *ops.quantize_delayed(d_gate, gate_scale, gate_history, dtype, transpose, True),
+        *ops.quantize_delayed(d_up, up_scale, up_history, dtype, transpose, True),
+    )
 
 
 def _fake(x: Tensor, dtype: torch.dtype, transpose: bool) -> Cast:
@@ -140,29 +133,26 @@ _SCALE = (
     "Tensor scale, Tensor(a!)? history, ScalarType dtype, bool transpose) -> (Tensor q, Tensor q_t, Tensor scale_inv)"
 )
 
-define(
+define_composed(
     f"rms_norm_quantize_delayed(Tensor x, Tensor weight, float eps, {_SCALE}",
-    _make_rms_norm_quantize_delayed(reference),
-    composition=_make_rms_norm_quantize_delayed(torch.ops.fp8serve),
+    rms_norm_quantize_delayed,
     fake=_fake_norm,
     cases=partial(_cases, _norm_case),
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
-define(
+define_composed(
     f"silu_mul_quantize_delayed(Tensor gate, Tensor up, {_SCALE}",
-    _make_silu_mul_quantize_delayed(reference),
-    composition=_make_silu_mul_quantize_delayed(torch.ops.fp8serve),
+    silu_mul_quantize_delayed,
     fake=_fake_gated,
     cases=partial(_cases, _gated_case),
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
-define(
+define_composed(
     "silu_mul_backward_quantize_delayed(Tensor grad, Tensor gate, Tensor up, Tensor gate_scale,"
     " Tensor(a!)? gate_history, Tensor up_scale, Tensor(b!)? up_history, ScalarType dtype, bool transpose)"
     " -> (Tensor gate_q, Tensor gate_q_t, Tensor gate_scale_inv, Tensor up_q, Tensor up_q_t, Tensor up_scale_inv)",
-    _make_silu_mul_backward_quantize_delayed(reference),
-    composition=_make_silu_mul_backward_quantize_delayed(torch.ops.fp8serve),
+    silu_mul_backward_quantize_delayed,
     fake=_fake_gated_backward,
     cases=_gated_backward_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturating_cast
 from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def expert_row_ranges(offsets: Tensor) -> list[tuple[int, int]]:
@@ -43,35 +43,31 @@ def _expert_scales(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tens
     return scale_inv[begin:end] if scale_inv.dim() == 2 else scale_inv
 
 
-def _make_grouped_mm(ops: Any) -> Any:
-    """Returns grouped_mm as a loop over experts with the products of `ops`."""
+def grouped_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
 
-    def grouped_mm(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        offsets: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
-
-        a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
-        [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
-        """
-        out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
-        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
-            if begin < end:
-                scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
-                expert_bias = None if bias is None else bias[expert]
-                if b.dim() == 4:
-                    out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
-                else:
-                    out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
-        return out
-
-    return grouped_mm
+    a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
+    [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
+    """
+    out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
+    for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+        if begin < end:
+            scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
+            expert_bias = None if bias is None else bias[expert]
+            if b.dim() == 4:
+                out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
+            else:
+                out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
+    return out
 
 
 def _columns(b: Tensor) -> int:
@@ -133,40 +129,34 @@ def _cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "grouped_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
-    _make_grouped_mm(reference),
-    composition=_make_grouped_mm(torch.ops.fp8serve),
+    grouped_mm,
     fake=_fake_grouped,
     cases=_cases,
 )
 
 
-def _make_grouped_wgrad(ops: Any) -> Any:
-    """Returns grouped_wgrad as a loop over experts with the products of `ops`."""
+def grouped_wgrad(
+    ops: Any, a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiplies a [N, T] by b [K, T], FP8 with columns sorted by expert, and returns [E, N, K].
 
-    def grouped_wgrad(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
-    ) -> Tensor:
-        """Multiplies a [N, T] by b [K, T], FP8 with columns sorted by expert, and returns [E, N, K].
-
-        An expert without columns gets zeros. Scales are [], [E], [E, N or K, 1], or [N or K, blocks], with
-        ceil(columns / 128) blocks for each expert.
-        """
-        out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
-        first_block = 0
-        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
-            end_block = first_block + blocks(end - begin)
-            if begin < end:
-                a_scale, b_scale = (
-                    _column_scales(scale, expert, first_block, end_block) for scale in (a_scale_inv, b_scale_inv)
-                )
-                out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], a_scale, b_scale, None, out_dtype)
-            first_block = end_block
-        return out
-
-    return grouped_wgrad
+    An expert without columns gets zeros. Scales are [], [E], [E, N or K, 1], or [N or K, blocks], with
+    ceil(columns / 128) blocks for each expert.
+    """
+    out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
+    first_block = 0
+    for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+        end_block = first_block + blocks(end - begin)
+        if begin < end:
+            a_scale, b_scale = (
+                _column_scales(scale, expert, first_block, end_block) for scale in (a_scale_inv, b_scale_inv)
+            )
+            out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], a_scale, b_scale, None, out_dtype)
+        first_block = end_block
+    return out
 
 
 def _column_scales(scale_inv: Tensor, expert: int, first_block: int, end_block: int) -> Tensor:
@@ -207,14 +197,13 @@ def _wgrad_cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "grouped_wgrad(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, ScalarType out_dtype)"
     " -> Tensor",
-    _make_grouped_wgrad(reference),
-    composition=_make_grouped_wgrad(torch.ops.fp8serve),
+    grouped_wgrad,
     fake=_fake_wgrad,
     cases=_wgrad_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 
 
@@ -243,7 +232,6 @@ def _cast_cases() -> list[Case]:
 define(
     "grouped_quantize(Tensor x, Tensor scale, Tensor offsets, ScalarType dtype) -> (Tensor q, Tensor amax)",
     grouped_quantize,
-    composition=grouped_quantize,
     fake=_fake_grouped_cast,
     cases=_cast_cases,
 )

@@ -14,41 +14,37 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import BLOCK, blocks
 from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
 from fp8serve.fp8.ops.mixture import random_topk_ids
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define_composed
 from fp8serve.fp8.ops.row_casts import E4M3, cast_rows
 
 
-def make_grouped_mlp(ops: Any) -> Any:
-    """Returns grouped_mlp as a composition of `ops`."""
+def grouped_mlp(
+    ops: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    weights: Tensor,
+    tokens: Tensor,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale_inv: Tensor,
+    down_bias: Tensor | None,
+    width: int,
+    power_2: bool,
+) -> Tensor:
+    """Returns [T, N], the weighted sum over experts of down(silu(gate(x)) * up(x)), for x [T, K].
 
-    def grouped_mlp(
-        x: Tensor,
-        topk_ids: Tensor,
-        weights: Tensor,
-        tokens: Tensor,
-        gate_up: Tensor,
-        gate_up_scale_inv: Tensor,
-        gate_up_bias: Tensor | None,
-        down: Tensor,
-        down_scale_inv: Tensor,
-        down_bias: Tensor | None,
-        width: int,
-        power_2: bool,
-    ) -> Tensor:
-        """Returns [T, N], the weighted sum over experts of down(silu(gate(x)) * up(x)), for x [T, K].
-
-        `topk_ids` int64 [T, k] and `weights` [T, k] are those of choose_experts. gate_up [E, 2 I, K] and down [E, N, I]
-        are FP8, with scales and biases as in grouped_mm. `tokens` int64 [E] rises by the number of rows of each expert.
-        `width` is the number of columns that share a scale, 128, or 0 for all columns of a row.
-        """
-        token_indices, row_indices, offsets = ops.sort_by_expert(topk_ids, tokens)
-        q, scale_inv = cast_rows(ops, x.index_select(0, token_indices), width, power_2)
-        gate_and_up = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
-        q, scale_inv = cast_rows(ops, ops.silu_mul(*gate_and_up.chunk(2, 1)), width, power_2)
-        output = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
-        return ops.add_weighted(output, row_indices, weights)  # type: ignore[no-any-return]
-
-    return grouped_mlp
+    `topk_ids` int64 [T, k] and `weights` [T, k] are those of choose_experts. gate_up [E, 2 I, K] and down [E, N, I]
+    are FP8, with scales and biases as in grouped_mm. `tokens` int64 [E] rises by the number of rows of each expert.
+    `width` is the number of columns that share a scale, 128, or 0 for all columns of a row.
+    """
+    token_indices, row_indices, offsets = ops.sort_by_expert(topk_ids, tokens)
+    q, scale_inv = cast_rows(ops, x.index_select(0, token_indices), width, power_2)
+    gate_and_up = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
+    q, scale_inv = cast_rows(ops, ops.silu_mul(*gate_and_up.chunk(2, 1)), width, power_2)
+    output = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
+    return ops.add_weighted(output, row_indices, weights)  # type: ignore[no-any-return]
 
 
 def _fake(x: Tensor, *rest: Any) -> Tensor:
@@ -81,13 +77,12 @@ def _cases() -> list[Case]:
     return [Case(f"{s}, width {w}, bias {b}, {d}", partial(_case, s, w, b, d)) for s, w, b, d in grid]
 
 
-define(
+define_composed(
     "grouped_mlp(Tensor x, Tensor topk_ids, Tensor weights, Tensor(a!) tokens, Tensor gate_up,"
     " Tensor gate_up_scale_inv, Tensor? gate_up_bias, Tensor down, Tensor down_scale_inv, Tensor? down_bias, int width,"
     " bool power_2) -> Tensor",
-    make_grouped_mlp(reference),
-    composition=make_grouped_mlp(torch.ops.fp8serve),
+    grouped_mlp,
     fake=_fake,
     cases=_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

@@ -18,35 +18,31 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import blocks
 from fp8serve.fp8.ops.inputs import random_fp8
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define_composed
 
 
-def _make_joined_mm(ops: Any) -> Any:
-    """Returns joined_mm as a loop over weights with the products of `ops`."""
-
-    def joined_mm(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        ends: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """Multiplies a [M, K], FP8 or BF16 with scales as in scaled_mm, by b [N, K], which may be packed on a CPU."""
-        is_packed, products, block = b.dim() == 3, [], 0
-        for begin, end in pairwise([0, *ends.tolist()]):
-            scales = b_scale_inv[block : block + blocks(end - begin)]
-            block += blocks(end - begin)
-            weight_bias = None if bias is None else bias[begin:end]
-            if is_packed:
-                weight = b[begin // GROUP : end // GROUP]
-                products.append(ops.packed_mm(a, weight, a_scale_inv, scales, weight_bias, None, out_dtype))
-            else:
-                products.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, weight_bias, out_dtype))
-        return torch.cat(products, 1)
-
-    return joined_mm
+def joined_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies a [M, K], FP8 or BF16 with scales as in scaled_mm, by b [N, K], which may be packed on a CPU."""
+    is_packed, products, block = b.dim() == 3, [], 0
+    for begin, end in pairwise([0, *ends.tolist()]):
+        scales = b_scale_inv[block : block + blocks(end - begin)]
+        block += blocks(end - begin)
+        weight_bias = None if bias is None else bias[begin:end]
+        if is_packed:
+            weight = b[begin // GROUP : end // GROUP]
+            products.append(ops.packed_mm(a, weight, a_scale_inv, scales, weight_bias, None, out_dtype))
+        else:
+            products.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, weight_bias, out_dtype))
+    return torch.cat(products, 1)
 
 
 def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -77,12 +73,11 @@ def _cases() -> list[Case]:
     return [Case(" ".join(map(str, case)), partial(_case, *case)) for case in (*fp8, *others)]
 
 
-define(
+define_composed(
     "joined_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor ends, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
-    _make_joined_mm(reference),
-    composition=_make_joined_mm(torch.ops.fp8serve),
+    joined_mm,
     fake=_fake,
     cases=_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

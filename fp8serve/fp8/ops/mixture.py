@@ -134,7 +134,7 @@ define(
     choose_experts,
     fake=_fake_choose,
     cases=_choose_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )
 
 
@@ -178,7 +178,7 @@ define(
     sort_by_expert,
     fake=_fake_sorted,
     cases=_sort_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )
 
 
@@ -221,5 +221,5 @@ define(
     add_weighted,
     fake=_fake_added,
     cases=_add_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

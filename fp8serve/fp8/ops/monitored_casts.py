@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.inputs import dense_like, random_normal
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define_composed
 
 E4M3 = torch.float8_e4m3fn
 _Cast = tuple[Tensor, Tensor]  # FP8 data and their amax
@@ -22,29 +22,25 @@ def _compute_input(ops: Any, x: Tensor, other: Tensor | None, eps: float | None)
     return cast(Tensor, ops.silu_mul(x, other) if eps is None else ops.rms_norm(x, other, eps))
 
 
-def _make_quantize_watched(ops: Any) -> Any:
-    """Returns quantize_watched as a composition of `ops`."""
+def quantize_watched(
+    ops: Any,
+    x: Tensor,
+    other: Tensor | None,
+    eps: float | None,
+    scale: Tensor,
+    running_amax: Tensor,
+    saturated: Tensor,
+    rows: Tensor | None,
+) -> Tensor:
+    """Casts an input [T, K] to E4M3 by scale [] and records its amax and the number of saturated elements.
 
-    def quantize_watched(
-        x: Tensor,
-        other: Tensor | None,
-        eps: float | None,
-        scale: Tensor,
-        running_amax: Tensor,
-        saturated: Tensor,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Casts an input [T, K] to E4M3 by scale [] and records its amax and the number of saturated elements.
-
-        The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [], rises
-        to the amax, and `saturated`, int64 [], by the number of saturated elements. Both count only the first `rows`
-        rows, int64 [], because the others are padding. If `rows` is None, there is no padding.
-        """
-        q, amax = _cast(ops, x, other, eps, scale)
-        _count(ops, x, other, eps, scale, amax, running_amax, saturated, rows)
-        return q
-
-    return quantize_watched
+    The input is x, or rms_norm(x, other, eps), or silu_mul(x, other) if eps is None. `running_amax`, FP32 [], rises
+    to the amax, and `saturated`, int64 [], by the number of saturated elements. Both count only the first `rows`
+    rows, int64 [], because the others are padding. If `rows` is None, there is no padding.
+    """
+    q, amax = _cast(ops, x, other, eps, scale)
+    _count(ops, x, other, eps, scale, amax, running_amax, saturated, rows)
+    return q
 
 
 def _count(
@@ -101,36 +97,31 @@ def _watch_cases() -> list[Case]:
     return [Case(f"{s} {k} {d} scale {f} rows {n}", partial(_watch_case, *s, k, d, f, n)) for s, k, d, f, n in grid]
 
 
-define(
+define_composed(
     "quantize_watched(Tensor x, Tensor? other, float? eps, Tensor scale, Tensor(a!) running_amax, Tensor(b!) saturated,"
     " Tensor? rows) -> Tensor",
-    _make_quantize_watched(reference),
-    composition=_make_quantize_watched(torch.ops.fp8serve),
+    quantize_watched,
     fake=_fake,
     cases=_watch_cases,
 )
 
 
-def _make_watched_mm_add(ops: Any) -> Any:
-    """Returns watched_mm_add as a composition of `ops`."""
-
-    def watched_mm_add(
-        x: Tensor,
-        scale: Tensor,
-        running_amax: Tensor,
-        saturated: Tensor,
-        rows: Tensor | None,
-        b: Tensor,
-        scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-    ) -> Tensor:
-        """Casts x [M, K] with quantize_watched and returns scaled_mm_add of the result, with scale_inv [] for a."""
-        q = ops.quantize_watched(x, None, None, scale, running_amax, saturated, rows)
-        return ops.scaled_mm_add(q, b, scale_inv, b_scale_inv, bias, residual)  # type: ignore[no-any-return]
-
-    return watched_mm_add
+def watched_mm_add(
+    ops: Any,
+    x: Tensor,
+    scale: Tensor,
+    running_amax: Tensor,
+    saturated: Tensor,
+    rows: Tensor | None,
+    b: Tensor,
+    scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+) -> Tensor:
+    """Casts x [M, K] with quantize_watched and returns scaled_mm_add of the result, with scale_inv [] for a."""
+    q = ops.quantize_watched(x, None, None, scale, running_amax, saturated, rows)
+    return ops.scaled_mm_add(q, b, scale_inv, b_scale_inv, bias, residual)  # type: ignore[no-any-return]
 
 
 def _fake_mm_add(*args: Any) -> Tensor:
@@ -157,37 +148,32 @@ def _mm_add_cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "watched_mm_add(Tensor x, Tensor scale, Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows, Tensor b,"
     " Tensor scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual) -> Tensor",
-    _make_watched_mm_add(reference),
-    composition=_make_watched_mm_add(torch.ops.fp8serve),
+    watched_mm_add,
     fake=_fake_mm_add,
     cases=_mm_add_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 
 
-def _make_stored_gated_mm(ops: Any) -> Any:
-    """Returns stored_gated_mm as a composition of `ops`."""
-
-    def stored_gated_mm(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        bias: Tensor | None,
-        scale: Tensor,
-        running_amax: Tensor,
-        saturated: Tensor,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Multiplies a [M, K] by b [2 N, K] as stored_mm does, with BF16 output. The halves of the output are gate and
-        up. Returns quantize_watched of silu_mul(gate, up) [M, N]."""
-        gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).chunk(2, 1)
-        return ops.quantize_watched(gate, up, None, scale, running_amax, saturated, rows)  # type: ignore[no-any-return]
-
-    return stored_gated_mm
+def stored_gated_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    running_amax: Tensor,
+    saturated: Tensor,
+    rows: Tensor | None,
+) -> Tensor:
+    """Multiplies a [M, K] by b [2 N, K] as stored_mm does, with BF16 output. The halves of the output are gate and
+    up. Returns quantize_watched of silu_mul(gate, up) [M, N]."""
+    gate, up = ops.stored_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.bfloat16).chunk(2, 1)
+    return ops.quantize_watched(gate, up, None, scale, running_amax, saturated, rows)  # type: ignore[no-any-return]
 
 
 def _fake_gated(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -210,12 +196,11 @@ def _gated_cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "stored_gated_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor scale,"
     " Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows) -> Tensor",
-    _make_stored_gated_mm(reference),
-    composition=_make_stored_gated_mm(torch.ops.fp8serve),
+    stored_gated_mm,
     fake=_fake_gated,
     cases=_gated_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )

@@ -7,14 +7,13 @@ bit of their mean.
 
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
-from fp8serve.fp8.ops.casts import quantize
 from fp8serve.fp8.ops.inputs import (
     dense_like,
     fake_cast,
@@ -24,7 +23,7 @@ from fp8serve.fp8.ops.inputs import (
     row_cases,
     tiled_noise,
 )
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,18 +66,9 @@ define(
 )
 
 
-def rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rms_norm_quantize(ops: Any, x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype) -> Any:
     """Quantizes rms_norm(x), x [M, K], by `scale` []; returns (q, amax)."""
-    return quantize(rms_norm(x, weight, eps), scale, dtype)
-
-
-def _composed_rms_norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = torch.ops.fp8serve.rms_norm(x, weight, eps)
-    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
+    return ops.quantize(ops.rms_norm(x, weight, eps), scale, dtype)
 
 
 def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bias: bool | None) -> tuple[Any, ...]:
@@ -93,10 +83,9 @@ def _norm_cases(*biases: bool | None) -> list[Case]:
     return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
 
 
-define(
+define_composed(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     rms_norm_quantize,
-    composition=_composed_rms_norm_quantize,
     fake=fake_cast,
     cases=partial(_norm_cases, None),
 )
@@ -108,25 +97,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def layer_norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
+) -> Any:
     """Quantizes layer_norm(x), x [M, K], by `scale` []; returns (q, amax)."""
-    return quantize(layer_norm(x, weight, bias, eps), scale, dtype)
+    return ops.quantize(layer_norm(x, weight, bias, eps), scale, dtype)
 
 
-def _composed_layer_norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = layer_norm(x, weight, bias, eps)
-    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, scale, dtype))
-
-
-define(
+define_composed(
     "layer_norm_quantize(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor scale, ScalarType dtype)"
     " -> (Tensor q, Tensor amax)",
     layer_norm_quantize,
-    composition=_composed_layer_norm_quantize,
     fake=fake_cast,
     cases=partial(_norm_cases, True, False),
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )

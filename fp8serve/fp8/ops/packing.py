@@ -75,7 +75,7 @@ define(
     pack_weight,
     fake=fake_nothing,
     cases=_pack_cases,
-    kernels=("cpu",),  # packing has no benefit on a GPU
+    kernel_devices=("cpu",),  # packing has no benefit on a GPU
 )
 
 
@@ -141,5 +141,5 @@ define(
     packed_mm,
     fake=_fake_packed_mm,
     cases=_packed_mm_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

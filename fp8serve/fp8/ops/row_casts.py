@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, blocks
 from fp8serve.fp8.ops.inputs import tiled_noise
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define_composed
 
 E4M3 = torch.float8_e4m3fn
 Cast = tuple[Tensor, Tensor]
@@ -26,20 +26,14 @@ def cast_rows(ops: Any, x: Tensor, width: int, power_2: bool) -> Cast:
     return ops.quantize_block(x, E4M3, 1, power_2)  # type: ignore[no-any-return]
 
 
-def _make_rms_norm_quantize_rows(ops: Any) -> Any:
-    def rms_norm_quantize_rows(x: Tensor, weight: Tensor, eps: float, width: int, power_2: bool) -> Cast:
-        """Casts the rows of rms_norm(x), x [M, K]; returns (q, scale_inv)."""
-        return cast_rows(ops, ops.rms_norm(x, weight, eps), width, power_2)
-
-    return rms_norm_quantize_rows
+def rms_norm_quantize_rows(ops: Any, x: Tensor, weight: Tensor, eps: float, width: int, power_2: bool) -> Cast:
+    """Casts the rows of rms_norm(x), x [M, K]; returns (q, scale_inv)."""
+    return cast_rows(ops, ops.rms_norm(x, weight, eps), width, power_2)
 
 
-def _make_silu_mul_quantize_rows(ops: Any) -> Any:
-    def silu_mul_quantize_rows(gate: Tensor, up: Tensor, width: int, power_2: bool) -> Cast:
-        """Casts the rows of silu_mul(gate, up), both [M, K]; returns (q, scale_inv)."""
-        return cast_rows(ops, ops.silu_mul(gate, up), width, power_2)
-
-    return silu_mul_quantize_rows
+def silu_mul_quantize_rows(ops: Any, gate: Tensor, up: Tensor, width: int, power_2: bool) -> Cast:
+    """Casts the rows of silu_mul(gate, up), both [M, K]; returns (q, scale_inv)."""
+    return cast_rows(ops, ops.silu_mul(gate, up), width, power_2)
 
 
 def _fake(x: Tensor, *rest: Any) -> Cast:
@@ -61,20 +55,18 @@ def _cases(case: Any) -> list[Case]:
     return [Case(f"{d} {s}, width {w}, power of two {p}", partial(case, d, s, w, p)) for d, s, w, p in grid]
 
 
-define(
+define_composed(
     "rms_norm_quantize_rows(Tensor x, Tensor weight, float eps, int width, bool power_2)"
     " -> (Tensor q, Tensor scale_inv)",
-    _make_rms_norm_quantize_rows(reference),
-    composition=_make_rms_norm_quantize_rows(torch.ops.fp8serve),
+    rms_norm_quantize_rows,
     fake=_fake,
     cases=partial(_cases, _norm_case),
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )
-define(
+define_composed(
     "silu_mul_quantize_rows(Tensor gate, Tensor up, int width, bool power_2) -> (Tensor q, Tensor scale_inv)",
-    _make_silu_mul_quantize_rows(reference),
-    composition=_make_silu_mul_quantize_rows(torch.ops.fp8serve),
+    silu_mul_quantize_rows,
     fake=_fake,
     cases=partial(_cases, _gated_case),
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

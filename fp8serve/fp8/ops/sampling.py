@@ -57,7 +57,7 @@ define(
     keep_allowed,
     fake=_fake,
     cases=_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )
 
 
@@ -174,5 +174,5 @@ define(
     greedy_tokens,
     fake=_fake_greedy,
     cases=_greedy_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
