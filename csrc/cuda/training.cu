@@ -1,6 +1,6 @@
 // The casts of training under delayed scaling, each in one read with the operation before it:
 // rms_norm_quantize_delayed, silu_mul_quantize_delayed and, in the backward pass,
-// silu_mul_backward_quantize_delayed. Each does what its parts do (fp8/ops/fused_delayed.py): the values are
+// silu_mul_backward_quantize_delayed. Each does what its parts do (fp8/ops/fused_casts.py): the values are
 // rounded to the dtype of activations before they are cast, and the amax raises the history.
 //
 // A GEMM of the backward pass contracts the rows, so every cast also writes the transposed data. Elementwise

@@ -4,7 +4,7 @@
     gated MLP     the norm and the cast for gate and up; silu(gate) * up and the cast for down; in the backward pass,
                   the gradients of gate and up and their casts
 
-Each of these casts is fused with the operation before it into one op (ops/fused_delayed.py), so the values between the
+Each of these casts is fused with the operation before it into one op (ops/fused_casts.py), so the values between the
 two are never written in high precision. Placeholders without values represent them in the autograd graph, which saves
 the same tensors as for separate modules. The results have the same bits as those of separate modules on the same
 device.

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, packing
-from fp8serve.fp8.ops.grouped_mlp import grouped_mlp
-from fp8serve.fp8.ops.mixture import Scores
+from fp8serve.fp8.ops.mixture import Scores, grouped_mlp
 from tests.csrc.helpers import assert_bits_equal
 
 OPS = torch.ops.fp8serve

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
-from fp8serve.fp8.ops.inputs import dense_like, random_fp8, random_normal, row_cases
+from fp8serve.fp8.ops.inputs import fake_like_last, random_fp8, random_normal, row_cases
 from fp8serve.fp8.ops.registry import Case, declare, define, define_composed, implement
 
 
@@ -198,10 +198,6 @@ def scaled_mm_add(
     return residual + scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, residual.dtype)
 
 
-def _fake_mm_add(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return dense_like(residual)
-
-
 def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
     args = mm_case(rows, 11, cols, torch.float8_e4m3fn, torch.float8_e4m3fn, ("row", "tensor"), dtype)
     return *args[:5], random_normal(rows, 11, dtype)
@@ -211,7 +207,7 @@ define(
     "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
     " -> Tensor",
     scaled_mm_add,
-    fake=_fake_mm_add,
+    fake=fake_like_last,
     cases=partial(row_cases, _add_case),
 )
 

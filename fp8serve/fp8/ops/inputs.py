@@ -21,9 +21,14 @@ def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
+def fake_like_first(x: Tensor, *rest: Any, **options: Any) -> Tensor:
     """The fake kernel of an op whose result has the shape and dtype of its first argument."""
     return dense_like(x)
+
+
+def fake_like_last(*args: Any) -> Tensor:
+    """The fake kernel of an op whose result has the shape and dtype of its last argument."""
+    return dense_like(args[-1])
 
 
 def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.gemm import mm_case
-from fp8serve.fp8.ops.inputs import dense_like, random_normal
+from fp8serve.fp8.ops.inputs import fake_like_last, random_normal
 from fp8serve.fp8.ops.registry import Case, define_composed
 
 E4M3 = torch.float8_e4m3fn
@@ -124,10 +124,6 @@ def watched_mm_add(
     return ops.scaled_mm_add(q, b, scale_inv, b_scale_inv, bias, residual)  # type: ignore[no-any-return]
 
 
-def _fake_mm_add(*args: Any) -> Tensor:
-    return dense_like(args[-1])
-
-
 def _mm_add_case(
     sizes: tuple[int, int, int], by: str, dtype: torch.dtype, scale: float, live_rows: int | None
 ) -> tuple[Any, ...]:
@@ -152,7 +148,7 @@ define_composed(
     "watched_mm_add(Tensor x, Tensor scale, Tensor(a!) running_amax, Tensor(b!) saturated, Tensor? rows, Tensor b,"
     " Tensor scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual) -> Tensor",
     watched_mm_add,
-    fake=_fake_mm_add,
+    fake=fake_like_last,
     cases=_mm_add_cases,
     kernel_devices=("cuda",),
 )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8serve.fp8.ops.inputs import fake_nothing
 from fp8serve.fp8.ops.registry import Case, define
 
 WORD = 32
@@ -34,9 +35,6 @@ def keep_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
     bits = allowed.unsqueeze(-1) >> torch.arange(WORD, dtype=torch.int32, device=allowed.device) & 1
     is_allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
-
-
-def _fake(logits: Tensor, rows: Tensor, allowed: Tensor) -> None: ...
 
 
 def _case(count: int, vocab: int) -> tuple[Any, ...]:
@@ -55,7 +53,7 @@ def _cases() -> list[Case]:
 define(
     "keep_allowed(Tensor(a!) logits, Tensor rows, Tensor allowed) -> ()",
     keep_allowed,
-    fake=_fake,
+    fake=fake_nothing,
     cases=_cases,
     kernel_devices=("cpu",),
 )
@@ -109,7 +107,7 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _fake_sample(logits: Tensor, *rest: Any) -> Tensor:
+def _fake_tokens(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
@@ -134,7 +132,7 @@ def _sample_cases() -> list[Case]:
 define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
     sample,
-    fake=_fake_sample,
+    fake=_fake_tokens,
     cases=_sample_cases,
 )
 
@@ -146,10 +144,6 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     """
     best = logits.max(-1)
     return torch.where(best.values.isfinite(), best.indices, -1)
-
-
-def _fake_greedy(logits: Tensor) -> Tensor:
-    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
 def _greedy_case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -172,7 +166,7 @@ def _greedy_cases() -> list[Case]:
 define(
     "greedy_tokens(Tensor logits) -> Tensor",
     greedy_tokens,
-    fake=_fake_greedy,
+    fake=_fake_tokens,
     cases=_greedy_cases,
     kernel_devices=("cuda",),
 )
