@@ -5,7 +5,6 @@ in the last bit of the sigmoid.
 """
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fp8serve.fp8.ops.inputs import (
     fake_cast,
     fake_like_first,
     gradient_cases,
+    grid_cases,
     random_normal,
     row_cases,
     tiled_noise,
@@ -72,16 +72,18 @@ def _silu_quantize_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.d
     return tiled_noise(*shape, dtype), tiled_noise(*shape, dtype, seed=1), torch.tensor(3.0), fp8
 
 
-def _silu_quantize_cases() -> list[Case]:
-    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX)
-    return [Case(f"{d} {s} {fp8}", partial(_silu_quantize_case, d, s, fp8)) for d, s, fp8 in grid]
-
-
 define_composed(
     "silu_mul_quantize(Tensor gate, Tensor up, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor amax)",
     silu_mul_quantize,
     fake=fake_cast,
-    cases=_silu_quantize_cases,
+    cases=partial(
+        grid_cases,
+        "{} {} {}",
+        _silu_quantize_case,
+        (torch.float32, torch.bfloat16),
+        ((5, 64), (33, 300)),
+        FP8_MAX,
+    ),
 )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, blocks
-from fp8serve.fp8.ops.inputs import edge_values, tiled_noise
+from fp8serve.fp8.ops.inputs import edge_values, grid_cases, tiled_noise
 from fp8serve.fp8.ops.registry import Case, define_composed
 
 E4M3 = torch.float8_e4m3fn
@@ -58,8 +58,8 @@ def _gated_rows_case(dtype: torch.dtype, shape: tuple[int, int], width: int, pow
 
 
 def _rows_cases(case: Any) -> list[Case]:
-    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300), (0, 16)), (0, BLOCK), (False, True))
-    return [Case(f"{d} {s}, width {w}, power of two {p}", partial(case, d, s, w, p)) for d, s, w, p in grid]
+    dtypes, shapes = (torch.float32, torch.bfloat16), ((5, 64), (33, 300), (0, 16))
+    return grid_cases("{} {}, width {}, power of two {}", case, dtypes, shapes, (0, BLOCK), (False, True))
 
 
 define_composed(

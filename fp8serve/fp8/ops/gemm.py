@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
-from fp8serve.fp8.ops.inputs import fake_like_last, random_fp8, random_normal, row_cases
+from fp8serve.fp8.ops.inputs import fake_like_last, grid_cases, random_fp8, random_normal, row_cases
 from fp8serve.fp8.ops.registry import Case, declare, define, define_composed, implement
 
 
@@ -126,8 +126,8 @@ def stored_mm(ops: Any, *arguments: Any) -> Any:
 def _stored_mm_cases() -> list[Case]:
     e4m3 = torch.float8_e4m3fn
     shapes = [(1, 48, 400), (5, 130, 2064), (17, 16, 144), (3, 24, 200), (64, 40, 272)]
-    grid = product(shapes, [("tensor", "tensor"), ("tensor", "row"), ("1x128", "128x128")])
-    return [Case(f"{s} {kind}", partial(mm_case, *s, e4m3, e4m3, kind, torch.bfloat16)) for s, kind in grid]
+    kinds = [("tensor", "tensor"), ("tensor", "row"), ("1x128", "128x128")]
+    return grid_cases("{} {}", lambda s, kind: mm_case(*s, e4m3, e4m3, kind, torch.bfloat16), shapes, kinds)
 
 
 define_composed(
@@ -241,17 +241,20 @@ def wgrad(dy: Tensor, x: Tensor) -> Tensor:
         return dy.float().t() @ x.float()
 
 
-def _fake(dy: Tensor, x: Tensor) -> Tensor:
+def _fake_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
 
 
-def _case(tokens: int, n: int, k: int) -> tuple[Any, ...]:
-    return random_normal(tokens, n, torch.bfloat16), random_normal(tokens, k, torch.bfloat16, 1)
+def _wgrad_case(tokens: int, columns: tuple[int, int]) -> tuple[Any, ...]:
+    return tuple(random_normal(tokens, n, torch.bfloat16, seed) for seed, n in enumerate(columns))
 
 
-def _cases() -> list[Case]:
-    grid = product((0, 1, 37, 600), ((8, 130), (3, 64), (16, 1), (0, 5)))
-    return [Case(f"{t} x {n} x {k}", partial(_case, t, n, k)) for t, (n, k) in grid]
-
-
-define("wgrad(Tensor dy, Tensor x) -> Tensor", wgrad, fake=_fake, cases=_cases, kernel_devices=("cpu",))
+define(
+    "wgrad(Tensor dy, Tensor x) -> Tensor",
+    wgrad,
+    fake=_fake_wgrad,
+    cases=partial(
+        grid_cases, "{0} x {1[0]} x {1[1]}", _wgrad_case, (0, 1, 37, 600), ((8, 130), (3, 64), (16, 1), (0, 5))
+    ),
+    kernel_devices=("cpu",),
+)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturating_cast
-from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
+from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
@@ -224,14 +224,10 @@ def _cast_case(where: str, cols: int, dtype: torch.dtype, out: torch.dtype) -> t
     return x, torch.exp2(torch.arange(len(offsets)).float() - 2), offsets, out
 
 
-def _cast_cases() -> list[Case]:
-    grid = product(_OFFSETS, (64, BLOCK + 3), (torch.float32, torch.bfloat16, torch.float16), FP8_MAX)
-    return [Case(f"{w}, {c} columns {d} {o}", partial(_cast_case, w, c, d, o)) for w, c, d, o in grid]
-
-
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 define(
     "grouped_quantize(Tensor x, Tensor scale, Tensor offsets, ScalarType dtype) -> (Tensor q, Tensor amax)",
     grouped_quantize,
     fake=_fake_grouped_cast,
-    cases=_cast_cases,
+    cases=partial(grid_cases, "{}, {} columns {} {}", _cast_case, _OFFSETS, (64, BLOCK + 3), _DTYPES, FP8_MAX),
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, blocks
 from fp8serve.fp8.ops.fused_casts import E4M3, cast_rows
-from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
+from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 Sorted = tuple[Tensor, Tensor, Tensor]
@@ -169,19 +169,15 @@ def random_topk_ids(rows: int, k: int, experts: int) -> Tensor:
 _SIZES = ((1, 8, 64), (1, 1, 1), (0, 2, 4), (7, 2, 4), (70, 8, 64), (33, 4, 4))  # T, k, E
 
 
-def _sort_case(rows: int, k: int, experts: int) -> tuple[Any, ...]:
-    return random_topk_ids(rows, k, experts), torch.arange(experts)
-
-
-def _sort_cases() -> list[Case]:
-    return [Case(str(size), partial(_sort_case, *size)) for size in _SIZES]
+def _sort_case(size: tuple[int, int, int]) -> tuple[Any, ...]:
+    return random_topk_ids(*size), torch.arange(size[2])
 
 
 define(
     "sort_by_expert(Tensor topk_ids, Tensor(a!) tokens) -> (Tensor token_indices, Tensor row_indices, Tensor offsets)",
     sort_by_expert,
     fake=_fake_sorted,
-    cases=_sort_cases,
+    cases=partial(grid_cases, "{}", _sort_case, _SIZES),
     kernel_devices=("cpu",),
 )
 
@@ -204,27 +200,20 @@ def _fake_added(outputs: Tensor, row_indices: Tensor, weights: Tensor) -> Tensor
     return outputs.new_empty((len(weights), outputs.shape[1]))
 
 
-def _add_case(
-    size: tuple[int, int, int], columns: int, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> tuple[Any, ...]:
-    topk_ids = random_topk_ids(*size)
+def _add_case(size: tuple[int, int, int], columns: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Any, ...]:
+    (dtype, weight_dtype), topk_ids = dtypes, random_topk_ids(*size)
     _, row_indices, _ = sort_by_expert(topk_ids, torch.zeros(size[2], dtype=torch.int64))
     noise = torch.Generator().manual_seed(9)
     weights = torch.rand(topk_ids.shape, generator=noise).to(weight_dtype)
     return tiled_noise(topk_ids.numel(), columns, dtype), row_indices, weights
 
 
-def _add_cases() -> list[Case]:
-    kinds = [(torch.bfloat16, torch.float32), *((d, d) for d in (torch.bfloat16, torch.float16, torch.float32))]
-    grid = product(_SIZES, (64, 1100), kinds)
-    return [Case(f"{s}, {n} columns, {d} {w}", partial(_add_case, s, n, d, w)) for s, n, (d, w) in grid]
-
-
+_ADD_DTYPES = [(torch.bfloat16, torch.float32), *((d, d) for d in (torch.bfloat16, torch.float16, torch.float32))]
 define(
     "add_weighted(Tensor outputs, Tensor row_indices, Tensor weights) -> Tensor",
     add_weighted,
     fake=_fake_added,
-    cases=_add_cases,
+    cases=partial(grid_cases, "{0}, {1} columns, {2[0]} {2[1]}", _add_case, _SIZES, (64, 1100), _ADD_DTYPES),
     kernel_devices=("cpu",),
 )
 
@@ -284,8 +273,8 @@ def _mlp_case(size: tuple[int, int, int], width: int, has_bias: bool, dtype: tor
 
 def _mlp_cases() -> list[Case]:
     sizes = ((1, 8, 16), (1, 1, 1), (0, 2, 4), (7, 2, 4), (70, 3, 8))  # T, k, E
-    grid = product(sizes, (0, BLOCK), (False, True), (torch.bfloat16, torch.float32))
-    return [Case(f"{s}, width {w}, bias {b}, {d}", partial(_mlp_case, s, w, b, d)) for s, w, b, d in grid]
+    dtypes = (torch.bfloat16, torch.float32)
+    return grid_cases("{}, width {}, bias {}, {}", _mlp_case, sizes, (0, BLOCK), (False, True), dtypes)
 
 
 define_composed(

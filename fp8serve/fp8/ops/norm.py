@@ -6,7 +6,6 @@ bit of their mean.
 """
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fp8serve.fp8.ops.inputs import (
     fake_cast,
     fake_like_first,
     gradient_cases,
+    grid_cases,
     random_normal,
     row_cases,
     tiled_noise,
@@ -79,8 +79,8 @@ def _norm_case(dtype: torch.dtype, shape: tuple[int, int], fp8: torch.dtype, bia
 
 
 def _norm_cases(*biases: bool | None) -> list[Case]:
-    grid = product((torch.float32, torch.bfloat16), ((5, 64), (33, 300)), FP8_MAX, biases)
-    return [Case(f"{d} {s} {fp8} bias {b}", partial(_norm_case, d, s, fp8, b)) for d, s, fp8, b in grid]
+    dtypes, shapes = (torch.float32, torch.bfloat16), ((5, 64), (33, 300))
+    return grid_cases("{} {} {} bias {}", _norm_case, dtypes, shapes, FP8_MAX, biases)
 
 
 define_composed(

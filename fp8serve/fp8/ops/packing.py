@@ -6,7 +6,6 @@ Within a group are blocks of 1024 columns. Within a block, the columns k = 0 to 
 """
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
 from fp8serve.fp8.ops.gemm import mm, scaled_mm
-from fp8serve.fp8.ops.inputs import fake_nothing, random_fp8, random_normal
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases, random_fp8, random_normal
+from fp8serve.fp8.ops.registry import define
 
 GROUP, RUN, BLOCK = 16, 8, 1024
 _FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four groups of two pairs of rows
@@ -61,20 +60,15 @@ def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return random_normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else random_fp8(rows, cols, dtype, 3)
 
 
-def _pack_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return _weight(rows, cols, dtype), torch.zeros(packed_shape(rows, cols)).to(dtype)
-
-
-def _pack_cases() -> list[Case]:
-    shapes = ((16, 8), (48, 72), (32, 1024), (16, 2064))
-    return [Case(f"{s} {d}", partial(_pack_case, *s, d)) for s, d in product(shapes, PACKABLE)]
+def _pack_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
+    return _weight(*shape, dtype), torch.zeros(packed_shape(*shape)).to(dtype)
 
 
 define(
     "pack_weight(Tensor weight, Tensor(a!) out) -> ()",
     pack_weight,
     fake=fake_nothing,
-    cases=_pack_cases,
+    cases=partial(grid_cases, "{} {}", _pack_case, ((16, 8), (48, 72), (32, 1024), (16, 2064)), PACKABLE),
     kernel_devices=("cpu",),  # packing has no benefit on a GPU
 )
 
@@ -119,7 +113,7 @@ def _fake_packed_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: bool) -> tuple[Any, ...]:
     """Returns the arguments of a product of [rows, 1160] and a packed [144, 1160]."""
     n, k = 144, 1160
-    weight, packed = _pack_case(n, k, dtype)
+    weight, packed = _pack_case((n, k), dtype)
     pack_weight(weight, packed)
     residual = random_normal(rows, n, torch.bfloat16, 5) if has_residual else None
     if dtype == torch.bfloat16:
@@ -130,16 +124,12 @@ def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: b
     return random_fp8(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
 
 
-def _packed_mm_cases() -> list[Case]:
-    grid = product((1, 8, 70), PACKABLE, (False, True), (False, True))
-    return [Case(f"{m} rows {d} blocks {b} residual {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
-
-
+_BOTH = (False, True)
 define(
     "packed_mm(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, Tensor? residual,"
     " ScalarType out_dtype) -> Tensor",
     packed_mm,
     fake=_fake_packed_mm,
-    cases=_packed_mm_cases,
+    cases=partial(grid_cases, "{} rows {} blocks {} residual {}", _packed_mm_case, (1, 8, 70), PACKABLE, _BOTH, _BOTH),
     kernel_devices=("cpu",),
 )
