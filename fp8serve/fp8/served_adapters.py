@@ -51,26 +51,24 @@ class AdapterAssignment:
         self._pruned_numbers: Tensor | None = None  # of the rows that pruned layers receive
         self._rows: dict[tuple[tuple[int, ...], bool], AdapterRows | None] = {}
 
-    def begin(self, numbers: Tensor, last: Tensor | None) -> None:
+    def begin(self, numbers: Tensor, pruned_indices: Tensor | None) -> None:
         """Starts a step with the adapter number of each row, int64 [T], NO_ADAPTER for a row without an adapter.
 
-        `last` int64 [R] are the indices of the rows that pruned layers receive; None if they receive all rows.
+        `pruned_indices` int64 [R] are the rows that pruned layers receive; None if they receive all rows.
         """
         self._numbers, self._rows = numbers, {}
-        self._pruned_numbers = numbers if last is None else numbers[last]
+        self._pruned_numbers = numbers if pruned_indices is None else numbers[pruned_indices]
 
     def end(self) -> None:
         """Ends the step; no row has an adapter any more."""
         self._numbers = self._pruned_numbers = None
         self._rows = {}
 
-    @property
-    def active(self) -> bool:
-        return self._numbers is not None
-
     def rows(self, numbers: tuple[int, ...], is_pruned: bool) -> AdapterRows | None:
         """Returns the rows that have one of these adapters, or None if there are none. The result is cached for the
         step."""
+        if self._numbers is None:
+            return None
         key = numbers, is_pruned
         if key not in self._rows:
             row_numbers = self._pruned_numbers if is_pruned else self._numbers
@@ -131,11 +129,11 @@ class ServedAdapters:
     @property
     def is_active(self) -> bool:
         """Whether a row of this step has one of these adapters."""
-        return self._assignment.active and self._rows() is not None
+        return self._rows() is not None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds each row's adapter to y [..., N], the layer's output for x [..., K], in place and returns y."""
-        rows = self._rows() if self._assignment.active else None
+        rows = self._rows()
         if rows is None:
             return y
         outputs, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]).index_select(0, rows.indices)

@@ -6,6 +6,7 @@ Only a GPU runs them. Here the ops are composed of CPU kernels, and the tests sa
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def results(model_dir: Path, recipe: Recipe, recompute: bool = False, prepare: A
 def test_the_bits_of_separate_modules(
     model_dir: Path, layout: casting.Layout, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with casting.operand_layout(layout):
+    with patch.object(casting, "layout_of", lambda device: layout):
         separate = results(model_dir, DELAYED)
         assert calls == []
         monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x: True)
