@@ -10,7 +10,7 @@ from fp8serve.fp8.batch_invariant_product import apply_linear
 from fp8serve.fp8.frozen import pack_state_dict_weight, pack_weight
 
 if TYPE_CHECKING:
-    from fp8serve.fp8.served_adapters import ServedAdapters
+    from fp8serve.fp8.lora import ServedAdapters
 
 _packed_mm = torch.ops.fp8serve.packed_mm.default
 

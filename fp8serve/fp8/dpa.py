@@ -25,7 +25,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_weights, check_lengths
+from fp8serve.fp8.attention import causal_weights, check_lengths, served_attention
 from fp8serve.fp8.autocast import current_frame
 from fp8serve.fp8.casting import Quantized, cast_current_rowwise, cast_delayed, with_nan_scale
 from fp8serve.fp8.ops import arithmetic
@@ -33,7 +33,6 @@ from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention
 from fp8serve.fp8.recompute import plan_call
 from fp8serve.fp8.recording import expect_backward, prepare_module, record_amax
 from fp8serve.fp8.scaling import Direction, ScalingState
-from fp8serve.fp8.served_attention import served_attention
 from fp8serve.fp8.session import UpdateConfig
 from fp8serve.fp8.stateful import Stateful
 

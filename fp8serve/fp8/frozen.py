@@ -25,7 +25,7 @@ from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
 
 if TYPE_CHECKING:
-    from fp8serve.fp8.served_adapters import ServedAdapters
+    from fp8serve.fp8.lora import ServedAdapters
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -62,7 +62,7 @@ class SharedInput:
 class SharedCast:
     """The quantized input of layers that run one after the other. The first layer casts it for all.
 
-    If `produce` is given, it casts the input in both directions and computes it as well (fused_blocks.py).
+    If `produce` is given, it casts the input in both directions and computes it as well (fused.py).
     """
 
     def __init__(self, produce: ProducedCast | None = None) -> None:

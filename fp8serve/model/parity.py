@@ -2,7 +2,7 @@
 equal.
 
 On a CPU, server and training run the same matrix products (fp8/batch_invariant_product.py), the same attention
-(fp8/served_attention.py) and the same norms, rotary embeddings and casts. All of these give a token the same bits in
+(fp8/attention.py) and the same norms, rotary embeddings and casts. All of these give a token the same bits in
 every batch. Some recipes and models compute differently in server and training; `/info`, the events of a run and
 `log_probs` name the reasons.
 """
