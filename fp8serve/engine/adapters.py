@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
-from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, attach_adapters, dora_factor
 from fp8serve.model.building import Model

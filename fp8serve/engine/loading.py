@@ -31,7 +31,7 @@ from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.attention import KvScale
-from fp8serve.fp8.batch_invariant_linear import use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, as_delayed
 from fp8serve.fp8.selfcheck import prepare_device

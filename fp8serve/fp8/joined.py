@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
-from fp8serve.fp8.frozen import FrozenLinear, multiply, pack_weight
+from fp8serve.fp8.frozen import FrozenLinear, multiply
 from fp8serve.fp8.ops.arithmetic import BLOCK
-from fp8serve.fp8.ops.packing import GROUP, is_packable
+from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
 
@@ -141,7 +141,7 @@ class JoinedLinear:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs the weight into `out`; see `FrozenLinear.pack`."""
-        self.weight = pack_weight(self.weight, out)
+        self.weight = pack_into(self.weight, out)
         self._share_tensors()
 
     @property

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8serve.fp8.autocast import Frame, current_frame
-from fp8serve.fp8.batch_invariant_product import product
+from fp8serve.fp8.batch_invariant import product
 from fp8serve.fp8.casting import (
     Operand,
     Quantized,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
 from fp8serve.fp8.change_tracking import track_children
-from fp8serve.fp8.frozen import FrozenLinear, pack_weight
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
 from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.grouped import expert_of_rows
-from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.ops.packing import is_packable, pack_into
 
 E4M3 = torch.float8_e4m3fn
 _grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
@@ -130,7 +130,7 @@ class StackedExperts:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs all weights into `out`; see `FrozenLinear.pack`."""
-        self._matrix = pack_weight(self._matrix, out)
+        self._matrix = pack_into(self._matrix, out)
         self._share_tensors()
 
     @property

@@ -33,18 +33,15 @@ CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict"  # may see states 
 
 
 class Stateful(nn.Module):
-    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it.
+    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
 
-    It implements `ScaledModule`, which describes the attributes.
-    """
-
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]]
-    key: int
-    session: Session
-    position: Position
-    scaling: dict[str, ScalingState]
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # the names of the tensors that each pass quantizes
+    key: int  # the module's id in `session.MODULES`, for compiled graphs
+    session: Session  # which contains the module
+    position: Position  # in the session
+    scaling: dict[str, ScalingState]  # by tensor name: "input", "weight" and "grad_output" of a Linear
     shared_states: tuple[str, ...] = ()  # the names of states that other modules may hold, too (shared_input.py)
-    is_evaluated: bool
+    is_evaluated: bool  # whether the module has run without recording amaxes
 
     def _init_states(self) -> None:
         self.key = MODULES.add(self)

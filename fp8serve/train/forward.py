@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.attention import KvScale, served_attention
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention, KvRecordingAttention
 from fp8serve.fp8.linear import Linear

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError, RequestError, ScalesError
 from fp8serve.fp8.attention import KvScale
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.model import parity

@@ -73,6 +73,20 @@ define(
 )
 
 
+def pack_into(weight: Tensor, out: Tensor) -> Tensor:
+    """Packs weight [N, K] into the vector `out` and returns `out` as [N / 16, K / 8, 128], the layout of packed_mm."""
+    out = out.view(packed_shape(*weight.shape))
+    torch.ops.fp8serve.pack_weight(weight.detach(), out)
+    return out
+
+
+def pack_state_dict_weight(state_dict: dict[str, Any], key: str) -> None:
+    """Packs the weight under `key` in place, unless it is packed already or cannot be packed."""
+    weight = state_dict.get(key)
+    if weight is not None and weight.dim() == 2 and is_packable(weight):
+        state_dict[key] = pack_into(weight, torch.empty_like(weight).view(-1))
+
+
 def unpack_weight(packed: Tensor) -> Tensor:
     """Returns the weight [N, K] of a packed weight [N / 16, K / 8, 128]."""
     groups = len(packed)
