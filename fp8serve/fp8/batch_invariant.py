@@ -111,12 +111,8 @@ def has_batch_invariant_products(device: str) -> bool:
     return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Returns whether the module is an nn.Linear or a subclass of it that does not override `forward`."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def use_batch_invariant_products(model: nn.Module) -> None:
-    """Turns every plain nn.Linear of `model` into a BatchInvariantLinear, in place."""
-    for module in [m for m in model.modules() if is_plain(m)]:
-        BatchInvariantLinear.convert(cast(nn.Linear, module))
+    """Turns every nn.Linear of `model` into a BatchInvariantLinear in place, unless its class overrides `forward`."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            BatchInvariantLinear.convert(module)

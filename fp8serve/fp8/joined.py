@@ -10,12 +10,12 @@ gives the same bits.
 
 If code replaces a layer or its tensor (by an assignment, `.data` or `.to`) instead of writing to the tensor, the new
 tensor is no view. A listener (change_tracking.py) records that a tensor may have been replaced. Then `is_current`
-compares torch's own dictionaries and the tensors' addresses to find out.
+compares the tensors and their addresses to find out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,30 +28,18 @@ from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 _joined_mm = torch.ops.fp8serve.joined_mm.default
 
 
-class _LayerSnapshot(NamedTuple):
-    """A layer with its tensors and their addresses at the time of joining, and the layer's own dictionaries."""
+class _Snapshot(NamedTuple):
+    """The tensors of the joined layers: where each is stored, and at which address its memory begins."""
 
-    name: str
-    layer: FrozenLinear
-    buffers: dict[str, Tensor | None]
-    hooks: Mapping[int, Any]
-    pre_hooks: Mapping[int, Any]
-    weight: Tensor
-    weight_address: int
-    scale: Tensor
-    scale_address: int
-    bias: Tensor | None
-    bias_address: int
-    input_scale: Tensor | None
-    input_scale_inv: Tensor | None
+    entries: list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # a layer's buffers, a name, the tensor
+    addresses: list[tuple[Tensor, int]]
 
     @classmethod
-    def of(cls, name: str, layer: FrozenLinear) -> "_LayerSnapshot":
-        weight, scale, bias = layer.weight_q, layer.weight_scale_inv, layer.bias
-        addresses = weight.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-        dictionaries = layer._buffers, layer._forward_hooks, layer._forward_pre_hooks
-        inputs = layer.input_scale, layer.input_scale_inv
-        return cls(name, layer, *dictionaries, weight, addresses[0], scale, addresses[1], bias, addresses[2], *inputs)
+    def of(cls, layers: Iterable[FrozenLinear]) -> "_Snapshot":
+        names = ("weight_q", "weight_scale_inv", "bias", "input_scale", "input_scale_inv")
+        entries = [(layer._buffers, name, layer._buffers[name]) for layer in layers for name in names]
+        moved = [tensor for _, name, tensor in entries if tensor is not None and not name.startswith("input_")]
+        return cls(entries, [(tensor, tensor.data_ptr()) for tensor in moved])
 
 
 class JoinedLinear:
@@ -112,25 +100,11 @@ class JoinedLinear:
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
         """Returns whether each name in `modules` still has the joined layer, with the joined tensors and no hooks."""
-        for (
-            name, layer, buffers, hooks, pre_hooks, weight, weight_address, scale, scale_address, bias, bias_address,
-            input_scale, input_scale_inv,
-        ) in self._snapshots:  # fmt: skip
-            if (
-                modules[name] is not layer
-                or hooks
-                or pre_hooks
-                or buffers["weight_q"] is not weight
-                or weight.data_ptr() != weight_address
-                or buffers["weight_scale_inv"] is not scale
-                or scale.data_ptr() != scale_address
-                or buffers["bias"] is not bias
-                or (bias is not None and bias.data_ptr() != bias_address)
-                or buffers["input_scale"] is not input_scale
-                or buffers["input_scale_inv"] is not input_scale_inv
-            ):
-                return False
-        return True
+        return (
+            all(modules[name] is layer and not _has_hooks(layer) for name, layer in self._layers.items())
+            and all(buffers[name] is tensor for buffers, name, tensor in self._snapshot.entries)
+            and all(tensor.data_ptr() == address for tensor, address in self._snapshot.addresses)
+        )
 
     @property
     def is_packable(self) -> bool:
@@ -196,7 +170,7 @@ class JoinedLinear:
             layer.bias = None if bias is None else track_view(bias, self._listener)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
                 setattr(layer, name, getattr(self._first, name))
-        self._snapshots = [_LayerSnapshot.of(name, layer) for name, layer in self._layers.items()]
+        self._snapshot = _Snapshot.of(self._layer_list)
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
