@@ -128,7 +128,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
         else:
             dw = [gradient(*operands) for operands in wgrad_operands]
         dx = _dgrad(dy, ctx.experts, dgrad_operands, weights, ctx.dtype) if needs_dx else None
-        db = [_bias_gradient(dy[rows], ctx.bias_dtype) for _, rows, *_ in ctx.experts]
+        bias_dtype = ctx.bias_dtype
+        db = [None if bias_dtype is None else dy[rows].float().sum(0).to(bias_dtype) for _, rows, *_ in ctx.experts]
         return dx, None, *dw, *db
 
 
@@ -183,7 +184,3 @@ def _dgrad(
         return _grouped_mm(a, b, None, dtype)
     dx = [dy[rows] @ weight.to(dy.dtype) for (_, rows, *_), weight in zip(experts, weights, strict=True)]
     return torch.cat(dx).to(dtype)
-
-
-def _bias_gradient(dy: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    return None if dtype is None else dy.float().sum(0).to(dtype)

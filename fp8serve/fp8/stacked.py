@@ -65,7 +65,7 @@ class StackedExperts:
         self._experts = stacked = [JoinedLinear(group, (self._changed, i)) for i, group in enumerate(layers)]
         self._first = first = stacked[0].first
         self._matrix = torch.cat([expert.weight.view(torch.uint8) for expert in stacked]).view(first.weight_q.dtype)
-        self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(x.num_rows, 1) for x in stacked])
+        self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(len(x.weight), 1) for x in stacked])
         biases = [expert.bias for expert in stacked if expert.bias is not None]
         self._bias = torch.stack(biases) if biases else None
         scales = [expert.first.input_scale for expert in stacked if expert.first.input_scale is not None]
