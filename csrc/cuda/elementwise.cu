@@ -4,7 +4,7 @@
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
-// (fp8/ops/norm.py, fp8/ops/activation.py).
+// (fp8/ops/elementwise.py).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

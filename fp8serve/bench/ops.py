@@ -27,8 +27,7 @@ from fp8serve.engine.packing import huge_pages
 from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import OPS as REGISTERED
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.ops.activation import silu_mul
-from fp8serve.fp8.ops.norm import rms_norm
+from fp8serve.fp8.ops.elementwise import rms_norm, silu_mul
 from fp8serve.fp8.ops.packing import pack_into, packed_shape
 
 OPS = torch.ops.fp8serve

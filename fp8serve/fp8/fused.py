@@ -38,7 +38,7 @@ from fp8serve.fp8.casting import Operand, Quantized, operand_of_cast, transposes
 from fp8serve.fp8.elementwise import rms_norm, silu_mul
 from fp8serve.fp8.linear import Linear, LinearCall, LinearInput, LinearPlan, mm
 from fp8serve.fp8.ops import DTYPES
-from fp8serve.fp8.ops.norm import layer_norm
+from fp8serve.fp8.ops.elementwise import layer_norm
 from fp8serve.fp8.recipe import DelayedScaling, as_delayed
 from fp8serve.fp8.recompute import running_regions
 from fp8serve.fp8.recording import add_to_step

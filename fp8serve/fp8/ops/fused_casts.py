@@ -2,7 +2,7 @@
 
 An op equals the composition of its parts: it rounds the result of the norm or activation to the dtype of activations
 before the cast. Kernels may differ from the reference only in the last bits in which the ops without a cast may differ
-(norm.py, activation.py).
+(elementwise.py).
 
 The `_rows` ops compute scales from the rows of the result, for serving. The `_delayed` ops cast by a stored scale and
 record the amax (`quantize_delayed`), for training on a GPU.
