@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
 from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, attach_adapters, dora_factor
+from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
 
@@ -147,7 +147,7 @@ class Adapters:
             parts = {number: a.parts[linear] for number, a in self._by_number.items() if linear in a.parts}
             bias = cast(Tensor | None, module.bias)
             adapters = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
-            attach_adapters(module, adapters)
+            cast(BatchInvariantLinear | FrozenLinear, module).adapters = adapters
 
 
 def _digest(low_ranks: "Adapter") -> bytes:

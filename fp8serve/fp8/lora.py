@@ -345,8 +345,3 @@ def dora_factor(base: nn.Module, a: Tensor, b: Tensor, scaling: float, magnitude
     if magnitude is None:
         return None
     return magnitude / row_norms(base, squared_norms(base), a, b, scaling)
-
-
-def attach_adapters(linear: nn.Module, adapters: ServedAdapters | None) -> None:
-    """Sets or, with None, removes the adapters of a FrozenLinear or a BatchInvariantLinear."""
-    linear.adapters = adapters  # type: ignore[assignment]  # a class attribute of both classes

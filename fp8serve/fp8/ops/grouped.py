@@ -49,7 +49,6 @@ def expert_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _expert_scales(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tensor:
-    """Returns the scales of one expert's rows."""
     if scale_inv.dim() == 1:
         return scale_inv[expert]
     return scale_inv[begin:end] if scale_inv.dim() == 2 else scale_inv

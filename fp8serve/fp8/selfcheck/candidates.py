@@ -153,7 +153,6 @@ def _gemm_cases(name: str) -> list[Case]:
 
 
 def _disabled_kernels(ops: Any, tensor: Tensor) -> set[str]:
-    """Returns the names of the kernels that are switched off on the tensor's GPU."""
     return set(ops.gemm_kernels(tensor, "").split("+")) - {""}
 
 
@@ -163,7 +162,6 @@ def _disable_kernels(ops: Any, tensor: Tensor, names: set[str]) -> None:
 
 
 def _run_grouped(ops: Any, op: str, uses_cutlass: bool, *arguments: Any) -> Tensor:
-    """Runs a grouped GEMM with or without CUTLASS's kernels."""
     disabled = _disabled_kernels(ops, arguments[0]) - {"grouped_cutlass"}
     _disable_kernels(ops, arguments[0], disabled if uses_cutlass else disabled | {"grouped_cutlass"})
     output: Tensor = getattr(ops, op)(*arguments)
@@ -205,7 +203,6 @@ def _run_overlapping(ops: Any, enabled: set[str], run: Callable[..., Tensor], *a
 
 
 def _run_with(ops: Any, enabled: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs a kernel with these switches on."""
     disabled = _disabled_kernels(ops, arguments[0])
     _disable_kernels(ops, arguments[0], disabled - enabled)
     try:
@@ -221,7 +218,6 @@ def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor,
 
 
 def _write_cache_and_attend(ops: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    """Writes keys and values into new caches and runs attention with them."""
     if k.itemsize == 1:
         raise RuntimeError(UNSUPPORTED_CASE)
     slots = torch.arange(k.shape[0] * k.shape[1], device=k.device)
