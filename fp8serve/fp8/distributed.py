@@ -63,14 +63,14 @@ class ReductionState:
         self.num_positions = MIN_POSITIONS
         self._is_backward_deferred = False
         self._required_positions = 0
-        self._is_first = True
+        self._is_first_collective = True
         self._pending_headers: list[tuple[Tensor, Any]] = []  # each with its CUDA event, or None on a CPU
 
     def must_repeat_first(self, headers: Tensor) -> bool:
         """Returns whether the first collective must be repeated over more positions. Waits for the device once."""
-        if not self._is_first:
+        if not self._is_first_collective:
             return False
-        self._is_first = False
+        self._is_first_collective = False
         previous = self.num_positions
         self._required_positions = int(headers[1, 0])
         self._grow()

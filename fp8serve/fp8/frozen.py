@@ -272,10 +272,11 @@ class FrozenLinear(nn.Module):
 
         They are not if the layer has hooks, gradients are enabled, or a row of the step has an adapter.
         """
-        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and not torch.is_grad_enabled()
+        if self._forward_hooks or self._forward_pre_hooks or torch.is_grad_enabled():
+            return False
         if self.adapters is not None and self.adapters.is_active:
             return False
-        return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
+        return self.out_dtype is None or self.out_dtype == x.dtype
 
     def _cast_and_count(self, x: Tensor, other: Tensor | None = None, eps: float | None = None) -> Tensor:
         """Quantizes x, rms_norm(x, other, eps) or silu(x) * other by `quantize_watched`, which updates the counters."""

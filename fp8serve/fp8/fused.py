@@ -42,7 +42,7 @@ from fp8serve.fp8.ops.elementwise import layer_norm
 from fp8serve.fp8.recipe import DelayedScaling, as_delayed
 from fp8serve.fp8.recompute import running_regions
 from fp8serve.fp8.recording import add_to_step
-from fp8serve.fp8.shared_input import SharedCast, SharedInput, are_one, are_plain
+from fp8serve.fp8.shared_input import SharedCast, SharedInput, are_unhooked, is_shared
 
 _rms_norm_backward = torch.ops.fp8serve.rms_norm_backward.default
 _cast_norm = torch.ops.fp8serve.rms_norm_quantize_delayed.default
@@ -224,14 +224,16 @@ def _fusible_recipe(x: Tensor) -> DelayedScaling | None:
     if frame is None or not frame.enabled or not (_is_on_gpu(x) and x.requires_grad and torch.is_grad_enabled()):
         return None
     delayed = as_delayed(frame.recipe)
-    is_plain = x.dim() == 2 and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
-    is_usual = delayed is not None and not any(frame.recipe.override_linear_precision) and not frame.calibrating
-    return delayed if is_plain and is_usual and not running_regions() else None
+    is_eager_matrix = (
+        x.dim() == 2 and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+    )
+    uses_fp8_gemms = delayed is not None and not any(frame.recipe.override_linear_precision) and not frame.calibrating
+    return delayed if is_eager_matrix and uses_fp8_gemms and not running_regions() else None
 
 
 def _are_fusible(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[Linear]]:
     modules = cast(Sequence[nn.Module], layers)
-    return None not in layers and are_plain(modules) and not any(layer.observer is not None for layer in modules)
+    return None not in layers and are_unhooked(modules) and not any(layer.observer is not None for layer in modules)
 
 
 def _share_state(shared: SharedInput, layers: Sequence[Linear], delayed: DelayedScaling) -> bool:
@@ -239,7 +241,7 @@ def _share_state(shared: SharedInput, layers: Sequence[Linear], delayed: Delayed
     if len(layers) == 1:
         return True
     shared.share_states(layers, delayed)
-    return are_one([layer.scaling.get("input") for layer in layers])
+    return is_shared([layer.scaling.get("input") for layer in layers])
 
 
 def _is_trained_without_bias(layer: Linear) -> bool:

@@ -60,9 +60,9 @@ def _can_group(linears: Sequence[Linear], x: Tensor) -> bool:
     """
     frame = current_frame()
     runs_in_fp8 = frame is not None and frame.enabled and not frame.recipe.override_linear_precision[0]
-    is_plain = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
+    are_unhooked = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
     is_autocast = torch.is_autocast_enabled(x.device.type)
-    return runs_in_fp8 and is_plain and len(x) > 0 and not running_regions() and not is_autocast
+    return runs_in_fp8 and are_unhooked and len(x) > 0 and not running_regions() and not is_autocast
 
 
 def _prepare(linear: Linear, x: Tensor, rows: slice) -> _ExpertCall:

@@ -144,7 +144,7 @@ class Session:
         self._modules: WeakValueDictionary[Position, Stateful] = WeakValueDictionary()
         self._next_numbers = dict.fromkeys(Order, 0)
         self._configs: WeakValueDictionary[int, UpdateConfig] = WeakValueDictionary()
-        self._latest: RegisteredConfig | None = None
+        self._latest_config: RegisteredConfig | None = None
         # Holds configs between steps, so that the next step finds the config of the step before.
         self._recent_configs: deque[UpdateConfig] = deque(maxlen=MAX_RECENT_CONFIGS)
         self._retained_configs: dict[int, UpdateConfig] = {}  # used by compiled graphs
@@ -210,9 +210,9 @@ class Session:
 
         The caller must hold the config to keep it alive.
         """
-        latest = self._latest
+        latest = self._latest_config
         if latest is None or not latest.config.matches(recipe, group):
-            latest = self._latest = self._find_or_create_config(recipe, group)
+            latest = self._latest_config = self._find_or_create_config(recipe, group)
         return latest
 
     def _find_or_create_config(self, recipe: DelayedScaling, group: Any) -> RegisteredConfig:

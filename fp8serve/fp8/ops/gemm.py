@@ -148,7 +148,7 @@ declare(
 )
 # Disables the named GEMM kernels on a GPU (csrc/cuda/gemm_switches.h). If all are disabled, products call
 # scaled_mm_by_reference.
-declare("gemm_kernels(Tensor here, str off) -> str", kernel_devices=("cuda",))
+declare("gemm_kernels(Tensor tensor, str disabled) -> str", kernel_devices=("cuda",))
 declare(
     "scaled_mm_by_reference(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",

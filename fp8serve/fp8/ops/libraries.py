@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from fp8serve.fp8.cuda_library import library_path
+from fp8serve.fp8.cuda_support import library_path
 from fp8serve.fp8.ops.registry import OPS, declare, replaced_ops
 from fp8serve.fp8.torch_private import has_kernel
 

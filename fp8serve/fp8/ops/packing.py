@@ -91,15 +91,15 @@ def unpack_weight(packed: Tensor) -> Tensor:
     """Returns the weight [N, K] of a packed weight [N / 16, K / 8, 128]."""
     groups = len(packed)
     blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
-    rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
+    rows = [_unpack_block(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
     return torch.cat(rows, 1).view(packed.dtype)
 
 
-def _rows(block: Tensor, wide: bool) -> Tensor:
+def _unpack_block(block: Tensor, is_wide: bool) -> Tensor:
     """Permutes [groups, halves * runs * 16 * 4] to [groups, fours, pairs, rows, runs, halves, 4]."""
-    order = (_PAIRS, _FOURS, _ROWS) if wide else (_FOURS, _PAIRS, _ROWS)
-    whole = block.reshape(len(block), 2, -1, *order, RUN // 2)
-    return (whole.transpose(3, 4) if wide else whole).permute(0, 3, 4, 5, 2, 1, 6)
+    order = (_PAIRS, _FOURS, _ROWS) if is_wide else (_FOURS, _PAIRS, _ROWS)
+    halves = block.reshape(len(block), 2, -1, *order, RUN // 2)
+    return (halves.transpose(3, 4) if is_wide else halves).permute(0, 3, 4, 5, 2, 1, 6)
 
 
 def packed_mm(
