@@ -28,6 +28,7 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Direction, Position, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common_session
+from fp8serve.fp8.spec import LINEAR_TENSORS
 
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict"  # may see states among the buffers
 
@@ -168,7 +169,7 @@ def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
 def state_key(name: str) -> tuple[str, str] | None:
     """Splits a key of a state dict, "P.input.scale", into ("P.input", "scale"). Returns None for other keys."""
     tensor, _, field = name.rpartition(".")
-    is_state = field in FIELDS and tensor.rpartition(".")[2] in ("input", "weight", "grad_output")
+    is_state = field in FIELDS and tensor.rpartition(".")[2] in LINEAR_TENSORS
     return (tensor, field) if is_state else None
 
 
