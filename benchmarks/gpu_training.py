@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import fp8serve
-from fp8serve.fp8 import attention, fused_blocks
+from fp8serve.fp8 import attention, fused
 from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import Rope
@@ -178,7 +178,7 @@ class Bench:
             if "loop" in words:
                 stack.enter_context(replaced(attention, "_can_use_flash_attention"))
             if "unfused" in words:
-                stack.enter_context(replaced(fused_blocks, "_is_on_gpu"))
+                stack.enter_context(replaced(fused, "_is_on_gpu"))
             return self._measure(model, is_compiled, recipe, is_flat=kind == "trainer")
 
     def _llama(self) -> nn.Module:

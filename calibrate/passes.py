@@ -21,10 +21,10 @@ from fp8serve.calibration.data import Batch, scored_rows
 from fp8serve.calibration.measure import LOGITS_PER_SLICE, LayerTally
 from fp8serve.calibration.progress import Stages
 from fp8serve.errors import ScalesError
+from fp8serve.fp8.attention import served_attention
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import dequantize
-from fp8serve.fp8.served_attention import served_attention
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.network.decoder import make_attend
 from fp8serve.model.network.encoder import Encoder

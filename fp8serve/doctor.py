@@ -127,7 +127,7 @@ def _serving(model_dir: Path) -> dict[str, Any]:
     from fp8serve.engine.loading import derive_kv_cache_dtype
     from fp8serve.engine.memory import cache_bytes
     from fp8serve.engine.options import EngineOptions
-    from fp8serve.fp8.cuda_driver import visible_gpus
+    from fp8serve.fp8.cuda_support import visible_gpus
     from fp8serve.model.config.decoder import read_any_config
     from fp8serve.model.config.model_config import ModelConfig
     from fp8serve.model.device import find_device
@@ -181,7 +181,7 @@ def cuda_library() -> dict[str, Any]:
     and why not."""
     import torch
 
-    from fp8serve.fp8.cuda_library import library_path, read_build
+    from fp8serve.fp8.cuda_support import library_path, read_build
 
     path = library_path("fp8serve_cuda")
     if path is None:
@@ -277,8 +277,7 @@ def _disk(path: Path) -> dict[str, Any]:
 
 def about_gpus(gpus: list[dict[str, Any]], library: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns sentences about GPUs on which the library cannot run, and about GPUs on which it is slow."""
-    from fp8serve.fp8.cuda_driver import driver_version
-    from fp8serve.fp8.cuda_library import CudaBuild, incompatibility, slowdown
+    from fp8serve.fp8.cuda_support import CudaBuild, driver_version, incompatibility, slowdown
 
     build, driver = CudaBuild(tuple(library["architectures"]), library.get("runtime")), driver_version()
     chips = [(gpu["name"], int(gpu["architecture"].removeprefix("sm_"))) for gpu in gpus]

@@ -51,14 +51,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Without the mark `gpu`, `device="auto"` is the CPU, in this process and in those that the test starts."""
     import torch
 
-    from fp8serve.fp8 import cuda_driver
+    from fp8serve.fp8 import cuda_support
 
     if not torch.cuda.is_available():
         return
     torch.cuda.init()
     torch.cuda.device_count()  # remembered, so that this process keeps its GPUs
     is_hidden = item.get_closest_marker("gpu") is None
-    cuda_driver.LIBRARY = "no driver" if is_hidden else DRIVER
+    cuda_support.DRIVER = "no driver" if is_hidden else DRIVER
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     if is_hidden or VISIBLE_GPUS is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if is_hidden else str(VISIBLE_GPUS)

@@ -11,8 +11,8 @@ import torch
 
 from fp8serve import doctor
 from fp8serve.cli import main
-from fp8serve.fp8 import cuda_driver, cuda_library, ops, selfcheck
-from fp8serve.fp8.cuda_driver import Gpu
+from fp8serve.fp8 import cuda_support, ops, selfcheck
+from fp8serve.fp8.cuda_support import Gpu
 from fp8serve.fp8.ops import registry
 from fp8serve.model import device
 from tests.tiny import write_tiny_model
@@ -113,7 +113,7 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_cuda_library_says_what_it_was_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = tmp_path / "libfp8serve_cuda.so"
     library.write_bytes(b"\x7fELF" + bytes(5000) + b"fp8serve-cuda-architectures=sm_89+sm_90a;\0" + bytes(99))
-    monkeypatch.setattr(cuda_library, "library_path", lambda stem: library)
+    monkeypatch.setattr(cuda_support, "library_path", lambda stem: library)
     monkeypatch.setattr(torch.version, "cuda", None)
     found = doctor.cuda_library()
     assert found["architectures"] == ["sm_89", "sm_90a"]
@@ -141,7 +141,7 @@ def test_why_there_are_no_cuda_kernels(
         (tmp_path / "nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
         (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(cuda_library, "library_path", lambda stem: None)
+    monkeypatch.setattr(cuda_support, "library_path", lambda stem: None)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     found = doctor.cuda_library()
     assert found["path"] is None
@@ -169,7 +169,7 @@ def test_a_model_is_served_on_the_device_that_it_fits(
         "up to 16 sequences and 512 tokens a step, 128 prompt tokens while others decode, a KV cache in bf16" in shown
     )
     gpu = Gpu("NVIDIA H100", 90, 79 << 30)
-    monkeypatch.setattr(cuda_driver, "visible_gpus", lambda: [gpu])
+    monkeypatch.setattr(cuda_support, "visible_gpus", lambda: [gpu])
     monkeypatch.setattr(device, "visible_gpus", lambda: [gpu])
     monkeypatch.setattr(device, "gpu_obstacle", lambda gpu: None)
     assert main(["doctor", str(model), "--data-dir", str(tmp_path)]) == 0

@@ -28,9 +28,10 @@ from fp8serve.charts import Panel, svg_file
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError
-from fp8serve.fp8.linear import NAMES, Linear
+from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.monitor import tally
 from fp8serve.fp8.ops.arithmetic import expand
+from fp8serve.fp8.spec import LINEAR_TENSORS
 from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
 from fp8serve.train.forward import PackedBatch
@@ -67,7 +68,7 @@ class Run:
     """One training: the loss of every step and, for each role of a tensor, the share of elements cut off in it."""
 
     losses: list[float] = field(default_factory=list)
-    cut_off: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
+    cut_off: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in LINEAR_TENSORS})
 
 
 Runs = dict[str, dict[str, list[Run]]]  # by jump, then by arm: one of each seed
@@ -119,7 +120,7 @@ def _random(batch: PackedBatch, vocab_size: int, seed: int) -> PackedBatch:
 def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
     """Inside the context, values of the linears' tensors that are cut off are counted; at the end the step's shares go
     into `run`."""
-    lost, counts = dict.fromkeys(NAMES, 0), dict.fromkeys(NAMES, 0)
+    lost, counts = dict.fromkeys(LINEAR_TENSORS, 0), dict.fromkeys(LINEAR_TENSORS, 0)
 
     def count(name: str, values: Tensor, q: Tensor, scale_inv: Tensor) -> None:
         lost[name] += int(tally(values, q, expand(scale_inv, *q.shape)).saturated)
@@ -133,7 +134,7 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.observer = None
-    for name in NAMES:
+    for name in LINEAR_TENSORS:
         run.cut_off[name].append(lost[name] / max(1, counts[name]))
 
 
@@ -149,7 +150,7 @@ def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str,
     spans = {"before": (at - SOON, at), "jump": (at, at + 1), "soon": (at + 1, at + 1 + SOON), "end": (end - SOON, end)}
     losses = {name: apart(max(0, begin), stop) for name, (begin, stop) in spans.items()}
     return {
-        "cut_off": {name: 100 * fmean(run.cut_off[name][at] for run in runs) for name in NAMES},
+        "cut_off": {name: 100 * fmean(run.cut_off[name][at] for run in runs) for name in LINEAR_TENSORS},
         "cut_off_steps": fmean(_lasting(run, at) for run in runs),
         "apart": {name: fmean(found) for name, found in losses.items()},
         "largest": {name: max(map(abs, found)) for name, found in losses.items()},
@@ -159,7 +160,7 @@ def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str,
 
 def _lasting(run: Run, at: int) -> int:
     """Steps from the jump on until fewer than one value in 10,000 is cut off in every role."""
-    steps = zip(*(run.cut_off[name][at:] for name in NAMES), strict=True)
+    steps = zip(*(run.cut_off[name][at:] for name in LINEAR_TENSORS), strict=True)
     return next((step for step, shares in enumerate(steps) if max(shares) < 1e-4), len(run.losses) - at)
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from fp8serve.bench.engine import PASSAGE
 from fp8serve.commands.bench import Out, measured, publish, show
 from fp8serve.errors import ScalesError
+from fp8serve.fp8.attention import KvScale
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import can_train, from_name
-from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.running import RunningServer

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from annotated_types import Ge, Gt, Le, Len
@@ -28,7 +28,7 @@ from fp8serve.bench.options import Checked, Shape
 from fp8serve.commands.bench import measured, publish, show, writable
 from fp8serve.commands.dataclass_options import OptionValues, with_options
 from fp8serve.errors import JobError
-from fp8serve.fp8.recipe import NAMES
+from fp8serve.fp8.recipe import RecipeName
 from fp8serve.options import About, check
 from fp8serve.terminal import AsJson, print_table
 from fp8serve.train import checkpoint, state
@@ -77,8 +77,10 @@ class StudyPlan(Checked):
 
     def __post_init__(self) -> None:
         check(self, JobError)
-        if unknown := [r for r in self.recipes if r not in (*NAMES, TWIN)]:
-            raise JobError(f"There is no recipe {unknown[0]!r}; choose from {', '.join((*NAMES, TWIN))}.")
+        if unknown := [r for r in self.recipes if r not in (*get_args(RecipeName), TWIN)]:
+            raise JobError(
+                f"There is no recipe {unknown[0]!r}; choose from {', '.join((*get_args(RecipeName), TWIN))}."
+            )
         if self.steps % 2:
             raise JobError(f"steps must be an even number, found {self.steps}.")
 

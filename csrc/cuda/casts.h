@@ -10,7 +10,7 @@
 
 namespace fp8serve {
 
-struct Seen {
+struct CastCounters {
   float* amax;                    // [] rises to the largest magnitude; NaN is none
   bool is_fresh = false;          // amax holds nothing yet
   Room room = {};                 // where the blocks of a fresh amax bring theirs together, if they are many
@@ -23,7 +23,7 @@ struct Seen {
 };
 
 // For a launch of `blocks` blocks. Of a fresh amax one alone writes it, and many need a room or a zero.
-inline Seen prepared(Seen out, int64_t blocks, const OnDevice& device, const Tensor& like) {
+inline CastCounters prepared(CastCounters out, int64_t blocks, const OnDevice& device, const Tensor& like) {
   if (!out.is_fresh || blocks == 1) return out;
   out.room = room_of(device, like);
   if (out.room.maxima == nullptr) set_zero(out.amax, sizeof(float), device.stream());
@@ -31,7 +31,7 @@ inline Seen prepared(Seen out, int64_t blocks, const OnDevice& device, const Ten
 }
 
 // One thread of every block calls this, with the block's amax.
-__device__ __forceinline__ void tell_amax(const Seen& out, float seen) {
+__device__ __forceinline__ void report_amax(const CastCounters& out, float seen) {
   const unsigned blocks = gridDim.x * gridDim.y;
   if (out.is_fresh && blocks == 1) {
     *out.amax = seen;
@@ -52,7 +52,7 @@ __device__ __forceinline__ unsigned cut_off(const Chunk& x, float scale, int64_t
 }
 
 // Whole warps call this: `found` values of the thread were cut off.
-__device__ __forceinline__ void add_cut_off(const Seen& out, unsigned found) {
+__device__ __forceinline__ void add_cut_off(const CastCounters& out, unsigned found) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) found += __shfl_xor_sync(kAllLanes, found, step);
   if (threadIdx.x % 32 == 0 && found > 0) {
@@ -63,22 +63,22 @@ __device__ __forceinline__ void add_cut_off(const Seen& out, unsigned found) {
 // Whole blocks call this, once. `seen`: the thread's amax; count(): how many of the thread's values were cut
 // off; `memory` holds 32 floats.
 template <class F, class Count>
-__device__ __forceinline__ void tell(const Seen& out, float seen, float scale, float* memory,
-                                     const Count& count) {
+__device__ __forceinline__ void report_cast(const CastCounters& out, float seen, float scale, float* memory,
+                                            const Count& count) {
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) tell_amax(out, seen);
+  if (threadIdx.x == 0) report_amax(out, seen);
   if (out.saturated == nullptr || !is_cut_off<F>(seen * scale)) return;
   add_cut_off(out, count());
 }
 
 // q = x, rms_norm(x, weight, eps) or silu(x) * up, cast by `scale` [], for checked arguments of at least one
 // element; all but `scale` have two dimensions, in cast_plain any number.
-void cast_plain(const Tensor& x, const Tensor& scale, const Tensor& q, const Seen& out,
+void cast_plain(const Tensor& x, const Tensor& scale, const Tensor& q, const CastCounters& out,
                 const OnDevice& device);
 void cast_norm(const Tensor& x, const Tensor& weight, double eps, const Tensor& scale, const Tensor& q,
-               const Seen& out, const OnDevice& device);
-void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& out,
-                const OnDevice& device);
+               const CastCounters& out, const OnDevice& device);
+void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q,
+                const CastCounters& out, const OnDevice& device);
 
 // What delayed scaling does after a cast: the amax [] raises the history's staging slot, if there is a
 // history. Returns the inverse of the scale, NaN for an infinite amax if `infinity_is_nan`.
@@ -91,7 +91,7 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
                         const Tensor& scale, const Tensor& seen, const Tensor& saturated,
                         const std::optional<Tensor>& rows);
 // Where a watched cast counts, by checked arguments.
-inline Seen counters(const Tensor& seen, const Tensor& saturated, const std::optional<Tensor>& rows) {
+inline CastCounters counters(const Tensor& seen, const Tensor& saturated, const std::optional<Tensor>& rows) {
   return {.amax = data<float>(seen),
           .saturated = data<int64_t>(saturated),
           .rows = rows ? data<const int64_t>(*rows) : nullptr};

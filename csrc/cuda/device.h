@@ -128,8 +128,8 @@ inline void set_zero(void* memory, size_t bytes, Stream stream) {
 #ifdef __CUDACC__
 
 // Waits until the kernels that were launched before this one have ended and what they wrote can be read, and
-// allows the next to be launched. Before it a kernel may ask for weights (`expect`), and neither reads nor
-// writes.
+// allows the next to be launched. Before it a kernel may ask for weights (`prefetch_to_l2`), and neither
+// reads nor writes.
 __device__ __forceinline__ void after_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -139,7 +139,7 @@ __device__ __forceinline__ void after_earlier_kernels() {
 
 // The line of 128 bytes there will be read: it comes to the second-level cache, in which every kernel sees
 // what others write, so it does not matter whether one writes there until then.
-__device__ __forceinline__ void expect(const void* there) {
+__device__ __forceinline__ void prefetch_to_l2(const void* there) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("prefetch.global.L2 [%0];" ::"l"(there));
 #else

@@ -4,7 +4,7 @@
 //
 // They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
 // the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
-// (fp8/ops/norm.py, fp8/ops/activation.py).
+// (fp8/ops/elementwise.py).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -26,7 +26,7 @@ constexpr int kThreads = kRowThreads;
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
-             const float* scale_in, const __grid_constant__ Seen out) {
+             const float* scale_in, const __grid_constant__ CastCounters out) {
   after_earlier_kernels();
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kRowThreads)
     if (counted) seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
-  tell<F>(out, seen, scale, memory[1], [&] {
+  report_cast<F>(out, seen, scale, memory[1], [&] {
     unsigned found = 0;
     for_chunks(n, [&](int64_t at) { found += cut_off<F>(value(at), scale); });
     return found;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
-                   float eps, const float* scale_in, const __grid_constant__ Seen out) {
+                   float eps, const float* scale_in, const __grid_constant__ CastCounters out) {
   after_earlier_kernels();
   __shared__ float memory[3][32];
   const T* from = x + blockIdx.x * stride;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kRowThreads)
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
   seen = block_max(seen, memory[2]);
-  if (threadIdx.x == 0) tell_amax(out, seen);
+  if (threadIdx.x == 0) report_amax(out, seen);
 }
 
 // --- gated activation
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     silu_mul(const T* gate, int64_t gate_stride, const T* up, int64_t up_stride, uint8_t* q, int64_t rows,
-             int64_t n, const float* scale_in, const __grid_constant__ Seen out) {
+             int64_t n, const float* scale_in, const __grid_constant__ CastCounters out) {
   after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     if (row < counted) seen = amax_of(y, seen);
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
   });
-  tell<F>(out, seen, scale, memory, [&] {
+  report_cast<F>(out, seen, scale, memory, [&] {
     unsigned found = 0;
     for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
       if (row < counted) found += cut_off<F>(value(row, at), scale);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, const float* scale_in,
-                   const __grid_constant__ Seen out) {
+                   const __grid_constant__ CastCounters out) {
   __shared__ __align__(16) Square square;
   __shared__ float memory[32];
   static_assert(kThreads == kSquareThreads);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
     if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
   seen = block_max(seen, memory);  // also: the square is whole
-  if (threadIdx.x == 0) tell_amax(out, seen);
+  if (threadIdx.x == 0) report_amax(out, seen);
   square.store_turned(q_t, r0, c0, rows, cols);
 }
 
@@ -272,7 +272,7 @@ Pair layer_norm_quantize(const Tensor& x, const Tensor& weight_in, const std::op
   const Tensor amax = empty(x, {}, ScalarType::Float);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16) && aligned(bias.data_ptr(), 16);
-  const Seen out = prepared({data<float>(amax), true}, rows.count, device, x);
+  const CastCounters out = prepared({data<float>(amax), true}, rows.count, device, x);
   with_types(dtype, x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch_early(layer_norm_row<typename decltype(fmt)::type, T, whole.value>,
@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_transpose(const Tensor& x_in, const 
   const Tensor amax = empty(x, {}, ScalarType::Float);
   const dim3 grid(static_cast<unsigned>(ceil_over(k.value(), kSquare)),
                   static_cast<unsigned>(ceil_over(m.value(), kSquare)));
-  const Seen out = prepared({data<float>(amax), true}, int64_t{grid.x} * grid.y, device, x);
+  const CastCounters out = prepared({data<float>(amax), true}, int64_t{grid.x} * grid.y, device, x);
   with_types(dtype, x.scalar_type(), fast_rows(rows_of(x)), [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch(cast_transpose<typename decltype(fmt)::type, T, whole.value>, grid, kThreads, 0, device.stream(),
@@ -435,11 +435,11 @@ Tensor recorded(const Tensor& amax, const Tensor& scale, const std::optional<Ten
 }
 
 void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tensor& scale, const Tensor& q,
-               const Seen& told, const OnDevice& device) {
+               const CastCounters& requested_counters, const OnDevice& device) {
   const Tensor weight = dense(weight_in);
   const Rows rows = rows_of(x);
   const bool fast = fast_rows(rows) && aligned(weight.data_ptr(), 16);
-  const Seen out = prepared(told, rows.count, device, x);
+  const CastCounters out = prepared(requested_counters, rows.count, device, x);
   with_types(q.scalar_type(), x.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;
     launch_early(norm_row<typename decltype(fmt)::type, T, whole.value>, static_cast<unsigned>(rows.count),
@@ -449,11 +449,11 @@ void cast_norm(const Tensor& x, const Tensor& weight_in, double eps, const Tenso
   });
 }
 
-void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q, const Seen& told,
-                const OnDevice& device) {
+void cast_gated(const Tensor& gate, const Tensor& up, const Tensor& scale, const Tensor& q,
+                const CastCounters& requested_counters, const OnDevice& device) {
   const Rows g = rows_of(gate), u = rows_of(up);
   const unsigned blocks = blocks_for(g, device);
-  const Seen out = prepared(told, blocks, device, gate);
+  const CastCounters out = prepared(requested_counters, blocks, device, gate);
   const bool fast = fast_rows(g) && fast_rows(u);
   with_types(q.scalar_type(), gate.scalar_type(), fast, [&](auto fmt, auto elem, auto whole) {
     using T = typename decltype(elem)::type;

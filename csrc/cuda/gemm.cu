@@ -238,7 +238,7 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   if (rows) check.tensor("rows", *rows, {ScalarType::Long}, {});
   const int64_t width = b.size(0) / 2;
   const Tensor q = empty(a, {a.size(0), width}, ScalarType::Float8_e4m3fn);
-  const Seen out = counters(seen, saturated, rows);
+  const CastCounters out = counters(seen, saturated, rows);
   bool done = q.numel() == 0;
   const auto multiply = [&](Gemm g, const OnDevice& device, const Product& p) {
     g = with_stored(g, b);
@@ -372,7 +372,7 @@ void add(const Tensor& out, const Tensor& residual, const OnDevice& device) {
 // Activations in BF16 that are still to be cast.
 struct Uncast {
   const Tensor &x, &scale;
-  Seen out;
+  CastCounters out;
 };
 
 // residual + product, which is rounded to the residual's type before it is added: where the sums are made, if

@@ -60,7 +60,7 @@ struct Gemm {
 struct ToCast {
   const BF16* x;  // [m, k], rows 16-byte aligned
   const float* scale;
-  Seen out;
+  CastCounters out;
 };
 
 // What becomes of a product whose first half of columns is a gate: silu(gate) * up is cast, and nothing else
@@ -68,7 +68,7 @@ struct ToCast {
 struct GatedCast {
   uint8_t* q;  // [m, n / 2] E4M3
   const float* scale;
-  Seen out;
+  CastCounters out;
 };
 
 __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
@@ -86,13 +86,13 @@ __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, flo
   }
   return fmaxf(seen, fabsf(value));
 }
-// kWarpsThatTell warps of every block call this, once.
-constexpr unsigned kWarpsThatTell = 8;
-__device__ __forceinline__ void tell_amax(const Gemm& g, float seen) {
+// kReportingWarps warps of every block call this, once.
+constexpr unsigned kReportingWarps = 8;
+__device__ __forceinline__ void report_amax(const Gemm& g, float seen) {
   if (g.amax == nullptr) return;
   seen = lanes_max<32>(seen);
   if (threadIdx.x % 32 != 0) return;
-  g.room.maxima == nullptr ? raise(g.amax, seen) : bring(g.room, g.amax, seen, gridDim.x * kWarpsThatTell);
+  g.room.maxima == nullptr ? raise(g.amax, seen) : bring(g.room, g.amax, seen, gridDim.x * kReportingWarps);
 }
 
 constexpr int kSkinnyRows = 64;

@@ -3,7 +3,7 @@
 // The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
 // activations cost as much as 1. The order of K inside an mma is free as long as both
 // operands agree, so a lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with
-// the same 16 bytes of its activation row. It asks for them two blocks of K ahead. 8 warps of a block share
+// the same 16 bytes of its activation row. It prefetches them two blocks of K ahead. 8 warps of a block share
 // 16 weight rows and take every eighth block of 128 of K each. A matrix with few rows has two such teams of
 // warps a block, so that a multiprocessor has as much to read, and K is split between them. The sums are
 // added in a fixed order which depends on the weight's shape and the chip alone: a row's result is the same,
@@ -11,9 +11,9 @@
 // Activations in BF16 can be cast as they are loaded, by every block anew, which is less work than a launch;
 // the first block counts them.
 //
-// A block asks for its first weights before the kernels before it have ended. Stored weights (`g.stored`),
-// which the kernel before does not write, are copied to shared memory; of others only the lines are fetched
-// into the second-level cache.
+// A block prefetches its first weights before the preceding kernels have ended. Stored weights (`g.stored`),
+// which the preceding kernel does not write, are copied to shared memory. Of others only the lines are
+// fetched into the second-level cache.
 //
 // Gate and up of an MLP end in one launch: a block takes 16 rows of the gate and then the same 16 of up, as
 // one stream of blocks of K, and casts silu(gate) * up.
@@ -28,79 +28,79 @@ constexpr int kRows = 16;   // weight rows of a block
 constexpr int kLine = 128;  // bytes
 constexpr int kWarps = 8;   // of a team
 constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
-static_assert(kWarps == kWarpsThatTell);  // those of the first team
+static_assert(kWarps == kReportingWarps);  // those of the first team
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
 // Fetches the block's first weights, a line a thread, into the second-level cache.
-__device__ __forceinline__ void expect_weights(const Gemm& g) {
+__device__ __forceinline__ void prefetch_weights_to_l2(const Gemm& g) {
   const int line = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x) * kRows + line % kRows;
   const int at = line / kRows * kLine;
-  if (at < g.k) expect(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
+  if (at < g.k) prefetch_to_l2(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
 }
 
 // Activations as they lie: sixteen values in one piece of 16 bytes.
-struct AsTheyAre {
-  static constexpr int kPieces = 1, kMostAhead = 2;  // kMostAhead: groups of eight tokens asked for ahead
+struct RawActivations {
+  static constexpr int kPieces = 1, kMostAhead = 2;  // kMostAhead: groups of eight tokens prefetched
   __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
     return g.a + static_cast<int64_t>(token) * g.k;
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[1], int) { return raw[0]; }
-  __device__ __forceinline__ void tell() const {}
+  __device__ __forceinline__ void report_counts() const {}
 };
 
 // Activations that are cast here.
-class Casting {
+class CastActivations {
  public:
   static constexpr int kPieces = 2, kMostAhead = 1;
-  __device__ Casting(const Gemm& g, const ToCast& from)
-      : from_(from), scale_(*from.scale), counted_(from.out.counted_rows(g.m)) {}
+  __device__ CastActivations(const Gemm& g, const ToCast& from)
+      : from_(from), scale_(*from.scale), num_counted_rows_(from.out.counted_rows(g.m)) {}
   __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
     return reinterpret_cast<const uint8_t*>(from_.x + static_cast<int64_t>(token) * g.k);
   }
   __device__ __forceinline__ uint4 values(const uint4 (&raw)[2], int token) {
     const Chunk low = unpack(Raw<BF16>{{raw[0]}}), high = unpack(Raw<BF16>{{raw[1]}});
-    if (blockIdx.x == 0 && token < counted_) count(low, high);
+    if (blockIdx.x == 0 && token < num_counted_rows_) count(low, high);
     const uint2 first = encode_chunk<E4M3>(low, scale_), second = encode_chunk<E4M3>(high, scale_);
     return {first.x, first.y, second.x, second.y};
   }
   // Whole warps call this, once.
-  __device__ __forceinline__ void tell() const {
+  __device__ __forceinline__ void report_counts() const {
     if (blockIdx.x != 0) return;
-    const float seen = lanes_max<32>(seen_);
+    const float seen = lanes_max<32>(amax_);
     if (threadIdx.x % 32 == 0) raise(from_.out.amax, seen);
-    if (is_cut_off<E4M3>(seen * scale_)) add_cut_off(from_.out, found_);
+    if (is_cut_off<E4M3>(seen * scale_)) add_cut_off(from_.out, num_cut_off_);
   }
 
  private:
   __device__ __forceinline__ void count(const Chunk& low, const Chunk& high) {
     const float most = amax_of(high, amax_of(low, 0.0f));
-    seen_ = fmaxf(seen_, most);
+    amax_ = fmaxf(amax_, most);
     if (is_cut_off<E4M3>(most * scale_)) {
-      found_ += cut_off<E4M3>(low, scale_) + cut_off<E4M3>(high, scale_);
+      num_cut_off_ += cut_off<E4M3>(low, scale_) + cut_off<E4M3>(high, scale_);
     }
   }
   const ToCast& from_;
-  float scale_, seen_ = 0.0f;
-  int64_t counted_;
-  unsigned found_ = 0;
+  float scale_, amax_ = 0.0f;
+  int64_t num_counted_rows_;
+  unsigned num_cut_off_ = 0;
 };
 
-// What a warp needs of a block of K, asked for kAhead blocks before it is used: copies to shared memory go on
-// while others are multiplied, and need no registers. They are of whole lines: half lines cost the
-// second-level cache as much. Only the warp itself reads what it has copied. Of many tokens the activations
-// are read when they are used, from the caches.
+// Copies a warp's weights and activations of a block of K to shared memory, kAhead blocks before they are
+// multiplied. A copy needs no registers and runs while other blocks are multiplied. It is of whole lines:
+// half lines cost the second-level cache as much. Only the warp itself reads what it has copied. The
+// activations of many tokens are not copied, but read from the caches when they are multiplied.
 //
 // The warp's steps are its blocks of K, and behind those of the first part of the weights come those of the
 // second (`kParts`), which lies g.n / 2 rows further.
 template <int kGroups, class From, int kParts = 1>
-class Asked {
+class Prefetcher {
  public:
   static constexpr int kAhead = 2;
   static constexpr bool kActivations = kGroups <= From::kMostAhead;
   static constexpr int kBytes =
       kAhead * (kRows + (kActivations ? 8 * kGroups * From::kPieces : 0)) * kLine;  // of a warp
 
-  __device__ explicit Asked(const Gemm& g)
+  __device__ explicit Prefetcher(const Gemm& g)
       : g_(g),
         n0_(static_cast<int>(blockIdx.x) * kRows),
         lane_(static_cast<int>(threadIdx.x) % 32),
@@ -111,27 +111,29 @@ class Asked {
     const int blocks = (g_.k + kScaleBlock - 1) / kScaleBlock, warps = static_cast<int>(blockDim.x) / 32;
     return kParts == 1 ? blocks : (blocks + warps - 1) / warps * warps;
   }
-  // Before after_earlier_kernels(): asks for the first stored weights, or only for their lines.
-  __device__ __forceinline__ void ask_early() { g_.stored ? ask_first_weights() : expect_weights(g_); }
-  // Asks for the first kAhead blocks of K, apart from what ask_early() has asked for.
-  __device__ __forceinline__ void ask_first(const From& from) {
-    if (!g_.stored) ask_first_weights();
+  // Before after_earlier_kernels(): copies the first weights if they are stored, else fetches their lines.
+  __device__ __forceinline__ void prefetch_early() {
+    g_.stored ? prefetch_first_weights() : prefetch_weights_to_l2(g_);
+  }
+  // Starts to copy the first kAhead blocks of K, except for what prefetch_early() has copied.
+  __device__ __forceinline__ void prefetch_first(const From& from) {
+    if (!g_.stored) prefetch_first_weights();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ask_activations(from, first_step(i));
+      prefetch_activations(from, first_step(i));
       copy_commit();
       turn_ ^= 1;
     }
   }
-  // Asks for the block of K of a step; beyond the last for nothing.
-  __device__ __forceinline__ void ask(const From& from, int step) {
+  // Starts to copy the block of K of a step; nothing after the last one.
+  __device__ __forceinline__ void prefetch(const From& from, int step) {
     __syncwarp();  // all lanes have read what lay there
-    ask_weights(step);
-    ask_activations(from, step);
+    prefetch_weights(step);
+    prefetch_activations(from, step);
     copy_commit();
     turn_ ^= 1;
   }
-  // Waits for the block that was asked for first.
+  // Waits for the oldest copy.
   __device__ __forceinline__ void wait() {
     copy_wait<kAhead - 1>();
     __syncwarp();
@@ -166,14 +168,14 @@ class Asked {
   __device__ __forceinline__ int first_step(int i) const {
     return static_cast<int>(threadIdx.x + i * blockDim.x) / 32;
   }
-  __device__ __forceinline__ void ask_first_weights() {
+  __device__ __forceinline__ void prefetch_first_weights() {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ask_weights(first_step(i));
+      prefetch_weights(first_step(i));
       turn_ ^= 1;
     }
   }
-  __device__ __forceinline__ void ask_weights(int step) {
+  __device__ __forceinline__ void prefetch_weights(int step) {
     const int k = begin_of(step), first = n0_ + part_of(step) * (g_.n / 2);
     if (k >= g_.k) return;
 #pragma unroll
@@ -183,7 +185,7 @@ class Asked {
       copy_async(weight(row, lane_ % 8), source + at, at < g_.k);
     }
   }
-  __device__ __forceinline__ void ask_activations(const From& from, int step) {
+  __device__ __forceinline__ void prefetch_activations(const From& from, int step) {
     const int k = begin_of(step);
     if (!kActivations || k >= g_.k) return;
     constexpr int kEach = 8 * From::kPieces;  // pieces of a token
@@ -208,38 +210,38 @@ class Asked {
 
   const Gemm& g_;
   int n0_, lane_;
-  int turn_ = 0;  // of the block that is used, and of the one that is asked for in its place
+  int turn_ = 0;  // of the block that is used, and of the one that is copied in its place
   unsigned char* memory_;
 };
 
 // 16 weight rows x 8 tokens over 128 of K.
-template <Element kElement, class Pieces, class From>
-__device__ __forceinline__ void multiply(float (&part)[4], const Pieces& asked, From& from, int group,
+template <Element kElement, class Tiles, class From>
+__device__ __forceinline__ void multiply(float (&part)[4], const Tiles& tiles, From& from, int group,
                                          int block) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint4 x = asked.activations(from, group, half, block);
-    const uint4 low = asked.weights(half, 0), high = asked.weights(half, 1);
+    const uint4 x = tiles.activations(from, group, half, block);
+    const uint4 low = tiles.weights(half, 0), high = tiles.weights(half, 1);
     multiply_add<kElement, kElement>(part, {low.x, high.x, low.y, high.y}, {x.x, x.y});
     multiply_add<kElement, kElement>(part, {low.z, high.z, low.w, high.w}, {x.z, x.w});
   }
 }
 
-// What the end of a sum needs besides the sum. It is read before the sum begins, because after it every read
-// would be waited for; only of many tokens it would take too many registers meanwhile.
-struct End {
+// The operands of the epilogue besides the sum. They are loaded before the sum begins, because after it every
+// load would be waited for. For many tokens they would take too many registers meanwhile.
+struct EpilogueOperands {
   float a_scale, b_scale, bias, residual;
 };
 template <int kGroups>
-constexpr bool kEndIsReadFirst = kGroups <= 2;
+constexpr bool kLoadsEpilogueFirst = kGroups <= 2;
 
-__device__ __forceinline__ End end_of(const Gemm& g, int token, int column) {
+__device__ __forceinline__ EpilogueOperands load_epilogue_operands(const Gemm& g, int token, int column) {
   const int64_t at = static_cast<int64_t>(token) * g.n + column;
   return {g.a_scale.outer(token), g.b_scale.outer(column), bias_at(g, column),
           g.residual == nullptr ? 0.0f : load(g.residual, at, g.out_type)};
 }
 
-__device__ __forceinline__ float finished(const Gemm& g, float sum, const End& end) {
+__device__ __forceinline__ float apply_epilogue(const Gemm& g, float sum, const EpilogueOperands& end) {
   const float product = scaled_by(sum, end.a_scale, end.b_scale) + end.bias;
   return g.residual == nullptr ? product : rounded(product, g.out_type) + end.residual;
 }
@@ -259,11 +261,11 @@ __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
 template <int kGroups>  // tokens in eights
 using Sums = float[kWarps][8 * kGroups][kRows];
 template <int kGroups, class T = float>
-using Mine = T[(kGroups + 1) / 2];
+using PerThread = T[(kGroups + 1) / 2];
 
 // f(which, token, column of the block) for these elements.
 template <int kGroups, class F>
-__device__ __forceinline__ void for_mine(const F& f) {
+__device__ __forceinline__ void for_own_elements(const F& f) {
 #pragma unroll
   for (int t = 0; t < (kGroups + 1) / 2; ++t) {
     const int i = static_cast<int>(threadIdx.x) + t * kThreads;
@@ -272,51 +274,52 @@ __device__ __forceinline__ void for_mine(const F& f) {
 }
 
 template <int kGroups>
-__device__ __forceinline__ void add_team(Mine<kGroups>& mine, const Sums<kGroups>& sums) {
-  for_mine<kGroups>([&](int t, int token, int column) {
+__device__ __forceinline__ void add_team(PerThread<kGroups>& own_sums, const Sums<kGroups>& sums) {
+  for_own_elements<kGroups>([&](int t, int token, int column) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += sums[w][token][column];
-    mine[t] += sum;
+    own_sums[t] += sum;
   });
 }
 
 // f(which, token, column) for those that are in the matrix.
 template <int kGroups, class F>
-__device__ __forceinline__ void for_mine_of(const Gemm& g, int n0, const F& f) {
-  for_mine<kGroups>([&](int t, int token, int of) {
+__device__ __forceinline__ void for_own_elements_inside(const Gemm& g, int n0, const F& f) {
+  for_own_elements<kGroups>([&](int t, int token, int of) {
     if (token < g.m && n0 + of < g.n) f(t, token, n0 + of);
   });
 }
 
 // What becomes of a block's sums, of which the first team's threads have one for each part: they are stored,
-struct Stored {
+struct StoreEnding {
   template <int kGroups>
-  __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups> (&mine)[1],
-                                         const Mine<kGroups, End> (&end)[1], int n0) const {
+  __device__ __forceinline__ void finish(const Gemm& g, const PerThread<kGroups> (&own_sums)[1],
+                                         const PerThread<kGroups, EpilogueOperands> (&end)[1], int n0) const {
     float seen = 0.0f;
-    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
-      const End of = kEndIsReadFirst<kGroups> ? end[0][t] : end_of(g, token, column);
-      seen = put(g, static_cast<int64_t>(token) * g.n + column, finished(g, mine[0][t], of), seen);
+    for_own_elements_inside<kGroups>(g, n0, [&](int t, int token, int column) {
+      const EpilogueOperands of =
+          kLoadsEpilogueFirst<kGroups> ? end[0][t] : load_epilogue_operands(g, token, column);
+      seen = put(g, static_cast<int64_t>(token) * g.n + column, apply_epilogue(g, own_sums[0][t], of), seen);
     });
-    tell_amax(g, seen);
+    report_amax(g, seen);
   }
 };
 // or those of the gate and of up are multiplied and cast.
-struct Gated {
+struct GatedEnding {
   const GatedCast& to;
 
   template <int kGroups>
-  __device__ __forceinline__ void finish(const Gemm& g, const Mine<kGroups> (&mine)[2],
-                                         const Mine<kGroups, End> (&end)[2], int n0) const {
-    static_assert(kEndIsReadFirst<kGroups>);
+  __device__ __forceinline__ void finish(const Gemm& g, const PerThread<kGroups> (&own_sums)[2],
+                                         const PerThread<kGroups, EpilogueOperands> (&end)[2], int n0) const {
+    static_assert(kLoadsEpilogueFirst<kGroups>);
     const int64_t counted = to.out.counted_rows(g.m);
     const float scale = *to.scale;
     float seen = 0.0f;
     unsigned found = 0;
-    for_mine_of<kGroups>(g, n0, [&](int t, int token, int column) {
-      const float gate = rounded<BF16>(finished(g, mine[0][t], end[0][t]));
-      const float y = gated<BF16>(gate, rounded<BF16>(finished(g, mine[1][t], end[1][t])));
+    for_own_elements_inside<kGroups>(g, n0, [&](int t, int token, int column) {
+      const float gate = rounded<BF16>(apply_epilogue(g, own_sums[0][t], end[0][t]));
+      const float y = gated<BF16>(gate, rounded<BF16>(apply_epilogue(g, own_sums[1][t], end[1][t])));
       to.q[static_cast<int64_t>(token) * (g.n / 2) + column] = encode_one<E4M3>(y, scale);
       if (token < counted) {
         seen = fmaxf(seen, fabsf(y));
@@ -330,26 +333,27 @@ struct Gated {
 };
 
 template <Element kElement, int kGroups, bool kInside, class From, int kParts, class Ending>
-__device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From, kParts>& asked, From from,
-                                        const Ending& ending) {
+__device__ __forceinline__ void compute(const Gemm& g, Prefetcher<kGroups, From, kParts>& prefetcher,
+                                        From from, const Ending& ending) {
   __shared__ Sums<kGroups> sums;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int n0 = static_cast<int>(blockIdx.x) * kRows, row = n0 + lane / 4;
   const int blocks = (g.k + kScaleBlock - 1) / kScaleBlock, stride = static_cast<int>(blockDim.x) / 32;
-  Mine<kGroups, End> end[kParts] = {};
-  if (kEndIsReadFirst<kGroups> && warp < kWarps) {
+  PerThread<kGroups, EpilogueOperands> end[kParts] = {};
+  if (kLoadsEpilogueFirst<kGroups> && warp < kWarps) {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      for_mine_of<kGroups>(g, n0 + part * (g.n / 2),
-                           [&](int t, int token, int column) { end[part][t] = end_of(g, token, column); });
+      for_own_elements_inside<kGroups>(g, n0 + part * (g.n / 2), [&](int t, int token, int column) {
+        end[part][t] = load_epilogue_operands(g, token, column);
+      });
     }
   }
-  asked.ask_first(from);
+  prefetcher.prefetch_first(from);
   float total[kParts][kGroups][4] = {};
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    for (int block = warp; block < asked.steps(); block += stride) {
-      asked.wait();
+    for (int block = warp; block < prefetcher.steps(); block += stride) {
+      prefetcher.wait();
       if (kParts == 1 || block < blocks) {
         float by_row[2] = {1.0f, 1.0f};
         if constexpr (kInside) {
@@ -359,7 +363,7 @@ __device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From, kPar
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
           float sum[4] = {};
-          multiply<kElement>(sum, asked, from, j, block);
+          multiply<kElement>(sum, prefetcher, from, j, block);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int of = j * 8 + lane % 4 * 2 + e % 2;
@@ -368,11 +372,11 @@ __device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From, kPar
           }
         }
       }
-      asked.ask(from, part * asked.steps() + block + asked.kAhead * stride);
+      prefetcher.prefetch(from, part * prefetcher.steps() + block + prefetcher.kAhead * stride);
     }
   }
-  from.tell();
-  Mine<kGroups> mine[kParts] = {};
+  from.report_counts();
+  PerThread<kGroups> own_sums[kParts] = {};
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     for (int team = 0; team < stride / kWarps; ++team) {
@@ -386,36 +390,36 @@ __device__ __forceinline__ void compute(const Gemm& g, Asked<kGroups, From, kPar
         }
       }
       __syncthreads();
-      if (warp < kWarps) add_team<kGroups>(mine[part], sums);
+      if (warp < kWarps) add_team<kGroups>(own_sums[part], sums);
     }
   }
-  if (warp < kWarps) ending.template finish<kGroups>(g, mine, end, n0);
+  if (warp < kWarps) ending.template finish<kGroups>(g, own_sums, end, n0);
 }
 
 template <Element kElement, int kGroups, bool kInside>
 __global__ void __launch_bounds__(kMostTeams* kThreads) gemm_stream(const __grid_constant__ Gemm g) {
-  Asked<kGroups, AsTheyAre> asked(g);
-  asked.ask_early();
+  Prefetcher<kGroups, RawActivations> prefetcher(g);
+  prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<kElement, kGroups, kInside>(g, asked, AsTheyAre(), Stored());
+  compute<kElement, kGroups, kInside>(g, prefetcher, RawActivations(), StoreEnding());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_casting(const __grid_constant__ Gemm g, const __grid_constant__ ToCast from) {
-  Asked<kGroups, Casting> asked(g);
-  asked.ask_early();
+  Prefetcher<kGroups, CastActivations> prefetcher(g);
+  prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, asked, Casting(g, from), Stored());
+  compute<Element::e4m3, kGroups, false>(g, prefetcher, CastActivations(g, from), StoreEnding());
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kMostTeams* kThreads)
     gemm_stream_gated(const __grid_constant__ Gemm g, const __grid_constant__ GatedCast to) {
-  Asked<kGroups, AsTheyAre, 2> asked(g);
-  asked.ask_early();
+  Prefetcher<kGroups, RawActivations, 2> prefetcher(g);
+  prefetcher.prefetch_early();
   after_earlier_kernels();
-  compute<Element::e4m3, kGroups, false>(g, asked, AsTheyAre(), Gated{to});
+  compute<Element::e4m3, kGroups, false>(g, prefetcher, RawActivations(), GatedEnding{to});
 }
 
 template <bool kInside>
@@ -425,8 +429,8 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
             before = row - all.begin(expert);
   if (before % kRowsOfExpert != 0 || before < 0 || row >= all.end(expert)) return;
   const Gemm g = from_row(all.of(expert), before);
-  Asked<kGroupsOfExpert, AsTheyAre> asked(g);
-  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, asked, AsTheyAre(), Stored());
+  Prefetcher<kGroupsOfExpert, RawActivations> prefetcher(g);
+  compute<Element::e4m3, kGroupsOfExpert, kInside>(g, prefetcher, RawActivations(), StoreEnding());
 }
 
 // A kernel, and the shared memory that a warp of it needs.
@@ -439,18 +443,18 @@ struct Launched {
 template <Element kElement, bool kInside>
 auto kernel_for(int m) {
   using Kernel = Launched<void(Gemm)>;
-  if (m <= 8) return Kernel{gemm_stream<kElement, 1, kInside>, Asked<1, AsTheyAre>::kBytes};
-  if (m <= 16) return Kernel{gemm_stream<kElement, 2, kInside>, Asked<2, AsTheyAre>::kBytes};
-  if (m <= 32) return Kernel{gemm_stream<kElement, 4, kInside>, Asked<4, AsTheyAre>::kBytes};
-  return Kernel{gemm_stream<kElement, 8, kInside>, Asked<8, AsTheyAre>::kBytes};
+  if (m <= 8) return Kernel{gemm_stream<kElement, 1, kInside>, Prefetcher<1, RawActivations>::kBytes};
+  if (m <= 16) return Kernel{gemm_stream<kElement, 2, kInside>, Prefetcher<2, RawActivations>::kBytes};
+  if (m <= 32) return Kernel{gemm_stream<kElement, 4, kInside>, Prefetcher<4, RawActivations>::kBytes};
+  return Kernel{gemm_stream<kElement, 8, kInside>, Prefetcher<8, RawActivations>::kBytes};
 }
 
 auto casting_kernel_for(int m) {
   using Kernel = Launched<void(Gemm, ToCast)>;
-  if (m <= 8) return Kernel{gemm_stream_casting<1>, Asked<1, Casting>::kBytes};
-  if (m <= 16) return Kernel{gemm_stream_casting<2>, Asked<2, Casting>::kBytes};
-  if (m <= 32) return Kernel{gemm_stream_casting<4>, Asked<4, Casting>::kBytes};
-  return Kernel{gemm_stream_casting<8>, Asked<8, Casting>::kBytes};
+  if (m <= 8) return Kernel{gemm_stream_casting<1>, Prefetcher<1, CastActivations>::kBytes};
+  if (m <= 16) return Kernel{gemm_stream_casting<2>, Prefetcher<2, CastActivations>::kBytes};
+  if (m <= 32) return Kernel{gemm_stream_casting<4>, Prefetcher<4, CastActivations>::kBytes};
+  return Kernel{gemm_stream_casting<8>, Prefetcher<8, CastActivations>::kBytes};
 }
 
 // Threads of a block: two teams where there are fewer than three blocks a multiprocessor, K is long enough
@@ -458,7 +462,7 @@ auto casting_kernel_for(int m) {
 // must not change the order of a sum.
 int threads_for(const Gemm& g, const OnDevice& device) {
   const int64_t blocks = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
-  constexpr int kMost = kMostTeams * kWarps * Asked<2, AsTheyAre>::kBytes + int{sizeof(Sums<2>)};
+  constexpr int kMost = kMostTeams * kWarps * Prefetcher<2, RawActivations>::kBytes + int{sizeof(Sums<2>)};
   const bool both = steps > 1 && blocks < 3 * device.multiprocessors() && device.shared_bytes() >= kMost;
   return both ? kMostTeams * kThreads : kThreads;
 }
@@ -486,8 +490,8 @@ void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& devi
 
 void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device) {
   using Kernel = Launched<void(Gemm, GatedCast)>;
-  const Kernel kernel = g.m <= 8 ? Kernel{gemm_stream_gated<1>, Asked<1, AsTheyAre>::kBytes}
-                                 : Kernel{gemm_stream_gated<2>, Asked<2, AsTheyAre>::kBytes};
+  const Kernel kernel = g.m <= 8 ? Kernel{gemm_stream_gated<1>, Prefetcher<1, RawActivations>::kBytes}
+                                 : Kernel{gemm_stream_gated<2>, Prefetcher<2, RawActivations>::kBytes};
   launch_stream(kernel, g, blocks_for(g) / 2, device, g, to);
 }
 
@@ -495,7 +499,7 @@ void grouped_skinny(const Grouped& g, const OnDevice& device) {
   const bool inside = g.all.a_scale.inside() || g.all.b_scale.inside();
   using Kernel = Launched<void(Grouped)>;
   const Kernel kernel{inside ? grouped_stream<true> : grouped_stream<false>,
-                      Asked<kGroupsOfExpert, AsTheyAre>::kBytes};
+                      Prefetcher<kGroupsOfExpert, RawActivations>::kBytes};
   launch_stream(kernel, g.all, dim3(blocks_for(g.all), static_cast<unsigned>(g.total)), device, g);
 }
 

@@ -17,7 +17,7 @@ namespace {
 constexpr int kTileM = 128, kTileN = 128, kTileK = 128;  // a byte is an FP8 value
 constexpr int kStages = 3;
 constexpr int kThreads = 256;
-static_assert(kThreads == 32 * kWarpsThatTell);
+static_assert(kThreads == 32 * kReportingWarps);
 constexpr int kPiece = 16;                     // bytes of one asynchronous copy
 constexpr int kPieces = kTileK / kPiece;       // per row
 constexpr int kPanel = kTileM * kTileK;        // bytes of one operand in one stage
@@ -177,7 +177,7 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
       }
     }
   }
-  tell_amax(g, seen);
+  report_amax(g, seen);
 }
 
 // The block's tile; rows of both operands are `stride` bytes apart.

@@ -57,7 +57,7 @@ __device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, co
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_amax(const T* x, uint8_t* q, int64_t rows, int64_t cols, const float* scale_in,
-              const __grid_constant__ Seen out) {
+              const __grid_constant__ CastCounters out) {
   after_earlier_kernels();
   __shared__ float memory[32];
   const float scale = *scale_in;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
     seen = amax_of(chunk, seen, counted - at);
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
   });
-  tell<F>(out, seen, scale, memory, [&] {
+  report_cast<F>(out, seen, scale, memory, [&] {
     unsigned found = 0;
     for_chunks_here([&](const Chunk& chunk, int64_t at) { found += cut_off<F>(chunk, scale, counted - at); });
     return found;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    find_amax(const T* x, int64_t n, const __grid_constant__ Seen out) {
+    find_amax(const T* x, int64_t n, const __grid_constant__ CastCounters out) {
   after_earlier_kernels();
   __shared__ float memory[32];
   float seen = 0.0f;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
     for_tile<kAligned>(x, tile, n, [&](const Chunk& chunk, int64_t) { seen = amax_of(chunk, seen); });
   }
   seen = block_max(seen, memory);
-  if (threadIdx.x == 0) tell_amax(out, seen);
+  if (threadIdx.x == 0) report_amax(out, seen);
 }
 
 template <class F, class T, bool kAligned>
@@ -270,7 +270,7 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2, bool i
   Tensor q = quantized_like(x, dtype), scale_inv = empty(x, {}, ScalarType::Float);
   const Tensor amax = empty(x, {}, ScalarType::Float);
   const int blocks = blocks_for(n, device);
-  const Seen out = prepared({data<float>(amax), true}, blocks, device, x);
+  const CastCounters out = prepared({data<float>(amax), true}, blocks, device, x);
   with_types(dtype, x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;
@@ -348,12 +348,12 @@ Pair quantize_block(const Tensor& x_in, ScalarType dtype, int64_t block_rows, bo
 
 }  // namespace
 
-void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q, const Seen& told,
-                const OnDevice& device) {
+void cast_plain(const Tensor& x_in, const Tensor& scale, const Tensor& q,
+                const CastCounters& requested_counters, const OnDevice& device) {
   const Tensor x = dense(x_in);
   const int64_t n = x.numel(), rows = x.dim() == 2 ? x.size(0) : 1, cols = rows == 0 ? 0 : n / rows;
   const int blocks = blocks_for(n, device);
-  const Seen out = prepared(told, blocks, device, x);
+  const CastCounters out = prepared(requested_counters, blocks, device, x);
   with_types(q.scalar_type(), x, n, [&](auto fmt, auto elem, auto fast) {
     using F = typename decltype(fmt)::type;
     using T = typename decltype(elem)::type;

@@ -1,6 +1,6 @@
 // The casts of training under delayed scaling, each in one read with the operation before it:
 // rms_norm_quantize_delayed, silu_mul_quantize_delayed and, in the backward pass,
-// silu_mul_backward_quantize_delayed. Each does what its parts do (fp8/ops/fused_delayed.py): the values are
+// silu_mul_backward_quantize_delayed. Each does what its parts do (fp8/ops/fused_casts.py): the values are
 // rounded to the dtype of activations before they are cast, and the amax raises the history.
 //
 // A GEMM of the backward pass contracts the rows, so every cast also writes the transposed data. Elementwise
@@ -26,7 +26,7 @@ constexpr int kThreads = kSquareThreads;
 struct Target {
   uint8_t *q, *q_t;  // [rows, cols], [cols, rows]; q_t is null if the transposed data are not needed
   const float* scale;
-  Seen seen;
+  CastCounters counters;
 };
 
 // The part of a matrix [rows, cols] that a block has.
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write(const Target& to, Square& square, const Ch
 __device__ __forceinline__ void finish(const Target& to, Square& square, float seen, float* memory,
                                        const SquareRange& range) {
   seen = block_max(seen, memory);  // also: the square is whole
-  if (threadIdx.x == 0) tell_amax(to.seen, seen);
+  if (threadIdx.x == 0) report_amax(to.counters, seen);
   if (to.q_t != nullptr) square.store_turned(to.q_t, range.r0, range.c0, range.rows, range.cols);
 }
 
@@ -150,7 +150,7 @@ struct Result {
     return {.q = data<uint8_t>(q),
             .q_t = q_t.numel() == 0 ? nullptr : data<uint8_t>(q_t),
             .scale = data<const float>(scale),
-            .seen = {.amax = data<float>(amax)}};
+            .counters = {.amax = data<float>(amax)}};
   }
 };
 

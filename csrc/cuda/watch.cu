@@ -15,7 +15,7 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
   const OnDevice device(x);
   const Tensor q = empty(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
   if (x.numel() == 0) return q;
-  const Seen out = counters(seen, saturated, rows);
+  const CastCounters out = counters(seen, saturated, rows);
   const Source source = source_of(other, eps);
   if (source == Source::plain) cast_plain(x, scale, q, out, device);
   if (source == Source::norm) cast_norm(x, *other, *eps, scale, q, out, device);

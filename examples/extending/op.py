@@ -34,7 +34,7 @@ def _count_cases() -> list[Case]:
     return [Case(f"{r} x {c}, {d}", lambda r=r, c=c, d=d: make(r, c, d)) for r, c in shapes for d in dtypes]
 
 
-define("count_zeros(Tensor q) -> Tensor", count_zeros, fake=_fake_count, cases=_count_cases, kernels=("cpu",))
+define("count_zeros(Tensor q) -> Tensor", count_zeros, fake=_fake_count, cases=_count_cases, kernel_devices=("cpu",))
 
 
 def check() -> int:

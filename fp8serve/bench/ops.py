@@ -25,12 +25,10 @@ from fp8serve.bench.figures import Call, fastest
 from fp8serve.doctor import instruction_sets
 from fp8serve.engine.packing import huge_pages
 from fp8serve.fp8 import ops
-from fp8serve.fp8.frozen import pack_weight
 from fp8serve.fp8.ops import OPS as REGISTERED
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.ops.activation import silu_mul
-from fp8serve.fp8.ops.norm import rms_norm
-from fp8serve.fp8.ops.packing import packed_shape
+from fp8serve.fp8.ops.elementwise import rms_norm, silu_mul
+from fp8serve.fp8.ops.packing import pack_into, packed_shape
 
 OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -138,7 +136,7 @@ def _linear(m: int, n: int, k: int, count: int, size: str, goal: float | None) -
     rest = torch_call, n * k + 2.0 * m * (n + k), 2.0 * m * n * k, goal
     call = _take_turns([partial(_fp8_linear, x, scale, q, (inverse, s)) for q, s in quantized])
     yield BenchCase("quantize + scaled_mm", size, call, *rest)
-    packed = [(pack_weight(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in quantized]
+    packed = [(pack_into(q, huge_pages(q.nbytes).view(E4M3)), s) for q, s in quantized]
     call = _take_turns([partial(_packed_linear, x, scale, q, (inverse, s)) for q, s in packed])
     yield BenchCase("quantize + packed_mm", size, call, *rest)
 

@@ -1,6 +1,6 @@
 """The LoRA and DoRA adapters that an engine has loaded, by name. Sequences of one batch may use different adapters.
 
-A request may name an adapter, which is then applied to the rows of its sequence only (fp8/served_adapters.py). A
+A request may name an adapter, which is then applied to the rows of its sequence only (fp8/lora.py). A
 sequence uses the same adapter from its start to its end. So an unloaded adapter stays in memory until its last sequence
 has ended, although another adapter may already be loaded under its name. The prefix cache, also on disk, identifies an
 adapter by a digest of its contents.
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import MachineError, ModelError, RequestError, shown
-from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.served_adapters import AdapterAssignment, AdapterWeights, ServedAdapters, attach_adapters, dora_factor
+from fp8serve.fp8.lora import AdapterAssignment, AdapterWeights, ServedAdapters, dora_factor
 from fp8serve.model.building import Model
 from fp8serve.model.storage.memory import free_memory
 
@@ -147,7 +147,7 @@ class Adapters:
             parts = {number: a.parts[linear] for number, a in self._by_number.items() if linear in a.parts}
             bias = cast(Tensor | None, module.bias)
             adapters = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
-            attach_adapters(module, adapters)
+            cast(BatchInvariantLinear | FrozenLinear, module).adapters = adapters
 
 
 def _digest(low_ranks: "Adapter") -> bytes:

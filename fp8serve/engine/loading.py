@@ -30,11 +30,11 @@ from fp8serve.engine.task import check_generates
 from fp8serve.engine.weights import check_weights, exchange_weights
 from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
-from fp8serve.fp8.batch_invariant_linear import use_batch_invariant_products
+from fp8serve.fp8.attention import KvScale
+from fp8serve.fp8.batch_invariant import use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, as_delayed
 from fp8serve.fp8.selfcheck import prepare_device
-from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.building import AnyModel, Model
 from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_servable, open_checkpoint

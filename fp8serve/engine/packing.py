@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.packing import is_packable
 from fp8serve.fp8.stacked import StackedExperts

@@ -38,11 +38,11 @@ from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.step import Queries, StepTensors, flatten, to_device
 from fp8serve.errors import MachineError
 from fp8serve.fp8 import ops as ops  # registers the ops called below
+from fp8serve.fp8.attention import KvScale
 from fp8serve.fp8.change_tracking import CapturedModel
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.fp8.served_adapters import NO_ADAPTER
-from fp8serve.fp8.served_attention import KvScale
+from fp8serve.fp8.lora import NO_ADAPTER
 from fp8serve.model.building import Model
 from fp8serve.model.network.rotary import Heads, Rotation
 

@@ -24,7 +24,7 @@ from fp8serve.engine.memory import check_length, gpu_memory_info
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
 from fp8serve.errors import RequestError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import hidden_states
 from fp8serve.model.checkpoint import load_any_servable

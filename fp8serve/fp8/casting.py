@@ -7,18 +7,15 @@ dimension only, so the columnwise data are cast from x^T separately.
 
 Ada and Hopper multiply FP8 only if the contracted dimension is contiguous in both operands (layout "tn"). Our CPU
 kernels need the same layout. On these devices a cast also produces the transposed data for the backward pass. Blackwell
-reads any layout, so a transposed view of the same data suffices. The layout is a property of the device;
-`operand_layout` overrides it, so that tests can run both paths on any machine.
+reads any layout, so a transposed view of the same data suffices. The layout is a property of the device.
 
 A cast saturates infinities, but a loss scaler or a finite-norm check must see an infinite gradient. So the scale_inv of
 a gradient with an infinity is NaN (`infinity_is_nan`). A NaN value stays NaN in any case.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,39 +29,16 @@ from fp8serve.fp8.torch_private import constant_in_graphs
 Layout = Literal["tn", "any"]
 
 
-class _LayoutOverride(threading.local):
-    layout: Layout | None = None
-
-
-_OVERRIDE = _LayoutOverride()
-
-
 @cache
 def _is_blackwell(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 @constant_in_graphs
-def _native_layout(device: torch.device) -> Layout:
-    return "any" if device.type == "cuda" and _is_blackwell(device) else "tn"
-
-
 def layout_of(device: torch.device) -> Layout:
     """Returns "tn" if the device's GEMM needs the contracted dimension contiguous, "any" if it reads transposed
     views."""
-    return _OVERRIDE.layout or _native_layout(device)
-
-
-@contextmanager
-def operand_layout(layout: Layout) -> Iterator[None]:
-    """Overrides the layout of all devices in this thread with "tn" or "any", for tests."""
-    if layout not in get_args(Layout):
-        raise ValueError(f'The layout must be "tn" or "any", found {layout!r}.')
-    previous, _OVERRIDE.layout = _OVERRIDE.layout, layout
-    try:
-        yield
-    finally:
-        _OVERRIDE.layout = previous
+    return "any" if device.type == "cuda" and _is_blackwell(device) else "tn"
 
 
 Cast = Callable[..., tuple[Tensor, Tensor]]

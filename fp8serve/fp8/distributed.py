@@ -23,7 +23,7 @@ MIN_POSITIONS modules, so that the first update already includes all of them.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,11 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed, has_tensor_scales
-from fp8serve.fp8.scaling import Direction, Order, ScaledModule
+from fp8serve.fp8.scaling import Direction, Order
 from fp8serve.fp8.torch_private import copy_each
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.stateful import Stateful
 
 MIN_POSITIONS = 1024
 ROW_WIDTH = 4  # numbers in a row; a module stages at most this many tensors in one pass
@@ -60,14 +63,14 @@ class ReductionState:
         self.num_positions = MIN_POSITIONS
         self._is_backward_deferred = False
         self._required_positions = 0
-        self._is_first = True
+        self._is_first_collective = True
         self._pending_headers: list[tuple[Tensor, Any]] = []  # each with its CUDA event, or None on a CPU
 
     def must_repeat_first(self, headers: Tensor) -> bool:
         """Returns whether the first collective must be repeated over more positions. Waits for the device once."""
-        if not self._is_first:
+        if not self._is_first_collective:
             return False
-        self._is_first = False
+        self._is_first_collective = False
         previous = self.num_positions
         self._required_positions = int(headers[1, 0])
         self._grow()
@@ -113,13 +116,13 @@ class ReductionState:
 
 
 def reduce_staged_amaxes(
-    modules: Iterable[ScaledModule],
+    modules: Iterable["Stateful"],
     direction: Direction,
     recipe: DelayedScaling,
     group: Any,
     local_header: list[list[float]],
     state: ReductionState,
-) -> list[ScaledModule]:
+) -> list["Stateful"]:
     """Raises every staging slot of the modules to its maximum over the ranks of `group`, in one collective.
 
     Returns the modules that have scaling states and whose position was reduced. A module that ran only on other ranks
@@ -145,7 +148,7 @@ def reduce_staged_amaxes(
 
 
 def _create_missing_states(
-    modules: Sequence[ScaledModule], rows: Tensor, num_positions: int, recipe: DelayedScaling
+    modules: Sequence["Stateful"], rows: Tensor, num_positions: int, recipe: DelayedScaling
 ) -> None:
     """Creates the states of the modules that have none and ran on another rank."""
     without_states = [m for m in modules if not m.scaling]
@@ -156,7 +159,7 @@ def _create_missing_states(
 
 
 def _all_reduce(
-    modules: Sequence[ScaledModule],
+    modules: Sequence["Stateful"],
     num_positions: int,
     direction: Direction,
     group: Any,
@@ -175,26 +178,26 @@ def _all_reduce(
     return staged[:-HEADER_ROWS], staged[-HEADER_ROWS:]
 
 
-def _within(modules: Sequence[ScaledModule], num_positions: int) -> list[ScaledModule]:
+def _within(modules: Sequence["Stateful"], num_positions: int) -> list["Stateful"]:
     return [m for m in modules if m.position.number < num_positions]
 
 
-def _staging_slots(modules: Sequence[ScaledModule], direction: Direction) -> list[Tensor]:
+def _staging_slots(modules: Sequence["Stateful"], direction: Direction) -> list[Tensor]:
     return [m.scaling[name].amax_history[0] for m in modules for name in m.tensors[direction]]
 
 
-def _row_indices(modules: Sequence[ScaledModule], num_positions: int) -> list[int]:
+def _row_indices(modules: Sequence["Stateful"], num_positions: int) -> list[int]:
     return [m.position.order * num_positions + m.position.number for m in modules]
 
 
-def _cells(modules: Sequence[ScaledModule], direction: Direction, num_positions: int) -> tuple[list[int], list[int]]:
+def _cells(modules: Sequence["Stateful"], direction: Direction, num_positions: int) -> tuple[list[int], list[int]]:
     """Returns the row indices and the column indices of all staging slots."""
     columns = [range(len(m.tensors[direction])) for m in modules]
     cells = [(row, c) for row, cs in zip(_row_indices(modules, num_positions), columns, strict=True) for c in cs]
     return [row for row, _ in cells], [column for _, column in cells]
 
 
-def _device(modules: Sequence[ScaledModule], group: Any) -> torch.device:
+def _device(modules: Sequence["Stateful"], group: Any) -> torch.device:
     """Returns the device of the scaling states, or if there are none, the device that the group's backend needs."""
     devices = {s.amax_history.device for m in modules for s in m.scaling.values()}
     return devices.pop() if devices else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

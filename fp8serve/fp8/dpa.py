@@ -25,15 +25,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.attention import causal_weights, check_lengths
-from fp8serve.fp8.autocast import current_frame
+from fp8serve.fp8.attention import causal_weights, check_lengths, served_attention
+from fp8serve.fp8.autocast import Frame, current_frame
 from fp8serve.fp8.casting import Quantized, cast_current_rowwise, cast_delayed, with_nan_scale
 from fp8serve.fp8.ops import arithmetic
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention
 from fp8serve.fp8.recompute import plan_call
 from fp8serve.fp8.recording import expect_backward, prepare_module, record_amax
 from fp8serve.fp8.scaling import Direction, ScalingState
-from fp8serve.fp8.served_attention import served_attention
 from fp8serve.fp8.session import UpdateConfig
 from fp8serve.fp8.stateful import Stateful
 
@@ -160,13 +159,16 @@ class DotProductAttention(Stateful):
         frame = current_frame()
         if frame is None or not uses_fp8_attention(frame.recipe):
             return None
-        recipe, has_graph = frame.recipe, torch.is_grad_enabled()
-        is_recording = has_graph or frame.calibrating
-        if (delayed := as_delayed(recipe)) is not None and frame.config_id is not None:
+        quantizer = self._quantizer_of(frame, is_recording=torch.is_grad_enabled() or frame.calibrating)
+        if frame.config_id is not None and frame.config is not None and torch.is_grad_enabled() and is_differentiable:
+            expect_backward(self.scaling["q"].amax_history, frame.config_id, frame.config)
+        return quantizer
+
+    def _quantizer_of(self, frame: Frame, is_recording: bool) -> AttentionQuantizer:
+        recipe, delayed = frame.recipe, as_delayed(frame.recipe)
+        if delayed is not None and frame.config_id is not None:
             prepare_module(self, frame.config_id, frame.config, delayed.amax_history_len, is_recording)
         states = {} if delayed is None else self.scaling
-        if frame.config_id is not None and frame.config is not None and has_graph and is_differentiable:
-            expect_backward(states["q"].amax_history, frame.config_id, frame.config)
         return AttentionQuantizer(self.key, recipe, frame.config_id, frame.config, states, frame.enabled, is_recording)
 
 
@@ -183,7 +185,7 @@ class KvRecordingAttention(DotProductAttention):
         """Returns the output of `served_attention`. Records amaxes under a delayed recipe, unless gradients are off."""
         self._query_device = q.device
         recorder = plan_call(self.key, self._create_recorder)
-        if recorder is not None and recorder.is_recording:
+        if recorder is not None and recorder.is_recording:  # False in the second run of a checkpointed region
             recorder.stage_amax("k", arithmetic.fast_amax(k.detach()))
             recorder.stage_amax("v", arithmetic.fast_amax(v.detach()))
         return served_attention(q, k, v, *options, **named_options)
@@ -191,15 +193,9 @@ class KvRecordingAttention(DotProductAttention):
     def _create_recorder(self) -> AttentionQuantizer | None:
         """Returns the object that stages the amaxes of this call, or None if the call records nothing."""
         frame = current_frame()
-        delayed = None if frame is None else as_delayed(frame.recipe)
-        if frame is None or frame.config_id is None or delayed is None:
+        if frame is None or frame.config_id is None or not (torch.is_grad_enabled() or frame.calibrating):
             return None
-        if not (torch.is_grad_enabled() or frame.calibrating):
-            return None
-        prepare_module(self, frame.config_id, frame.config, delayed.amax_history_len, is_recording=True)
-        return AttentionQuantizer(
-            self.key, delayed, frame.config_id, frame.config, self.scaling, enabled=False, is_recording=True
-        )
+        return self._quantizer_of(frame, is_recording=True)
 
 
 def _attend(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
-from fp8serve.fp8.ops import activation, norm
+from fp8serve.fp8.ops import elementwise as reference
 
 # The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _rms_norm = torch.ops.fp8serve.rms_norm.default
@@ -75,7 +75,7 @@ def _apply(function: type[torch.autograd.Function], op: Any, *args: Any) -> Tens
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x [..., K] / rms(x) * weight [K]. The quotient is computed in FP32 and rounded to x's dtype first."""
     if x.dtype != weight.dtype:
-        return norm.rms_norm(x, weight, eps)
+        return reference.rms_norm(x, weight, eps)
     flat = x.reshape(-1, x.shape[-1])
     return _apply(_RmsNorm, _rms_norm, flat, weight, eps).view_as(x)
 
@@ -83,7 +83,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up, both [..., K]. silu(gate) is rounded to its dtype before the product."""
     if gate.dtype != up.dtype:
-        return activation.silu_mul(gate, up)
+        return reference.silu_mul(gate, up)
     if gate.dim() == 2:
         return _apply(_SiluMul, _silu_mul, gate, up)
     flat = (t.reshape(-1, t.shape[-1]) for t in (gate, up))

@@ -20,12 +20,12 @@ from fp8serve.errors import ScalesError
 from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops.arithmetic import dequantize
-from fp8serve.fp8.ops.packing import GROUP, RUN, is_packable, packed_shape
+from fp8serve.fp8.ops.packing import GROUP, RUN, pack_into, pack_state_dict_weight
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
 
 if TYPE_CHECKING:
-    from fp8serve.fp8.served_adapters import ServedAdapters
+    from fp8serve.fp8.lora import ServedAdapters
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -178,7 +178,7 @@ class FrozenLinear(nn.Module):
 
     def pack(self, out: Tensor) -> None:
         """Packs the weight into `out`, an E4M3 tensor with the same number of elements, for serving on a CPU."""
-        self.weight_q = pack_weight(self.weight_q, out)
+        self.weight_q = pack_into(self.weight_q, out)
 
     def set_input_spec(self, spec: QuantSpec) -> None:
         """Sets how inputs are quantized. The cast op is chosen here and not in every call."""
@@ -272,10 +272,11 @@ class FrozenLinear(nn.Module):
 
         They are not if the layer has hooks, gradients are enabled, or a row of the step has an adapter.
         """
-        is_plain = not (self._forward_hooks or self._forward_pre_hooks) and not torch.is_grad_enabled()
+        if self._forward_hooks or self._forward_pre_hooks or torch.is_grad_enabled():
+            return False
         if self.adapters is not None and self.adapters.is_active:
             return False
-        return is_plain and (self.out_dtype is None or self.out_dtype == x.dtype)
+        return self.out_dtype is None or self.out_dtype == x.dtype
 
     def _cast_and_count(self, x: Tensor, other: Tensor | None = None, eps: float | None = None) -> Tensor:
         """Quantizes x, rms_norm(x, other, eps) or silu(x) * other by `quantize_watched`, which updates the counters."""
@@ -368,20 +369,6 @@ def _multiply_unquantized(
         return _mm(x, dequantize(weight, weight_scale_inv).to(torch.bfloat16), bias, out_dtype)  # type: ignore[no-any-return]
     sums: Tensor = _mm(x, weight.to(torch.bfloat16), None, torch.float32) * weight_scale_inv.t()
     return (sums if bias is None else sums + bias.float()).to(out_dtype)
-
-
-def pack_weight(weight: Tensor, out: Tensor) -> Tensor:
-    """Packs weight [N, K] into the vector `out` and returns `out` as [N / 16, K / 8, 128], the layout of packed_mm."""
-    out = out.view(packed_shape(*weight.shape))
-    torch.ops.fp8serve.pack_weight(weight.detach(), out)
-    return out
-
-
-def pack_state_dict_weight(state_dict: dict[str, Any], key: str) -> None:
-    """Packs the weight under `key` in place, unless it is packed already or cannot be packed."""
-    weight = state_dict.get(key)
-    if weight is not None and weight.dim() == 2 and is_packable(weight):
-        state_dict[key] = pack_weight(weight, torch.empty_like(weight).view(-1))
 
 
 def _features_of(weight_q: Tensor) -> tuple[int, int]:

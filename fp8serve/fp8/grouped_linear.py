@@ -60,9 +60,9 @@ def _can_group(linears: Sequence[Linear], x: Tensor) -> bool:
     """
     frame = current_frame()
     runs_in_fp8 = frame is not None and frame.enabled and not frame.recipe.override_linear_precision[0]
-    is_plain = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
+    are_unhooked = all(type(m) is Linear and not (m._forward_hooks or m._forward_pre_hooks) for m in linears)
     is_autocast = torch.is_autocast_enabled(x.device.type)
-    return runs_in_fp8 and is_plain and len(x) > 0 and not running_regions() and not is_autocast
+    return runs_in_fp8 and are_unhooked and len(x) > 0 and not running_regions() and not is_autocast
 
 
 def _prepare(linear: Linear, x: Tensor, rows: slice) -> _ExpertCall:
@@ -128,7 +128,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
         else:
             dw = [gradient(*operands) for operands in wgrad_operands]
         dx = _dgrad(dy, ctx.experts, dgrad_operands, weights, ctx.dtype) if needs_dx else None
-        db = [_bias_gradient(dy[rows], ctx.bias_dtype) for _, rows, *_ in ctx.experts]
+        bias_dtype = ctx.bias_dtype
+        db = [None if bias_dtype is None else dy[rows].float().sum(0).to(bias_dtype) for _, rows, *_ in ctx.experts]
         return dx, None, *dw, *db
 
 
@@ -183,7 +184,3 @@ def _dgrad(
         return _grouped_mm(a, b, None, dtype)
     dx = [dy[rows] @ weight.to(dy.dtype) for (_, rows, *_), weight in zip(experts, weights, strict=True)]
     return torch.cat(dx).to(dtype)
-
-
-def _bias_gradient(dy: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    return None if dtype is None else dy.float().sum(0).to(dtype)

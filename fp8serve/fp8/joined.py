@@ -10,48 +10,36 @@ gives the same bits.
 
 If code replaces a layer or its tensor (by an assignment, `.data` or `.to`) instead of writing to the tensor, the new
 tensor is no view. A listener (change_tracking.py) records that a tensor may have been replaced. Then `is_current`
-compares torch's own dictionaries and the tensors' addresses to find out.
+compares the tensors and their addresses to find out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
-from fp8serve.fp8.frozen import FrozenLinear, multiply, pack_weight
+from fp8serve.fp8.frozen import FrozenLinear, multiply
 from fp8serve.fp8.ops.arithmetic import BLOCK
-from fp8serve.fp8.ops.packing import GROUP, is_packable
+from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
 
 
-class _LayerSnapshot(NamedTuple):
-    """A layer with its tensors and their addresses at the time of joining, and the layer's own dictionaries."""
+class _Snapshot(NamedTuple):
+    """The tensors of the joined layers: where each is stored, and at which address its memory begins."""
 
-    name: str
-    layer: FrozenLinear
-    buffers: dict[str, Tensor | None]
-    hooks: Mapping[int, Any]
-    pre_hooks: Mapping[int, Any]
-    weight: Tensor
-    weight_address: int
-    scale: Tensor
-    scale_address: int
-    bias: Tensor | None
-    bias_address: int
-    input_scale: Tensor | None
-    input_scale_inv: Tensor | None
+    entries: list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # a layer's buffers, a name, the tensor
+    addresses: list[tuple[Tensor, int]]
 
     @classmethod
-    def of(cls, name: str, layer: FrozenLinear) -> "_LayerSnapshot":
-        weight, scale, bias = layer.weight_q, layer.weight_scale_inv, layer.bias
-        addresses = weight.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-        dictionaries = layer._buffers, layer._forward_hooks, layer._forward_pre_hooks
-        inputs = layer.input_scale, layer.input_scale_inv
-        return cls(name, layer, *dictionaries, weight, addresses[0], scale, addresses[1], bias, addresses[2], *inputs)
+    def of(cls, layers: Iterable[FrozenLinear]) -> "_Snapshot":
+        names = ("weight_q", "weight_scale_inv", "bias", "input_scale", "input_scale_inv")
+        entries = [(layer._buffers, name, layer._buffers[name]) for layer in layers for name in names]
+        moved = [tensor for _, name, tensor in entries if tensor is not None and not name.startswith("input_")]
+        return cls(entries, [(tensor, tensor.data_ptr()) for tensor in moved])
 
 
 class JoinedLinear:
@@ -59,32 +47,39 @@ class JoinedLinear:
 
     `can_join` must be true for the layers; their tensors become views of the joined ones. The listener is notified when
     a layer's weight, scale or bias may have moved to other memory; `track_children` notifies it of other changes.
+
+    Attributes:
+        layers: The joined layers, in order.
+        first: The layer whose input scale and counters all layers share.
+        weight: FP8 [sum of N_i, K], or packed.
+        scale: The scale_inv of the weight: FP32 [] if the layers share one, else [sum of N_i, 1], or one per block.
+        bias: [sum of N_i] or None.
     """
 
     @torch.inference_mode(False)  # an inference tensor cannot be written to outside of inference mode
     @torch.no_grad()
     def __init__(self, layers: Mapping[str, FrozenLinear], listener: Listener) -> None:
-        self._layers, self._listener = dict(layers), listener
-        self._layer_list = joined = list(layers.values())
-        self._first = joined[0]
-        self._widths = [layer.out_features for layer in joined]
-        _pack_all_if_any(joined)
-        self.weight = _concat_weights([layer.weight_q for layer in joined])
-        scales = [_joinable_scale(layer) for layer in joined]
+        self._by_name, self._listener = dict(layers), listener
+        self.layers = list(layers.values())
+        self.first = self.layers[0]
+        self._widths = [layer.out_features for layer in self.layers]
+        _pack_all_if_any(self.layers)
+        self.weight = _concat_weights([layer.weight_q for layer in self.layers])
+        scales = [_joinable_scale(layer) for layer in self.layers]
         self._scale_rows = [len(scale) for scale in scales]
-        self._scale = torch.cat(scales) if (shared := _shared_scale(joined)) is None else shared
-        self._ends = None if have_whole_blocks(joined) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
-        biases = [layer.bias for layer in joined if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
+        self.scale = torch.cat(scales) if (shared := _shared_scale(self.layers)) is None else shared
+        self._ends = None if have_whole_blocks(self.layers) else torch.tensor(self._widths).cumsum(0).to(torch.int32)
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
         self._share_tensors()
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """Returns the output [M, N_i] of every layer for x [M, K]."""
-        return self._multiply(*self._first.cast(x), x.dtype)
+        return self._multiply(*self.first.cast(x), x.dtype)
 
     def forward_norm(self, x: Tensor, norm_weight: Tensor, eps: float) -> Sequence[Tensor]:
         """Returns the output [M, N_i] of every layer for rms_norm(x [M, K], norm_weight [K], eps)."""
-        return self._multiply(*self._first.cast_norm(x, norm_weight, eps), x.dtype)
+        return self._multiply(*self.first.cast_norm(x, norm_weight, eps), x.dtype)
 
     def cast_gated(
         self, x: Tensor, norm_weight: Tensor, eps: float, linear: FrozenLinear
@@ -93,44 +88,30 @@ class JoinedLinear:
         rms_norm(x [M, K]). Returns None if the joined layers are no such pair or `linear.cast_gated_product` cannot
         compute it."""
         is_gated = len(self._widths) == 2 and self._widths[0] == self._widths[1]
-        dtype = self._first.out_dtype or x.dtype
+        dtype = self.first.out_dtype or x.dtype
         if not is_gated or self._ends is not None or dtype is not torch.bfloat16 or not linear.can_cast_product(x):
             return None
-        q, scale_inv = self._first.cast_norm(x, norm_weight, eps)
+        q, scale_inv = self.first.cast_norm(x, norm_weight, eps)
         if q.dtype is not torch.float8_e4m3fn:
             gate, up = self._multiply(q, scale_inv, x.dtype)
             return linear.cast_silu_mul(gate, up)
-        return linear.cast_gated_product(q, scale_inv, self.weight, self._scale, self._bias)
+        return linear.cast_gated_product(q, scale_inv, self.weight, self.scale, self.bias)
 
     def _multiply(self, q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        dtype = self._first.out_dtype or dtype
+        dtype = self.first.out_dtype or dtype
         if self._ends is None:
-            y = multiply(q, scale_inv, self.weight, self._scale, self._bias, dtype)
+            y = multiply(q, scale_inv, self.weight, self.scale, self.bias, dtype)
         else:
-            y = _joined_mm(q, self.weight, scale_inv, self._scale, self._ends, self._bias, dtype)
+            y = _joined_mm(q, self.weight, scale_inv, self.scale, self._ends, self.bias, dtype)
         return y.split_with_sizes(self._widths, 1)
 
     def is_current(self, modules: Mapping[str, nn.Module | None]) -> bool:
         """Returns whether each name in `modules` still has the joined layer, with the joined tensors and no hooks."""
-        for (
-            name, layer, buffers, hooks, pre_hooks, weight, weight_address, scale, scale_address, bias, bias_address,
-            input_scale, input_scale_inv,
-        ) in self._snapshots:  # fmt: skip
-            if (
-                modules[name] is not layer
-                or hooks
-                or pre_hooks
-                or buffers["weight_q"] is not weight
-                or weight.data_ptr() != weight_address
-                or buffers["weight_scale_inv"] is not scale
-                or scale.data_ptr() != scale_address
-                or buffers["bias"] is not bias
-                or (bias is not None and bias.data_ptr() != bias_address)
-                or buffers["input_scale"] is not input_scale
-                or buffers["input_scale_inv"] is not input_scale_inv
-            ):
-                return False
-        return True
+        return (
+            all(modules[name] is layer and not _has_hooks(layer) for name, layer in self._by_name.items())
+            and all(buffers[name] is tensor for buffers, name, tensor in self._snapshot.entries)
+            and all(tensor.data_ptr() == address for tensor, address in self._snapshot.addresses)
+        )
 
     @property
     def is_packable(self) -> bool:
@@ -141,44 +122,20 @@ class JoinedLinear:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs the weight into `out`; see `FrozenLinear.pack`."""
-        self.weight = pack_weight(self.weight, out)
+        self.weight = pack_into(self.weight, out)
         self._share_tensors()
-
-    @property
-    def num_rows(self) -> int:
-        """The number of outputs of all layers."""
-        return sum(self._widths)
-
-    @property
-    def layers(self) -> Sequence[FrozenLinear]:
-        """The joined layers, in order."""
-        return self._layer_list
-
-    @property
-    def first(self) -> FrozenLinear:
-        """The layer whose input scale and counters all layers share."""
-        return self._first
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale_inv of the weight: FP32 [] if the layers share one, else [N, 1], or one per block."""
-        return self._scale
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._bias
 
     @torch.no_grad()
     def move_weight(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """Replaces the weight, its scales and the bias by equal tensors in other memory."""
-        self.weight, self._scale, self._bias = weight, scale, bias
+        self.weight, self.scale, self.bias = weight, scale, bias
         self._share_tensors()
 
     def move_input_tensors(
         self, amax: Tensor, saturated: Tensor, input_scale: Tensor | None, input_scale_inv: Tensor | None
     ) -> None:
         """Replaces the counters and the input scale by equal tensors in other memory. None is current scaling."""
-        first = self._first
+        first = self.first
         first.amax, first.saturated = amax, saturated
         first.input_scale, first.input_scale_inv = input_scale, input_scale_inv
         self._share_tensors()
@@ -187,16 +144,16 @@ class JoinedLinear:
         """Replaces the layers' tensors by views of the joined tensors."""
         unit = GROUP if self.weight.dim() == 3 else 1
         weights = self.weight.split_with_sizes([width // unit for width in self._widths])
-        is_shared = self._scale.dim() == 0
-        scales = [self._scale] * len(weights) if is_shared else self._scale.split_with_sizes(self._scale_rows)
-        biases = [None] * len(scales) if self._bias is None else self._bias.split_with_sizes(self._widths)
-        for layer, weight, scale, bias in zip(self._layers.values(), weights, scales, biases, strict=True):
+        is_shared = self.scale.dim() == 0
+        scales = [self.scale] * len(weights) if is_shared else self.scale.split_with_sizes(self._scale_rows)
+        biases = [None] * len(scales) if self.bias is None else self.bias.split_with_sizes(self._widths)
+        for layer, weight, scale, bias in zip(self._by_name.values(), weights, scales, biases, strict=True):
             layer.weight_q, layer.weight_scale_inv = (track_view(t, self._listener) for t in (weight, scale))
             layer.shares_weight_scale = is_shared
             layer.bias = None if bias is None else track_view(bias, self._listener)
             for name in ("input_scale", "input_scale_inv", "amax", "saturated"):
-                setattr(layer, name, getattr(self._first, name))
-        self._snapshots = [_LayerSnapshot.of(name, layer) for name, layer in self._layers.items()]
+                setattr(layer, name, getattr(self.first, name))
+        self._snapshot = _Snapshot.of(self.layers)
 
 
 def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLinear]]:
@@ -208,10 +165,8 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
     frozen = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _has_hooks(layer)]
     if len(frozen) < len(layers):
         return False
-    first = frozen[0]
-    if len({_has_block_scales(layer) for layer in frozen}) > 1 or not all(
-        _casts_like(layer, first) for layer in frozen
-    ):
+    settings = {(x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x)) for x in frozen}
+    if len(settings) > 1 or not all(_equal(layer.input_scale, frozen[0].input_scale) for layer in frozen):
         return False
     is_any_packed = any(layer.is_packed for layer in frozen)
     if is_any_packed and not all(layer.is_packed or is_packable(layer.weight_q) for layer in frozen):
@@ -230,12 +185,6 @@ def have_whole_blocks(layers: Sequence[FrozenLinear]) -> bool:
 
 def _has_hooks(layer: nn.Module) -> bool:
     return bool(layer._forward_hooks or layer._forward_pre_hooks)
-
-
-def _casts_like(layer: FrozenLinear, first: FrozenLinear) -> bool:
-    """Returns whether the layers cast their input in the same way and agree in output dtype and presence of a bias."""
-    settings = [(x.input_spec, x.out_dtype, x.in_features, x.bias is None) for x in (layer, first)]
-    return settings[0] == settings[1] and _equal(layer.input_scale, first.input_scale)
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8serve.fp8.autocast import Frame, current_frame
-from fp8serve.fp8.batch_invariant_product import product
+from fp8serve.fp8.batch_invariant import product
 from fp8serve.fp8.casting import (
     Operand,
     Quantized,
@@ -46,7 +46,7 @@ from fp8serve.fp8.recompute import check_not_reentrant, plan_call
 from fp8serve.fp8.recording import add_to_step, expect_backward, prepare_module, record_amax, separate_states
 from fp8serve.fp8.scaling import Direction, ScalingState
 from fp8serve.fp8.session import UpdateConfig
-from fp8serve.fp8.spec import QuantSpec
+from fp8serve.fp8.spec import LINEAR_TENSORS, QuantSpec
 from fp8serve.fp8.stateful import Stateful
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ FusedQuantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
-NAMES = ("input", "weight", "grad_output")
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -265,7 +264,10 @@ class Linear(Stateful, nn.Linear):
     Transformer Engine's name for `dtype`. Raises TypeError if both are given and differ.
     """
 
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {"forward": NAMES[:2], "backward": NAMES[2:]}
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]] = {
+        "forward": LINEAR_TENSORS[:2],
+        "backward": LINEAR_TENSORS[2:],
+    }
 
     def __init__(
         self,

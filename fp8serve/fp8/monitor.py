@@ -58,25 +58,27 @@ LOG = logging.getLogger("fp8serve.monitor")
 MAX_COUNTED_VALUES = 2**14  # of each tensor
 FRACTION_HEADINGS = "".join(f"{name:>12}" for name in ("saturated", "at the top", "underflowed", "zeros"))
 ROUNDING_HEADROOM_BITS = math.log2(464 / 448)  # values up to 464 round to 448 and do not saturate
-PROMETHEUS = {
-    "amax": "fp8serve_amax",
-    "scale": "fp8serve_scale",
-    "headroom": "fp8serve_headroom_bits",
-    "saturated": "fp8serve_saturated_ratio",
-    "rounded_to_top": "fp8serve_rounded_to_top_ratio",
-    "underflowed": "fp8serve_underflowed_ratio",
-    "zeros": "fp8serve_zero_ratio",
-    "nonfinite": "fp8serve_nonfinite_total",
-}
-HELP = {
-    "amax": "Largest magnitude of the tensor in the last step.",
-    "scale": "Factor by which the tensor is multiplied when it is quantized.",
-    "headroom": "Bits between the largest magnitude of the tensor and the end of the FP8 range; negative is overflow.",
-    "saturated": "Fraction of elements beyond the FP8 range, which were cut off at its end.",
-    "rounded_to_top": "Fraction of elements within the FP8 range that were rounded to the largest FP8 value.",
-    "underflowed": "Fraction of elements that were not zero and became zero in FP8.",
-    "zeros": "Fraction of elements that are zero in FP8.",
-    "nonfinite": "Steps that were dropped because of an infinite amax.",
+PROMETHEUS_METRICS = {  # by field of Reading: the name of the metric, and its help text
+    "amax": ("fp8serve_amax", "Largest magnitude of the tensor in the last step."),
+    "scale": ("fp8serve_scale", "Factor by which the tensor is multiplied when it is quantized."),
+    "headroom": (
+        "fp8serve_headroom_bits",
+        "Bits between the largest magnitude of the tensor and the end of the FP8 range; negative is overflow.",
+    ),
+    "saturated": (
+        "fp8serve_saturated_ratio",
+        "Fraction of elements beyond the FP8 range, which were cut off at its end.",
+    ),
+    "rounded_to_top": (
+        "fp8serve_rounded_to_top_ratio",
+        "Fraction of elements within the FP8 range that were rounded to the largest FP8 value.",
+    ),
+    "underflowed": (
+        "fp8serve_underflowed_ratio",
+        "Fraction of elements that were not zero and became zero in FP8.",
+    ),
+    "zeros": ("fp8serve_zero_ratio", "Fraction of elements that are zero in FP8."),
+    "nonfinite": ("fp8serve_nonfinite_total", "Steps that were dropped because of an infinite amax."),
 }
 
 
@@ -284,9 +286,9 @@ class Monitor:
     def prometheus(self) -> str:
         """Returns the readings of the last step in Prometheus' text format."""
         lines = []
-        for field, name in PROMETHEUS.items():
+        for field, (name, help_text) in PROMETHEUS_METRICS.items():
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP {name} {HELP[field]}", f"# TYPE {name} {kind}"]
+            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
             for r in self.readings:
                 value = getattr(r, field)
                 if value is not None:

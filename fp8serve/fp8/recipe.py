@@ -237,7 +237,6 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "block": (Float8BlockScaling, {}),
     "w8a16": (Float8WeightOnly, {}),
 }
-NAMES: tuple[str, ...] = get_args(RecipeName)
 # Parameters that did not exist in the first version, with the value that gives its behavior. JSON contains such a
 # parameter only if it has another value, so that older versions can read the files.
 _ADDED_PARAMETERS: dict[type[Recipe], dict[str, Any]] = {

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from fp8serve.fp8.autocast import current_step, is_inside_context
 from fp8serve.fp8.ops import implement
-from fp8serve.fp8.scaling import Direction, ScaledModule
+from fp8serve.fp8.scaling import Direction
 from fp8serve.fp8.session import MODULES, UPDATE_CONFIGS, UpdateConfig
+from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.steps import backward_step
 from fp8serve.fp8.torch_private import constant_in_graphs, is_checkpointed_forward
 
 
 def prepare_module(
-    module: ScaledModule, config_id: int, config: UpdateConfig | None, history_len: int, is_recording: bool
+    module: Stateful, config_id: int, config: UpdateConfig | None, history_len: int, is_recording: bool
 ) -> None:
     """Creates or resizes the states of a module before it runs under an update config.
 
@@ -35,7 +36,7 @@ def _prepare_module_by_id(module_key: int, config_id: int, history_len: int, is_
     return True
 
 
-def _prepare_module(module: ScaledModule, config: UpdateConfig, history_len: int, is_recording: bool) -> None:
+def _prepare_module(module: Stateful, config: UpdateConfig, history_len: int, is_recording: bool) -> None:
     config.check_module(module)
     module.prepare(history_len)
     if not (is_recording or module.is_evaluated):
@@ -46,7 +47,7 @@ def _prepare_module(module: ScaledModule, config: UpdateConfig, history_len: int
             current_step().without_history.append(module)
 
 
-def separate_states(module: ScaledModule) -> None:
+def separate_states(module: Stateful) -> None:
     """Gives the module states of its own before it runs alone. torch.compile runs this while it traces."""
     if torch.compiler.is_compiling():
         _separate_states_by_key(module.key)
@@ -65,7 +66,7 @@ def can_read(tensor: Tensor) -> bool:
     return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
-def _has_history(module: ScaledModule) -> bool:
+def _has_history(module: Stateful) -> bool:
     """Returns whether any scale of the forward pass was ever set, or True if it cannot be read. Waits for the GPU."""
     states = [module.scaling[name] for name in module.tensors["forward"]]
     if not can_read(states[0].amax_history):

@@ -12,7 +12,7 @@ callables. A state takes 4 N + 20 bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,26 +100,6 @@ class Position(NamedTuple):
 
     order: Order
     number: int
-
-
-@runtime_checkable
-class ScaledModule(Protocol):
-    """A module with delayed scaling states, by tensor name: "input", "weight" and "grad_output" of a Linear."""
-
-    key: int  # the module's id in `session.MODULES`, for compiled graphs
-    session: Any  # the Session that contains the module
-    position: Position
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # the names of the tensors that each pass quantizes
-    scaling: dict[str, ScalingState]
-    is_evaluated: bool  # whether the module has run without recording amaxes
-
-    def prepare(self, length: int) -> None:
-        """Creates the states, or resizes their histories to `length`."""
-        ...
-
-    def separate_states(self) -> None:
-        """Replaces the states that the module shares with others by copies of its own."""
-        ...
 
 
 def fp8_max(recipe: Recipe, name: str) -> float:

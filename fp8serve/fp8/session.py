@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
@@ -29,7 +29,10 @@ from torch import nn
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.distributed import ReductionState, has_other_ranks
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Order, Position, ScaledModule
+from fp8serve.fp8.scaling import Order, Position
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.stateful import Stateful
 
 T = TypeVar("T")
 
@@ -109,7 +112,7 @@ class UpdateConfig:
         """What the ranks of the group have agreed on."""
         return self.session.reduction_states.setdefault(self.group, ReductionState())
 
-    def check_module(self, module: ScaledModule) -> None:
+    def check_module(self, module: "Stateful") -> None:
         """Raises RecipeError if the collective would leave out the module, because it belongs to another session."""
         if self.reduces_amax and module.session is not self.session:
             raise RecipeError(
@@ -118,7 +121,7 @@ class UpdateConfig:
             )
 
 
-MODULES: WeakRegistry[ScaledModule] = WeakRegistry()
+MODULES: "WeakRegistry[Stateful]" = WeakRegistry()
 UPDATE_CONFIGS: WeakRegistry[UpdateConfig] = WeakRegistry()
 
 
@@ -138,10 +141,10 @@ class Session:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._modules: WeakValueDictionary[Position, ScaledModule] = WeakValueDictionary()
+        self._modules: WeakValueDictionary[Position, Stateful] = WeakValueDictionary()
         self._next_numbers = dict.fromkeys(Order, 0)
         self._configs: WeakValueDictionary[int, UpdateConfig] = WeakValueDictionary()
-        self._latest: RegisteredConfig | None = None
+        self._latest_config: RegisteredConfig | None = None
         # Holds configs between steps, so that the next step finds the config of the step before.
         self._recent_configs: deque[UpdateConfig] = deque(maxlen=MAX_RECENT_CONFIGS)
         self._retained_configs: dict[int, UpdateConfig] = {}  # used by compiled graphs
@@ -153,7 +156,7 @@ class Session:
             self._move_modules_of(model)
 
     def _move_modules_of(self, model: nn.Module) -> None:
-        modules = [m for m in model.modules() if isinstance(m, ScaledModule)]
+        modules = _fp8_modules(model)
         if not modules:
             raise RecipeError(f"This {type(model).__name__} has no FP8 modules to make a session of; convert it first.")
         for module in modules:
@@ -163,14 +166,12 @@ class Session:
     @staticmethod
     def of(model: nn.Module) -> "Session":
         """Returns the session of a model's FP8 modules. Raises RecipeError if they have no session or several."""
-        sessions: dict[int, Session] = {
-            id(m.session): m.session for m in model.modules() if isinstance(m, ScaledModule)
-        }
+        sessions = {id(module.session): module.session for module in _fp8_modules(model)}
         if len(sessions) != 1:
             raise RecipeError(f"This model's FP8 modules have {len(sessions)} sessions; make one: Session(model).")
         return next(iter(sessions.values()))
 
-    def add_module(self, module: ScaledModule, order: Order = Order.CREATED) -> Position:
+    def add_module(self, module: "Stateful", order: Order = Order.CREATED) -> Position:
         """Adds a module at the next position of an order and returns the position."""
         with self._lock:
             position = Position(order, self._next_numbers[order])
@@ -178,7 +179,7 @@ class Session:
             self._modules[position] = module
         return position
 
-    def add_copy(self, module: ScaledModule) -> Position:
+    def add_copy(self, module: "Stateful") -> Position:
         """Adds a copied module, at its original's position if that is free in this session; returns the position."""
         position = module.position
         with self._lock:
@@ -188,17 +189,17 @@ class Session:
             self._next_numbers[position.order] = max(self._next_numbers[position.order], position.number + 1)
         return position
 
-    def remove_module(self, module: ScaledModule) -> None:
+    def remove_module(self, module: "Stateful") -> None:
         """Removes a module; its position stays empty."""
         with self._lock:
             self._modules.pop(module.position, None)
 
-    def live_modules(self) -> list[ScaledModule]:
+    def live_modules(self) -> list["Stateful"]:
         """Returns all modules that still exist, ordered by position."""
         with self._lock:
             return [module for _, module in sorted(self._modules.items(), key=lambda item: item[0])]
 
-    def include_position_of(self, module: ScaledModule) -> None:
+    def include_position_of(self, module: "Stateful") -> None:
         """Raises `num_positions` to include a module that stages an amax."""
         if module.position.number >= self.num_positions:
             with self._lock:
@@ -209,9 +210,9 @@ class Session:
 
         The caller must hold the config to keep it alive.
         """
-        latest = self._latest
+        latest = self._latest_config
         if latest is None or not latest.config.matches(recipe, group):
-            latest = self._latest = self._find_or_create_config(recipe, group)
+            latest = self._latest_config = self._find_or_create_config(recipe, group)
         return latest
 
     def _find_or_create_config(self, recipe: DelayedScaling, group: Any) -> RegisteredConfig:
@@ -233,10 +234,16 @@ class Session:
         return Session, ()  # the copies of the modules add themselves to the copied session
 
 
+def _fp8_modules(model: nn.Module) -> "list[Stateful]":
+    from fp8serve.fp8.stateful import Stateful  # which imports this module
+
+    return [module for module in model.modules() if isinstance(module, Stateful)]
+
+
 class _CommonSession(Session):
     """The session of all modules whose model owns none."""
 
-    def add_copy(self, module: ScaledModule) -> Position:
+    def add_copy(self, module: "Stateful") -> Position:
         """Adds a copied module in the order of copies and returns its position."""
         return self.add_module(module, Order.COPIED)
 

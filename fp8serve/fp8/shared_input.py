@@ -36,14 +36,14 @@ class SharedInput:
     """Runs the layers that read one input. It must always be called with the same layers, in the same order."""
 
     def __init__(self) -> None:
-        self._different: list[ScalingState] = []  # the layers' states when they were last found to differ
+        self._unequal_states: list[ScalingState] = []  # the layers' states when they were last found to differ
 
     def __call__(self, layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """Returns layer(x) for each layer, bit-equal to separate calls."""
         frame = current_frame()
         runs_in_fp8 = frame is not None and frame.enabled
         # The backward pass runs a checkpointed region again, outside of the context.
-        if not (runs_in_fp8 or running_regions()) or len(layers) == 1 or not are_plain(layers):
+        if not (runs_in_fp8 or running_regions()) or len(layers) == 1 or not are_unhooked(layers):
             return [layer(x) for layer in layers]
         if frame is not None and runs_in_fp8 and (delayed := as_delayed(frame.recipe)) is not None:
             self.share_states(layers, delayed)
@@ -55,14 +55,14 @@ class SharedInput:
         if torch.compiler.is_compiling():
             return
         states = [linear.scaling.get("input") for linear in linears]
-        if not are_one(states) and not _are_same(states, self._different):
-            self._different = _share_equal_states(linears, delayed.amax_history_len)
+        if not is_shared(states) and not _are_identical(states, self._unequal_states):
+            self._unequal_states = _share_equal_states(linears, delayed.amax_history_len)
 
 
 class SharedCast:
     """The quantized input of layers that run one after the other. The first layer casts it for all.
 
-    If `produce` is given, it casts the input in both directions and computes it as well (fused_blocks.py).
+    If `produce` is given, it casts the input in both directions and computes it as well (fused.py).
     """
 
     def __init__(self, produce: ProducedCast | None = None) -> None:
@@ -104,12 +104,12 @@ class SharedCast:
         return has_same_state and call.config_id == first.config_id and call.is_recording == first.is_recording
 
 
-def are_plain(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Linear]]:
+def are_unhooked(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Linear]]:
     """Returns whether the layers are `Linear`, and run their own `forward` on the input that they are given."""
-    return all(map(_is_plain, layers)) and not has_global_hooks()
+    return all(map(_is_unhooked, layers)) and not has_global_hooks()
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_unhooked(layer: nn.Module) -> bool:
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return type(layer) is Linear and not hooks and "forward" not in vars(layer)
 
@@ -128,18 +128,18 @@ def _share_equal_states(linears: Sequence[Linear], history_len: int) -> list[Sca
     return []
 
 
-def are_one(states: Sequence[ScalingState | None]) -> bool:
+def is_shared(states: Sequence[ScalingState | None]) -> bool:
     """Returns whether the layers share one state."""
     return states[0] is not None and all(state is states[0] for state in states)
 
 
-def _are_same(states: Sequence[ScalingState | None], others: Sequence[ScalingState]) -> bool:
+def _are_identical(states: Sequence[ScalingState | None], others: Sequence[ScalingState]) -> bool:
     return len(states) == len(others) and all(a is b for a, b in zip(states, others, strict=True))
 
 
 def _are_equal(states: Sequence[ScalingState]) -> bool:
     """Compares the values of the states. Waits for the GPU once."""
-    if are_one(states):
+    if is_shared(states):
         return True
     first, *others = states
     equal = [(getattr(first, field) == getattr(other, field)).all() for other in others for field in FIELDS]

@@ -117,8 +117,8 @@ def _num_blocks(size: int, block: int | None) -> int:
 
 UNQUANTIZED = QuantSpec("bf16")
 WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))  # supported in files
-LINEAR = ("input", "weight", "grad_output")
-ATTENTION = ("q", "k", "v", "p", "grad_output", "grad_scores")
+LINEAR_TENSORS = ("input", "weight", "grad_output")
+ATTENTION_TENSORS = ("q", "k", "v", "p", "grad_output", "grad_scores")
 CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpec(source="stored")}
 
 
@@ -127,8 +127,8 @@ class RecipeSpecs:
     """The specs of all tensors under a recipe, by role.
 
     Attributes:
-        linear: The specs of a linear layer's tensors, by the names in `LINEAR`.
-        attention: The specs by the names in `ATTENTION`; empty if attention runs in high precision.
+        linear: The specs of a linear layer's tensors, by the names in `LINEAR_TENSORS`.
+        attention: The specs by the names in `ATTENTION_TENSORS`; empty if attention runs in high precision.
         cache: The specs of keys and values in an FP8 KV cache.
         keeps_attention_in_fp32: Whether the attention output is not rounded to the dtype of activations.
     """
@@ -165,6 +165,6 @@ def specs_of(
         element = gradient if role.startswith("grad_") else base.element
         return replace(base, element=element, granularity=granularity)
 
-    linear = {r: spec_of(r, base.granularity) for r in LINEAR} | ({"weight": weight} if weight else {})
-    attention = {r: spec_of(r, "tensor") for r in ATTENTION if fp8_dpa or fp8_mha}
+    linear = {r: spec_of(r, base.granularity) for r in LINEAR_TENSORS} | ({"weight": weight} if weight else {})
+    attention = {r: spec_of(r, "tensor") for r in ATTENTION_TENSORS if fp8_dpa or fp8_mha}
     return RecipeSpecs(linear, attention, keeps_attention_in_fp32=fp8_mha)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
 from fp8serve.fp8.change_tracking import track_children
-from fp8serve.fp8.frozen import FrozenLinear, pack_weight
+from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
 from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
 from fp8serve.fp8.ops.grouped import expert_of_rows
-from fp8serve.fp8.ops.packing import is_packable
+from fp8serve.fp8.ops.packing import is_packable, pack_into
 
 E4M3 = torch.float8_e4m3fn
 _grouped_mlp = torch.ops.fp8serve.grouped_mlp.default
@@ -65,7 +65,7 @@ class StackedExperts:
         self._experts = stacked = [JoinedLinear(group, (self._changed, i)) for i, group in enumerate(layers)]
         self._first = first = stacked[0].first
         self._matrix = torch.cat([expert.weight.view(torch.uint8) for expert in stacked]).view(first.weight_q.dtype)
-        self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(x.num_rows, 1) for x in stacked])
+        self._scale = torch.stack([x.scale if x.scale.dim() else x.scale.expand(len(x.weight), 1) for x in stacked])
         biases = [expert.bias for expert in stacked if expert.bias is not None]
         self._bias = torch.stack(biases) if biases else None
         scales = [expert.first.input_scale for expert in stacked if expert.first.input_scale is not None]
@@ -130,7 +130,7 @@ class StackedExperts:
     @torch.no_grad()
     def pack(self, out: Tensor) -> None:
         """Packs all weights into `out`; see `FrozenLinear.pack`."""
-        self._matrix = pack_weight(self._matrix, out)
+        self._matrix = pack_into(self._matrix, out)
         self._share_tensors()
 
     @property

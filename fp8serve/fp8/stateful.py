@@ -28,23 +28,21 @@ from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Direction, Position, ScalingState
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.fp8.session import MODULES, Session, common_session
+from fp8serve.fp8.spec import LINEAR_TENSORS
 
 CHECKPOINT_MODULE = "torch.distributed.checkpoint.state_dict"  # may see states among the buffers
 
 
 class Stateful(nn.Module):
-    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it.
+    """A module with one delayed state per name in `tensors`, created when a delayed recipe first runs it."""
 
-    It implements `ScaledModule`, which describes the attributes.
-    """
-
-    tensors: ClassVar[dict[Direction, tuple[str, ...]]]
-    key: int
-    session: Session
-    position: Position
-    scaling: dict[str, ScalingState]
+    tensors: ClassVar[dict[Direction, tuple[str, ...]]]  # the names of the tensors that each pass quantizes
+    key: int  # the module's id in `session.MODULES`, for compiled graphs
+    session: Session  # which contains the module
+    position: Position  # in the session
+    scaling: dict[str, ScalingState]  # by tensor name: "input", "weight" and "grad_output" of a Linear
     shared_states: tuple[str, ...] = ()  # the names of states that other modules may hold, too (shared_input.py)
-    is_evaluated: bool
+    is_evaluated: bool  # whether the module has run without recording amaxes
 
     def _init_states(self) -> None:
         self.key = MODULES.add(self)
@@ -171,7 +169,7 @@ def scaling_state(module: nn.Module) -> dict[str, ScalingState]:
 def state_key(name: str) -> tuple[str, str] | None:
     """Splits a key of a state dict, "P.input.scale", into ("P.input", "scale"). Returns None for other keys."""
     tensor, _, field = name.rpartition(".")
-    is_state = field in FIELDS and tensor.rpartition(".")[2] in ("input", "weight", "grad_output")
+    is_state = field in FIELDS and tensor.rpartition(".")[2] in LINEAR_TENSORS
     return (tensor, field) if is_state else None
 
 

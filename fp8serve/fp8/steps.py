@@ -30,8 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8serve.fp8.distributed import make_header, reduce_staged_amaxes
 from fp8serve.fp8.recipe import DelayedScaling
-from fp8serve.fp8.scaling import Direction, Entry, ScaledModule, fp8_max, update
+from fp8serve.fp8.scaling import Direction, Entry, fp8_max, update
 from fp8serve.fp8.session import Session, UpdateConfig
+from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.torch_private import backward_pass, when_backward_ends
 
 
@@ -89,17 +90,17 @@ class Step:
     """The modules that staged amaxes in one outermost context or one backward pass: by update config, then by key."""
 
     direction: Direction
-    staged: dict[UpdateConfig, dict[int, ScaledModule]] = field(default_factory=dict)
+    staged: dict[UpdateConfig, dict[int, Stateful]] = field(default_factory=dict)
     configs_with_backward: set[UpdateConfig] = field(default_factory=set)  # a module under it has a backward pass
     loop_detector: LoopDetector = field(default_factory=LoopDetector)
     # Modules that were evaluated for the first time and still have their initial scales.
-    without_history: list[ScaledModule] = field(default_factory=list)
+    without_history: list[Stateful] = field(default_factory=list)
 
     def add_config(self, config: UpdateConfig) -> None:
         """Makes the step take part in the collective of an update config even if no module runs on this rank."""
         self.staged.setdefault(config, {})
 
-    def add_module(self, module: ScaledModule, config: UpdateConfig) -> None:
+    def add_module(self, module: Stateful, config: UpdateConfig) -> None:
         """Adds a module that staged amaxes under an update config."""
         module.session.include_position_of(module)
         if (modules := self.staged.get(config)) is None:
@@ -134,9 +135,9 @@ class StepAccumulator:
     """The modules that staged amaxes in several contexts and backward passes, for one update at their end."""
 
     def __init__(self) -> None:
-        self.staged: dict[Direction, dict[int, ScaledModule]] = {"forward": {}, "backward": {}}
+        self.staged: dict[Direction, dict[int, Stateful]] = {"forward": {}, "backward": {}}
 
-    def add(self, direction: Direction, modules: dict[int, ScaledModule]) -> None:
+    def add(self, direction: Direction, modules: dict[int, Stateful]) -> None:
         """Adds the modules of one step."""
         self.staged[direction] |= modules
 
@@ -172,7 +173,7 @@ def accumulated_update(session: Session, recipe: DelayedScaling, group: Any = No
         accumulator.finish(config)
 
 
-def _discard(direction: Direction, staged: dict[UpdateConfig, dict[int, ScaledModule]]) -> None:
+def _discard(direction: Direction, staged: dict[UpdateConfig, dict[int, Stateful]]) -> None:
     for modules in staged.values():
         for module in modules.values():
             for name in module.tensors[direction]:
@@ -188,7 +189,7 @@ def _update_over_group(direction: Direction, config: UpdateConfig, expects_backw
     _update(modules, direction, recipe)
 
 
-def _update(modules: Iterable[ScaledModule], direction: Direction, recipe: DelayedScaling) -> None:
+def _update(modules: Iterable[Stateful], direction: Direction, recipe: DelayedScaling) -> None:
     maxima: dict[str, float] = {}
     entries: dict[int, Entry] = {}  # by the state's id, because modules may share a state
     for module in modules:

@@ -1,7 +1,7 @@
 """All uses of private names of PyTorch in this package.
 
-An upgrade of PyTorch may remove private names. tests/fp8/test_torch_private.py fails if a name in NAMES is missing or
-another module uses a private name. Names that are slow to import are imported inside functions.
+An upgrade of PyTorch may remove private names. tests/fp8/test_torch_private.py lists them and fails if one is missing
+or another module uses a private name. Names that are slow to import are imported inside functions.
 """
 
 import sys
@@ -15,36 +15,11 @@ from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.module import _has_any_global_hook
 
-NAMES = {
-    "torch._C._current_graph_task_id": "returns the id of the running backward pass",
-    "torch.autograd.Variable._execution_engine.queue_callback": "calls a function when the backward pass ends",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "returns the hooks of the innermost checkpointed region",
-    "torch._C._autograd._pop_saved_tensors_default_hooks": "gives access to the hooks of outer regions",
-    "torch._C._autograd._push_saved_tensors_default_hooks": "restores the hooks",
-    "torch.utils.checkpoint._CheckpointFrame": "identifies a checkpointed region",
-    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "allows writes to a tensor that a graph has saved",
-    "torch._C._disabled_torch_function_impl": "skips __torch_function__ for a tensor subclass",
-    "torch.Tensor._make_wrapper_subclass": "creates a tensor that contains other tensors",
-    "torch.utils._pytree.tree_map": "finds tensors inside of arguments",
-    "torch._foreach_copy_": "copies many small tensors in one call",
-    "torch._foreach_mul_": "multiplies many tensors in one call",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "lets FSDP2 allocate its shards before the first forward pass",
-    "torch.distributed.tensor.debug._clear_sharding_prop_cache": "releases the process groups that DTensor has cached",
-    "torch._C._functorch.peek_interpreter_stack": "detects a running transform of torch.func",
-    "torch.autograd.forward_ad._current_level": "detects forward-mode differentiation",
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "excludes a function and its callees from compilation",
-    "torch.nn.modules.module._has_any_global_hook": "detects hooks of all modules",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "tells whether a device has a kernel for an op",
-}
-MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "exists only if torch was built with CUDA"}
-
 Function = TypeVar("Function")
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]  # pack and unpack of saved tensors
 
 plain_torch_function: Any = torch._C._disabled_torch_function_impl
 preserving_version: Callable[[Tensor], AbstractContextManager[None]] = _unsafe_preserve_version_counter
-
-
 has_global_hooks: Callable[[], bool] = _has_any_global_hook
 
 

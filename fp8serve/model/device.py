@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp8serve.fp8.cuda_driver import Gpu, driver_version, visible_gpus
-from fp8serve.fp8.cuda_library import incompatibility, library_path, read_build
+from fp8serve.fp8.cuda_support import Gpu, driver_version, incompatibility, library_path, read_build, visible_gpus
 from fp8serve.fp8.recipe import HeadDtype
 from fp8serve.model.weight_memory import estimate_weight_memory
 from fp8serve.options import AUTO

@@ -1,8 +1,8 @@
 """Lists why the server's log-probabilities may differ from those of training. If the list is empty, they are bitwise
 equal.
 
-On a CPU, server and training run the same matrix products (fp8/batch_invariant_product.py), the same attention
-(fp8/served_attention.py) and the same norms, rotary embeddings and casts. All of these give a token the same bits in
+On a CPU, server and training run the same matrix products (fp8/batch_invariant.py), the same attention
+(fp8/attention.py) and the same norms, rotary embeddings and casts. All of these give a token the same bits in
 every batch. Some recipes and models compute differently in server and training; `/info`, the events of a run and
 `log_probs` name the reasons.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.recipe import Recipe, depends_on_batch, uses_fp8_attention
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.config.rope import LongRope

@@ -31,14 +31,14 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fp8serve.errors import RecipeError
+from fp8serve.fp8.attention import KvScale, served_attention
 from fp8serve.fp8.autocast import autocast
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention, KvRecordingAttention
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention, with_amax_reduction
-from fp8serve.fp8.served_attention import KvScale, served_attention
 from fp8serve.fp8.session import Session, common_session
 from fp8serve.fp8.stateful import Stateful
 from fp8serve.fp8.steps import accumulated_update

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import RecipeError, RequestError, ScalesError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.attention import KvScale
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, from_name
-from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model import parity
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config.model_config import ModelConfig

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops import LEVELS, cases, reference
-from fp8serve.fp8.ops.row_casts import cast_rows
+from fp8serve.fp8.ops.fused_casts import cast_rows
 from tests.csrc.helpers import FORMATS, HIGH, all_bf16, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 OPS = torch.ops.fp8serve

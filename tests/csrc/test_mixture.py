@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, packing
-from fp8serve.fp8.ops.grouped_mlp import make_grouped_mlp
-from fp8serve.fp8.ops.mixture import Scores
+from fp8serve.fp8.ops.mixture import Scores, grouped_mlp
 from tests.csrc.helpers import assert_bits_equal
 
 OPS = torch.ops.fp8serve
@@ -36,7 +35,7 @@ def test_a_choice_that_cannot_be_made_gets_a_sentence(change, said):
 def test_a_mixture_in_one_call_has_the_bits_of_its_parts(level, case):
     one, other = case.make(), case.make()
     found = OPS.grouped_mlp(*one)
-    assert_bits_equal(found, make_grouped_mlp(OPS)(*other))
+    assert_bits_equal(found, grouped_mlp(OPS, *other))
     assert torch.equal(one[3], other[3])  # rows of each expert
     packed = [packed_weights(w) if i in (4, 7) else w for i, w in enumerate(case.make())]
     assert_bits_equal(OPS.grouped_mlp(*packed), found)

@@ -8,6 +8,7 @@ An H200's errors follow this in every digit that was recorded (tests/cuda/test_h
 """
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,5 +85,5 @@ def scaled_mm_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 _PRODUCTS = SimpleNamespace(scaled_mm=scaled_mm)
-grouped_mm = grouped._make_grouped_mm(_PRODUCTS)
-grouped_wgrad = grouped._make_grouped_wgrad(_PRODUCTS)
+grouped_mm = partial(grouped.grouped_mm, _PRODUCTS)
+grouped_wgrad = partial(grouped.grouped_wgrad, _PRODUCTS)

@@ -71,11 +71,12 @@ def kernels_that_wait() -> dict[str, str]:
 
 
 def test_kernels_wait_first() -> None:
-    """Before it they may only ask for weights; that no other kernel's results are read is for test_races.py."""
+    """Before it they may only prefetch weights; that no other kernel's results are read is for test_races.py."""
     found = kernels_that_wait()
     assert len(found) > 20
     early = {what for what in found.values() if what}
-    assert all(re.fullmatch(r"Asked<kGroups, \w+(, 2)?> asked\(g\);\n  asked\.ask_early\(\);", what) for what in early)
+    prefetch = re.compile(r"Prefetcher<kGroups, \w+(, 2)?> prefetcher\(g\);\n  prefetcher\.prefetch_early\(\);")
+    assert all(prefetch.fullmatch(what) for what in early)
     assert {name for name, what in found.items() if what} == {
         "gemm_skinny.cu: gemm_stream",
         "gemm_skinny.cu: gemm_stream_casting",

@@ -15,7 +15,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import Fp8ServeError, RequestError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import Forward
 from fp8serve.train.log_probs import log_probs

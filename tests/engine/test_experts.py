@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.network.experts import Mixture
 

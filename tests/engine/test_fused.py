@@ -21,7 +21,7 @@ from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.engine.scheduler import Work
 from fp8serve.engine.sequence import Sequence
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.elementwise import rms_norm
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join

@@ -8,7 +8,7 @@ import torch
 
 from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops.arithmetic import dequantize
 from fp8serve.model.checkpoint import load_servable

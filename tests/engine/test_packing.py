@@ -12,7 +12,7 @@ from fp8serve.engine import packing
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear, has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear, has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 
 from .test_fused import MODES, SIZES, make

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.calibration.pipeline import calibrate_encoder
 from fp8serve.engine.embedding import Embedder
 from fp8serve.engine.text_encoder import MIN_THREAD_TOKENS, TextThreads, partition
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.model.network.encoder import Encoder
 from tests.model.encoders import BERT, ids_of, make, pooled
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from fp8serve.fp8 import cuda_driver
-from fp8serve.fp8.cuda_driver import Gpu, driver_version, visible_gpus
+from fp8serve.fp8 import cuda_support
+from fp8serve.fp8.cuda_support import Gpu, driver_version, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", 9, 0, 84_929_347_584)
 L4 = ("NVIDIA L4", 8, 9, 23_609_475_072)
@@ -46,24 +46,24 @@ class FakeDriver:
 
 
 def test_the_driver_describes_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_load", lambda: FakeDriver(H100, L4))
+    monkeypatch.setattr(cuda_support, "_load_driver", lambda: FakeDriver(H100, L4))
     assert visible_gpus() == [Gpu(H100[0], 90, H100[3]), Gpu(L4[0], 89, L4[3])]
     assert driver_version() == (13, 2)
 
 
 def test_a_gpu_that_cannot_be_described_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_load", lambda: FakeDriver(H100, L4, broken=0))
+    monkeypatch.setattr(cuda_support, "_load_driver", lambda: FakeDriver(H100, L4, broken=0))
     assert [gpu.name for gpu in visible_gpus()] == ["NVIDIA L4"]
 
 
 def test_a_driver_that_fails_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_load", lambda: FakeDriver(H100, status=100))
+    monkeypatch.setattr(cuda_support, "_load_driver", lambda: FakeDriver(H100, status=100))
     assert visible_gpus() == []
     assert driver_version() is None
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "LIBRARY", "libdoes-not-exist.so.9")
+    monkeypatch.setattr(cuda_support, "DRIVER", "libdoes-not-exist.so.9")
     assert visible_gpus() == []
     assert driver_version() is None
 

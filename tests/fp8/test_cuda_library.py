@@ -8,8 +8,8 @@ import torch
 from fp8serve.calibration.checks import check_device as check_for_calibration
 from fp8serve.engine.loading import check_device as check_for_serving
 from fp8serve.errors import MachineError
-from fp8serve.fp8 import cuda_library, ops
-from fp8serve.fp8.cuda_library import CudaBuild, check_gpu, incompatibility, read_build, slowdown
+from fp8serve.fp8 import cuda_support, ops
+from fp8serve.fp8.cuda_support import CudaBuild, check_gpu, incompatibility, read_build, slowdown
 
 ALL = CudaBuild(("sm_89", "sm_90a", "sm_100f", "sm_120f"), (13, 0))
 
@@ -62,7 +62,7 @@ def a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
-    monkeypatch.setattr(cuda_library, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_support, "driver_version", lambda: (13, 0))
 
 
 @pytest.mark.usefixtures("a100")

@@ -6,12 +6,14 @@ Only a GPU runs them. Here the ops are composed of CPU kernels, and the tests sa
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8serve.fp8 import casting, fused_blocks
+from fp8serve.fp8 import casting
+from fp8serve.fp8 import fused as fused_layers
 from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
@@ -39,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *arguments: (names.append(name), op(*arguments))[1]  # type: ignore[func-returns-value]
 
     for name in ("_cast_norm", "_cast_silu", "_cast_silu_gradients"):
-        monkeypatch.setattr(fused_blocks, name, counted(name, getattr(fused_blocks, name)))
+        monkeypatch.setattr(fused_layers, name, counted(name, getattr(fused_layers, name)))
     return names
 
 
@@ -68,10 +70,10 @@ def results(model_dir: Path, recipe: Recipe, recompute: bool = False, prepare: A
 def test_the_bits_of_separate_modules(
     model_dir: Path, layout: casting.Layout, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with casting.operand_layout(layout):
+    with patch.object(casting, "layout_of", lambda device: layout):
         separate = results(model_dir, DELAYED)
         assert calls == []
-        monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x: True)
+        monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x: True)
         fused = results(model_dir, DELAYED)
     layers, passes = 2, 6
     counts = {name: calls.count(name) / layers / passes for name in calls}
@@ -129,7 +131,7 @@ def test_what_cannot_be_fused_runs_as_modules(
     model_dir: Path, prepare: Any, expected: set[str], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     separate = results(model_dir, DELAYED, prepare=prepare)
-    monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x: True)
     fused = results(model_dir, DELAYED, prepare=prepare)
     assert set(calls) == expected
     assert all(map(torch.equal, separate, fused))
@@ -141,14 +143,14 @@ def test_other_recipes_and_recomputed_layers_run_as_modules(
 ) -> None:
     recompute = recipe is DELAYED
     separate = results(model_dir, recipe, recompute)
-    monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x: True)
     assert all(map(torch.equal, separate, results(model_dir, recipe, recompute)))
     assert calls == []
 
 
 def test_an_infinite_gradient_is_not_hidden(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cast saturates; the step must still see that the gradient was infinite."""
-    monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x: True)
     decoder = load_trainable(model_dir)
     convert(decoder)
     forward = Forward(decoder, DELAYED)
@@ -169,7 +171,7 @@ def test_a_layers_mlp_and_projections_on_a_gpu(
         pytest.skip("no CUDA device")
     found = []
     for fused in (False, True):
-        monkeypatch.setattr(fused_blocks, "_is_on_gpu", lambda x, fused=fused: fused)
+        monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x, fused=fused: fused)
         decoder = load_trainable(model_dir, dtype=torch.bfloat16, device=device)
         convert(decoder)
         layer = decoder.model.layers[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Linear, autocast, convert, scaling_state
 from fp8serve.fp8.dpa import DotProductAttention
 from fp8serve.fp8.fused import NormLinear
-from fp8serve.fp8.monitor import PROMETHEUS, Monitor, Reading
+from fp8serve.fp8.monitor import PROMETHEUS_METRICS, Monitor, Reading
 from fp8serve.fp8.ops import quantize
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.stateful import Stateful
@@ -230,7 +230,7 @@ def test_callback_table_and_prometheus() -> None:
     text = monitor.prometheus()
     assert 'fp8serve_amax{layer="0",tensor="input"} 2\n' in text
     assert "# TYPE fp8serve_nonfinite_total counter" in text
-    assert all(f"# HELP {name} " in text for name in PROMETHEUS.values())
+    assert all(f"# HELP {name} " in text for name, _ in PROMETHEUS_METRICS.values())
 
 
 def test_every_must_be_a_step() -> None:

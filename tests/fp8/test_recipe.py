@@ -1,12 +1,13 @@
 """Recipes: names, JSON, and one clear sentence for every parameter out of range."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
 from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Float8WeightOnly, Format, autocast
 from fp8serve.errors import RecipeError
-from fp8serve.fp8.recipe import NAMES, Recipe, from_json, from_name, name_of, to_json
+from fp8serve.fp8.recipe import Recipe, RecipeName, from_json, from_name, name_of, to_json
 
 EVERYTHING = [
     DelayedScaling(margin=2, interval=3, fp8_format=Format.E4M3, amax_history_len=16, amax_compute_algo="most_recent"),
@@ -20,7 +21,7 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "w8a16"])
+@pytest.mark.parametrize("name", [*get_args(RecipeName), "w8a16"])
 def test_name_round_trip(name: str) -> None:
     assert name_of(from_name(name)) == name
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.attention import causal_attention
-from fp8serve.fp8.batch_invariant_linear import BatchInvariantLinear, has_batch_invariant_products
-from fp8serve.fp8.batch_invariant_product import product
+from fp8serve.fp8.attention import KvScale, causal_attention, served_attention
+from fp8serve.fp8.batch_invariant import BatchInvariantLinear, has_batch_invariant_products, product
 from fp8serve.fp8.ops import LEVELS
-from fp8serve.fp8.served_attention import KvScale, served_attention
 
 pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 LENGTHS = [70, 5, 131]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_the_input_is_cast_once(name: str, layout: casting.Layout, monkeypatch: 
     for separately in (False, True):
         model, (x,) = make(separately), batches(1)
         calls = count_casts(monkeypatch)
-        with casting.operand_layout(layout), autocast(recipe=RECIPES[name]):
+        with patch.object(casting, "layout_of", lambda device: layout), autocast(recipe=RECIPES[name]):
             model(x)
         counts.append(len(calls))
         monkeypatch.undo()

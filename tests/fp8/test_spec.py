@@ -11,7 +11,7 @@ from fp8serve.errors import RecipeError
 from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.ops import DTYPES
 from fp8serve.fp8.recipe import Recipe, as_delayed
-from fp8serve.fp8.spec import ATTENTION, LINEAR, Granularity, QuantSpec, ScaleFormat, block_of
+from fp8serve.fp8.spec import ATTENTION_TENSORS, LINEAR_TENSORS, Granularity, QuantSpec, ScaleFormat, block_of
 
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block1x128", "block128x128")
 
@@ -72,7 +72,7 @@ def test_scaling_by_content() -> None:
     }
     assert {spec.granularity for spec in by_row.attention.values()} == {"tensor"}
     block = Float8BlockScaling(fp8_format=Format.HYBRID).specs
-    assert [block.linear[role] for role in LINEAR] == [
+    assert [block.linear[role] for role in LINEAR_TENSORS] == [
         QuantSpec("e4m3", "block1x128"),
         QuantSpec("e4m3", "block128x128"),
         QuantSpec("e5m2", "block1x128"),
@@ -83,8 +83,8 @@ def test_scaling_by_content() -> None:
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(fp8_dpa=True), Float8CurrentScaling(), Float8BlockScaling()])
 def test_every_recipe_has_a_spec_for_every_role(recipe: Recipe) -> None:
-    assert tuple(recipe.specs.linear) == LINEAR
-    assert tuple(recipe.specs.attention) in (ATTENTION, ())
+    assert tuple(recipe.specs.linear) == LINEAR_TENSORS
+    assert tuple(recipe.specs.attention) in (ATTENTION_TENSORS, ())
     assert recipe.specs.cache["k"] == QuantSpec(source="stored")
     assert recipe.specs.element("grad_output") == recipe.fp8_format.backward
     assert recipe.specs.element("v") == recipe.fp8_format.forward

@@ -9,7 +9,7 @@ import torch
 
 from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.errors import ModelError
-from fp8serve.fp8.cuda_driver import Gpu
+from fp8serve.fp8.cuda_support import Gpu
 from fp8serve.model import device
 from fp8serve.model.device import DeviceChoice, choose_device, find_device, resolve_device, torch_cuda_version
 from fp8serve.terminal import on_device

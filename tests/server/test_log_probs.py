@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.studies import parity
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from tests.engine.tiny import write_model, write_scales
 from tests.patience import until
 from tests.server.process import Process, serving

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import DataError, JobError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train import checkpoint, state

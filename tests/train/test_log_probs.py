@@ -11,10 +11,10 @@ import torch
 import fp8serve
 from fp8serve.engine.engine import Engine
 from fp8serve.errors import RecipeError, RequestError, ScalesError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products
+from fp8serve.fp8.attention import KvScale
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.conversion import convert
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.fp8.served_attention import KvScale
 from fp8serve.model.checkpoint import kv_scales, load_trainable
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, collate, summed_loss

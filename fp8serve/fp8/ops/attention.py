@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache, writing to the cache, and the gradients of causal attention. With these gradients,
-training can run the same forward op as serving."""
+"""Attention over a paged KV cache, writing to the cache, rotary position embedding, and the gradients of causal
+attention. With these gradients, training can run the same forward op as serving."""
 
 from functools import partial
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import FP8_MAX, saturating_cast
-from fp8serve.fp8.ops.inputs import dense_like, fake_nothing, tiled_noise
+from fp8serve.fp8.ops.inputs import dense_like, fake_like_first, fake_nothing, random_normal, row_cases, tiled_noise
 from fp8serve.fp8.ops.registry import Case, define
 
 
@@ -101,10 +101,6 @@ def paged_attention(
     return out
 
 
-def _fake_paged_attention(q: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return torch.empty_like(q)
-
-
 def _paged_case(
     cache: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[tuple[int, int]]
 ) -> tuple[Any, ...]:
@@ -154,7 +150,7 @@ define(
     " Tensor query_starts, Tensor? k_scale_inv, Tensor? v_scale_inv, float softmax_scale,"
     " int? window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
     paged_attention,
-    fake=_fake_paged_attention,
+    fake=fake_like_first,
     cases=_paged_cases,
 )
 
@@ -201,6 +197,59 @@ define(
     write_kv,
     fake=fake_nothing,
     cases=_write_cases,
+)
+
+
+def _rotary_write_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    dim = cols // 2 * 2
+    q, k, v = (random_normal(rows, heads * dim, dtype, heads).view(rows, heads, dim) for heads in (4, 2, 2))
+    angle = random_normal(rows, dim // 2, torch.float32).repeat(1, 2).unsqueeze(1)
+    caches = [torch.zeros(2, 4, 2, dim, dtype=dtype) for _ in range(2)]
+    return q, k, v, angle.cos().to(dtype), angle.sin().to(dtype), *caches, torch.arange(rows), None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, heads, D] by cos and sin [T, 1, D]; dimension i of a head forms a pair with dimension i + D / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _rotary_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
+    q, _, _, cos, sin, *_ = _rotary_write_case(dtype, rows, cols)
+    return q, cos, sin
+
+
+define(
+    "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    rotary,
+    fake=fake_like_first,
+    cases=partial(row_cases, _rotary_case),
+)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """Rotates q [T, heads, D] and k [T, kv_heads, D], writes k and v to the cache, and returns the rotated q."""
+    write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slots, k_scale, v_scale)
+    return rotary(q, cos, sin)
+
+
+define(
+    "rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor slots, Tensor? k_scale, Tensor? v_scale) -> Tensor",
+    rotary_write_kv,
+    fake=fake_like_first,
+    cases=partial(row_cases, _rotary_write_case),
 )
 
 
@@ -300,5 +349,5 @@ define(
     attention_backward,
     fake=_fake,
     cases=_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,41 +19,36 @@ from fp8serve.fp8.ops.arithmetic import (
     saturating_cast,
     scale_from_amax,
 )
-from fp8serve.fp8.ops.inputs import edge_values, fake_cast, random_fp8, tiled_noise
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.inputs import edge_values, fake_cast, grid_cases, random_fp8, tiled_noise
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
-
-def _inputs() -> dict[str, Callable[[], Tensor]]:
-    """Returns functions that create the inputs on which every cast is tested, by name."""
-    return {
-        "tiles 64x256": lambda: tiled_noise(64, 256),
-        "tiles bf16 ragged 67x300": lambda: tiled_noise(67, 300, torch.bfloat16),
-        "fp16 3x129": lambda: tiled_noise(3, 129, torch.float16),
-        "hostile": edge_values,
-        "hostile bf16": lambda: edge_values(torch.bfloat16),
-        "transposed view": lambda: tiled_noise(40, 20).t(),
-        "strided view": lambda: tiled_noise(20, 80)[:, ::2],
-        "one element": lambda: torch.tensor([[-3.0]]),
-        "no rows": lambda: torch.empty(0, 128),
-        "all zeros": lambda: torch.zeros(130, 130, dtype=torch.bfloat16),
-        "tiny": lambda: tiled_noise(5, 140) * 1e-38,
-    }
+_INPUTS: dict[str, Callable[[], Tensor]] = {  # functions that create the inputs on which every cast is tested
+    "tiles 64x256": lambda: tiled_noise(64, 256),
+    "tiles bf16 ragged 67x300": lambda: tiled_noise(67, 300, torch.bfloat16),
+    "fp16 3x129": lambda: tiled_noise(3, 129, torch.float16),
+    "hostile": edge_values,
+    "hostile bf16": lambda: edge_values(torch.bfloat16),
+    "transposed view": lambda: tiled_noise(40, 20).t(),
+    "strided view": lambda: tiled_noise(20, 80)[:, ::2],
+    "one element": lambda: torch.tensor([[-3.0]]),
+    "no rows": lambda: torch.empty(0, 128),
+    "all zeros": lambda: torch.zeros(130, 130, dtype=torch.bfloat16),
+    "tiny": lambda: tiled_noise(5, 140) * 1e-38,
+}
 
 
 def fixed_scale_cases() -> list[Case]:
-    def make(x: Callable[[], Tensor], dtype: torch.dtype, scale: float) -> tuple[Any, ...]:
-        return x(), torch.tensor(scale), dtype
+    def make(name: str, dtype: torch.dtype, scale: float) -> tuple[Any, ...]:
+        return _INPUTS[name](), torch.tensor(scale), dtype
 
-    grid = product(_inputs().items(), FP8_MAX, (1.0, 7.3, 1e-3, FLT_MAX))
-    return [Case(f"{name}, {dtype}, scale {scale}", partial(make, x, dtype, scale)) for (name, x), dtype, scale in grid]
+    return grid_cases("{}, {}, scale {}", make, _INPUTS, FP8_MAX, (1.0, 7.3, 1e-3, FLT_MAX))
 
 
 def _cast_cases(*rest: tuple[Any, ...]) -> list[Case]:
-    def make(x: Callable[[], Tensor], dtype: torch.dtype, extra: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (x(), dtype, *extra)
+    def make(name: str, dtype: torch.dtype, extra: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_INPUTS[name](), dtype, *extra)
 
-    grid = product(_inputs().items(), FP8_MAX, rest)
-    return [Case(f"{name}, {dtype}, {extra}", partial(make, x, dtype, extra)) for (name, x), dtype, extra in grid]
+    return grid_cases("{}, {}, {}", make, _INPUTS, FP8_MAX, rest)
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,15 +65,10 @@ define(
 )
 
 
-def quantize_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes x [M, K] by `scale` []; returns (q [M, K], its transpose [K, M], amax of x), reading x only once."""
-    q, largest = quantize(x, scale, dtype)
+def quantize_transpose(ops: Any, x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes x [M, K] by `scale` []; returns (q [M, K], its transpose [K, M], amax of x). A kernel reads x once."""
+    q, largest = ops.quantize(x, scale, dtype)
     return q, q.t().clone(memory_format=torch.contiguous_format), largest
-
-
-def _composed_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    q, amax = torch.ops.fp8serve.quantize(x, scale, dtype)
-    return q, q.t().clone(memory_format=torch.contiguous_format), amax
 
 
 def _fake_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,10 +76,9 @@ def _fake_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return q, q.new_empty((x.shape[1], x.shape[0])), amax
 
 
-define(
+define_composed(
     "quantize_transpose(Tensor x, Tensor scale, ScalarType dtype) -> (Tensor q, Tensor q_t, Tensor amax)",
     quantize_transpose,
-    composition=_composed_transpose,
     fake=_fake_transpose,
     cases=fixed_scale_cases,
 )
@@ -184,21 +172,16 @@ def _fake_transposed(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0]))
 
 
-def _transpose_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (random_fp8(rows, cols, dtype, 1),)
+def _transpose_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
+    return (random_fp8(*shape, dtype, 1),)
 
 
-def _transpose_cases() -> list[Case]:
-    shapes = ((128, 256), (144, 48), (17, 33), (16, 7), (0, 8), (3, 0))
-    return [Case(f"{s} {d}", partial(_transpose_case, *s, d)) for s, d in product(shapes, FP8_MAX)]
-
-
+_ODD_SHAPES = ((17, 33), (16, 7), (0, 8), (3, 0))
 define(
     "transpose_fp8(Tensor q) -> Tensor",
     transpose_fp8,
-    composition=transpose_fp8,
     fake=_fake_transposed,
-    cases=_transpose_cases,
+    cases=partial(grid_cases, "{} {}", _transpose_case, ((128, 256), (144, 48), *_ODD_SHAPES), FP8_MAX),
 )
 
 
@@ -207,19 +190,14 @@ def transpose_half(x: Tensor) -> Tensor:
     return x.t().clone(memory_format=torch.contiguous_format)
 
 
-def _half_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (tiled_noise(rows, cols, dtype, 1),)
+def _half_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
+    return (tiled_noise(*shape, dtype, 1),)
 
 
-def _half_cases() -> list[Case]:
-    shapes = ((72, 264), (128, 64), (17, 33), (16, 7), (0, 8), (3, 0))
-    return [Case(f"{s} {d}", partial(_half_case, *s, d)) for s, d in product(shapes, (torch.bfloat16, torch.float16))]
-
-
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 define(
     "transpose_half(Tensor x) -> Tensor",
     transpose_half,
-    composition=transpose_half,
     fake=_fake_transposed,
-    cases=_half_cases,
+    cases=partial(grid_cases, "{} {}", _half_case, ((72, 264), (128, 64), *_ODD_SHAPES), _HALF_DTYPES),
 )

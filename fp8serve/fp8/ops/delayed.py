@@ -10,30 +10,31 @@ from torch import Tensor
 from fp8serve.fp8.ops.arithmetic import FLT_MAX, inverse_scale
 from fp8serve.fp8.ops.casts import fixed_scale_cases
 from fp8serve.fp8.ops.inputs import fake_nothing
-from fp8serve.fp8.ops.registry import Case, declare, define, reference
+from fp8serve.fp8.ops.registry import Case, declare, define, define_composed
 from fp8serve.fp8.torch_private import copy_each
 
 
-def _make_quantize_delayed(ops: Any) -> Any:
-    """Returns quantize_delayed as a composition of `ops`."""
+def quantize_delayed(
+    ops: Any,
+    x: Tensor,
+    scale: Tensor,
+    history: Tensor | None,
+    dtype: torch.dtype,
+    transpose: bool,
+    infinity_is_nan: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts x [M, K] by a stored scale [] and returns (q [M, K], q_t, scale_inv []).
 
-    def quantize_delayed(
-        x: Tensor, scale: Tensor, history: Tensor | None, dtype: torch.dtype, transpose: bool, infinity_is_nan: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Casts x [M, K] by a stored scale [] and returns (q [M, K], q_t, scale_inv []).
-
-        q_t is the transpose of q, [K, M], if `transpose` is set, or else empty. Slot 0 of `history`, FP32 [N], rises to
-        the amax of x, unless `history` is None. With `infinity_is_nan` scale_inv is NaN if x has an infinity.
-        """
-        if transpose:
-            q, q_t, amax = ops.quantize_transpose(x, scale, dtype)
-        else:
-            (q, amax), q_t = ops.quantize(x, scale, dtype), x.new_empty((0, 0), dtype=dtype)
-        if history is not None:
-            history[0] = torch.maximum(history[0], amax)
-        return q, q_t, inverse_scale(scale, amax, infinity_is_nan)
-
-    return quantize_delayed
+    q_t is the transpose of q, [K, M], if `transpose` is set, or else empty. Slot 0 of `history`, FP32 [N], rises to
+    the amax of x, unless `history` is None. With `infinity_is_nan` scale_inv is NaN if x has an infinity.
+    """
+    if transpose:
+        q, q_t, amax = ops.quantize_transpose(x, scale, dtype)
+    else:
+        (q, amax), q_t = ops.quantize(x, scale, dtype), x.new_empty((0, 0), dtype=dtype)
+    if history is not None:
+        history[0] = torch.maximum(history[0], amax)
+    return q, q_t, inverse_scale(scale, amax, infinity_is_nan)
 
 
 def _fake_cast(
@@ -62,11 +63,10 @@ def _delayed_cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "quantize_delayed(Tensor x, Tensor scale, Tensor(a!)? history, ScalarType dtype, bool transpose,"
     " bool infinity_is_nan) -> (Tensor q, Tensor q_t, Tensor scale_inv)",
-    _make_quantize_delayed(reference),
-    composition=_make_quantize_delayed(torch.ops.fp8serve),
+    quantize_delayed,
     fake=_fake_cast,
     cases=_delayed_cases,
     recipes=("delayed",),

@@ -3,16 +3,15 @@ gradient of a small weight."""
 
 from functools import partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
-from fp8serve.fp8.ops.casts import quantize
-from fp8serve.fp8.ops.inputs import dense_like, random_fp8, random_normal, row_cases
-from fp8serve.fp8.ops.registry import Case, declare, define, implement
+from fp8serve.fp8.ops.inputs import fake_like_last, grid_cases, random_fp8, random_normal, row_cases
+from fp8serve.fp8.ops.registry import Case, declare, define, define_composed, implement
 
 
 def _is_block(scale_inv: Tensor, rows: int, cols: int) -> bool:
@@ -115,39 +114,41 @@ define(
 )
 
 
-def _composed_stored_mm(
-    a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    return cast(Tensor, torch.ops.fp8serve.scaled_mm(a, b, a_s, b_s, bias, out_dtype))
+def stored_mm(ops: Any, *arguments: Any) -> Any:
+    """Returns scaled_mm for a weight b that the preceding kernel on the stream does not write.
+
+    So a GPU may read the weight while that kernel still runs. scaled_mm_add and watched_mm_add expect such a weight,
+    too.
+    """
+    return ops.scaled_mm(*arguments)
 
 
 def _stored_mm_cases() -> list[Case]:
-    e4m3 = torch.float8_e4m3fn
+    def make(shape: tuple[int, int, int], kinds: tuple[str, str]) -> tuple[Any, ...]:
+        return mm_case(*shape, torch.float8_e4m3fn, torch.float8_e4m3fn, kinds, torch.bfloat16)
+
     shapes = [(1, 48, 400), (5, 130, 2064), (17, 16, 144), (3, 24, 200), (64, 40, 272)]
-    grid = product(shapes, [("tensor", "tensor"), ("tensor", "row"), ("1x128", "128x128")])
-    return [Case(f"{s} {kind}", partial(mm_case, *s, e4m3, e4m3, kind, torch.bfloat16)) for s, kind in grid]
+    kinds = [("tensor", "tensor"), ("tensor", "row"), ("1x128", "128x128")]
+    return grid_cases("{} {}", make, shapes, kinds)
 
 
-# scaled_mm for a weight b that the preceding kernel on the stream does not write, so a GPU may read the weight while
-# that kernel still runs. scaled_mm_add and watched_mm_add expect such a weight, too.
-define(
+define_composed(
     "stored_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
-    scaled_mm,
-    composition=_composed_stored_mm,
+    stored_mm,
     fake=_fake_product,
     cases=_stored_mm_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 # The same product with the kernel that the caller names, to measure kernels.
 declare(
     "scaled_mm_by(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, ScalarType out_dtype,"
     " str kernel, int swizzle) -> Tensor",
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 # Disables the named GEMM kernels on a GPU (csrc/cuda/gemm_switches.h). If all are disabled, products call
 # scaled_mm_by_reference.
-declare("gemm_kernels(Tensor here, str off) -> str", kernels=("cuda",))
+declare("gemm_kernels(Tensor tensor, str disabled) -> str", kernel_devices=("cuda",))
 declare(
     "scaled_mm_by_reference(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
@@ -157,6 +158,7 @@ implement("scaled_mm_by_reference", scaled_mm)
 
 
 def scaled_mm_quantize(
+    ops: Any,
     a: Tensor,
     b: Tensor,
     a_scale_inv: Tensor,
@@ -164,16 +166,10 @@ def scaled_mm_quantize(
     bias: Tensor | None,
     out_scale: Tensor,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """Quantizes the unrounded FP32 result of scaled_mm by `out_scale` []; returns (q [M, N], amax before scaling)."""
-    return quantize(scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.float32), out_scale, out_dtype)
-
-
-def _composed_mm_quantize(
-    a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, out_scale: Tensor, out: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    y = torch.ops.fp8serve.scaled_mm(a, b, a_s, b_s, bias, torch.float32)
-    return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize(y, out_scale, out))
+    y = ops.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, torch.float32)
+    return ops.quantize(y, out_scale, out_dtype)
 
 
 def _fake_mm_quantize(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -187,14 +183,13 @@ def _mm_quantize_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ..
     return *args, torch.tensor(0.03), torch.float8_e4m3fn
 
 
-define(
+define_composed(
     "scaled_mm_quantize(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor out_scale,"
     " ScalarType out_dtype) -> (Tensor q, Tensor amax)",
     scaled_mm_quantize,
-    composition=_composed_mm_quantize,
     fake=_fake_mm_quantize,
     cases=partial(row_cases, _mm_quantize_case),
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 
 
@@ -203,10 +198,6 @@ def scaled_mm_add(
 ) -> Tensor:
     """Returns residual [M, N] + scaled_mm(...); the product is rounded to the residual's dtype before the addition."""
     return residual + scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, residual.dtype)
-
-
-def _fake_mm_add(a: Tensor, b: Tensor, a_s: Tensor, b_s: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return dense_like(residual)
 
 
 def _add_case(dtype: torch.dtype, rows: int, cols: int) -> tuple[Any, ...]:
@@ -218,7 +209,7 @@ define(
     "scaled_mm_add(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor residual)"
     " -> Tensor",
     scaled_mm_add,
-    fake=_fake_mm_add,
+    fake=fake_like_last,
     cases=partial(row_cases, _add_case),
 )
 
@@ -252,17 +243,20 @@ def wgrad(dy: Tensor, x: Tensor) -> Tensor:
         return dy.float().t() @ x.float()
 
 
-def _fake(dy: Tensor, x: Tensor) -> Tensor:
+def _fake_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     return dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
 
 
-def _case(tokens: int, n: int, k: int) -> tuple[Any, ...]:
-    return random_normal(tokens, n, torch.bfloat16), random_normal(tokens, k, torch.bfloat16, 1)
+def _wgrad_case(tokens: int, columns: tuple[int, int]) -> tuple[Any, ...]:
+    return tuple(random_normal(tokens, n, torch.bfloat16, seed) for seed, n in enumerate(columns))
 
 
-def _cases() -> list[Case]:
-    grid = product((0, 1, 37, 600), ((8, 130), (3, 64), (16, 1), (0, 5)))
-    return [Case(f"{t} x {n} x {k}", partial(_case, t, n, k)) for t, (n, k) in grid]
-
-
-define("wgrad(Tensor dy, Tensor x) -> Tensor", wgrad, fake=_fake, cases=_cases, kernels=("cpu",))
+define(
+    "wgrad(Tensor dy, Tensor x) -> Tensor",
+    wgrad,
+    fake=_fake_wgrad,
+    cases=partial(
+        grid_cases, "{0} x {1[0]} x {1[1]}", _wgrad_case, (0, 1, 37, 600), ((8, 130), (3, 64), (16, 1), (0, 5))
+    ),
+    kernel_devices=("cpu",),
+)

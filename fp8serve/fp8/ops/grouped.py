@@ -1,4 +1,6 @@
-"""Grouped products of a mixture of experts: the rows of each expert times the weight of this expert.
+"""Products of several weights in one op: of a mixture's experts, and of layers that have the same input.
+
+`grouped_mm` multiplies the rows of each expert by the weight of this expert:
 
     offsets        int32 [E], the end of each expert's rows; the last is T, and the rows of an idle expert are empty
     a              [T, K], rows of expert 0, then of expert 1, and so on
@@ -10,6 +12,16 @@ one for each expert.
 
 `grouped_wgrad` computes the gradients of the weights, for which the contracted dimension is split by expert: a [N, T]
 and b [K, T], with columns of expert 0, then of expert 1, and so on, give [E, N, K].
+
+`joined_mm` multiplies all rows by stacked weights, such as q, k and v of a layer, with separate block scales for each
+weight:
+
+    b            [N, K], the weights stacked along the rows
+    ends         int32 [P], the end of the rows of each weight; the last is N
+    b_scale_inv  [sum of ceil(N_i/128), ceil(K/128)], the scales of the weights stacked along the rows
+
+If all weights but the last have a multiple of 128 rows, one `scaled_mm` of the stacked weight computes this. Otherwise
+`joined_mm` equals one `scaled_mm` per weight bit for bit. There is a kernel if each weight has a multiple of 16 rows.
 """
 
 from functools import partial
@@ -20,9 +32,9 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturating_cast
-from fp8serve.fp8.ops.inputs import random_fp8, tiled_noise
+from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
-from fp8serve.fp8.ops.registry import Case, define, reference
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
 def expert_row_ranges(offsets: Tensor) -> list[tuple[int, int]]:
@@ -37,41 +49,36 @@ def expert_of_rows(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _expert_scales(scale_inv: Tensor, expert: int, begin: int, end: int) -> Tensor:
-    """Returns the scales of one expert's rows."""
     if scale_inv.dim() == 1:
         return scale_inv[expert]
     return scale_inv[begin:end] if scale_inv.dim() == 2 else scale_inv
 
 
-def _make_grouped_mm(ops: Any) -> Any:
-    """Returns grouped_mm as a loop over experts with the products of `ops`."""
+def grouped_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
 
-    def grouped_mm(
-        a: Tensor,
-        b: Tensor,
-        a_scale_inv: Tensor,
-        b_scale_inv: Tensor,
-        offsets: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
-
-        a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
-        [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
-        """
-        out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
-        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
-            if begin < end:
-                scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
-                expert_bias = None if bias is None else bias[expert]
-                if b.dim() == 4:
-                    out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
-                else:
-                    out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
-        return out
-
-    return grouped_mm
+    a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
+    [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
+    """
+    out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
+    for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+        if begin < end:
+            scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
+            expert_bias = None if bias is None else bias[expert]
+            if b.dim() == 4:
+                out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
+            else:
+                out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
+    return out
 
 
 def _columns(b: Tensor) -> int:
@@ -133,40 +140,34 @@ def _cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "grouped_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
-    _make_grouped_mm(reference),
-    composition=_make_grouped_mm(torch.ops.fp8serve),
+    grouped_mm,
     fake=_fake_grouped,
     cases=_cases,
 )
 
 
-def _make_grouped_wgrad(ops: Any) -> Any:
-    """Returns grouped_wgrad as a loop over experts with the products of `ops`."""
+def grouped_wgrad(
+    ops: Any, a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiplies a [N, T] by b [K, T], FP8 with columns sorted by expert, and returns [E, N, K].
 
-    def grouped_wgrad(
-        a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, offsets: Tensor, out_dtype: torch.dtype
-    ) -> Tensor:
-        """Multiplies a [N, T] by b [K, T], FP8 with columns sorted by expert, and returns [E, N, K].
-
-        An expert without columns gets zeros. Scales are [], [E], [E, N or K, 1], or [N or K, blocks], with
-        ceil(columns / 128) blocks for each expert.
-        """
-        out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
-        first_block = 0
-        for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
-            end_block = first_block + blocks(end - begin)
-            if begin < end:
-                a_scale, b_scale = (
-                    _column_scales(scale, expert, first_block, end_block) for scale in (a_scale_inv, b_scale_inv)
-                )
-                out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], a_scale, b_scale, None, out_dtype)
-            first_block = end_block
-        return out
-
-    return grouped_wgrad
+    An expert without columns gets zeros. Scales are [], [E], [E, N or K, 1], or [N or K, blocks], with
+    ceil(columns / 128) blocks for each expert.
+    """
+    out = a.new_zeros((len(offsets), len(a), len(b)), dtype=out_dtype)
+    first_block = 0
+    for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
+        end_block = first_block + blocks(end - begin)
+        if begin < end:
+            a_scale, b_scale = (
+                _column_scales(scale, expert, first_block, end_block) for scale in (a_scale_inv, b_scale_inv)
+            )
+            out[expert] = ops.scaled_mm(a[:, begin:end], b[:, begin:end], a_scale, b_scale, None, out_dtype)
+        first_block = end_block
+    return out
 
 
 def _column_scales(scale_inv: Tensor, expert: int, first_block: int, end_block: int) -> Tensor:
@@ -207,14 +208,13 @@ def _wgrad_cases() -> list[Case]:
     ]
 
 
-define(
+define_composed(
     "grouped_wgrad(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor offsets, ScalarType out_dtype)"
     " -> Tensor",
-    _make_grouped_wgrad(reference),
-    composition=_make_grouped_wgrad(torch.ops.fp8serve),
+    grouped_wgrad,
     fake=_fake_wgrad,
     cases=_wgrad_cases,
-    kernels=("cuda",),
+    kernel_devices=("cuda",),
 )
 
 
@@ -235,15 +235,72 @@ def _cast_case(where: str, cols: int, dtype: torch.dtype, out: torch.dtype) -> t
     return x, torch.exp2(torch.arange(len(offsets)).float() - 2), offsets, out
 
 
-def _cast_cases() -> list[Case]:
-    grid = product(_OFFSETS, (64, BLOCK + 3), (torch.float32, torch.bfloat16, torch.float16), FP8_MAX)
-    return [Case(f"{w}, {c} columns {d} {o}", partial(_cast_case, w, c, d, o)) for w, c, d, o in grid]
-
-
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 define(
     "grouped_quantize(Tensor x, Tensor scale, Tensor offsets, ScalarType dtype) -> (Tensor q, Tensor amax)",
     grouped_quantize,
-    composition=grouped_quantize,
     fake=_fake_grouped_cast,
-    cases=_cast_cases,
+    cases=partial(grid_cases, "{}, {} columns {} {}", _cast_case, _OFFSETS, (64, BLOCK + 3), _DTYPES, FP8_MAX),
+)
+
+
+def joined_mm(
+    ops: Any,
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies a [M, K], FP8 or BF16 with scales as in scaled_mm, by b [N, K], which may be packed on a CPU."""
+    is_packed, products, block = b.dim() == 3, [], 0
+    for begin, end in pairwise([0, *ends.tolist()]):
+        scales = b_scale_inv[block : block + blocks(end - begin)]
+        block += blocks(end - begin)
+        weight_bias = None if bias is None else bias[begin:end]
+        if is_packed:
+            weight = b[begin // GROUP : end // GROUP]
+            products.append(ops.packed_mm(a, weight, a_scale_inv, scales, weight_bias, None, out_dtype))
+        else:
+            products.append(ops.scaled_mm(a, b[begin:end], a_scale_inv, scales, weight_bias, out_dtype))
+    return torch.cat(products, 1)
+
+
+def _fake_joined(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
+
+
+def _joined_case(
+    rows: int, widths: tuple[int, ...], k: int, a: torch.dtype, packed: bool, out: torch.dtype
+) -> tuple[Any, ...]:
+    noise = torch.Generator().manual_seed(6)
+    a_scale = torch.exp2(torch.randn(rows, blocks(k), generator=noise))
+    b_scale = torch.exp2(torch.randn(sum(map(blocks, widths)), blocks(k), generator=noise))
+    n = sum(widths)
+    x = random_fp8(rows, k, torch.float8_e4m3fn, 1)
+    x = x.to(a) if a == torch.bfloat16 else x
+    b = random_fp8(n, k, torch.float8_e4m3fn, 2)
+    if packed:
+        weight, b = b, torch.empty(packed_shape(n, k), dtype=b.dtype)
+        pack_weight(weight, b)
+    bias = torch.linspace(-2, 2, n) if out == torch.float32 else None
+    return x, b, a_scale, b_scale, torch.tensor(widths).cumsum(0).to(torch.int32), bias, out
+
+
+def _joined_cases() -> list[Case]:
+    grid = product((1, 7, 40), ((144, 48, 48), (16, 256, 160)), (264, 1160), (False, True))
+    fp8 = [(m, w, k, torch.float8_e4m3fn, p, torch.bfloat16) for m, w, k, p in grid]
+    others = [(3, (48, 80), 200, dtype, True, torch.float32) for dtype in (torch.float8_e4m3fn, torch.bfloat16)]
+    return [Case(" ".join(map(str, case)), partial(_joined_case, *case)) for case in (*fp8, *others)]
+
+
+define_composed(
+    "joined_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor ends, Tensor? bias,"
+    " ScalarType out_dtype) -> Tensor",
+    joined_mm,
+    fake=_fake_joined,
+    cases=_joined_cases,
+    kernel_devices=("cpu",),
 )

@@ -4,7 +4,7 @@ The inputs of casts have another magnitude in every tile, so that a wrong scale 
 subnormals, limits, infinities, NaN, ragged edges, and empty and non-contiguous tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,9 +21,14 @@ def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def fake_like_first(x: Tensor, *rest: Any) -> Tensor:
+def fake_like_first(x: Tensor, *rest: Any, **options: Any) -> Tensor:
     """The fake kernel of an op whose result has the shape and dtype of its first argument."""
     return dense_like(x)
+
+
+def fake_like_last(*args: Any) -> Tensor:
+    """The fake kernel of an op whose result has the shape and dtype of its last argument."""
+    return dense_like(args[-1])
 
 
 def fake_cast(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -76,10 +81,15 @@ def random_fp8(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
     return saturating_cast(tiled_noise(rows, cols, seed=seed), dtype)
 
 
+def grid_cases(name: str, make: Callable[..., tuple[Any, ...]], *axes: Iterable[Any]) -> list[Case]:
+    """Returns a case `make(*values)` for every combination of values of the axes; `name` is their format string."""
+    return [Case(name.format(*values), partial(make, *values)) for values in product(*axes)]
+
+
 def row_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:
     """Returns cases of `case(dtype, rows, cols)` in BF16 and FP32, with a few rows and with none."""
-    grid = product((torch.bfloat16, torch.float32), ((3, 64), (5, 70), (0, 16)))
-    return [Case(f"{dtype} {shape}", partial(case, dtype, *shape)) for dtype, shape in grid]
+    shapes = ((3, 64), (5, 70), (0, 16))
+    return grid_cases("{} {}", lambda dtype, shape: case(dtype, *shape), (torch.bfloat16, torch.float32), shapes)
 
 
 def gradient_cases(case: Callable[[torch.dtype, int, int], tuple[Any, ...]]) -> list[Case]:

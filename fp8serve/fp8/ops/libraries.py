@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from fp8serve.fp8.cuda_library import library_path
+from fp8serve.fp8.cuda_support import library_path
 from fp8serve.fp8.ops.registry import OPS, declare, replaced_ops
 from fp8serve.fp8.torch_private import has_kernel
 
@@ -73,7 +73,7 @@ def backends(device: str = "cpu") -> dict[str, str]:
     "composed" is an op that runs as a sequence of other ops. The text of an op says so if the self-check
     (fp8/selfcheck) disabled its kernel or a part of it.
     """
-    default = {name: "composed" if op.composed else "reference" for name, op in OPS.items()}
+    default = {name: "composed" if op.is_composed else "reference" for name, op in OPS.items()}
     if device == "cpu":
         compiled = {op: f"cpu kernel ({kernel['variant']})" for op, kernel in cpu_kernels().items()}
     else:

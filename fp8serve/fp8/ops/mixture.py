@@ -1,4 +1,4 @@
-"""The routing of a mixture of experts: choosing experts, sorting rows by expert, and adding the weighted outputs.
+"""A mixture of experts: choosing experts, sorting rows by expert, adding the weighted outputs, and all MLPs as one op.
 
     logits         [T, E], the router's output
     topk_ids       int64 [T, k], the experts of each token, all different, the best first
@@ -6,7 +6,9 @@
     row_indices    int64 [T * k], the row of each entry of topk_ids
     offsets        int32 [E], the end of the rows of each expert
 
-With torch's ops each of these functions needs a dozen calls, and while decoding a call takes longer than its work.
+With torch's ops each of these functions needs a dozen calls, and while decoding a call takes longer than its work. So
+`grouped_mlp` also computes the sorting, both products (grouped.py) and the sum in one call, for recipes that compute
+scales from the inputs.
 """
 
 from enum import IntEnum
@@ -17,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.inputs import tiled_noise
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.arithmetic import BLOCK, blocks
+from fp8serve.fp8.ops.fused_casts import E4M3, cast_rows
+from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
+from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 Sorted = tuple[Tensor, Tensor, Tensor]
 
@@ -134,7 +138,7 @@ define(
     choose_experts,
     fake=_fake_choose,
     cases=_choose_cases,
-    kernels=("cpu",),
+    kernel_devices=("cpu",),
 )
 
 
@@ -165,20 +169,16 @@ def random_topk_ids(rows: int, k: int, experts: int) -> Tensor:
 _SIZES = ((1, 8, 64), (1, 1, 1), (0, 2, 4), (7, 2, 4), (70, 8, 64), (33, 4, 4))  # T, k, E
 
 
-def _sort_case(rows: int, k: int, experts: int) -> tuple[Any, ...]:
-    return random_topk_ids(rows, k, experts), torch.arange(experts)
-
-
-def _sort_cases() -> list[Case]:
-    return [Case(str(size), partial(_sort_case, *size)) for size in _SIZES]
+def _sort_case(size: tuple[int, int, int]) -> tuple[Any, ...]:
+    return random_topk_ids(*size), torch.arange(size[2])
 
 
 define(
     "sort_by_expert(Tensor topk_ids, Tensor(a!) tokens) -> (Tensor token_indices, Tensor row_indices, Tensor offsets)",
     sort_by_expert,
     fake=_fake_sorted,
-    cases=_sort_cases,
-    kernels=("cpu",),
+    cases=partial(grid_cases, "{}", _sort_case, _SIZES),
+    kernel_devices=("cpu",),
 )
 
 
@@ -200,26 +200,89 @@ def _fake_added(outputs: Tensor, row_indices: Tensor, weights: Tensor) -> Tensor
     return outputs.new_empty((len(weights), outputs.shape[1]))
 
 
-def _add_case(
-    size: tuple[int, int, int], columns: int, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> tuple[Any, ...]:
-    topk_ids = random_topk_ids(*size)
+def _add_case(size: tuple[int, int, int], columns: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Any, ...]:
+    (dtype, weight_dtype), topk_ids = dtypes, random_topk_ids(*size)
     _, row_indices, _ = sort_by_expert(topk_ids, torch.zeros(size[2], dtype=torch.int64))
     noise = torch.Generator().manual_seed(9)
     weights = torch.rand(topk_ids.shape, generator=noise).to(weight_dtype)
     return tiled_noise(topk_ids.numel(), columns, dtype), row_indices, weights
 
 
-def _add_cases() -> list[Case]:
-    kinds = [(torch.bfloat16, torch.float32), *((d, d) for d in (torch.bfloat16, torch.float16, torch.float32))]
-    grid = product(_SIZES, (64, 1100), kinds)
-    return [Case(f"{s}, {n} columns, {d} {w}", partial(_add_case, s, n, d, w)) for s, n, (d, w) in grid]
-
-
+_ADD_DTYPES = [(torch.bfloat16, torch.float32), *((d, d) for d in (torch.bfloat16, torch.float16, torch.float32))]
 define(
     "add_weighted(Tensor outputs, Tensor row_indices, Tensor weights) -> Tensor",
     add_weighted,
     fake=_fake_added,
-    cases=_add_cases,
-    kernels=("cpu",),
+    cases=partial(grid_cases, "{0}, {1} columns, {2[0]} {2[1]}", _add_case, _SIZES, (64, 1100), _ADD_DTYPES),
+    kernel_devices=("cpu",),
+)
+
+
+def grouped_mlp(
+    ops: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    weights: Tensor,
+    tokens: Tensor,
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale_inv: Tensor,
+    down_bias: Tensor | None,
+    width: int,
+    power_2: bool,
+) -> Tensor:
+    """Returns [T, N], the weighted sum over experts of down(silu(gate(x)) * up(x)), for x [T, K].
+
+    `topk_ids` int64 [T, k] and `weights` [T, k] are those of choose_experts. gate_up [E, 2 I, K] and down [E, N, I]
+    are FP8, with scales and biases as in grouped_mm. `tokens` int64 [E] rises by the number of rows of each expert.
+    `width` is the number of columns that share a scale, 128, or 0 for all columns of a row.
+    """
+    token_indices, row_indices, offsets = ops.sort_by_expert(topk_ids, tokens)
+    q, scale_inv = cast_rows(ops, x.index_select(0, token_indices), width, power_2)
+    gate_and_up = ops.grouped_mm(q, gate_up, scale_inv, gate_up_scale_inv, offsets, gate_up_bias, x.dtype)
+    q, scale_inv = cast_rows(ops, ops.silu_mul(*gate_and_up.chunk(2, 1)), width, power_2)
+    output = ops.grouped_mm(q, down, scale_inv, down_scale_inv, offsets, down_bias, x.dtype)
+    return ops.add_weighted(output, row_indices, weights)  # type: ignore[no-any-return]
+
+
+def _fake_mlp(x: Tensor, *rest: Any) -> Tensor:
+    down = rest[6]
+    return x.new_empty((x.shape[0], down.shape[1] * (16 if down.dim() == 4 else 1)))
+
+
+def _expert_weights(experts: int, rows: int, cols: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (weights, scales, biases) of all experts."""
+    noise = torch.Generator().manual_seed(seed)
+    shape = (experts, rows, 1) if width == 0 else (experts, blocks(rows), blocks(cols))
+    matrices = torch.stack([random_fp8(rows, cols, E4M3, seed + i) for i in range(experts)])
+    scales = torch.exp2(torch.randn(shape, generator=noise) - 6)
+    return matrices, scales, torch.randn(experts, rows, generator=noise)
+
+
+def _mlp_case(size: tuple[int, int, int], width: int, has_bias: bool, dtype: torch.dtype) -> tuple[Any, ...]:
+    (rows, k, experts), (hidden, inner) = size, (208, 128)
+    topk_ids = random_topk_ids(rows, k, experts)
+    weights = torch.rand(topk_ids.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    first = _expert_weights(experts, 2 * inner, hidden, width, 1)
+    second = _expert_weights(experts, hidden, inner, width, 50)
+    tensors = [*(first if has_bias else (*first[:2], None)), *(second if has_bias else (*second[:2], None))]
+    return tiled_noise(rows, hidden, dtype), topk_ids, weights, torch.arange(experts), *tensors, width, False
+
+
+def _mlp_cases() -> list[Case]:
+    sizes = ((1, 8, 16), (1, 1, 1), (0, 2, 4), (7, 2, 4), (70, 3, 8))  # T, k, E
+    dtypes = (torch.bfloat16, torch.float32)
+    return grid_cases("{}, width {}, bias {}, {}", _mlp_case, sizes, (0, BLOCK), (False, True), dtypes)
+
+
+define_composed(
+    "grouped_mlp(Tensor x, Tensor topk_ids, Tensor weights, Tensor(a!) tokens, Tensor gate_up,"
+    " Tensor gate_up_scale_inv, Tensor? gate_up_bias, Tensor down, Tensor down_scale_inv, Tensor? down_bias, int width,"
+    " bool power_2) -> Tensor",
+    grouped_mlp,
+    fake=_fake_mlp,
+    cases=_mlp_cases,
+    kernel_devices=("cpu",),
 )

@@ -6,7 +6,6 @@ Within a group are blocks of 1024 columns. Within a block, the columns k = 0 to 
 """
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
 from fp8serve.fp8.ops.gemm import mm, scaled_mm
-from fp8serve.fp8.ops.inputs import fake_nothing, random_fp8, random_normal
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases, random_fp8, random_normal
+from fp8serve.fp8.ops.registry import define
 
 GROUP, RUN, BLOCK = 16, 8, 1024
 _FOURS, _PAIRS, _ROWS = 4, 2, 2  # 16 rows are four groups of two pairs of rows
@@ -61,37 +60,46 @@ def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return random_normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else random_fp8(rows, cols, dtype, 3)
 
 
-def _pack_case(rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    return _weight(rows, cols, dtype), torch.zeros(packed_shape(rows, cols)).to(dtype)
-
-
-def _pack_cases() -> list[Case]:
-    shapes = ((16, 8), (48, 72), (32, 1024), (16, 2064))
-    return [Case(f"{s} {d}", partial(_pack_case, *s, d)) for s, d in product(shapes, PACKABLE)]
+def _pack_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
+    return _weight(*shape, dtype), torch.zeros(packed_shape(*shape)).to(dtype)
 
 
 define(
     "pack_weight(Tensor weight, Tensor(a!) out) -> ()",
     pack_weight,
     fake=fake_nothing,
-    cases=_pack_cases,
-    kernels=("cpu",),  # packing has no benefit on a GPU
+    cases=partial(grid_cases, "{} {}", _pack_case, ((16, 8), (48, 72), (32, 1024), (16, 2064)), PACKABLE),
+    kernel_devices=("cpu",),  # packing has no benefit on a GPU
 )
+
+
+def pack_into(weight: Tensor, out: Tensor) -> Tensor:
+    """Packs weight [N, K] into the vector `out` and returns `out` as [N / 16, K / 8, 128], the layout of packed_mm."""
+    out = out.view(packed_shape(*weight.shape))
+    torch.ops.fp8serve.pack_weight(weight.detach(), out)
+    return out
+
+
+def pack_state_dict_weight(state_dict: dict[str, Any], key: str) -> None:
+    """Packs the weight under `key` in place, unless it is packed already or cannot be packed."""
+    weight = state_dict.get(key)
+    if weight is not None and weight.dim() == 2 and is_packable(weight):
+        state_dict[key] = pack_into(weight, torch.empty_like(weight).view(-1))
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
     """Returns the weight [N, K] of a packed weight [N / 16, K / 8, 128]."""
     groups = len(packed)
     blocks = torch.split(_bits(packed).view(groups, -1), BLOCK * GROUP, 1)
-    rows = [_rows(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
+    rows = [_unpack_block(block, _is_wide(packed)).reshape(groups * GROUP, -1) for block in blocks]
     return torch.cat(rows, 1).view(packed.dtype)
 
 
-def _rows(block: Tensor, wide: bool) -> Tensor:
+def _unpack_block(block: Tensor, is_wide: bool) -> Tensor:
     """Permutes [groups, halves * runs * 16 * 4] to [groups, fours, pairs, rows, runs, halves, 4]."""
-    order = (_PAIRS, _FOURS, _ROWS) if wide else (_FOURS, _PAIRS, _ROWS)
-    whole = block.reshape(len(block), 2, -1, *order, RUN // 2)
-    return (whole.transpose(3, 4) if wide else whole).permute(0, 3, 4, 5, 2, 1, 6)
+    order = (_PAIRS, _FOURS, _ROWS) if is_wide else (_FOURS, _PAIRS, _ROWS)
+    halves = block.reshape(len(block), 2, -1, *order, RUN // 2)
+    return (halves.transpose(3, 4) if is_wide else halves).permute(0, 3, 4, 5, 2, 1, 6)
 
 
 def packed_mm(
@@ -119,7 +127,7 @@ def _fake_packed_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: bool) -> tuple[Any, ...]:
     """Returns the arguments of a product of [rows, 1160] and a packed [144, 1160]."""
     n, k = 144, 1160
-    weight, packed = _pack_case(n, k, dtype)
+    weight, packed = _pack_case((n, k), dtype)
     pack_weight(weight, packed)
     residual = random_normal(rows, n, torch.bfloat16, 5) if has_residual else None
     if dtype == torch.bfloat16:
@@ -130,16 +138,12 @@ def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: b
     return random_fp8(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
 
 
-def _packed_mm_cases() -> list[Case]:
-    grid = product((1, 8, 70), PACKABLE, (False, True), (False, True))
-    return [Case(f"{m} rows {d} blocks {b} residual {o}", partial(_packed_mm_case, m, d, b, o)) for m, d, b, o in grid]
-
-
+_BOTH = (False, True)
 define(
     "packed_mm(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, Tensor? residual,"
     " ScalarType out_dtype) -> Tensor",
     packed_mm,
     fake=_fake_packed_mm,
-    cases=_packed_mm_cases,
-    kernels=("cpu",),
+    cases=partial(grid_cases, "{} rows {} blocks {} residual {}", _packed_mm_case, (1, 8, 70), PACKABLE, _BOTH, _BOTH),
+    kernel_devices=("cpu",),
 )

@@ -11,7 +11,7 @@ Only this module imports `torch.library`.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,14 +35,14 @@ class Case:
 class Op:
     """A registered op.
 
-    `kernels` are the devices whose library has a kernel for the op. A `composed` op without a kernel runs as a sequence
-    of other ops. `recipes` are the recipes whose linear layers need the op, forward or backward. `cases` returns its
-    inputs for the tests of kernels, for gradient checks and for benchmarks.
+    `kernel_devices` are the devices whose library has a kernel for the op. An op with `is_composed` runs as a sequence
+    of other ops where it has no kernel. `recipes` are the recipes whose linear layers need the op, forward or backward.
+    `cases` returns its inputs for the tests of kernels, for gradient checks and for benchmarks.
     """
 
     name: str
-    kernels: tuple[str, ...]
-    composed: bool
+    kernel_devices: tuple[str, ...]
+    is_composed: bool
     recipes: tuple[str, ...]
     cases: Callable[[], list[Case]]
 
@@ -56,24 +56,31 @@ _REPLACEMENTS: dict[tuple[str, str], Any] = {}  # (op, device) -> torch library 
 
 def define(
     schema: str,
-    kernel: Kernel,
+    reference_kernel: Kernel,
     *,
     fake: Kernel,
     cases: Callable[[], list[Case]],
-    composition: Kernel | None = None,
-    kernels: tuple[str, ...] = ("cpu", "cuda"),
+    default_kernel: Kernel | None = None,
+    kernel_devices: tuple[str, ...] = ("cpu", "cuda"),
     recipes: tuple[str, ...] = (),
 ) -> None:
-    """Defines an op by its schema and its reference `kernel`.
-
-    The reference is also the default kernel, unless there is a `composition` of other ops, which may have kernels.
-    """
+    """Defines an op by its schema and its reference, which is also the default kernel unless another one is given."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    implement(name, composition or kernel)
+    implement(name, default_kernel or reference_kernel)
     torch.library.register_fake(f"fp8serve::{name}", _check_one_device(name, fake), lib=_LIBRARY)
-    setattr(reference, name, kernel)
-    OPS[name] = Op(name, kernels, composition is not None, recipes, cases)
+    setattr(reference, name, reference_kernel)
+    OPS[name] = Op(name, kernel_devices, default_kernel is not None, recipes, cases)
+
+
+def define_composed(schema: str, composition: Kernel, **options: Any) -> None:
+    """Defines an op that is a sequence of other ops, with the options of `define`.
+
+    The first argument of `composition` is the namespace of the ops that it calls, followed by the arguments of the op.
+    The reference calls references. The default kernel calls ops, which may have compiled kernels.
+    """
+    default_kernel = partial(composition, torch.ops.fp8serve)
+    define(schema, partial(composition, reference), default_kernel=default_kernel, **options)
 
 
 def _check_one_device(name: str, fake: Kernel) -> Kernel:
@@ -92,13 +99,13 @@ def _check_one_device(name: str, fake: Kernel) -> Kernel:
     return checked
 
 
-def declare(schema: str, fake: Kernel | None = None, kernels: tuple[str, ...] = ()) -> None:
+def declare(schema: str, fake: Kernel | None = None, kernel_devices: tuple[str, ...] = ()) -> None:
     """Defines an op without a reference, whose only kernel is in a library or is registered by `implement`."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     if fake is not None:
         torch.library.register_fake(f"fp8serve::{name}", fake, lib=_LIBRARY)
-    _DECLARED_DEVICES[name] = kernels
+    _DECLARED_DEVICES[name] = kernel_devices
 
 
 def implement(name: str, kernel: Kernel) -> None:
@@ -134,8 +141,8 @@ def restore_library_kernels(device: str) -> None:
 
 def compiled_for(device: str) -> set[str]:
     """Returns the ops for which the library of a device, "cpu" or "cuda", has a kernel."""
-    kernels = {name: op.kernels for name, op in OPS.items()} | _DECLARED_DEVICES
-    return {name for name, devices in kernels.items() if device in devices}
+    devices = {name: op.kernel_devices for name, op in OPS.items()} | _DECLARED_DEVICES
+    return {name for name, kernel_devices in devices.items() if device in kernel_devices}
 
 
 def recipe_ops() -> dict[str, tuple[str, ...]]:

@@ -13,14 +13,14 @@ number is within about 1e-15 of the boundary between two tokens.
 """
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.registry import Case, define
+from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases
+from fp8serve.fp8.ops.registry import define
 
 WORD = 32
 
@@ -36,9 +36,6 @@ def keep_allowed(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
 
 
-def _fake(logits: Tensor, rows: Tensor, allowed: Tensor) -> None: ...
-
-
 def _case(count: int, vocab: int) -> tuple[Any, ...]:
     """Arguments with words in which no bit, every bit or some bits are set."""
     noise = torch.Generator().manual_seed(vocab)
@@ -48,16 +45,12 @@ def _case(count: int, vocab: int) -> tuple[Any, ...]:
     return torch.randn(count + 2, vocab, generator=noise), torch.arange(count).flip(0) + 1, allowed
 
 
-def _cases() -> list[Case]:
-    return [Case(f"{m} x {v}", partial(_case, m, v)) for m, v in product((0, 1, 5), (1, 32, 1000, 4103))]
-
-
 define(
     "keep_allowed(Tensor(a!) logits, Tensor rows, Tensor allowed) -> ()",
     keep_allowed,
-    fake=_fake,
-    cases=_cases,
-    kernels=("cpu",),
+    fake=fake_nothing,
+    cases=partial(grid_cases, "{} x {}", _case, (0, 1, 5), (1, 32, 1000, 4103)),
+    kernel_devices=("cpu",),
 )
 
 
@@ -109,7 +102,7 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _fake_sample(logits: Tensor, *rest: Any) -> Tensor:
+def _fake_tokens(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
@@ -126,16 +119,11 @@ def _sample_case(rows: int, vocab: int, filters: bool) -> tuple[Any, ...]:
     return logits, 0.5 + temperature, top_k, top_p.double(), min_p.double(), uniform
 
 
-def _sample_cases() -> list[Case]:
-    grid = product((1, 12), (1, 37, 3000), (False, True))
-    return [Case(f"{r} x {v}, filters {f}", partial(_sample_case, r, v, f)) for r, v, f in grid]
-
-
 define(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
     sample,
-    fake=_fake_sample,
-    cases=_sample_cases,
+    fake=_fake_tokens,
+    cases=partial(grid_cases, "{} x {}, filters {}", _sample_case, (1, 12), (1, 37, 3000), (False, True)),
 )
 
 
@@ -146,10 +134,6 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     """
     best = logits.max(-1)
     return torch.where(best.values.isfinite(), best.indices, -1)
-
-
-def _fake_greedy(logits: Tensor) -> Tensor:
-    return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
 
 def _greedy_case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -164,15 +148,11 @@ def _greedy_case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return (logits.to(dtype),)
 
 
-def _greedy_cases() -> list[Case]:
-    grid = product((0, 1, 7), (1, 37, 9003, 16384), (torch.bfloat16, torch.float32, torch.float16))
-    return [Case(f"{r} x {v} {dtype}", partial(_greedy_case, r, v, dtype)) for r, v, dtype in grid]
-
-
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 define(
     "greedy_tokens(Tensor logits) -> Tensor",
     greedy_tokens,
-    fake=_fake_greedy,
-    cases=_greedy_cases,
-    kernels=("cuda",),
+    fake=_fake_tokens,
+    cases=partial(grid_cases, "{} x {} {}", _greedy_case, (0, 1, 7), (1, 37, 9003, 16384), _DTYPES),
+    kernel_devices=("cuda",),
 )

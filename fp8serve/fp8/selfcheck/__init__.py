@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 from fp8serve.errors import one_line
-from fp8serve.fp8.cuda_library import check_gpu
+from fp8serve.fp8.cuda_support import check_gpu
 from fp8serve.fp8.selfcheck import check_runner
 from fp8serve.fp8.selfcheck.candidates import switch_off
 from fp8serve.fp8.selfcheck.check_runner import KernelCallback

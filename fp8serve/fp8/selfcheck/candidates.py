@@ -122,8 +122,8 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
     yield Candidate("paged_attention.overlap", "paged_attention", run, attention_cases)
     run = partial(_run_with, ops, {"gated"}, ops.stored_gated_mm)
     yield Candidate("stored_gated_mm.gated", "stored_gated_mm", run, sample_cases(gpu_cases("stored_gated_mm")))
-    on = {"overlap", "early_weights"}
-    run = partial(_run_overlapping, ops, on, partial(_quantize_and_multiply, ops.stored_mm))
+    enabled = {"overlap", "early_weights"}
+    run = partial(_run_overlapping, ops, enabled, partial(_quantize_and_multiply, ops.stored_mm))
     yield Candidate("stored_mm.early_weights", "stored_mm", run, sample_cases(gpu_cases("stored_mm")))
 
 
@@ -152,19 +152,18 @@ def _gemm_cases(name: str) -> list[Case]:
     ]
 
 
-def _switched_off(ops: Any, tensor: Tensor) -> set[str]:
-    """Returns the names of the kernels that are switched off on the tensor's GPU."""
+def _disabled_kernels(ops: Any, tensor: Tensor) -> set[str]:
     return set(ops.gemm_kernels(tensor, "").split("+")) - {""}
 
 
-def _set_switched_off(ops: Any, tensor: Tensor, names: set[str]) -> None:
+def _disable_kernels(ops: Any, tensor: Tensor, names: set[str]) -> None:
+    """Switches off these kernels on the tensor's GPU, and all others on."""
     ops.gemm_kernels(tensor, "+".join(sorted(names)) or "none")
 
 
 def _run_grouped(ops: Any, op: str, uses_cutlass: bool, *arguments: Any) -> Tensor:
-    """Runs a grouped GEMM with or without CUTLASS's kernels."""
-    off = _switched_off(ops, arguments[0]) - {"grouped_cutlass"}
-    _set_switched_off(ops, arguments[0], off if uses_cutlass else off | {"grouped_cutlass"})
+    disabled = _disabled_kernels(ops, arguments[0]) - {"grouped_cutlass"}
+    _disable_kernels(ops, arguments[0], disabled if uses_cutlass else disabled | {"grouped_cutlass"})
     output: Tensor = getattr(ops, op)(*arguments)
     return output
 
@@ -173,12 +172,12 @@ def _run_attention(ops: Any, num_kernels: int, q: Tensor, *arguments: Any) -> Te
     """Runs attention with the first `num_kernels` of the kernels in ATTENTION switched on and the others off."""
     if num_kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
-    off = _switched_off(ops, q)
-    _set_switched_off(ops, q, off - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
+    disabled = _disabled_kernels(ops, q)
+    _disable_kernels(ops, q, disabled - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
     try:
         output: Tensor = ops.paged_attention(q, *arguments)
     finally:
-        _set_switched_off(ops, q, off)
+        _disable_kernels(ops, q, disabled)
     return output
 
 
@@ -195,23 +194,21 @@ def _prompt_cases() -> list[Case]:
     ]
 
 
-def _run_overlapping(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs two kernels with these switches on, so the second may start before the first has ended. Other checks run
-    without overlap."""
+def _run_overlapping(ops: Any, enabled: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Runs two kernels with these switches on, so that the second may start before the first has ended."""
     first = arguments[0]
     if first.is_cuda and torch.cuda.get_device_capability(first.device) < (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
-    return _run_with(ops, on, partial(run, ops), *arguments)
+    return _run_with(ops, enabled, partial(run, ops), *arguments)
 
 
-def _run_with(ops: Any, on: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Runs a kernel with these switches on."""
-    off = _switched_off(ops, arguments[0])
-    _set_switched_off(ops, arguments[0], off - on)
+def _run_with(ops: Any, enabled: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    disabled = _disabled_kernels(ops, arguments[0])
+    _disable_kernels(ops, arguments[0], disabled - enabled)
     try:
         return run(*arguments)
     finally:
-        _set_switched_off(ops, arguments[0], off)
+        _disable_kernels(ops, arguments[0], disabled)
 
 
 def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor, *arguments: Any) -> Tensor:
@@ -221,7 +218,6 @@ def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor,
 
 
 def _write_cache_and_attend(ops: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    """Writes keys and values into new caches and runs attention with them."""
     if k.itemsize == 1:
         raise RuntimeError(UNSUPPORTED_CASE)
     slots = torch.arange(k.shape[0] * k.shape[1], device=k.device)
@@ -287,9 +283,9 @@ def switch_off(device: torch.device, names: Iterable[str]) -> None:
 
 def switch_off_by_name(tensor: Tensor, names: Iterable[str], ops: Any = torch.ops.fp8serve) -> None:
     """Switches off, on the tensor's GPU, those of the kernels that the op `gemm_kernels` can switch off."""
-    off = {_SWITCHES[name] for name in names if name in _SWITCHES} | _switched_off(ops, tensor)
-    if off:
-        _set_switched_off(ops, tensor, off)
+    disabled = {_SWITCHES[name] for name in names if name in _SWITCHES} | _disabled_kernels(ops, tensor)
+    if disabled:
+        _disable_kernels(ops, tensor, disabled)
 
 
 def _switch_off_on_cpu(names: set[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fp8serve.fp8 import ops
-from fp8serve.fp8.cuda_driver import driver_version
+from fp8serve.fp8.cuda_support import driver_version
 
 
 @dataclass(frozen=True)

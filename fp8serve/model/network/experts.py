@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the ops that are called below
-from fp8serve.fp8.batch_invariant_product import product
+from fp8serve.fp8.batch_invariant import product
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.grouped_linear import Span, grouped_linear
 from fp8serve.fp8.linear import Linear

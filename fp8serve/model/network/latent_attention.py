@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fp8serve.fp8.batch_invariant_product import is_batch_invariant, product
+from fp8serve.fp8.batch_invariant import is_batch_invariant, product
 from fp8serve.model.config.latent_attention import LatentSizes
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.fusion import OutputTransform, Projections, add_projection, forward_of

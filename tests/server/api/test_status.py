@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fp8serve.errors import RequestError
-from fp8serve.fp8.cuda_driver import Gpu
+from fp8serve.fp8.cuda_support import Gpu
 from fp8serve.model import device as model_device
 from fp8serve.server.app import PAGES
 from tests.patience import eventually

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.fp8.batch_invariant_linear import has_batch_invariant_products, use_batch_invariant_products
+from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable

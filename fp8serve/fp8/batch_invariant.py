@@ -1,0 +1,118 @@
+"""Batch-invariant BF16 products and `BatchInvariantLinear`: a row of the output does not depend on the other rows.
+
+A matrix library chooses the order of its sums by the shape of the operands, so a token's result would depend on the
+number of other tokens. The op `mm` (csrc/cpu/gemm.h) sums in the same order for every shape. So a token's projections
+and logits have the same bits in a training batch, in a chunk of a prompt and during decoding. The products are
+differentiable. The backward pass uses torch's products, because serving has no backward pass.
+
+Without a kernel for the device or the dtype, all products are torch's.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, Optional, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone uses
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8serve.fp8 import ops
+from fp8serve.fp8.ops.packing import pack_into, pack_state_dict_weight
+
+if TYPE_CHECKING:
+    from fp8serve.fp8.lora import ServedAdapters
+
+_mm = torch.ops.fp8serve.mm.default
+_packed_mm = torch.ops.fp8serve.packed_mm.default
+_HAS_KERNEL = "cpu kernel" in ops.backends("cpu")["mm"]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return cast(Tensor, _mm(x, weight, bias, out_dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = (dy @ weight.to(dy.dtype)).to(x.dtype) if needs_dx else None
+        dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if needs_dw else None
+        return dx, dw, dy.sum(0).to(ctx.bias_dtype) if needs_db else None, None
+
+
+def is_batch_invariant(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether `product` of these tensors runs our batch-invariant kernel."""
+    return _HAS_KERNEL and x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Returns x weight^T + bias, [M, N] of `out_dtype` (by default x's dtype), for x [M, K] and weight [N, K].
+
+    It is differentiable, and batch-invariant if `is_batch_invariant(x, weight)`. Otherwise the product is torch's.
+    """
+    dtype = out_dtype or x.dtype
+    if not is_batch_invariant(x, weight):
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return cast(Tensor, _Product.apply(x, weight, bias, dtype))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _mm(x, weight, bias, dtype))
+
+
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x weight^T + bias for x [..., K], batch-invariant if `is_batch_invariant(x, weight)`."""
+    if not is_batch_invariant(x, weight):
+        return F.linear(x, weight, bias)
+    if x.dim() == 2:
+        return product(x, weight, bias)
+    return product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+
+class BatchInvariantLinear(nn.Linear):
+    """An nn.Linear with batch-invariant products. Its weight may be packed for serving, and it may have adapters."""
+
+    adapters: Optional["ServedAdapters"] = None
+
+    @classmethod
+    def convert(cls, linear: nn.Linear) -> "BatchInvariantLinear":
+        """Turns an nn.Linear into a BatchInvariantLinear in place. Its parameters, hooks and flags stay."""
+        linear.__class__ = cls
+        return cast(BatchInvariantLinear, linear)
+
+    def pack(self, out: Tensor) -> None:
+        """Packs the weight into `out`, a BF16 tensor with the same number of elements."""
+        self.weight = nn.Parameter(pack_into(self.weight, out), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Loads a state dict with an unpacked weight; packs that weight first if this layer's is packed."""
+        if self.weight.dim() == 3:
+            pack_state_dict_weight(state_dict, f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the output [..., out] for an input [..., in]."""
+        y = self._run(input)
+        return y if self.adapters is None else self.adapters.add(y, input)
+
+    def _run(self, x: Tensor) -> Tensor:
+        tensors = self._parameters
+        weight, bias = cast(Tensor, tensors["weight"]), tensors["bias"]
+        if weight.dim() == 2:
+            return apply_linear(x, weight, bias)
+        y: Tensor = _packed_mm(x.flatten(0, -2), weight, None, None, bias, None, x.dtype)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def has_batch_invariant_products(device: str) -> bool:
+    """Returns whether all GEMMs on this device run our CPU kernels, which are batch-invariant."""
+    return all("cpu kernel" in ops.backends(device)[op] for op in ("scaled_mm", "scaled_mm_add", "mm"))
+
+
+def use_batch_invariant_products(model: nn.Module) -> None:
+    """Turns every nn.Linear of `model` into a BatchInvariantLinear in place, unless its class overrides `forward`."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            BatchInvariantLinear.convert(module)
