@@ -63,8 +63,8 @@ class Adapters:
         self._by_number: dict[int, LoadedAdapter] = {}  # includes unloaded adapters that sequences still use
 
     @property
-    def is_used(self) -> bool:
-        """Whether any adapter is in memory, so that a sequence may use it."""
+    def has_adapters(self) -> bool:
+        """Whether an adapter is in memory, which a sequence may then use."""
         return bool(self._by_number)
 
     def load(self, name: str, directory: Path) -> LoadedAdapter:

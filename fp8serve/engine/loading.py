@@ -19,7 +19,7 @@ from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, l
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.input_counters import InputCounters
-from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
+from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan_cache, plan_gpu_cache, weight_bytes
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.packing import Packer, create_packer
 from fp8serve.engine.request import EngineLimits
@@ -162,7 +162,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
     # On a CPU, a cache that does not fit is refused before the weights are loaded.
-    sizes = None if device.type == "cuda" else plan(config, options, cache_dtype, draft=draft_model_config)
+    cache_plan = None if device.type == "cuda" else plan_cache(config, options, cache_dtype, draft=draft_model_config)
     check_length(config, options)
     model = network or load_servable(
         model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
@@ -176,24 +176,24 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
         log.warning("%s: the KV cache is BF16. It cannot be FP8 with this model's scales: %s", model_dir, reason)
-    if sizes is None:
-        sizes, options = plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
+    if cache_plan is None:
+        cache_plan, options = plan_gpu_cache(model, config, options, cache_dtype, draft_model_config)
         log.info(
             "on %s: %d sequences, %d tokens a step, %d prompt tokens while others decode, %d tokens of KV cache in %s",
             device,
             options.num_seqs,
             options.step_tokens,
             options.prefill_tokens,
-            sizes.num_blocks * options.block_size,
+            cache_plan.num_blocks * options.block_size,
             options.kv_cache_dtype,
         )
-    model.set_max_length(sizes.max_model_len)
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    model.set_max_length(cache_plan.max_model_len)
+    runner = Runner(model, cache_plan.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
     counters = InputCounters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
-    graphs = _capture_graphs(runner, frozen, options, sizes)
+    graphs = _capture_graphs(runner, frozen, options, cache_plan)
     phases.end("graphs")
-    draft = None if loaded_draft is None else _prepare_draft(loaded_draft, sizes, options)
+    draft = None if loaded_draft is None else _prepare_draft(loaded_draft, cache_plan, options)
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
     notes = unused_part_notes(model_dir, checkpoint.left_out), mx_notes(checkpoint.shards), computed_by_note(config)
@@ -201,7 +201,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe
-    differences = list(parity.differences(training_recipe, config, options.device, sizes.max_model_len))
+    differences = list(parity.differences(training_recipe, config, options.device, cache_plan.max_model_len))
     differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
     differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
     differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
@@ -212,13 +212,13 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
         tokenizer=tokenizer,
         grammars=Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids),
         bans=Bans(tokenizer, config.vocab_size, config.eos_token_ids),
-        plan=sizes,
+        plan=cache_plan,
         runner=runner,
         frozen=frozen,
         graphs=graphs,
         packer=Packer([]) if device.type == "cuda" else create_packer(model, *([draft.runner.model] if draft else [])),
         scale_monitor=ScaleMonitor(frozen, counters, calibration, options),
-        prefixes=open_prefixes(model_dir, config, options, sizes),
+        prefixes=open_prefixes(model_dir, config, options, cache_plan),
         draft=draft,
         differences=differences,
     )
@@ -337,13 +337,13 @@ def _frozen(model: Model) -> dict[str, FrozenLinear]:
     return layers
 
 
-def _prepare_draft(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
+def _prepare_draft(loaded: LoadedDraft, cache_plan: CachePlan, options: EngineOptions) -> DraftParts:
     """Adds a KV cache, with as many blocks as the model's, to the draft model."""
-    model, max_length = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
+    model, max_length = loaded.model, min(loaded.model.config.max_length, cache_plan.max_model_len)
     separate_rows(model, options.device)
     model.set_max_length(max_length)
-    runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
-    _capture_graphs(runner, _frozen(model), options, sizes, with_prompts=False)
+    runner = Runner(model, cache_plan.num_blocks, options.block_size, torch.bfloat16)
+    _capture_graphs(runner, _frozen(model), options, cache_plan, with_prompts=False)
     return DraftParts(loaded.name, runner, max_length, loaded.cost, weight_bytes(model))
 
 
@@ -351,11 +351,11 @@ def _capture_graphs(
     runner: Runner,
     frozen: dict[str, FrozenLinear],
     options: EngineOptions,
-    sizes: CachePlan,
+    cache_plan: CachePlan,
     with_prompts: bool = True,
 ) -> GraphReport:
     """Captures steps, and then resets the layers' counters, because no request has run yet."""
-    report = runner.capture_steps(options, sizes.max_model_len, with_prompts=with_prompts)
+    report = runner.capture_steps(options, cache_plan.max_model_len, with_prompts=with_prompts)
     for layer in frozen.values():
         layer.reset_counters()
     reset_token_counts(runner.model)

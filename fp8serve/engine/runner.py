@@ -130,7 +130,7 @@ class Runner:
             torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
 
     def _uses_adapters(self, work: StepWork | list[Work]) -> bool:
-        return self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work))
+        return self.adapters.has_adapters and any(seq.adapter is not None for seq in _sequences(work))
 
     def _replay(self, work: StepWork | list[Work], rows: DecodeRows | None) -> Tensor | None:
         """Returns the logits of a step that was captured, or None. `rows` are those of a decoding step."""

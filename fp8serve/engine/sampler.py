@@ -201,7 +201,7 @@ def _token_counts(seq: Sequence) -> list[tuple[int, int]]:
 
 
 def _apply_logit_bias(logits: Tensor, plan: SamplingPlan) -> None:
-    """Adds the biases of `logit_bias`, which has each token of a request once."""
+    """Adds the biases of `logit_bias`, whose tokens are unique (sampling_params.py), as `+=` with an index requires."""
     triples = [(row, *pair) for row in plan.biased for pair in plan.seqs[row].params.logit_bias]
     if triples:
         rows, tokens, values = zip(*triples, strict=True)

@@ -196,7 +196,7 @@ class SavedPrefixes:
 
 
 def open_prefixes(
-    model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
+    model_dir: Path, config: ModelConfig, options: EngineOptions, cache_plan: CachePlan
 ) -> SavedPrefixes | None:
     """Returns the saved prefix cache of an engine with these options, or None if they have no cache_dir.
 
@@ -205,9 +205,10 @@ def open_prefixes(
     if options.cache_dir is None:
         return None
     folder, max_bytes = Path(options.cache_dir), options.cache_dir_bytes or DEFAULT_MAX_BYTES
-    if max_bytes < sizes.block_bytes:
+    if max_bytes < cache_plan.block_bytes:
         raise RequestError(
-            f"cache_dir_bytes ({max_bytes:,}) is less than the size of one block ({sizes.block_bytes:,}); raise it."
+            f"cache_dir_bytes ({max_bytes:,}) is less than the size of one block ({cache_plan.block_bytes:,}); raise "
+            "it."
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def open_prefixes(
     settings["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
     # The length depends on free memory, so it counts only if the angles of keys depend on it.
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
-    settings["length"] = sizes.max_model_len if is_long else None
+    settings["length"] = cache_plan.max_model_len if is_long else None
     key = _digest({"model": str(model_dir.resolve()), **settings})
     path = folder / f"{model_dir.resolve().name[:64]}-{key[:12]}{SUFFIX}"
     fingerprint = _digest({**settings, **_describe_weights(model_dir, options), **_describe_machine(options)})

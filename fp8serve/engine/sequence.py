@@ -48,7 +48,6 @@ class Sequence:
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter
-    text: "TextStream | None" = None  # set by the engine
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
@@ -63,6 +62,7 @@ class Sequence:
     # the block pool writes the following fields
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks
+    text: "TextStream" = field(init=False, repr=False)  # set by the engine; the scheduler does not read it
     # copied from the request, because every step reads them
     request_id: str = field(init=False)
     params: SamplingParams = field(init=False)

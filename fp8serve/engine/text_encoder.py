@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,13 +31,8 @@ from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 
 MIN_THREAD_TOKENS = 64  # with fewer tokens, a thread spends most of its time on reading the weights
+Compute = Callable[[Sequence[int]], Tensor]  # maps the indexes of texts of a batch to their rows, [texts, ...]
 Pool = Callable[[Tensor, Sequence[int]], Tensor]  # maps hidden states [tokens, H] and text lengths to [texts, ...]
-
-
-class Compute(Protocol):
-    """Computes the texts at some indexes of a batch and returns their rows, [texts, ...]."""
-
-    def __call__(self, indexes: Sequence[int]) -> Tensor: ...
 
 
 class TextThreads:

@@ -12,7 +12,7 @@ import torch
 from fp8serve.engine import defaults, loading, memory
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import open_device
-from fp8serve.engine.memory import plan_on_gpu
+from fp8serve.engine.memory import plan_gpu_cache
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError
 from fp8serve.fp8.recipe import DelayedScaling
@@ -160,7 +160,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 
 def derived(model: Engine, **options: Any) -> tuple[int, int, int]:
-    _, limits = plan_on_gpu(model.loaded.runner.model, model.loaded.config, on_gpu(**options), torch.bfloat16)
+    _, limits = plan_gpu_cache(model.loaded.runner.model, model.loaded.config, on_gpu(**options), torch.bfloat16)
     assert None not in (limits.max_num_seqs, limits.max_batch_tokens, limits.max_prefill_tokens)
     return limits.num_seqs, limits.step_tokens, limits.prefill_tokens
 
