@@ -16,8 +16,8 @@ A checkpoint is written into a hidden directory beside the final one. Its files 
 directory is renamed, and its parent is fsynced (`model.storage.files`). A kill at any instant leaves at most the hidden
 directory, which the next start removes. Before a run resumes, it verifies the manifest, so that lost or changed bytes
 are detected; it resumes from the newest checkpoint that is complete. There is no pickle. A checkpoint takes 12 bytes a
-parameter, which are written and hashed once. The files are not sharded, because only this program reads them; `export`
-writes sharded or quantized files.
+parameter, or 6 with 8-bit moments, which are written and hashed once. The files are not sharded, because only this
+program reads them; `export` writes sharded or quantized files.
 """
 
 import hashlib

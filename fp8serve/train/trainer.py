@@ -45,7 +45,14 @@ from fp8serve.model.storage.files import acquire_lock, check_writable, read_json
 from fp8serve.model.stored_checkpoint import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, recovery, state
-from fp8serve.train.checkpointing import Checkpointer, identity_of, load_state, resume, with_template_date
+from fp8serve.train.checkpointing import (
+    Checkpointer,
+    identity_of,
+    load_state,
+    required_disk_bytes,
+    resume,
+    with_template_date,
+)
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import iterate_steps
 from fp8serve.train.events import OnEvent
@@ -240,8 +247,8 @@ class _Attempt:
         if job_config.on_divergence == "return":
             for recovery_config in recovery.recovery_configs(job_config):
                 check_format(recovery_config)
-        if latest is None and not config.lora_rank:  # at least 4 bytes a weight for a checkpoint, 1 for the result
-            check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
+        if latest is None and not config.lora_rank:
+            check_writable(Path(config.out), required_disk_bytes(open_checkpoint(config.model), config))
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
         identity = identity_of(job_config, setup.data_fingerprint, latest)
         run = TrainingRun(job_config, config, ranks, on_event, setup, identity, Progress(returns=returns))
