@@ -151,7 +151,6 @@ class Adapters:
 
 
 def _digest(low_ranks: "Adapter") -> bytes:
-    """Returns a hash of an adapter's tensors, scalings and layer names."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(low_ranks.items()):
         digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())

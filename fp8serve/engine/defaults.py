@@ -22,11 +22,10 @@ small models on the host. Attention is not part of the measured step (memory.py)
 longer.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions, KvDtype
+from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions
 
 GIB = 1 << 30
 STEP_LIMITS = ((70, 256, 8192), (36, 128, 8192), (20, 64, 4096), (0, 32, 2048))
@@ -106,12 +105,6 @@ def prefill_tokens(step_tokens: int, step_seconds: float) -> int:
 def gpu_memory_fraction(free: int, total: int) -> float:
     """Returns the option gpu_memory for a GPU with `free` of `total` bytes when the weights are not loaded yet."""
     return GPU_MEMORY_FRACTION if total - free <= CONTEXT_BYTES else SHARED_GPU_MEMORY_FRACTION
-
-
-def kv_cache_dtype(declares_fp8: bool, scales: Iterable[float]) -> KvDtype:
-    """Returns the element type of the KV cache on a GPU. `declares_fp8` is whether the model's configuration asks for
-    an FP8 cache, and `scales` are its scales of keys and values. Scales that are all 1 were not calibrated."""
-    return "fp8" if declares_fp8 and any(scale != 1 for scale in scales) else "bf16"
 
 
 def worker_options(options: EngineOptions, model_dir: Path) -> EngineOptions:

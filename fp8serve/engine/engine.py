@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8serve.engine import loading
-from fp8serve.engine.draft_model import DraftModel, DraftParts, ModelDrafter
+from fp8serve.engine.draft_model import DraftModel, ModelDrafter
 from fp8serve.engine.drafting import Drafter, sequences_to_sample
 from fp8serve.engine.flights import Flight
 from fp8serve.engine.grammar import Mask, Masks, validate
@@ -77,7 +77,8 @@ class Engine:
         self.scheduler = Scheduler(pool, self.options.num_seqs, self.options.step_tokens, self.options.prefill_tokens)
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.restore(pool, self.loaded.runner)
-        self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
+        draft, config = self.loaded.draft, self.loaded.config
+        self._draft_model = None if draft is None else DraftModel(draft, pool, self.options, config)
         self._live: dict[str, Sequence] = {}  # waiting and running requests, by request id
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
@@ -383,14 +384,7 @@ class Engine:
             **self.loaded.scale_monitor.stats(),
         }
 
-    def _create_draft_model(self, parts: DraftParts) -> DraftModel:
-        options, pool = self.options, self.scheduler.pool
-        return DraftModel(
-            parts, pool, options.drafted_tokens, options.prefill_tokens, self.limits.vocab_size, self.eos_ids
-        )
-
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
-        """Returns the number of running and waiting sequences of every adapter."""
         counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.by_name}
         for seq in self._live.values():
             if seq.adapter is not None and not seq.adapter.is_unloaded:
@@ -511,7 +505,7 @@ class Engine:
             return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
         if seq.ban is not None:
             seq.ban.accept(token)
-        if seq.matcher is not None and not seq.matcher.accept(token):
+        if seq.matcher is not None and not seq.matcher.consume_token(token):
             return self._fail(seq, "The grammar became too complex during generation; simplify it.")
         delta, num_tokens = text.push(token), len(seq.token_ids)
         is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
@@ -522,7 +516,7 @@ class Engine:
             )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
-        is_complete = seq.matcher is not None and seq.matcher.is_complete
+        is_complete = seq.matcher is not None and seq.matcher.is_stopped()  # no further token is allowed
         has_max_tokens = num_tokens == seq.max_tokens
         if is_complete or has_max_tokens:
             delta += text.flush()

@@ -1,4 +1,4 @@
-"""Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `Loaded`.
+"""Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `LoadedModel`.
 
 A recipe may compute one dynamic scale for a whole activation tensor. Then the requests of a batch would change each
 other's results. So the engine computes a dynamic scale for each token's row instead.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.bad_words import Bans
-from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
+from fp8serve.engine.defaults import gpu_memory_fraction, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.graphs import GraphReport
@@ -62,7 +62,7 @@ MAX_GPU_HEAD_DIM = 512  # of csrc/cuda/attention.cu
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready to run, with the other parts of an engine that depend on it."""
 
     model_dir: Path
@@ -115,7 +115,7 @@ class Loaded:
             "log_probs_differ_because": self.differences,
         }
 
-    def after_replaced_weights(self, model_dir: Path | None) -> "Loaded":
+    def after_replaced_weights(self, model_dir: Path | None) -> "LoadedModel":
         """Resets the scale monitor after the weights were replaced. Returns a copy without saved prefixes, which belong
         to the old weights. `model_dir` is the directory of the new weights, or None if they are tensors."""
         calibration = Calibration(DelayedScaling(), {})
@@ -139,7 +139,9 @@ class Loaded:
         return rows | expert_row_counts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None) -> Loaded:
+def load(
+    model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None
+) -> LoadedModel:
     """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`.
 
     `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,
@@ -205,7 +207,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
     differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
     differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
-    loaded = Loaded(
+    loaded = LoadedModel(
         model_dir=model_dir,
         options=options,
         config=config,
@@ -249,7 +251,8 @@ def derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_we
     except (ModelError, ScalesError):
         return "bf16"
     declares_fp8 = quantization is not None and quantization.has_fp8_cache
-    return kv_cache_dtype(declares_fp8, (float(scale) for pair in scales.values() for scale in pair))
+    is_calibrated = any(float(scale) != 1 for pair in scales.values() for scale in pair)
+    return "fp8" if declares_fp8 and is_calibrated else "bf16"
 
 
 def check_device(name: str) -> torch.device:
@@ -267,7 +270,7 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def read_weights(model_dir: Path, loaded: Loaded, device: str | None = None) -> dict[str, Tensor]:
+def read_weights(model_dir: Path, loaded: LoadedModel, device: str | None = None) -> dict[str, Tensor]:
     """Returns the tensors of another directory of the same model, read with the recipe of `loaded` to `device`, by
     default the device of the engine. Raises ModelError if the directory holds another model."""
     options = loaded.options
@@ -294,7 +297,7 @@ class StagedWeights:
     cache_scales: list[KvScale] | None
 
 
-def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeights:
+def stage_weights(model_dir: Path, loaded: LoadedModel, version: int) -> StagedWeights:
     """Reads and checks all weights of `model_dir`, so that invalid weights cannot make the exchange fail.
 
     If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
@@ -317,7 +320,7 @@ def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeight
     return StagedWeights(model_dir, version, tensors, cache_scales)
 
 
-def exchange_staged(loaded: Loaded, staged: StagedWeights, version: int) -> tuple[Loaded, StagedWeights]:
+def exchange_staged(loaded: LoadedModel, staged: StagedWeights, version: int) -> tuple[LoadedModel, StagedWeights]:
     """Serves the staged weights. Returns the engine's new parts, and the replaced weights, with their `version`."""
     tensors = exchange_weights(loaded.runner.model, staged.tensors)
     loaded.runner.update_graphs()
@@ -344,7 +347,7 @@ def _prepare_draft(loaded: LoadedDraft, cache_plan: CachePlan, options: EngineOp
     model.set_max_length(max_length)
     runner = Runner(model, cache_plan.num_blocks, options.block_size, torch.bfloat16)
     _capture_graphs(runner, _frozen(model), options, cache_plan, with_prompts=False)
-    return DraftParts(loaded.name, runner, max_length, loaded.cost, weight_bytes(model))
+    return DraftParts(loaded.name, runner, max_length, loaded.cost)
 
 
 def _capture_graphs(

@@ -120,7 +120,6 @@ def remove_stale_files(folder: Path) -> None:
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a hash of the names, shapes, dtypes and contents of tensors."""
     digest = blake2b(digest_size=HASH_BYTES)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
@@ -228,7 +227,6 @@ def open_prefixes(
 
 
 def _describe_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
-    """Returns values that identify the model, including the modification times of its files."""
     files = {path.name: path for pattern in ("*.safetensors", "*.json") for path in model_dir.glob(pattern)}
     files |= {} if options.scales is None else {"scales of the options": Path(options.scales)}
     stats = {name: path.stat() for name, path in files.items() if regular_file(path)}
@@ -237,7 +235,6 @@ def _describe_weights(model_dir: Path, options: EngineOptions) -> dict[str, obje
 
 
 def _describe_machine(options: EngineOptions) -> dict[str, object]:
-    """Returns values that identify the device, the kernels and the libraries."""
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {

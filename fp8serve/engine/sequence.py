@@ -13,8 +13,9 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher  # only as a type, because the tests on a GPU have no llguidance
+
     from fp8serve.engine.adapters import LoadedAdapter
-    from fp8serve.engine.grammar import Matcher  # only as a type, because the tests on a GPU have no llguidance
     from fp8serve.engine.text import TextStream
 
 
@@ -44,7 +45,7 @@ class Sequence:
     token_ids: list[int]  # the prompt, then the generated tokens
     seed: int  # random if the request has none
     stop_ids: frozenset[int] = frozenset()  # tokens that end the text
-    matcher: "Matcher | None" = None  # if the request has a grammar
+    matcher: "LLMatcher | None" = None  # if the request has a grammar
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter

@@ -153,7 +153,6 @@ class TextEncoder:
 
 
 def _check_options(options: EngineOptions, task: Task) -> None:
-    """Raises RequestError if an option is only for models that generate text, or names another task."""
     if options.task not in (None, task):
         raise RequestError(f"task is {options.task!r}, but the model is loaded to {task}; leave the option task out.")
     if options.drafted_tokens:
