@@ -50,9 +50,7 @@ from fp8serve.model.storage.shards import Shards, TensorParts, load_tensors, rea
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.(step-\d+|model|model-step-\d+)\.tmp-")
-_KINDS = ("model", "optimizer", "scaling", "random")
-_OPTIONAL_KIND = "method"
-_MAPPED_KINDS = ("model", "optimizer")
+_MAPPED_KINDS, _LOADED_KINDS = ("model", "optimizer"), ("scaling", "random", "method")  # of tensors, a file for each
 
 
 @dataclass
@@ -82,8 +80,9 @@ def write_checkpoint(root: Path, state: TrainState, copy_model_files: Callable[[
     final = root / f"step-{state.step}"
     with atomic_directory(final, JobError) as directory:
         copy_model_files(directory)
-        for kind in (*_KINDS, *([_OPTIONAL_KIND] if state.method else [])):
-            _save(directory / f"{kind}.safetensors", getattr(state, kind))
+        for kind in _MAPPED_KINDS + _LOADED_KINDS:
+            if kind != "method" or state.method:
+                _save(directory / f"{kind}.safetensors", getattr(state, kind))
         write_index(directory)
         write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
         write_json(directory / "manifest.json", manifest_of(directory))
@@ -152,13 +151,10 @@ def require_complete(directory: Path) -> None:
 
 def read_checkpoint(directory: Path) -> TrainState:
     """Returns the state in a checkpoint, which the caller has verified."""
-    loaded_kinds = [kind for kind in (*_KINDS, _OPTIONAL_KIND) if kind not in _MAPPED_KINDS]
-    paths = {kind: directory / f"{kind}.safetensors" for kind in (*_MAPPED_KINDS, *loaded_kinds)}
-    mapped: dict[str, Mapping[str, Tensor]] = {kind: Shards(read_header(paths[kind])[0]) for kind in _MAPPED_KINDS}
-    loaded = {
-        kind: load_tensors(paths[kind]) for kind in loaded_kinds if kind != _OPTIONAL_KIND or paths[kind].exists()
-    }
-    return TrainState(**mapped, **loaded, meta=read_json(directory / "trainer.json", JobError))
+    paths = {kind: directory / f"{kind}.safetensors" for kind in _MAPPED_KINDS + _LOADED_KINDS}
+    tensors: dict[str, Mapping[str, Tensor]] = {k: Shards(read_header(paths[k])[0]) for k in _MAPPED_KINDS}
+    tensors |= {kind: load_tensors(paths[kind]) for kind in _LOADED_KINDS if paths[kind].exists()}
+    return TrainState(**tensors, meta=read_json(directory / "trainer.json", JobError))
 
 
 def remove_unfinished(root: Path) -> list[str]:

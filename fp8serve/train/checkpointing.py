@@ -116,7 +116,6 @@ class Checkpointer:
         self.latest = ranks.run_on_first(self._clean_up)
 
     def _clean_up(self) -> Path | None:
-        """Returns the newest complete checkpoint after the clean-up."""
         self.root.mkdir(parents=True, exist_ok=True)
         for root in (self.root, self.root.parent):
             if removed := checkpoint.remove_unfinished(root):

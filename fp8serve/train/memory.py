@@ -53,7 +53,8 @@ def memory_estimate(
         "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
     if config.method == "grpo":
-        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _kv_elements(model)
+        cache_bytes = 2 * 2 * tokens * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values, BF16
+        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + cache_bytes
     forward_bytes = parts["activations"] + parts["logits"]
     peak = max(parts["gradients"], forward_bytes) if config.accumulate == 1 else parts["gradients"] + forward_bytes
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + peak}
@@ -93,7 +94,6 @@ def _logits_bytes(elements: int) -> int:
 
 
 def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
-    """Returns the bytes of both moments."""
     return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
@@ -103,11 +103,6 @@ def check_layers(config: TrainConfig, model: ModelConfig) -> None:
         if getattr(config, name) and model.computed_by is not None:
             reason = "works layer by layer, but transformers computes this model as a whole"
             raise JobError(f"{name} {reason}; leave it out.")
-
-
-def _kv_elements(model: ModelConfig) -> int:
-    """Returns the number of elements of a token's keys in all layers, which is also that of its values."""
-    return model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def _adapter_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:

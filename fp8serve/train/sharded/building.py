@@ -222,8 +222,8 @@ class ShardedModel:
         decoder, checkpoint = open_trainable(source, torch.float32)
         if recipe is not None:
             convert(decoder, skip=(decoder.head_name, *unquantized))
-        self.why_not_fp8 = fp8_gather_obstacle(recipe)
-        self.in_fp8 = self.why_not_fp8 is None if in_fp8 is None else in_fp8
+        self.fp8_obstacle = fp8_gather_obstacle(recipe)
+        self.in_fp8 = self.fp8_obstacle is None if in_fp8 is None else in_fp8
         self.forward = Forward(
             decoder,
             recipe,
@@ -260,12 +260,11 @@ def describe(sharded: ShardedModel | None) -> str:
     if sharded is None:
         return "There is one process, so fsdp shards nothing"
     size = sharded.shards.ranks.size
-    dtype = "in FP8" if sharded.in_fp8 else f"in high precision, because {sharded.why_not_fp8}"
+    dtype = "in FP8" if sharded.in_fp8 else f"in high precision, because {sharded.fp8_obstacle}"
     return f"Weights, gradients and moments are sharded over {size} processes (FSDP2); layers are gathered {dtype}"
 
 
 def _load_units(forward: Forward, checkpoint: Checkpoint, config: TrainConfig, in_fp8: bool) -> list[Unit]:
-    """Loads and shards the weights. Returns the units of the layers."""
     decoder, device = forward.network.decoder, config.device
     # If the model holds BF16 weights, a weight is rounded to BF16 before it is quantized. So gathered masters are, too.
     rounded_to = torch.bfloat16 if config.master_weights == "optimizer" else None
