@@ -40,7 +40,7 @@ from fp8serve.engine.memory import weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampler import sample
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.task import check_generates
 from fp8serve.errors import ModelError, shown
@@ -241,7 +241,8 @@ class DraftModel:
         tokens = sum(item.count for item in work)
         self.num_computed += tokens
         self._balance.add(-self._parts.cost * step_price(tokens))
-        logits, sampling = self._parts.runner.run(work), [(seq, item) for seq, item in scheduled if item.needs_sample]
+        logits = self._parts.runner.run(StepWork(others=work))
+        sampling = [(seq, item) for seq, item in scheduled if item.needs_sample]
         if not sampling:
             return []
         sampled = sample(self._pad_vocabulary(logits), [item.seq for _, item in sampling], self._eos_ids)

@@ -135,7 +135,8 @@ def launch_sampling(
     _ban_bad_words(logits, plan)
     _ban_early_end(logits, plan, eos_ids)
     if mask is not None:
-        _apply_grammar(logits, mask)
+        allowed = to_device(mask.allowed(), torch.int32, logits.device)
+        _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
     return Samples(torch.where(is_finite, _choose(logits, plan), NOT_FINITE), top, plan)
 
 
@@ -221,11 +222,6 @@ def _ban_bad_words(logits: Tensor, plan: SamplingPlan) -> None:
         seq = plan.seqs[row]
         if seq.ban is not None and seq.status is not Status.FINISHED:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
-
-
-def _apply_grammar(logits: Tensor, mask: "Mask") -> None:
-    allowed = to_device(mask.allowed(), torch.int32, logits.device)
-    _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
 def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:

@@ -66,11 +66,7 @@ def _check_ids(ids: Sequence[int], config: ModelConfig, max_length: int) -> None
 
 
 def served_network(
-    model_dir: Path,
-    recipe: Recipe | str = "stored",
-    scales: Path | str | None = None,
-    kv_cache_dtype: KvDtype = "bf16",
-    max_model_len: int | None = None,
+    model_dir: Path, recipe: Recipe | str, scales: Path | str | None, kv_cache_dtype: KvDtype, max_model_len: int | None
 ) -> Network:
     """Returns the trainer's forward pass of a directory, with the FP8 weights and scales of a server."""
     loaded_recipe = from_name(recipe) if isinstance(recipe, str) and recipe != "stored" else recipe
