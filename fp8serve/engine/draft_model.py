@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8serve.engine.drafting import ALLOWANCE, Balance, price
+from fp8serve.engine.drafting import ALLOWANCE, Balance, row_price
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.memory import weight_bytes
 from fp8serve.engine.options import EngineOptions
@@ -85,7 +85,7 @@ def load_draft(directory: Path, model: Model, options: EngineOptions) -> LoadedD
     has_scales = open_checkpoint(directory).has_scales
     draft = load_servable(directory, "stored" if has_scales else "bf16", None, options.device, head=options.head_dtype)
     loaded = LoadedDraft(directory.resolve().name, draft, _pass_cost(draft, model))
-    if loaded.cost + price(1) >= 1:
+    if loaded.cost + row_price(1) >= 1:
         log.warning(
             "A pass of the draft model %s costs %.2f of a step of the model. This is too much for drafts to save time, "
             "so nothing is drafted. Use a smaller draft model.",
@@ -165,7 +165,7 @@ class DraftModel:
 
     def price(self, rows: int) -> float:
         """Returns the price of a drafted token in a step of `rows` rows, in steps of one sequence."""
-        return self._parts.cost + price(rows)
+        return self._parts.cost + row_price(rows)
 
     def has_tokens(self, token_ids: Items[int]) -> bool:
         """Returns whether the draft model's vocabulary, which may have less padding at its end, has these tokens."""

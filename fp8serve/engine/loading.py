@@ -173,7 +173,7 @@ def load(
     phases.end("weights")
     frozen = _frozen(model)
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
-    separate_rows(model, options.device)
+    prepare_for_serving(model, options.device)
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
@@ -343,7 +343,7 @@ def _frozen(model: Model) -> dict[str, FrozenLinear]:
 def _prepare_draft(loaded: LoadedDraft, cache_plan: CachePlan, options: EngineOptions) -> DraftParts:
     """Adds a KV cache, with as many blocks as the model's, to the draft model."""
     model, max_length = loaded.model, min(loaded.model.config.max_length, cache_plan.max_model_len)
-    separate_rows(model, options.device)
+    prepare_for_serving(model, options.device)
     model.set_max_length(max_length)
     runner = Runner(model, cache_plan.num_blocks, options.block_size, torch.bfloat16)
     _capture_graphs(runner, _frozen(model), options, cache_plan, with_prompts=False)
@@ -377,7 +377,7 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else real_path(text)
 
 
-def separate_rows(model: AnyModel, device: str) -> None:
+def prepare_for_serving(model: AnyModel, device: str) -> None:
     """Makes dynamic scales, and on a CPU also products, of each row independent of the other rows. Fuses linear layers.
 
     PyTorch's kernels choose the order of a product's sums by the number of rows. On a CPU, this project's kernels

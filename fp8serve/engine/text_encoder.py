@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.defaults import step_limits
-from fp8serve.engine.loading import open_device, parse_recipe, separate_rows
+from fp8serve.engine.loading import open_device, parse_recipe, prepare_for_serving
 from fp8serve.engine.memory import check_length, gpu_memory_info
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
@@ -99,7 +99,7 @@ class TextEncoder:
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
-        separate_rows(self.model, options.device)
+        prepare_for_serving(self.model, options.device)
         # the counters of a mixture of experts are shared by all threads
         uses_threads = has_batch_invariant_products(options.device) and not mixtures(self.model)
         self._threads = TextThreads() if uses_threads else None

@@ -112,7 +112,7 @@ def _describe(path: Path) -> dict[str, Any]:
         return {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def verify(directory: Path) -> str | None:
+def find_damage(directory: Path) -> str | None:
     """Returns the reason why `directory` is not a complete checkpoint, or None if it is complete."""
     try:
         manifest = read_json(directory / "manifest.json", JobError)
@@ -132,7 +132,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def newest_complete(root: Path, on_damaged: Callable[[Path, str], None]) -> Path | None:
     """Returns the newest complete checkpoint. Renames newer, damaged ones to `step-N.broken`, and reports them."""
     for path in reversed(list_checkpoints(root)):
-        reason = verify(path)
+        reason = find_damage(path)
         if reason is None:
             return path
         on_damaged(path, reason)
@@ -145,7 +145,7 @@ def newest_complete(root: Path, on_damaged: Callable[[Path, str], None]) -> Path
 
 def require_complete(directory: Path) -> None:
     """Raises JobError if `directory` is not a complete checkpoint."""
-    if (reason := verify(directory)) is not None:
+    if (reason := find_damage(directory)) is not None:
         raise JobError(f"{directory} is not a usable training checkpoint: {reason}.")
 
 

@@ -86,7 +86,7 @@ def initialize(run: TrainingRun) -> None:
 
 def initialize_scales(run: TrainingRun) -> None:
     """Observes one microbatch in high precision if an amax history is empty."""
-    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.states(run.setup.forward)):
+    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.scaling_states(run.setup.forward)):
         return
     step, _ = next(iterate_steps(run.lengths, run.config, run.progress.cursor, 1))
     method, microbatches = run.setup.method, run.microbatches(step)
@@ -102,7 +102,7 @@ def choose_result_checkpoint(config: TrainConfig, latest: Path, best_step: int |
     best = latest.with_name(f"step-{best_step}")
     if config.result == "last" or best == latest:
         return latest
-    if (damage := checkpoint.verify(best)) is not None:
+    if (damage := checkpoint.find_damage(best)) is not None:
         text = f"The best checkpoint, {best.name}, cannot be used ({damage}): the result is made of the last one"
         on_event(events.message("best_lost", text, level="warn"))
         return latest
