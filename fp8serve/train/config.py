@@ -91,10 +91,12 @@ class TrainConfig(GrpoOptions):
     def __post_init__(self) -> None:
         recipe.from_name(self.recipe)  # reports an unknown name before any other error
         check(self, JobError)
-        try:
-            _ = self.today
-        except (TypeError, ValueError):
-            raise JobError(f"template_date must be a date such as 2026-01-31, found {self.template_date!r}.") from None
+        if self.template_date is not None:
+            try:
+                date.fromisoformat(self.template_date)
+            except ValueError:
+                message = f"template_date must be a date such as 2026-01-31, found {self.template_date!r}."
+                raise JobError(message) from None
         if self.eval_every is not None and not self.eval_data:
             raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
         if (self.patience is not None or self.result == "best") and self.eval_every is None:

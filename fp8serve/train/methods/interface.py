@@ -3,9 +3,8 @@
     Reader   turns rows of files into items; the HTTP server and a dry run need only this half
     Method   turns items into a loss to minimise and metrics to report
 
-An item is the unit of which microbatches consist, for example a row (supervised) or a pair of completions (DPO). An
-item consists of one or more `Row`s, which go through the model. The trainer, the data order, checkpoints and validation
-handle items without knowing their contents.
+An item (`data.Item`) is for example a row (supervised) or a pair of completions (DPO). The trainer, the data order,
+checkpoints and validation handle items without knowing their contents.
 """
 
 from abc import ABC, abstractmethod
