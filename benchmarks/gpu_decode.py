@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8serve.engine.graphs import CudaCapture
 from fp8serve.engine.runner import Runner
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.config.model_config import ModelConfig
@@ -62,7 +62,7 @@ class DecodeStep:
         self.runner = Runner(model, CONTEXT // BLOCK + 1, BLOCK, torch.bfloat16)
         tokens, blocks = [5] * (CONTEXT + 1), list(range(CONTEXT // BLOCK + 1))
         sequence = SimpleNamespace(token_ids=tokens, block_table=blocks, num_unscored=0, adapter=None)
-        self.work = [Work(cast(Any, sequence), CONTEXT, 1)]
+        self.work = StepWork(others=[Work(cast(Any, sequence), CONTEXT, 1)])
         self.how = ""
         if device == "cuda":
             self.runner.use_graphs(CudaCapture(self.runner.device), 1, CONTEXT + BLOCK)

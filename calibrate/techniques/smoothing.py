@@ -52,8 +52,8 @@ from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.model.building import Model
+from fp8serve.model.config.linear_names import attention_linear_groups, has_dense_mlp, mlp_linear_groups
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.network.decoder import attention_linear_groups, has_dense_mlp, mlp_linear_groups
 from fp8serve.ranks import ALONE, Ranks
 
 Weights = Mapping[str, Tensor]  # by the names of parameters

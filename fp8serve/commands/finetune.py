@@ -23,7 +23,7 @@ Examples:
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +35,7 @@ from fp8serve.errors import Fp8ServeError, GroupError, JobError
 from fp8serve.options import AUTO
 from fp8serve.terminal import Advance, AsJson, Model, on_device, print_json, progress, remark
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import EVENTS, Event, logged, series_of_run
+from fp8serve.train.events import EVENTS, Event, EventLog, series_of_run
 
 if TYPE_CHECKING:
     from fp8serve.ranks import Ranks
@@ -80,7 +80,7 @@ def _run(config: TrainConfig, json: bool, ranks: "Ranks") -> int:
     out = Path(config.out)
     with (
         progress("Training", ranks.is_first) as advance,
-        logged(out / EVENTS) as log,
+        closing(EventLog(out / EVENTS)) as log,
         _stop_on_signal() as stop_requested,
     ):
 

@@ -31,21 +31,21 @@ DIGEST_BYTES = 16
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """One adapter. `digest` is the hash of its contents, and `users` is the number of sequences that use it."""
+    """One adapter. `digest` is the hash of its contents, and `num_users` is the number of sequences that use it."""
 
     name: str
     number: int
     digest: bytes
     rank: int
     nbytes: int
-    parts: dict[str, AdapterWeights]  # by the name of the linear layer
-    users: int = 0
+    weights: dict[str, AdapterWeights]  # by the name of the linear layer
+    num_users: int = 0
     is_unloaded: bool = False
 
     def view(self) -> dict[str, Any]:
         """Returns a description of the adapter as a JSON object."""
-        method = "dora" if any(part.factor is not None for part in self.parts.values()) else "lora"
-        description = {"name": self.name, "method": method, "rank": self.rank, "layers": len(self.parts)}
+        method = "dora" if any(layer.factor is not None for layer in self.weights.values()) else "lora"
+        description = {"name": self.name, "method": method, "rank": self.rank, "layers": len(self.weights)}
         return description | {"bytes": self.nbytes, "digest": self.digest.hex()}
 
 
@@ -63,8 +63,8 @@ class Adapters:
         self._by_number: dict[int, LoadedAdapter] = {}  # includes unloaded adapters that sequences still use
 
     @property
-    def is_used(self) -> bool:
-        """Whether any adapter is in memory, so that a sequence may use it."""
+    def has_adapters(self) -> bool:
+        """Whether an adapter is in memory, which a sequence may then use."""
         return bool(self._by_number)
 
     def load(self, name: str, directory: Path) -> LoadedAdapter:
@@ -77,11 +77,11 @@ class Adapters:
         low_ranks = read_adapter(directory, self.model.config)
         self._check(directory, low_ranks)
         number = next(self._numbers)
-        parts = {linear: self._part(linear, low) for linear, low in low_ranks.items()}
+        weights = {linear: self._layer_weights(linear, low) for linear, low in low_ranks.items()}
         rank, size = max(low.a.shape[0] for low in low_ranks.values()), sum(low.nbytes for low in low_ranks.values())
-        adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, parts)
+        adapter = LoadedAdapter(name, number, _digest(low_ranks), rank, size, weights)
         self._by_number[number] = self.by_name[name] = adapter
-        self._stack(parts)
+        self._rebuild_stacks(weights)
         return adapter
 
     def unload(self, name: str) -> None:
@@ -89,7 +89,7 @@ class Adapters:
         adapter = self.find(name)
         del self.by_name[name]
         adapter.is_unloaded = True
-        self._free(adapter)
+        self._free_if_unused(adapter)
 
     def find(self, name: str) -> LoadedAdapter:
         """Returns the adapter of this name. Raises RequestError if there is none."""
@@ -103,14 +103,14 @@ class Adapters:
         if name is None:
             return None
         adapter = self.find(name)
-        adapter.users += 1
+        adapter.num_users += 1
         return adapter
 
     def release(self, adapter: LoadedAdapter | None) -> None:
         """Records that a sequence with this adapter has ended."""
         if adapter is not None:
-            adapter.users -= 1
-            self._free(adapter)
+            adapter.num_users -= 1
+            self._free_if_unused(adapter)
 
     def _check(self, directory: Path, low_ranks: "Adapter") -> None:
         """Raises ModelError if an adapter does not fit the model, and MachineError if memory is short."""
@@ -127,31 +127,30 @@ class Adapters:
         if self.model.embedding.weight.device.type == "cpu" and size > (free := free_memory()):
             raise MachineError(f"{directory} needs {size:,} bytes and {free:,} are free; unload another adapter first.")
 
-    def _part(self, linear: str, low: "LinearAdapter") -> AdapterWeights:
+    def _layer_weights(self, linear: str, low: "LinearAdapter") -> AdapterWeights:
         base = self.model.get_submodule(linear)
         device = cast(Tensor, base.weight).device
         a, b = low.a.to(device), low.b.to(device)
         magnitude = None if low.magnitude is None else low.magnitude.to(device)
         return AdapterWeights(a, b, low.scaling, dora_factor(base, a, b, low.scaling, magnitude))
 
-    def _free(self, adapter: LoadedAdapter) -> None:
-        if adapter.is_unloaded and adapter.users == 0:
+    def _free_if_unused(self, adapter: LoadedAdapter) -> None:
+        if adapter.is_unloaded and adapter.num_users == 0:
             del self._by_number[adapter.number]
-            self._stack(adapter.parts)
+            self._rebuild_stacks(adapter.weights)
 
-    def _stack(self, linears: Iterable[str]) -> None:
+    def _rebuild_stacks(self, linears: Iterable[str]) -> None:
         """Rebuilds the stacked adapters of these linear layers from all adapters in memory."""
         pruned = set(self.model.pruned_names())
         for linear in linears:
             module = self.model.get_submodule(linear)
-            parts = {number: a.parts[linear] for number, a in self._by_number.items() if linear in a.parts}
+            parts = {number: a.weights[linear] for number, a in self._by_number.items() if linear in a.weights}
             bias = cast(Tensor | None, module.bias)
             adapters = ServedAdapters(self.assignment, parts, bias, is_pruned=linear in pruned) if parts else None
             cast(BatchInvariantLinear | FrozenLinear, module).adapters = adapters
 
 
 def _digest(low_ranks: "Adapter") -> bytes:
-    """Returns a hash of an adapter's tensors, scalings and layer names."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for linear, low in sorted(low_ranks.items()):
         digest.update(f"{linear} {low.scaling!r} {list(low.a.shape)} {low.magnitude is not None}".encode())

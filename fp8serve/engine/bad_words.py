@@ -17,31 +17,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from fp8serve.model.text.tokenizer import Tokenizer
 
 Ids = NDArray[np.int64]
 MAX_CACHED_LISTS = 16  # lists of bad words whose lookup is cached
 SEPARATOR = b"\xff"  # a byte that no UTF-8 text contains
 
 
-class TokenTexts(Protocol):
-    """The part of `Tokenizer` that this module uses."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-
 class Vocabulary:
     """The texts of a model's tokens, sorted as bytes."""
 
-    def __init__(self, tokenizer: TokenTexts, size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", size: int, eos_ids: frozenset[int]) -> None:
         special = tokenizer.special_ids | eos_ids
         entries = ((tokenizer.token_bytes(i), i) for i in range(size) if i not in special)
         pairs = sorted(pair for pair in entries if pair[0])
@@ -111,7 +103,7 @@ class Bans:
     """Creates the `Ban` of each request to one model. `eos_ids` count as special tokens, whatever the tokenizer
     says."""
 
-    def __init__(self, tokenizer: TokenTexts | None, vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int, eos_ids: Iterable[int] = ()) -> None:
         self._tokenizer, self._size, self._eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
         self._lists = lru_cache(maxsize=MAX_CACHED_LISTS)(lambda words: BadWords(self._vocabulary, words))
 

@@ -22,17 +22,16 @@ small models on the host. Attention is not part of the measured step (memory.py)
 longer.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions, KvDtype
+from fp8serve.engine.options import CPU_NUM_SEQS, EngineOptions
 
 GIB = 1 << 30
 STEP_LIMITS = ((70, 256, 8192), (36, 128, 8192), (20, 64, 4096), (0, 32, 2048))
 """Rows (smallest GPU memory in GiB, max_num_seqs, max_batch_tokens); the first row that fits is used. FP8 products are
 fastest from 2048 tokens on, and a larger step computes more prompts together."""
-MAX_STEP_FRACTION = 0.08  # of a GPU's memory, for the activations and logits of a step
+MAX_STEP_FRACTION = 0.08  # of a GPU's memory, for the activations and logits of a step of a derived size
 MIN_BATCH_TOKENS = 512  # a derived max_batch_tokens is not halved below this
 TOKENS_PER_SEQUENCE = 512  # of the KV cache, for each of max_num_seqs sequences
 PREFILL_SECONDS = 0.025  # that prompt tokens may add to a step while other requests are decoding
@@ -62,11 +61,6 @@ def step_limits(options: EngineOptions, gpu_bytes: int) -> EngineOptions:
     num_seqs, tokens = next(limits for gib, *limits in STEP_LIMITS if gpu_bytes >= gib * GIB)
     tokens = options.max_batch_tokens or max(tokens, options.max_num_seqs or 0)
     return replace(options, max_num_seqs=options.max_num_seqs or min(num_seqs, tokens), max_batch_tokens=tokens)
-
-
-def is_step_too_large(step_bytes: int, gpu_bytes: int) -> bool:
-    """Whether a step of a derived size takes too much of a GPU's memory."""
-    return step_bytes > MAX_STEP_FRACTION * gpu_bytes
 
 
 def halved_step(options: EngineOptions) -> EngineOptions | None:
@@ -111,12 +105,6 @@ def prefill_tokens(step_tokens: int, step_seconds: float) -> int:
 def gpu_memory_fraction(free: int, total: int) -> float:
     """Returns the option gpu_memory for a GPU with `free` of `total` bytes when the weights are not loaded yet."""
     return GPU_MEMORY_FRACTION if total - free <= CONTEXT_BYTES else SHARED_GPU_MEMORY_FRACTION
-
-
-def kv_cache_dtype(declares_fp8: bool, scales: Iterable[float]) -> KvDtype:
-    """Returns the element type of the KV cache on a GPU. `declares_fp8` is whether the model's configuration asks for
-    an FP8 cache, and `scales` are its scales of keys and values. Scales that are all 1 were not calibrated."""
-    return "fp8" if declares_fp8 and any(scale != 1 for scale in scales) else "bf16"
 
 
 def worker_options(options: EngineOptions, model_dir: Path) -> EngineOptions:

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8serve.engine.drafting import ALLOWANCE, Balance, price
+from fp8serve.engine.drafting import ALLOWANCE, Balance, row_price
 from fp8serve.engine.kv_cache import BlockPool
 from fp8serve.engine.memory import weight_bytes
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampler import sample
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.engine.task import check_generates
 from fp8serve.errors import ModelError, shown
@@ -85,7 +85,7 @@ def load_draft(directory: Path, model: Model, options: EngineOptions) -> LoadedD
     has_scales = open_checkpoint(directory).has_scales
     draft = load_servable(directory, "stored" if has_scales else "bf16", None, options.device, head=options.head_dtype)
     loaded = LoadedDraft(directory.resolve().name, draft, _pass_cost(draft, model))
-    if loaded.cost + price(1) >= 1:
+    if loaded.cost + row_price(1) >= 1:
         log.warning(
             "A pass of the draft model %s costs %.2f of a step of the model. This is too much for drafts to save time, "
             "so nothing is drafted. Use a smaller draft model.",
@@ -144,32 +144,28 @@ class DraftParts:
     runner: Runner
     max_length: int  # tokens of a sequence
     cost: float  # of a pass, in steps of the model, both with one sequence
-    nbytes: int  # of the weights
 
     def info(self) -> dict[str, object]:
         """Returns a description of the draft model as a JSON object."""
-        layers = self.runner.model.config.num_layers
-        return {"name": self.name, "layers": layers, "weight_bytes": self.nbytes, "step_cost": round(self.cost, 3)}
+        model = self.runner.model
+        sizes = {"layers": model.config.num_layers, "weight_bytes": weight_bytes(model)}
+        return {"name": self.name, **sizes, "step_cost": round(self.cost, 3)}
 
 
 class DraftModel:
-    """Generates the drafts of an engine. A draft has at most `max_tokens` tokens, and a prefill pass at most
-    `chunk_tokens`. `vocab_size` and `eos_ids` are the model's."""
+    """Generates the drafts of an engine. `config` is the model's configuration."""
 
-    def __init__(
-        self, parts: DraftParts, pool: BlockPool, max_tokens: int, chunk_tokens: int, vocab_size: int,
-        eos_ids: tuple[int, ...],
-    ) -> None:  # fmt: skip
-        self.max_tokens, self.max_length = max_tokens, parts.max_length
-        self._parts, self._pool, self._chunk_tokens = parts, pool, chunk_tokens
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+    def __init__(self, parts: DraftParts, pool: BlockPool, options: EngineOptions, config: ModelConfig) -> None:
+        self.max_tokens, self.max_length = options.drafted_tokens, parts.max_length
+        self._parts, self._pool, self._chunk_tokens = parts, pool, options.prefill_tokens
+        self._vocab_size, self._eos_ids = config.vocab_size, config.eos_token_ids
         self._balance = Balance(START_STEPS, MAX_STEPS)
         self.num_computed = 0  # tokens, since the start
         self._has_failed = False
 
     def price(self, rows: int) -> float:
         """Returns the price of a drafted token in a step of `rows` rows, in steps of one sequence."""
-        return self._parts.cost + price(rows)
+        return self._parts.cost + row_price(rows)
 
     def has_tokens(self, token_ids: Items[int]) -> bool:
         """Returns whether the draft model's vocabulary, which may have less padding at its end, has these tokens."""
@@ -184,7 +180,10 @@ class DraftModel:
             return work
         drafts = self._try_generate(drafting) if self._balance.steps > 0 else {}
         self._balance.add(-ROW_COST * sum(map(len, drafts.values())))
-        return [_with_draft(item, drafts.get(item.seq, ())) if item.draft else item for item in work]
+        for item in drafting:
+            item.draft = drafts.get(item.seq, ())
+            item.count = 1 + len(item.draft)
+        return work
 
     def record(self, seq: Sequence, start: int, computed: int, accepted: int, rows: int) -> None:
         """Records that `accepted` tokens of the draft of `seq`, which began at `start`, were accepted in a step of
@@ -242,7 +241,8 @@ class DraftModel:
         tokens = sum(item.count for item in work)
         self.num_computed += tokens
         self._balance.add(-self._parts.cost * step_price(tokens))
-        logits, sampling = self._parts.runner.run(work), [(seq, item) for seq, item in scheduled if item.needs_sample]
+        logits = self._parts.runner.run(StepWork(others=work))
+        sampling = [(seq, item) for seq, item in scheduled if item.needs_sample]
         if not sampling:
             return []
         sampled = sample(self._pad_vocabulary(logits), [item.seq for _, item in sampling], self._eos_ids)
@@ -301,7 +301,3 @@ def _decode(seq: Sequence, draft: list[int]) -> Work:
     """Schedules the last token of a sequence that was extended by its draft."""
     extended = replace(seq, token_ids=[*seq.token_ids, *draft], adapter=None)
     return Work(extended, len(extended.token_ids) - 1, 1)
-
-
-def _with_draft(item: Work, draft: tuple[int, ...]) -> Work:
-    return replace(item, count=1 + len(draft), draft=draft)

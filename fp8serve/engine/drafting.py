@@ -60,7 +60,7 @@ class Drafter:
     def propose(self, token_ids: Items[int], max_tokens: int, rows: int) -> list[int]:
         """Returns a draft of up to `max_tokens` tokens to follow `token_ids`, for a step of `rows` rows without
         drafts."""
-        self._price = price(rows)
+        self._price = row_price(rows)
         self._balance.add(ALLOWANCE)
         length = min(self._length, max_tokens, self._balance.affordable_tokens(self._price))
         if length < 1:
@@ -90,7 +90,7 @@ class Drafter:
         return match_end
 
 
-def price(rows: int) -> float:
+def row_price(rows: int) -> float:
     """Returns the price of another row in a step of `rows` rows: its cost divided by one row's share of the step."""
     return rows * ROW_COST / (1 + (rows - 1) * ROW_COST)
 

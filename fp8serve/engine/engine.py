@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8serve.engine import loading
-from fp8serve.engine.draft_model import DraftModel, DraftParts, ModelDrafter
+from fp8serve.engine.draft_model import DraftModel, ModelDrafter
 from fp8serve.engine.drafting import Drafter, sequences_to_sample
 from fp8serve.engine.flights import Flight
 from fp8serve.engine.grammar import Mask, Masks, validate
@@ -73,11 +73,12 @@ class Engine:
         self.eos_ids = self.loaded.config.eos_token_ids
         self.limits = self.loaded.limits()
         self.adapters = self.loaded.runner.adapters
-        pool, sizes = BlockPool(self.limits.num_blocks, self.options.block_size), self.options
-        self.scheduler = Scheduler(pool, sizes.num_seqs, sizes.step_tokens, sizes.prefill_tokens)
+        pool = BlockPool(self.limits.num_blocks, self.options.block_size)
+        self.scheduler = Scheduler(pool, self.options.num_seqs, self.options.step_tokens, self.options.prefill_tokens)
         if self.loaded.prefixes is not None:
             self.loaded.prefixes.restore(pool, self.loaded.runner)
-        self._draft_model = None if self.loaded.draft is None else self._create_draft_model(self.loaded.draft)
+        draft, config = self.loaded.draft, self.loaded.config
+        self._draft_model = None if draft is None else DraftModel(draft, pool, self.options, config)
         self._live: dict[str, Sequence] = {}  # waiting and running requests, by request id
         self._masks = Masks(self.limits.vocab_size)
         self._finished: Counter[FinishReason] = Counter()
@@ -120,7 +121,7 @@ class Engine:
         if request_id not in self._live:
             return None
         seq = self._live[request_id]
-        return self._end(seq, "abort", _text(seq).flush())
+        return self._end(seq, "abort", seq.text.flush())
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends all requests and returns their last outputs."""
@@ -144,7 +145,7 @@ class Engine:
             self._flight = flight
             if not self.async_scheduling:
                 self._land()
-            if flight is not None and self.loaded.scale_monitor.ends_window(flight.work.num_tokens):
+            if flight is not None and self.loaded.scale_monitor.count_tokens(flight.work.num_tokens):
                 self.loaded.scale_monitor.close_window(self._rows_by_layer())
         finally:
             self._step_seconds = time.perf_counter() - start_time
@@ -383,14 +384,7 @@ class Engine:
             **self.loaded.scale_monitor.stats(),
         }
 
-    def _create_draft_model(self, parts: DraftParts) -> DraftModel:
-        options, pool = self.options, self.scheduler.pool
-        return DraftModel(
-            parts, pool, options.drafted_tokens, options.prefill_tokens, self.limits.vocab_size, self.eos_ids
-        )
-
     def _sequences_by_adapter(self) -> dict[str, dict[str, int]]:
-        """Returns the number of running and waiting sequences of every adapter."""
         counts = {name: {"running": 0, "waiting": 0} for name in self.adapters.by_name}
         for seq in self._live.values():
             if seq.adapter is not None and not seq.adapter.is_unloaded:
@@ -506,13 +500,12 @@ class Engine:
         if seq.first_token is None:
             seq.first_token = time.monotonic()
         text = seq.text
-        assert text is not None  # every sequence of an engine has one
         if token in seq.stop_ids:
             stop_reason = token if token in seq.params.stop_token_ids else None
             return self._end(seq, "stop", text.end(token), token, logprob, stop_reason)
         if seq.ban is not None:
             seq.ban.accept(token)
-        if seq.matcher is not None and not seq.matcher.accept(token):
+        if seq.matcher is not None and not seq.matcher.consume_token(token):
             return self._fail(seq, "The grammar became too complex during generation; simplify it.")
         delta, num_tokens = text.push(token), len(seq.token_ids)
         is_plain = seq.matcher is None and logprob is None and text.stopped is None and text.failure is None
@@ -523,7 +516,7 @@ class Engine:
             )
         if text.failure is not None:
             return self._end(seq, "error", delta, error=text.failure)
-        is_complete = seq.matcher is not None and seq.matcher.is_complete
+        is_complete = seq.matcher is not None and seq.matcher.is_stopped()  # no further token is allowed
         has_max_tokens = num_tokens == seq.max_tokens
         if is_complete or has_max_tokens:
             delta += text.flush()
@@ -531,10 +524,10 @@ class Engine:
             return self._end(seq, "stop", delta, token, logprob, text.stopped)
         if has_max_tokens:
             return self._end(seq, "length", delta, token, logprob)
-        return self._output(seq, text, delta, token, logprob)
+        return self._output(seq, delta, token, logprob)
 
     def _fail(self, seq: Sequence, message: str) -> RequestOutput:
-        return self._end(seq, "error", _text(seq).flush(), error=message)
+        return self._end(seq, "error", seq.text.flush(), error=message)
 
     def _end(
         self,
@@ -550,12 +543,11 @@ class Engine:
         self.adapters.release(seq.adapter)
         self._finished[reason] += 1
         del self._live[seq.request_id]
-        return self._output(seq, _text(seq), delta, token, logprob, stop_reason, error)
+        return self._output(seq, delta, token, logprob, stop_reason, error)
 
     def _output(
         self,
         seq: Sequence,
-        text: TextStream,
         delta: str,
         token: int | None,
         logprob: TokenLogprob | None,
@@ -564,6 +556,7 @@ class Engine:
     ) -> RequestOutput:
         num_generated = len(seq.token_ids) - seq.num_prompt
         has_timing = num_generated == 1 or seq.finish_reason is not None
+        has_prompt_logprobs = num_generated == 1 and seq.params.prompt_logprobs is not None
         return RequestOutput(
             seq.request_id,
             delta,
@@ -575,20 +568,10 @@ class Engine:
             seq.num_cached,
             stop_reason,
             error,
-            prompt_logprobs=_prompt_logprobs(seq) if num_generated == 1 else None,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if has_prompt_logprobs else None,
             timing=seq.timing() if has_timing else None,
-            settled_chars=() if logprob is None else (text.settled_chars,),
+            settled_chars=() if logprob is None else (seq.text.settled_chars,),
         )
-
-
-def _text(seq: Sequence) -> TextStream:
-    assert seq.text is not None  # every sequence of an engine has one
-    return seq.text
-
-
-def _prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob, ...] | None:
-    """Returns the requested log-probabilities of the prompt for the first output."""
-    return None if seq.params.prompt_logprobs is None else tuple(seq.prompt_logprobs)
 
 
 def _join_outputs(outputs: list[RequestOutput]) -> Completion:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import llguidance
 import numpy as np
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import fill_next_token_bitmask, get_bitmask_shape
 from numpy.typing import NDArray
@@ -44,22 +45,6 @@ More lengths speed up strings that a schema limits ("maxLength")."""
 MAX_CACHED_GRAMMARS = 16  # compiled grammars
 
 
-class Matcher:
-    """The state of one request's output in its grammar."""
-
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self.parser = matcher
-
-    def accept(self, token_id: int) -> bool:
-        """Advances by a token. Returns False if the grammar does not allow the token, or is too complex."""
-        return self.parser.consume_token(token_id)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the grammar allows no further token."""
-        return self.parser.is_stopped()
-
-
 class Grammars:
     """Compiles the grammars of requests to one model."""
 
@@ -68,19 +53,19 @@ class Grammars:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled = lru_cache(maxsize=MAX_CACHED_GRAMMARS)(self._compile)
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Returns a new matcher for the grammar of a request, or None if it has none. Raises RequestError if the
-        grammar cannot be compiled."""
+    def matcher(self, params: SamplingParams) -> LLMatcher | None:
+        """Returns the state of a new output in the grammar of a request, or None if the request has no grammar. Raises
+        RequestError if the grammar cannot be compiled."""
         validate(params)
         for kind, text in params.grammar_by_kind.items():
             matcher = self._compiled(kind, text)
             if matcher.is_error():
                 raise _grammar_error(kind, matcher.get_error())
-            return Matcher(matcher.deep_copy())
+            return matcher.deep_copy()
         return None
 
-    def _compile(self, kind: str, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._llg_tokenizer(), _to_llguidance(kind, text), log_level=0)
+    def _compile(self, kind: str, text: str) -> LLMatcher:
+        matcher = LLMatcher(self._llg_tokenizer(), _to_llguidance(kind, text), log_level=0)
         matcher.compute_bitmask()  # so that a grammar which is too complex for the first step fails here
         return matcher
 
@@ -107,7 +92,7 @@ def validate(params: SamplingParams) -> None:
 def _validation_error(kind: str, text: str) -> str:
     """Returns llguidance's message about an invalid grammar, or an empty string if the grammar is valid."""
     try:
-        return llguidance.LLMatcher.validate_grammar(_to_llguidance(kind, text))
+        return LLMatcher.validate_grammar(_to_llguidance(kind, text))
     except ValueError as error:  # a schema that is nested too deeply, or invalid GBNF
         return str(error)
 
@@ -115,10 +100,10 @@ def _validation_error(kind: str, text: str) -> str:
 def _to_llguidance(kind: str, text: str) -> str:
     """Translates a grammar to llguidance's notation. Raises ValueError if that is not possible."""
     if kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     if kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(text)
-    return llguidance.LLMatcher.grammar_from_lark(_to_lark(text))
+        return LLMatcher.grammar_from_regex(text)
+    return LLMatcher.grammar_from_lark(_to_lark(text))
 
 
 def _to_lark(grammar: str) -> str:
@@ -161,7 +146,7 @@ class Masks:
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def start(self, matchers: list[Matcher | None]) -> Mask | None:
+    def start(self, matchers: list[LLMatcher | None]) -> Mask | None:
         """Starts to compute the bitmask of a step with these rows. Returns None if no row has a grammar. Matchers must
         not accept a token before the bitmask is ready."""
         constrained = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
@@ -169,8 +154,8 @@ class Masks:
             return None
         return Mask(list(constrained), self._thread.submit(self._compute, list(constrained.values())))
 
-    def _compute(self, matchers: list[Matcher]) -> NDArray[np.int32]:
+    def _compute(self, matchers: list[LLMatcher]) -> NDArray[np.int32]:
         bits = np.empty(get_bitmask_shape(len(matchers), self._vocab_size), np.int32)
         for row, matcher in enumerate(matchers):
-            fill_next_token_bitmask(matcher.parser, bits, row)
+            fill_next_token_bitmask(matcher, bits, row)
         return bits

@@ -2,32 +2,22 @@
 
 A FrozenLinear records the amax of its input and counts saturated elements (fp8/frozen.py). Reading and resetting the
 counters of each layer on its own would launch four kernels a layer and wait for the device. Here the counters of all
-layers are views of one tensor of amaxes and one of saturated elements. So `take` queues two copies to pinned memory and
-two `zero_`, and records an event. It does not wait: the caller reads the copies when the event has completed. On a CPU
-they can be read at once.
+layers are views of one tensor of amaxes and one of saturated elements. So `copy_and_reset` queues two copies to pinned
+memory and two `zero_`, and records an event. It does not wait: the caller reads the copies when the event has
+completed. On a CPU they can be read at once.
 
 Layers that read the same input share their counters. The counters of stacked experts (fp8/stacked.py) are adjacent,
 because one op updates those of all experts.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.stacked import StackedExperts
-
-
-class Event(Protocol):
-    """A torch.cuda.Event."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Counters(NamedTuple):
@@ -63,7 +53,7 @@ class InputCounters:
         pinned = device.type == "cuda"
         self._amax_copy = torch.zeros(count, pin_memory=pinned)
         self._saturated_copy = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
-        self._event: Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._event: torch.cuda.Event | None = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def _share(self, groups: Iterable[list[FrozenLinear]], stacks: Iterable[StackedExperts]) -> None:
         """Replaces the counters of groups of layers, and of stacks, by views."""
@@ -78,7 +68,7 @@ class InputCounters:
                 layer.amax, layer.saturated = amax, saturated
 
     @torch.no_grad()
-    def take(self) -> None:
+    def copy_and_reset(self) -> None:
         """Starts copying the counters to the host, and resets them. Does not wait for the device."""
         self._amax_copy.copy_(self._amax, non_blocking=True)
         self._saturated_copy.copy_(self._saturated, non_blocking=True)
@@ -87,18 +77,18 @@ class InputCounters:
         if self._event is not None:
             self._event.record()
 
-    def are_taken(self) -> bool:
-        """Returns whether the copies that the last `take` queued are complete."""
-        return self._event is None or self._event.query()
+    def are_copied(self) -> bool:
+        """Returns whether the copies that the last `copy_and_reset` queued are complete."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def taken(self) -> Counters:
-        """Waits for the copies of the last `take`, and returns them."""
+    def copied_counters(self) -> Counters:
+        """Waits for the copies of the last `copy_and_reset`, and returns them."""
         if self._event is not None:
             self._event.synchronize()
         return self._by_name(self._amax_copy, self._saturated_copy)
 
     def current(self) -> Counters:
-        """Returns the counters since the last `take`. Waits for the device."""
+        """Returns the counters since the last `copy_and_reset`. Waits for the device."""
         return self._by_name(self._amax, self._saturated)
 
     def _by_name(self, amax: Tensor, saturated: Tensor) -> Counters:

@@ -1,4 +1,4 @@
-"""Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `Loaded`.
+"""Loads a model directory for an engine: the model, its tokenizer, the KV cache and everything else in `LoadedModel`.
 
 A recipe may compute one dynamic scale for a whole activation tensor. Then the requests of a batch would change each
 other's results. So the engine computes a dynamic scale for each token's row instead.
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fp8serve.engine.bad_words import Bans
-from fp8serve.engine.defaults import gpu_memory_fraction, kv_cache_dtype, with_device
+from fp8serve.engine.defaults import gpu_memory_fraction, with_device
 from fp8serve.engine.draft_model import DraftParts, LoadedDraft, draft_config, load_draft
 from fp8serve.engine.grammar import Grammars
 from fp8serve.engine.graphs import GraphReport
 from fp8serve.engine.input_counters import InputCounters
-from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan, plan_on_gpu, weight_bytes
+from fp8serve.engine.memory import CachePlan, check_length, gpu_memory_info, plan_cache, plan_gpu_cache, weight_bytes
 from fp8serve.engine.options import EngineOptions, KvDtype
 from fp8serve.engine.packing import Packer, create_packer
 from fp8serve.engine.request import EngineLimits
@@ -62,7 +62,7 @@ MAX_GPU_HEAD_DIM = 512  # of csrc/cuda/attention.cu
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that is ready to run, with the other parts of an engine that depend on it."""
 
     model_dir: Path
@@ -115,7 +115,7 @@ class Loaded:
             "log_probs_differ_because": self.differences,
         }
 
-    def after_replaced_weights(self, model_dir: Path | None) -> "Loaded":
+    def after_replaced_weights(self, model_dir: Path | None) -> "LoadedModel":
         """Resets the scale monitor after the weights were replaced. Returns a copy without saved prefixes, which belong
         to the old weights. `model_dir` is the directory of the new weights, or None if they are tensors."""
         calibration = Calibration(DelayedScaling(), {})
@@ -139,7 +139,9 @@ class Loaded:
         return rows | expert_row_counts(self.runner.model)
 
 
-def load(model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None) -> Loaded:
+def load(
+    model_dir: Path, options: EngineOptions, network: Model | None = None, phases: Phases | None = None
+) -> LoadedModel:
     """Loads a model directory. If `network` is given, its weights are used. Raises the errors of `Engine`.
 
     `phases` measures opening the device (with the kernels' self-check), reading the weights, allocating the KV cache,
@@ -162,7 +164,7 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     draft_dir = None if options.draft_model is None else Path(options.draft_model)
     draft_model_config = None if draft_dir is None else draft_config(draft_dir, model_dir, config)
     # On a CPU, a cache that does not fit is refused before the weights are loaded.
-    sizes = None if device.type == "cuda" else plan(config, options, cache_dtype, draft=draft_model_config)
+    cache_plan = None if device.type == "cuda" else plan_cache(config, options, cache_dtype, draft=draft_model_config)
     check_length(config, options)
     model = network or load_servable(
         model_dir, parse_recipe(options.recipe), _path(options.scales), options.device, head=options.head_dtype
@@ -171,29 +173,29 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
     phases.end("weights")
     frozen = _frozen(model)
     scales_follow_batch = any(layer.input_spec.depends_on_batch for layer in frozen.values())
-    separate_rows(model, options.device)
+    prepare_for_serving(model, options.device)
     cache_scales = _cache_scales(model_dir, options) if options.kv_cache_dtype == "fp8" else None
     scales = _path(options.scales)
     if cache_scales is None and network is None and (reason := kv_scales_error(model_dir, scales)) is not None:
         log.warning("%s: the KV cache is BF16. It cannot be FP8 with this model's scales: %s", model_dir, reason)
-    if sizes is None:
-        sizes, options = plan_on_gpu(model, config, options, cache_dtype, draft_model_config)
+    if cache_plan is None:
+        cache_plan, options = plan_gpu_cache(model, config, options, cache_dtype, draft_model_config)
         log.info(
             "on %s: %d sequences, %d tokens a step, %d prompt tokens while others decode, %d tokens of KV cache in %s",
             device,
             options.num_seqs,
             options.step_tokens,
             options.prefill_tokens,
-            sizes.num_blocks * options.block_size,
+            cache_plan.num_blocks * options.block_size,
             options.kv_cache_dtype,
         )
-    model.set_max_length(sizes.max_model_len)
-    runner = Runner(model, sizes.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
+    model.set_max_length(cache_plan.max_model_len)
+    runner = Runner(model, cache_plan.num_blocks, options.block_size, cache_dtype, cache_scales, options.max_lora_rank)
     counters = InputCounters(frozen, (stack for experts in mixtures(model).values() for stack in experts.stacks()))
     phases.end("cache")
-    graphs = _capture_graphs(runner, frozen, options, sizes)
+    graphs = _capture_graphs(runner, frozen, options, cache_plan)
     phases.end("graphs")
-    draft = None if loaded_draft is None else _prepare_draft(loaded_draft, sizes, options)
+    draft = None if loaded_draft is None else _prepare_draft(loaded_draft, cache_plan, options)
     tokenizer = Tokenizer.from_dir(model_dir) if present(model_dir / "tokenizer.json") else None
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
@@ -202,24 +204,24 @@ def load(model_dir: Path, options: EngineOptions, network: Model | None = None, 
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe
-    differences = list(parity.differences(training_recipe, config, options.device, sizes.max_model_len))
+    differences = list(parity.differences(training_recipe, config, options.device, cache_plan.max_model_len))
     differences += [FP8_CACHE_DIFFERS] if cache_scales is not None else []
     differences += [ROLLED_SCALES_DIFFER] if options.roll_history else []
     differences += [FP8_HEAD_DIFFERS] if options.head_dtype != "bf16" else []
-    loaded = Loaded(
+    loaded = LoadedModel(
         model_dir=model_dir,
         options=options,
         config=config,
         tokenizer=tokenizer,
         grammars=Grammars(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids),
         bans=Bans(tokenizer, config.vocab_size, config.eos_token_ids),
-        plan=sizes,
+        plan=cache_plan,
         runner=runner,
         frozen=frozen,
         graphs=graphs,
         packer=Packer([]) if device.type == "cuda" else create_packer(model, *([draft.runner.model] if draft else [])),
         scale_monitor=ScaleMonitor(frozen, counters, calibration, options),
-        prefixes=open_prefixes(model_dir, config, options, sizes),
+        prefixes=open_prefixes(model_dir, config, options, cache_plan),
         draft=draft,
         differences=differences,
     )
@@ -250,7 +252,8 @@ def derive_kv_cache_dtype(model_dir: Path, options: EngineOptions, has_stored_we
     except (ModelError, ScalesError):
         return "bf16"
     declares_fp8 = quantization is not None and quantization.has_fp8_cache
-    return kv_cache_dtype(declares_fp8, (float(scale) for pair in scales.values() for scale in pair))
+    is_calibrated = any(float(scale) != 1 for pair in scales.values() for scale in pair)
+    return "fp8" if declares_fp8 and is_calibrated else "bf16"
 
 
 def check_device(name: str) -> torch.device:
@@ -268,7 +271,7 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def read_weights(model_dir: Path, loaded: Loaded, device: str | None = None) -> dict[str, Tensor]:
+def read_weights(model_dir: Path, loaded: LoadedModel, device: str | None = None) -> dict[str, Tensor]:
     """Returns the tensors of another directory of the same model, read with the recipe of `loaded` to `device`, by
     default the device of the engine. Raises ModelError if the directory holds another model."""
     options = loaded.options
@@ -295,7 +298,7 @@ class StagedWeights:
     cache_scales: list[KvScale] | None
 
 
-def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeights:
+def stage_weights(model_dir: Path, loaded: LoadedModel, version: int) -> StagedWeights:
     """Reads and checks all weights of `model_dir`, so that invalid weights cannot make the exchange fail.
 
     If a GPU has no room for them beside the served weights, weights that need no cast are staged in main memory. Raises
@@ -318,7 +321,7 @@ def stage_weights(model_dir: Path, loaded: Loaded, version: int) -> StagedWeight
     return StagedWeights(model_dir, version, tensors, cache_scales)
 
 
-def exchange_staged(loaded: Loaded, staged: StagedWeights, version: int) -> tuple[Loaded, StagedWeights]:
+def exchange_staged(loaded: LoadedModel, staged: StagedWeights, version: int) -> tuple[LoadedModel, StagedWeights]:
     """Serves the staged weights. Returns the engine's new parts, and the replaced weights, with their `version`."""
     tensors = exchange_weights(loaded.runner.model, staged.tensors)
     loaded.runner.update_graphs()
@@ -338,25 +341,25 @@ def _frozen(model: Model) -> dict[str, FrozenLinear]:
     return layers
 
 
-def _prepare_draft(loaded: LoadedDraft, sizes: CachePlan, options: EngineOptions) -> DraftParts:
+def _prepare_draft(loaded: LoadedDraft, cache_plan: CachePlan, options: EngineOptions) -> DraftParts:
     """Adds a KV cache, with as many blocks as the model's, to the draft model."""
-    model, max_length = loaded.model, min(loaded.model.config.max_length, sizes.max_model_len)
-    separate_rows(model, options.device)
+    model, max_length = loaded.model, min(loaded.model.config.max_length, cache_plan.max_model_len)
+    prepare_for_serving(model, options.device)
     model.set_max_length(max_length)
-    runner = Runner(model, sizes.num_blocks, options.block_size, torch.bfloat16)
-    _capture_graphs(runner, _frozen(model), options, sizes, with_prompts=False)
-    return DraftParts(loaded.name, runner, max_length, loaded.cost, weight_bytes(model))
+    runner = Runner(model, cache_plan.num_blocks, options.block_size, torch.bfloat16)
+    _capture_graphs(runner, _frozen(model), options, cache_plan, with_prompts=False)
+    return DraftParts(loaded.name, runner, max_length, loaded.cost)
 
 
 def _capture_graphs(
     runner: Runner,
     frozen: dict[str, FrozenLinear],
     options: EngineOptions,
-    sizes: CachePlan,
+    cache_plan: CachePlan,
     with_prompts: bool = True,
 ) -> GraphReport:
     """Captures steps, and then resets the layers' counters, because no request has run yet."""
-    report = runner.capture_steps(options, sizes.max_model_len, with_prompts=with_prompts)
+    report = runner.capture_steps(options, cache_plan.max_model_len, with_prompts=with_prompts)
     for layer in frozen.values():
         layer.reset_counters()
     reset_token_counts(runner.model)
@@ -375,7 +378,7 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else real_path(text)
 
 
-def separate_rows(model: AnyModel, device: str) -> None:
+def prepare_for_serving(model: AnyModel, device: str) -> None:
     """Makes dynamic scales, and on a CPU also products, of each row independent of the other rows. Fuses linear layers.
 
     PyTorch's kernels choose the order of a product's sums by the number of rows. On a CPU, this project's kernels

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.engine.defaults import (
+    MAX_STEP_FRACTION,
     SHARED_GPU_MEMORY_FRACTION,
     fitting_num_seqs,
     graph_sizes,
     halved_step,
-    is_step_too_large,
     prefill_tokens,
     prompt_sizes,
     step_limits,
@@ -62,18 +62,15 @@ class CachePlan:
         return self.num_blocks * (self.block_bytes + self.draft_block_bytes)
 
 
-def plan(
+def plan_cache(
     config: ModelConfig,
     options: EngineOptions,
     cache_dtype: torch.dtype,
-    memory: int | None = None,
+    budget: int | None = None,
     draft: ModelConfig | None = None,
 ) -> CachePlan:
-    """Plans a cache of at most `memory` bytes.
-
-    Args:
-        draft: the draft model, whose cache counts towards `memory`.
-        memory: the available bytes. If it is None, the option kv_cache_bytes or this machine's free memory decides.
+    """Plans a cache of at most `budget` bytes, which include the cache of the `draft` model. If `budget` is None, the
+    option kv_cache_bytes or this machine's free memory decides.
 
     Raises RequestError if the options exceed the model's maximum length, and MachineError if memory does not suffice.
     """
@@ -82,10 +79,14 @@ def plan(
     draft_bytes = 0 if draft is None else cache_bytes(draft, options.block_size, torch.bfloat16)
     total_bytes = block_bytes + draft_bytes
     max_length = options.max_model_len or model_length
-    available = options.kv_cache_bytes or cache_memory(options.device) if memory is None else memory
-    if options.num_blocks and options.kv_cache_bytes:
-        _check_blocks(options.num_blocks, total_bytes, options.kv_cache_bytes)
-    blocks = options.num_blocks or _num_blocks(options, -(-max_length // options.block_size), total_bytes, available)
+    if budget is None:
+        budget = options.kv_cache_bytes or cpu_cache_budget()
+    if options.num_blocks and options.kv_cache_bytes and options.num_blocks * total_bytes > options.kv_cache_bytes:
+        raise MachineError(
+            f"A cache of {options.num_blocks} blocks needs {options.num_blocks * total_bytes:,} bytes, more than the "
+            f"{options.kv_cache_bytes:,} that it may take; lower num_blocks, or leave it out."
+        )
+    blocks = options.num_blocks or _num_blocks(options, -(-max_length // options.block_size), total_bytes, budget)
     length = options.max_model_len or min(model_length, blocks * options.block_size)
     return CachePlan(length, blocks, block_bytes, draft_bytes)
 
@@ -107,10 +108,10 @@ def cache_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     return tensors * config.num_layers * tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: int, memory: int) -> int:
-    """Returns the number of blocks for max_num_seqs sequences of the maximum length, or as many as fit in `memory`.
+def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: int, budget: int) -> int:
+    """Returns the number of blocks for max_num_seqs sequences of the maximum length, or as many as fit in `budget`.
     Raises MachineError if one sequence of the requested max_model_len does not fit."""
-    fitting = memory // block_bytes
+    fitting = budget // block_bytes
     required = blocks_per_sequence if options.max_model_len else 1
     if fitting < required:
         raise MachineError(
@@ -120,26 +121,18 @@ def _num_blocks(options: EngineOptions, blocks_per_sequence: int, block_bytes: i
     return min(options.num_seqs * blocks_per_sequence, fitting)
 
 
-def _check_blocks(blocks: int, block_bytes: int, allowed: int) -> None:
-    if blocks * block_bytes > allowed:
-        raise MachineError(
-            f"A cache of {blocks} blocks needs {blocks * block_bytes:,} bytes, more than the {allowed:,} that it may "
-            "take; lower num_blocks, or leave it out."
-        )
-
-
 def weight_bytes(*modules: nn.Module) -> int:
     """Returns the bytes of all parameters and buffers. Tensors that share memory are counted once."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def cache_memory(device: str) -> int:
-    """Returns the bytes that the cache may use on a CPU."""
+def cpu_cache_budget() -> int:
+    """Returns the bytes that the cache may use on a CPU if no option says otherwise."""
     return int(free_memory() * CPU_CACHE_FRACTION)
 
 
-def gpu_cache_memory(device: torch.device, options: EngineOptions, step_bytes: int, graph_bytes: int) -> int:
+def gpu_cache_budget(device: torch.device, options: EngineOptions, step_bytes: int, graph_bytes: int) -> int:
     """Returns the bytes that the cache may use on a GPU after the weights were loaded. `step_bytes` is the memory of
     the largest step, and `graph_bytes` that of CUDA graphs. Raises MachineError if no memory is left."""
     free, total = gpu_memory_info(device)
@@ -179,7 +172,7 @@ def gpu_seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def plan_on_gpu(
+def plan_gpu_cache(
     model: Model, config: ModelConfig, options: EngineOptions, dtype: torch.dtype, draft: ModelConfig | None = None
 ) -> tuple[CachePlan, EngineOptions]:
     """Plans the cache of a loaded model from the memory that its weights, the weights of the `draft` model, and the
@@ -191,15 +184,16 @@ def plan_on_gpu(
     device = cast(Tensor, model.head.weight).device
     limits, step_bytes = _fitting_step(model, options, device)
     graph_bytes = 0 if options.cuda_graphs is False else _graph_bytes(model, limits, device)
-    memory = gpu_cache_memory(device, limits, step_bytes, graph_bytes)
-    sizes = plan(config, limits, dtype, memory, draft)
+    budget = gpu_cache_budget(device, limits, step_bytes, graph_bytes)
+    cache_plan = plan_cache(config, limits, dtype, budget, draft)
     if options.max_num_seqs is None:
-        num_seqs = fitting_num_seqs(limits.num_seqs, sizes.num_blocks * options.block_size, sizes.max_model_len)
+        cache_tokens = cache_plan.num_blocks * options.block_size
+        num_seqs = fitting_num_seqs(limits.num_seqs, cache_tokens, cache_plan.max_model_len)
         limits = replace(limits, max_num_seqs=num_seqs)
     if options.max_prefill_tokens is None:
         seconds = gpu_seconds(lambda: run_largest_step(model, limits), device)
         limits = replace(limits, max_prefill_tokens=prefill_tokens(limits.step_tokens, seconds))
-    return sizes, limits
+    return cache_plan, limits
 
 
 def _fitting_step(model: Model, options: EngineOptions, device: torch.device) -> tuple[EngineOptions, int]:
@@ -210,7 +204,7 @@ def _fitting_step(model: Model, options: EngineOptions, device: torch.device) ->
     while limits is not None:
         smaller = halved_step(limits) if options.max_batch_tokens is None else None
         step_bytes = _step_bytes(model, limits, device)
-        if step_bytes is not None and (smaller is None or not is_step_too_large(step_bytes, gpu_bytes)):
+        if step_bytes is not None and (smaller is None or step_bytes <= MAX_STEP_FRACTION * gpu_bytes):
             return limits, step_bytes
         tokens, limits = limits.step_tokens, smaller
     raise MachineError(

@@ -15,7 +15,6 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,20 +29,14 @@ from fp8serve.model.network.fusion import Projections
 from fp8serve.model.storage.memory import free_memory, trim
 from fp8serve.model.storage.shards import release_pages
 
+Packable = FrozenLinear | BatchInvariantLinear | Projections | StackedExperts
+"""The modules whose weight [N, K] can be packed. The weight is None if it was replaced."""
 MAX_MEMORY_FRACTION = 0.6  # of free memory, for packed weights; the KV cache may take a quarter
 
 
 def worth_packing() -> bool:
     """Returns whether this machine's kernels read packed weights. Other kernels would unpack them at every call."""
     return ops.reads_packed()
-
-
-class Packable(Protocol):
-    """A module whose weight [N, K] can be packed. The weight is None if it was replaced."""
-
-    @property
-    def weight(self) -> Tensor | None: ...
-    def pack(self, out: Tensor) -> None: ...
 
 
 class Packer:
@@ -86,8 +79,7 @@ def create_packer(*models: Model) -> Packer:
 
 def _packable_modules(model: Model) -> list[Packable]:
     embedding = model.embedding.weight.data_ptr()
-    types = FrozenLinear | BatchInvariantLinear | Projections | StackedExperts
-    modules = [module for module in model.matrices() if isinstance(module, types)]
+    modules = [module for module in model.matrices() if isinstance(module, Packable)]
     return [module for module in modules if module.weight is None or module.weight.data_ptr() != embedding]
 
 

@@ -66,10 +66,6 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def _sequences(work: StepWork | list[Work]) -> list[Sequence]:
-    return work.sequences if isinstance(work, StepWork) else [item.seq for item in work]
-
-
 class Runner:
     """A model with its KV cache and its adapters."""
 
@@ -101,7 +97,7 @@ class Runner:
         self._capture_arguments: tuple[Capture | None, int, int, int] | None = None  # of the last call of `use_graphs`
 
     @torch.inference_mode()
-    def run(self, work: StepWork | list[Work]) -> Tensor:
+    def run(self, work: StepWork) -> Tensor:
         """Computes a step and writes its keys and values to the cache. Returns the logits of all samples in the order
         of `work`, FP32 [samples, vocab]. The next step may overwrite them."""
         if self.graphs is None or self._uses_adapters(work):
@@ -129,8 +125,8 @@ class Runner:
         if self._buffers is not None:
             torch.clamp(samples, min=0, out=self._buffers.samples[: len(samples)])
 
-    def _uses_adapters(self, work: StepWork | list[Work]) -> bool:
-        return self.adapters.is_used and any(seq.adapter is not None for seq in _sequences(work))
+    def _uses_adapters(self, work: StepWork) -> bool:
+        return self.adapters.has_adapters and any(seq.adapter is not None for seq in work.sequences)
 
     def _replay(self, rows: StepRows) -> Tensor | None:
         """Returns the logits of a step that was captured, or None."""

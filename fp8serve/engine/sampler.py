@@ -105,10 +105,10 @@ class SamplingPlan:
         if self.sampled:
             self.seed_hashes = [_seed_hash_of(seqs[row]) for row in self.sampled]
             self.sampled_rows = to_device(self.sampled, torch.long, device)
-            chosen = [seqs[row].params for row in self.sampled]
-            columns = [p.temperature for p in chosen], [p.top_p for p in chosen], [p.min_p for p in chosen]
+            sampled = [seqs[row].params for row in self.sampled]
+            columns = [p.temperature for p in sampled], [p.top_p for p in sampled], [p.min_p for p in sampled]
             temperature, top_p, min_p = to_device(columns, torch.float64, device)
-            self.filters = temperature, to_device([p.top_k for p in chosen], torch.long, device), top_p, min_p
+            self.filters = temperature, to_device([p.top_k for p in sampled], torch.long, device), top_p, min_p
 
 
 class Samples:
@@ -150,7 +150,8 @@ def launch_sampling(
     _ban_bad_words(logits, plan)
     _ban_early_end(logits, plan, eos_ids)
     if mask is not None:
-        _apply_grammar(logits, mask)
+        allowed = to_device(mask.allowed(), torch.int32, logits.device)
+        _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
     return Samples(torch.where(is_finite, _choose(logits, plan), NOT_FINITE), top, plan)
 
 
@@ -191,11 +192,6 @@ def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.fl
     return (np.frombuffer(b"".join(digests), "<u8") >> 11) * 2.0**-53
 
 
-def _column(logits: Tensor, values: list[float]) -> Tensor:
-    """Returns the values as a column [rows, 1] with the dtype and device of `logits`."""
-    return to_device(values, logits.dtype, logits.device)[:, None]
-
-
 def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
     """Applies the repetition, frequency and presence penalties in place, to the logits of previous tokens only."""
     pairs = [(row, *pair) for row in plan.penalized for pair in _token_counts(plan.seqs[row])]
@@ -203,9 +199,8 @@ def _apply_penalties(logits: Tensor, plan: SamplingPlan) -> None:
         return
     rows, tokens, counts = (to_device(column, torch.long, logits.device) for column in zip(*pairs, strict=True))
     params = [seq.params for seq in plan.seqs]
-    repetition = _column(logits, [p.repetition_penalty for p in params])[rows, 0]
-    frequency = _column(logits, [p.frequency_penalty for p in params])[rows, 0]
-    presence = _column(logits, [p.presence_penalty for p in params])[rows, 0]
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    repetition, frequency, presence = to_device(penalties, logits.dtype, logits.device)[rows].unbind(1)
     values = logits[rows, tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[rows, tokens] = values - counts * frequency - (counts > 0) * presence
@@ -218,7 +213,7 @@ def _token_counts(seq: Sequence) -> list[tuple[int, int]]:
 
 
 def _apply_logit_bias(logits: Tensor, plan: SamplingPlan) -> None:
-    """Adds the biases of `logit_bias`, which has each token of a request once."""
+    """Adds the biases of `logit_bias`, whose tokens are unique (sampling_params.py), as `+=` with an index requires."""
     triples = [(row, *pair) for row in plan.biased for pair in plan.seqs[row].params.logit_bias]
     if triples:
         rows, tokens, values = zip(*triples, strict=True)
@@ -240,17 +235,10 @@ def _ban_early_end(logits: Tensor, plan: SamplingPlan, eos_ids: tuple[int, ...])
 
 
 def _ban_bad_words(logits: Tensor, plan: SamplingPlan) -> None:
-    """Bans the tokens that would complete a bad word."""
     for row in plan.banned:
         seq = plan.seqs[row]
         if seq.ban is not None and seq.status is not Status.FINISHED:
             logits[row].index_fill_(0, to_device(seq.ban.tokens(), torch.long, logits.device), -torch.inf)
-
-
-def _apply_grammar(logits: Tensor, mask: "Mask") -> None:
-    """Bans the tokens that the grammars of requests do not allow."""
-    allowed = to_device(mask.allowed(), torch.int32, logits.device)
-    _keep_allowed(logits, to_device(mask.rows, torch.long, logits.device), allowed)
 
 
 def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
@@ -264,7 +252,6 @@ def _choose(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def _sample_rows(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Samples one token for each row that is not greedy, with its temperature and filters."""
     uniforms = _uniforms(plan.seed_hashes, [_position(plan.seqs[row]) for row in plan.sampled])
     uniform_tensor = to_device(uniforms, torch.float64, logits.device)
     return _sample(logits, *plan.filters, uniform_tensor)  # type: ignore[no-any-return]

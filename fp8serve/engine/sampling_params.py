@@ -46,7 +46,7 @@ class SamplingParams:
     logits, before penalties, biases and temperature. `prompt_logprobs` does the same for the tokens of the prompt,
     except the first. A prompt with `prompt_logprobs` is computed without the prefix cache.
 
-    `logit_bias` may also be a mapping.
+    `logit_bias` may also be a mapping. If it names a token more than once, the last value counts.
     """
 
     max_new_tokens: Annotated[Tokens, About("Maximum number of tokens to generate.")] = 16
@@ -123,6 +123,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "logit_bias", _to_pairs(self.logit_bias))
         check(self, RequestError)
+        object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must be at most max_new_tokens ({self.max_new_tokens})."
@@ -170,7 +171,7 @@ def _to_pairs(biases: Any) -> Any:
     """Converts a mapping or a list of lists to tuples of a token id and a bias. Returns other values unchanged, so that
     `check` refuses them."""
     if isinstance(biases, Mapping):
-        biases = {_token_id(key): value for key, value in biases.items()}.items()
+        biases = [(_token_id(key), value) for key, value in biases.items()]
     elif not isinstance(biases, list | tuple):
         return biases
     return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in biases)

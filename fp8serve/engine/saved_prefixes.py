@@ -120,7 +120,6 @@ def remove_stale_files(folder: Path) -> None:
 
 
 def _digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a hash of the names, shapes, dtypes and contents of tensors."""
     digest = blake2b(digest_size=HASH_BYTES)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
@@ -196,7 +195,7 @@ class SavedPrefixes:
 
 
 def open_prefixes(
-    model_dir: Path, config: ModelConfig, options: EngineOptions, sizes: CachePlan
+    model_dir: Path, config: ModelConfig, options: EngineOptions, cache_plan: CachePlan
 ) -> SavedPrefixes | None:
     """Returns the saved prefix cache of an engine with these options, or None if they have no cache_dir.
 
@@ -205,9 +204,10 @@ def open_prefixes(
     if options.cache_dir is None:
         return None
     folder, max_bytes = Path(options.cache_dir), options.cache_dir_bytes or DEFAULT_MAX_BYTES
-    if max_bytes < sizes.block_bytes:
+    if max_bytes < cache_plan.block_bytes:
         raise RequestError(
-            f"cache_dir_bytes ({max_bytes:,}) is less than the size of one block ({sizes.block_bytes:,}); raise it."
+            f"cache_dir_bytes ({max_bytes:,}) is less than the size of one block ({cache_plan.block_bytes:,}); raise "
+            "it."
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def open_prefixes(
     settings["scales"] = None if options.scales is None else str(Path(options.scales).resolve())
     # The length depends on free memory, so it counts only if the angles of keys depend on it.
     is_long = any(isinstance(rope.scaling, LongRope) for rope in config.layer_ropes if rope)
-    settings["length"] = sizes.max_model_len if is_long else None
+    settings["length"] = cache_plan.max_model_len if is_long else None
     key = _digest({"model": str(model_dir.resolve()), **settings})
     path = folder / f"{model_dir.resolve().name[:64]}-{key[:12]}{SUFFIX}"
     fingerprint = _digest({**settings, **_describe_weights(model_dir, options), **_describe_machine(options)})
@@ -227,7 +227,6 @@ def open_prefixes(
 
 
 def _describe_weights(model_dir: Path, options: EngineOptions) -> dict[str, object]:
-    """Returns values that identify the model, including the modification times of its files."""
     files = {path.name: path for pattern in ("*.safetensors", "*.json") for path in model_dir.glob(pattern)}
     files |= {} if options.scales is None else {"scales of the options": Path(options.scales)}
     stats = {name: path.stat() for name, path in files.items() if is_regular_file(path)}
@@ -236,7 +235,6 @@ def _describe_weights(model_dir: Path, options: EngineOptions) -> dict[str, obje
 
 
 def _describe_machine(options: EngineOptions) -> dict[str, object]:
-    """Returns values that identify the device, the kernels and the libraries."""
     device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {

@@ -120,14 +120,14 @@ class ScaleMonitor:
         """Starts a new window after the weights and scales were replaced. Not possible with roll_history."""
         self._read_closed_window()
         self._window_tokens, self._drifting = 0, set()
-        self._counters.take()
-        saturated = self._counters.taken().saturated
+        self._counters.copy_and_reset()
+        saturated = self._counters.copied_counters().saturated
         for name, monitor in self._inputs.items():
             monitor.reset(_calibrated_amax(monitor.layer, name, calibration), saturated[name])
 
-    def ends_window(self, tokens: int) -> bool:
+    def count_tokens(self, tokens: int) -> bool:
         """Counts computed tokens. Returns whether the window is complete. Call it after every step."""
-        if self._closed_rows is not None and self._counters.are_taken():
+        if self._closed_rows is not None and self._counters.are_copied():
             self._read_closed_window()
         self._window_tokens += tokens
         return bool(self._inputs) and self._window_tokens >= self._options.drift_window
@@ -139,9 +139,9 @@ class ScaleMonitor:
         self._read_closed_window()
         self._window_tokens = 0
         self._update_scales()
-        self._counters.take()
+        self._counters.copy_and_reset()
         self._closed_rows = rows
-        if self._counters.are_taken():
+        if self._counters.are_copied():
             self._read_closed_window()
 
     def records(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ class ScaleMonitor:
         if rows is None:
             return
         self.num_windows += 1
-        amaxes, saturated = self._counters.taken()
+        amaxes, saturated = self._counters.copied_counters()
         for name, monitor in self._inputs.items():
             monitor.close_window(amaxes[name], saturated[name], rows[name])
         self._log_drift()

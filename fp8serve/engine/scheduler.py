@@ -377,9 +377,9 @@ class Scheduler:
         victim is the youngest sequence of the largest group of the same tenant, if this group runs at least two. The
         victim is never the oldest running sequence.
         """
-        largest, most = max(tenants.items(), key=lambda item: item[1], default=("", 0))
-        if most >= tenants[seq.tenant] + 2:
-            return self._youngest(largest, groups)
+        largest_tenant, num_running = max(tenants.items(), key=lambda item: item[1], default=("", 0))
+        if num_running >= tenants[seq.tenant] + 2:
+            return self._youngest(largest_tenant, groups)
         if groups[seq.group] or tenants[seq.tenant] < 2:
             return None
         youngest = self._youngest(seq.tenant, groups)

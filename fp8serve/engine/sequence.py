@@ -14,8 +14,9 @@ from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher  # only as a type, because the tests on a GPU have no llguidance
+
     from fp8serve.engine.adapters import LoadedAdapter
-    from fp8serve.engine.grammar import Matcher  # only as a type, because the tests on a GPU have no llguidance
     from fp8serve.engine.text import TextStream
 
 
@@ -45,11 +46,10 @@ class Sequence:
     token_ids: list[int]  # the prompt, then the generated tokens
     seed: int  # random if the request has none
     stop_ids: frozenset[int] = frozenset()  # tokens that end the text
-    matcher: "Matcher | None" = None  # if the request has a grammar
+    matcher: "LLMatcher | None" = None  # if the request has a grammar
     ban: Ban | None = None  # if the request has bad words
     drafter: Drafter | None = None  # if tokens are drafted
     adapter: "LoadedAdapter | None" = None  # if the request names an adapter
-    text: "TextStream | None" = None  # set by the engine
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
@@ -67,6 +67,7 @@ class Sequence:
     # the block pool writes the following fields
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks
+    text: "TextStream" = field(init=False, repr=False)  # set by the engine; the scheduler does not read it
     # copied from the request, because every step reads them
     request_id: str = field(init=False)
     params: SamplingParams = field(init=False)

@@ -6,24 +6,16 @@ if one character completes several, the longest counts. So the result does not d
 tokens. This module does not import torch.
 """
 
-from typing import Protocol
-
 from fp8serve.engine.sampling_params import SamplingParams
 from fp8serve.errors import TokenizerError
-
-
-class TokenStream(Protocol):
-    """The interface of `Tokenizer.stream()`, which returns complete characters only."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+from fp8serve.model.text.token_streams import ByteStream, WindowStream
 
 
 class TextStream:
-    """The text of one request. After a stop string has set `stopped`, no more text is returned."""
+    """The text of one request. `tokens` is the result of `Tokenizer.stream`, which returns complete characters only.
+    After a stop string has set `stopped`, no more text is returned."""
 
-    def __init__(self, tokens: TokenStream | None, params: SamplingParams) -> None:
+    def __init__(self, tokens: ByteStream | WindowStream | None, params: SamplingParams) -> None:
         self._tokens = tokens
         self._stop = params.stop
         self._includes_stop = params.include_stop_str_in_output

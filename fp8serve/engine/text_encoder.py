@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fp8serve.engine.defaults import step_limits
-from fp8serve.engine.loading import open_device, parse_recipe, separate_rows
+from fp8serve.engine.loading import open_device, parse_recipe, prepare_for_serving
 from fp8serve.engine.memory import check_length, gpu_memory_info
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Task
@@ -32,13 +31,8 @@ from fp8serve.model.network.experts import mixtures
 from fp8serve.model.text.tokenizer import Tokenizer
 
 MIN_THREAD_TOKENS = 64  # with fewer tokens, a thread spends most of its time on reading the weights
+Compute = Callable[[Sequence[int]], Tensor]  # maps the indexes of texts of a batch to their rows, [texts, ...]
 Pool = Callable[[Tensor, Sequence[int]], Tensor]  # maps hidden states [tokens, H] and text lengths to [texts, ...]
-
-
-class Compute(Protocol):
-    """Computes the texts at some indexes of a batch and returns their rows, [texts, ...]."""
-
-    def __call__(self, indexes: Sequence[int]) -> Tensor: ...
 
 
 class TextThreads:
@@ -105,7 +99,7 @@ class TextEncoder:
         self.frozen = {n: m for n, m in self.model.named_modules() if isinstance(m, FrozenLinear)}
         longest = check_length(self.model.config, options)
         self.max_length = min(longest, max_length or longest, options.max_model_len or longest)
-        separate_rows(self.model, options.device)
+        prepare_for_serving(self.model, options.device)
         # the counters of a mixture of experts are shared by all threads
         uses_threads = has_batch_invariant_products(options.device) and not mixtures(self.model)
         self._threads = TextThreads() if uses_threads else None
@@ -159,7 +153,6 @@ class TextEncoder:
 
 
 def _check_options(options: EngineOptions, task: Task) -> None:
-    """Raises RequestError if an option is only for models that generate text, or names another task."""
     if options.task not in (None, task):
         raise RequestError(f"task is {options.task!r}, but the model is loaded to {task}; leave the option task out.")
     if options.drafted_tokens:

@@ -4,23 +4,20 @@
     adapter_model.safetensors   `base_model.model.{linear}.lora_A.weight` [r, K], `lora_B.weight` [N, r],
                                 `lora_magnitude_vector` [N] (DoRA)
 
-Every linear layer that can run in FP8 can have an adapter, except the experts of a mixture, whose weights are stacked,
-and layers whose weights are stored transposed.
+config/linear_names.py lists the layers that can have an adapter.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from fp8serve.errors import Fp8ServeError, ModelError
-from fp8serve.model.building import build_on_meta, transposed_linears
-from fp8serve.model.config.decoder import read_config as read_model_config
+from fp8serve.errors import ModelError
+from fp8serve.model.building import build_on_meta
+from fp8serve.model.config.linear_names import adaptable_linear_names
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.formats.peft import CONFIG, WEIGHTS, PeftConfig, make_config, parse_name, read_config, tensor_name
 from fp8serve.model.storage.files import write_json
@@ -49,35 +46,9 @@ Adapter = Mapping[str, LinearAdapter]  # by the name of the linear
 def adaptable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Returns (out_features, in_features) of every linear layer that can have an adapter, in the model's order."""
     model = build_on_meta(config)
-    transposed = transposed_linears(model)
-    names = (name for name in model.linear_names() if ".experts." not in name and name not in transposed)
+    names = adaptable_linear_names(config)
     shapes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
     return {name: (shape[0], shape[1]) for name, shape in shapes.items()}
-
-
-def select_linears(linears: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Returns the `linears` whose full name, or its last component, matches a pattern; all of them without patterns.
-    Raises ModelError if a pattern matches no layer."""
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in linears):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise ModelError(f"No linear layer is called {pattern!r}; those that can have an adapter are {known}.")
-    return [name for name in linears if not patterns or any(_matches(name, pattern) for pattern in patterns)]
-
-
-def main(arguments: list[str]) -> int:
-    """Checks the patterns in `arguments[1:]` for the model directory `arguments[0]`. Prints an error if there is one,
-    and returns the exit status. The server, which imports no torch, runs this in a child process."""
-    try:
-        select_linears(list(adaptable_linears(read_model_config(arguments[0]))), arguments[1:])
-    except Fp8ServeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatch(name, pattern) or fnmatch(name.rpartition(".")[2], pattern)
 
 
 def read_adapter(directory: Path | str, config: ModelConfig) -> dict[str, LinearAdapter]:
@@ -159,7 +130,3 @@ def write_adapter(
         stored = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
         tensors[tensor_name(linear, part)] = stored  # type: ignore[arg-type]
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -16,8 +16,8 @@ A checkpoint is written into a hidden directory beside the final one. Its files 
 directory is renamed, and its parent is fsynced (`model.storage.files`). A kill at any instant leaves at most the hidden
 directory, which the next start removes. Before a run resumes, it verifies the manifest, so that lost or changed bytes
 are detected; it resumes from the newest checkpoint that is complete. There is no pickle. A checkpoint takes 12 bytes a
-parameter, which are written and hashed once. The files are not sharded, because only this program reads them; `export`
-writes sharded or quantized files.
+parameter, or 6 with 8-bit moments, which are written and hashed once. The files are not sharded, because only this
+program reads them; `export` writes sharded or quantized files.
 """
 
 import hashlib
@@ -48,9 +48,7 @@ from fp8serve.model.storage.shards import Shards, load_tensors, read_header, sav
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"\.(step-\d+|model|model-step-\d+)\.tmp-")
-_KINDS = ("model", "optimizer", "scaling", "random")
-_OPTIONAL_KIND = "method"
-_MAPPED_KINDS = ("model", "optimizer")
+_MAPPED_KINDS, _LOADED_KINDS = ("model", "optimizer"), ("scaling", "random", "method")  # of tensors, a file for each
 
 
 @dataclass
@@ -80,8 +78,9 @@ def write_checkpoint(root: Path, state: TrainState, copy_model_files: Callable[[
     final = root / f"step-{state.step}"
     with atomic_directory(final, JobError) as directory:
         copy_model_files(directory)
-        for kind in (*_KINDS, *([_OPTIONAL_KIND] if state.method else [])):
-            save_tensors(directory / f"{kind}.safetensors", getattr(state, kind), {"format": "pt"})
+        for kind in _MAPPED_KINDS + _LOADED_KINDS:
+            if kind != "method" or state.method:
+                save_tensors(directory / f"{kind}.safetensors", getattr(state, kind), {"format": "pt"})
         write_index(directory)
         write_json(directory / "trainer.json", {"version": VERSION, **state.meta})
         write_json(directory / "manifest.json", manifest_of(directory))
@@ -100,7 +99,7 @@ def _describe(path: Path) -> dict[str, Any]:
         return {"bytes": size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
-def verify(directory: Path) -> str | None:
+def find_damage(directory: Path) -> str | None:
     """Returns the reason why `directory` is not a complete checkpoint, or None if it is complete."""
     try:
         manifest = read_json(directory / "manifest.json", JobError)
@@ -120,7 +119,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def newest_complete(root: Path, on_damaged: Callable[[Path, str], None]) -> Path | None:
     """Returns the newest complete checkpoint. Renames newer, damaged ones to `step-N.broken`, and reports them."""
     for path in reversed(list_checkpoints(root)):
-        reason = verify(path)
+        reason = find_damage(path)
         if reason is None:
             return path
         on_damaged(path, reason)
@@ -133,19 +132,16 @@ def newest_complete(root: Path, on_damaged: Callable[[Path, str], None]) -> Path
 
 def require_complete(directory: Path) -> None:
     """Raises JobError if `directory` is not a complete checkpoint."""
-    if (reason := verify(directory)) is not None:
+    if (reason := find_damage(directory)) is not None:
         raise JobError(f"{directory} is not a usable training checkpoint: {reason}.")
 
 
 def read_checkpoint(directory: Path) -> TrainState:
     """Returns the state in a checkpoint, which the caller has verified."""
-    loaded_kinds = [kind for kind in (*_KINDS, _OPTIONAL_KIND) if kind not in _MAPPED_KINDS]
-    paths = {kind: directory / f"{kind}.safetensors" for kind in (*_MAPPED_KINDS, *loaded_kinds)}
-    mapped: dict[str, Mapping[str, Tensor]] = {kind: Shards(read_header(paths[kind])[0]) for kind in _MAPPED_KINDS}
-    loaded = {
-        kind: load_tensors(paths[kind]) for kind in loaded_kinds if kind != _OPTIONAL_KIND or paths[kind].exists()
-    }
-    return TrainState(**mapped, **loaded, meta=read_json(directory / "trainer.json", JobError))
+    paths = {kind: directory / f"{kind}.safetensors" for kind in _MAPPED_KINDS + _LOADED_KINDS}
+    tensors: dict[str, Mapping[str, Tensor]] = {k: Shards(read_header(paths[k])[0]) for k in _MAPPED_KINDS}
+    tensors |= {kind: load_tensors(paths[kind]) for kind in _LOADED_KINDS if paths[kind].exists()}
+    return TrainState(**tensors, meta=read_json(directory / "trainer.json", JobError))
 
 
 def remove_unfinished(root: Path) -> list[str]:

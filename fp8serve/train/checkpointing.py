@@ -7,6 +7,7 @@ of the environment are reported.
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from datetime import date
@@ -21,11 +22,13 @@ from fp8serve.fp8.ops import backends
 from fp8serve.model.formats.scales import FILE_NAME, fingerprint
 from fp8serve.model.storage.files import COPIED_FILES, MAX_COPIED_FILE_BYTES, read_json
 from fp8serve.model.storage.opening import is_regular_file, open_member
+from fp8serve.model.stored_checkpoint import Checkpoint
 from fp8serve.ranks import Ranks
 from fp8serve.train import checkpoint, events, recovery, state
 from fp8serve.train.config import LENGTH_OPTIONS, TrainConfig
 from fp8serve.train.data import Cursor
 from fp8serve.train.events import OnEvent
+from fp8serve.train.optimizer import moments_bytes
 from fp8serve.train.run import Progress, TrainingRun, ValidationLosses
 
 if TYPE_CHECKING:
@@ -63,6 +66,26 @@ def model_digest(directory: Path) -> str | None:
     return digest.hexdigest()[:32]
 
 
+def required_disk_bytes(base: Checkpoint, config: TrainConfig) -> int:
+    """Returns the bytes on the disk that a run of all weights of `base` needs at least: those of its checkpoints and of
+    its result, and with grpo of the reference model. Scales and small files are not counted.
+
+    The configuration says how many checkpoints exist at once only if it has both `save_every` and `max_steps`.
+    """
+    moments = sum(moments_bytes(shape, config.optimizer_states) for shape in base.shapes.values())
+    checkpoint_bytes = torch.float32.itemsize * base.num_weights + moments
+    recipe, fp8_weights = config.fp8_recipe, 0
+    if recipe is not None and not recipe.override_linear_precision[0]:
+        fp8_linears = set(base.linears).difference(base.high_precision_linears)
+        fp8_weights = sum(math.prod(base.shapes[f"{linear}.weight"]) for linear in fp8_linears)
+    result_bytes = torch.bfloat16.itemsize * (base.num_weights - fp8_weights) + fp8_weights
+    reference_bytes = result_bytes if config.method == "grpo" and config.effective_beta else 0
+    written = -(-config.max_steps // config.save_every) if config.max_steps and config.save_every else 1
+    if written > config.keep_last:  # an old checkpoint is removed after the new one is complete
+        return (config.keep_last + 1) * checkpoint_bytes + reference_bytes
+    return written * checkpoint_bytes + result_bytes + reference_bytes
+
+
 def check_same_job(identity: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
     """Raises JobError that names the first difference between a run's identity and the one in the checkpoint `path`.
 
@@ -93,7 +116,6 @@ class Checkpointer:
         self.latest = ranks.run_on_first(self._clean_up)
 
     def _clean_up(self) -> Path | None:
-        """Returns the newest complete checkpoint after the clean-up."""
         self.root.mkdir(parents=True, exist_ok=True)
         for root in (self.root, self.root.parent):
             if removed := checkpoint.remove_unfinished(root):

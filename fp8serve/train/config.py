@@ -92,7 +92,11 @@ class TrainConfig(GrpoOptions):
         recipe.from_name(self.recipe)  # reports an unknown name before any other error
         check(self, JobError)
         if self.template_date is not None:
-            _check_date("template_date", self.template_date)
+            try:
+                date.fromisoformat(self.template_date)
+            except ValueError:
+                message = f"template_date must be a date such as 2026-01-31, found {self.template_date!r}."
+                raise JobError(message) from None
         if self.eval_every is not None and not self.eval_data:
             raise JobError("eval_every was given without eval_data; name the files to validate on, or leave it out.")
         if (self.patience is not None or self.result == "best") and self.eval_every is None:
@@ -101,7 +105,7 @@ class TrainConfig(GrpoOptions):
         if STDIN in (*self.data, *self.eval_data):
             raise JobError("A resumed run reads its data again, so standard input ('-') cannot be used; name a file.")
         _check_recipe(self)
-        changed = _changed_options(self)
+        changed = frozenset(f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         self._check_adapter(changed)
         _check_fsdp(self)
         if self.on_divergence == "return":
@@ -178,11 +182,6 @@ def _check_recipe(config: TrainConfig) -> None:
         raise RecipeError("Servers do not round scales to powers of two; leave power_2_scale off in training.")
 
 
-def _changed_options(config: TrainConfig) -> frozenset[str]:
-    """Returns the fields whose value differs from the default."""
-    return frozenset(f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default)
-
-
 def _check_fsdp(config: TrainConfig) -> None:
     if config.fsdp and config.lora_rank is not None:
         raise JobError("fsdp shards trained weights only, and an adapter has few of them; leave fsdp or lora_rank out.")
@@ -197,10 +196,3 @@ def _check_return(config: TrainConfig) -> None:
         raise JobError(f'{option} changes the margin of delayed scaling, which {subject} does not have; use "fail".')
     if config.save_every is None:
         raise JobError(f"{option} needs checkpoints at fixed steps; give save_every, too.")
-
-
-def _check_date(name: str, value: Any) -> None:
-    try:
-        date.fromisoformat(value)
-    except (TypeError, ValueError):
-        raise JobError(f"{name} must be a date such as 2026-01-31, found {value!r}.") from None

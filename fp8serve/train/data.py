@@ -12,10 +12,11 @@ an epoch may be smaller.
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,33 @@ Microbatch = tuple[int, ...]  # indices of items
 Step = tuple[Microbatch, ...]  # the microbatches of one optimizer step
 
 
+class Item(ABC):
+    """The unit of which microbatches consist: one or more rows, which go through the model."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def rows(self) -> "tuple[Row, ...]": ...
+
+    @property
+    def tokens(self) -> int:
+        """The number of inputs of all rows."""
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def trainable_tokens(self) -> int:
+        """The number of targets in the loss mask."""
+        return sum(row.trainable_tokens for row in self.rows)
+
+    @property
+    def extra(self) -> bytes:
+        """Content besides the rows that changes the training, as bytes for the fingerprint of the data."""
+        return b""
+
+
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Item):
     """A tokenized document: `ids` int32 [n+1] and the loss mask `loss` bool [n+1]. Input ids[i] has target ids[i+1]."""
 
     ids: npt.NDArray[np.int32]
@@ -51,31 +77,7 @@ class Row:
 
     @property
     def rows(self) -> "tuple[Row, ...]":
-        """Returns the row itself: a row is an item of one row."""
         return (self,)
-
-    @property
-    def extra(self) -> bytes:
-        """Returns b"": a row has no other content."""
-        return b""
-
-
-class Item(Protocol):
-    """The unit of which microbatches consist. `tokens` counts the inputs of all its rows, `trainable_tokens` the
-    targets in the loss mask."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def trainable_tokens(self) -> int: ...
-
-    @property
-    def rows(self) -> tuple[Row, ...]: ...
-
-    @property
-    def extra(self) -> bytes:
-        """Returns content besides the rows that changes the training, as bytes for the fingerprint of the data."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,6 +61,10 @@ def metrics(values: dict[str, Any], labels: Mapping[str, str]) -> Event:
     figures = ", ".join(f"{label}={_number(values[name])}" for name, label in labels.items() if name in values)
     text = f"Step {values['step']}/{values['total_steps']}: {figures}"
     return {"type": "metrics", "level": "info", "message": text, **values}
+
+
+def ignore(event: Event) -> None:
+    """Does nothing, for callers that need no events."""
 
 
 def _number(value: float | None) -> str:
@@ -107,16 +110,6 @@ def _position(event: Event) -> tuple[int, int] | None:
     """Returns (returns, step) of an event that a restarted run reports again, or None for any other event."""
     is_repeated = event["type"] == "metrics" or event.get("code") == "returned"
     return (event.get("returns", 0), event["step"]) if is_repeated else None
-
-
-@contextmanager
-def logged(path: Path) -> Iterator[EventLog]:
-    """Yields an EventLog, and closes it at the end of the block."""
-    log = EventLog(path)
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def _logged_events(path: Path) -> list[dict[str, Any]]:

@@ -87,17 +87,14 @@ def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any])
     names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
     served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
     steps = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}
+    # a history of length 1 has only the staging slot, which is empty between steps
+    histories = {name: history for name in steps if bool((history := stored[f"{name}.amax_history"]).any())}
     return ScalingCheckpoint(
         recipe=recipe,
-        tensors={n: TensorScale(stored[f"{n}.scale"], _history(stored[f"{n}.amax_history"])) for n in steps},
+        tensors={name: TensorScale(stored[f"{name}.scale"], histories.get(name)) for name in steps},
         observations={"batches": meta["step"], "tokens": meta["progress"]["trained_tokens"], "tensors": steps},
         created_by=f"fp8serve {__version__} train",
     )
-
-
-def _history(history: Tensor) -> Tensor | None:
-    """Returns the history, or None if it has length 1: it then has only the staging slot, empty between steps."""
-    return history if bool(history.any()) else None
 
 
 class _Bf16Weights(Mapping[str, Tensor]):

@@ -11,7 +11,7 @@ from fp8serve.model.storage.files import atomic_file
 from fp8serve.model.text.chat_rows import non_json_value
 from fp8serve.options import AUTO
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import OnEvent
+from fp8serve.train.events import OnEvent, ignore
 from fp8serve.train.trainer import Trainer, TrainResult
 
 Data = str | Path | Sequence[str | Path | Mapping[str, Any]]
@@ -24,7 +24,7 @@ def finetune(
     data: Data,
     out: Path | str,
     eval_data: Data = (),
-    on_event: OnEvent = lambda event: None,
+    on_event: OnEvent = ignore,
     stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> TrainResult:

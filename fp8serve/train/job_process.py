@@ -24,6 +24,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
@@ -32,7 +33,7 @@ from fp8serve.errors import Fp8ServeError, GroupError, JobError
 from fp8serve.model.storage.files import MAX_JSON_BYTES, acquire_lock, atomic_file, read_text
 from fp8serve.processes import end_process
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.events import EVENTS, Event, OnEvent, logged, message
+from fp8serve.train.events import EVENTS, EventLog, OnEvent, ignore, message
 
 if TYPE_CHECKING:
     from fp8serve.train.trainer import TrainResult
@@ -100,8 +101,8 @@ def run_rank(arguments: list[str]) -> int:
     status."""
     directory = Path(arguments[0])
     if os.environ.get("RANK", "0") != "0":
-        return _run_job(directory, _ignore)
-    with logged(directory / EVENTS) as log:
+        return _run_job(directory, ignore)
+    with closing(EventLog(directory / EVENTS)) as log:
         return _run_job(directory, log)
 
 
@@ -111,10 +112,6 @@ def _take_lock(path: Path) -> IO[str]:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
-
-
-def _ignore(event: Event) -> None:
-    """Does nothing: only rank 0 reports events."""
 
 
 def _run_job(directory: Path, log: OnEvent) -> int:
@@ -133,7 +130,7 @@ def _run_job(directory: Path, log: OnEvent) -> int:
         return EXIT_FAILED
     if result.status == "stopped":
         return EXIT_STOPPED
-    if log is not _ignore:
+    if log is not ignore:
         with atomic_file(directory / "result.json") as file:
             file.write_text(result.to_json(), encoding="utf-8")
     return EXIT_DONE

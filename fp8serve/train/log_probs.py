@@ -4,7 +4,8 @@ Use it to compare training and serving, for example in a reinforcement trainer w
 `Forward.log_probs` computes the same numbers with gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,18 +15,15 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError, RequestError, ScalesError
 from fp8serve.fp8.attention import KvScale
-from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
-from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, from_name
 from fp8serve.model import parity
 from fp8serve.model.checkpoint import kv_scales, load_servable
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.data import Row
-from fp8serve.train.forward import Forward, Network, collate, target_log_probs
+from fp8serve.train.forward import Forward, Network, collate, prepare_as_server, target_log_probs
 
 ROWS_PER_CHUNK = 256  # rows of logits at a time, as in a server
 KvDtype = Literal["bf16", "fp8"]
-Scorer = Callable[[Sequence[int]], Tensor]
 
 
 @torch.no_grad()
@@ -50,10 +48,11 @@ def log_probs(
     if isinstance(model, Forward):
         if (recipe, scales, kv_cache_dtype, max_model_len) != ("stored", None, "bf16", None):
             raise RequestError("A trainer's forward pass has its recipe and scales already; leave the options out.")
-        score, config = _trainer_scorer(model), model.network.decoder.config
+        _check_parity(model.differences())
+        score, config = partial(_score_as_trainer, model), model.network.decoder.config
     else:
         network = served_network(Path(model), recipe, scales, kv_cache_dtype, max_model_len)
-        score, config = _network_scorer(network), network.decoder.config
+        score, config = partial(_score_as_server, network), network.decoder.config
     for ids in sequences:
         _check_ids(ids, config, max_model_len or config.max_length)
     return [score(ids) if len(ids) > 1 else torch.empty(0) for ids in sequences]
@@ -67,20 +66,12 @@ def _check_ids(ids: Sequence[int], config: ModelConfig, max_length: int) -> None
 
 
 def served_network(
-    model_dir: Path,
-    recipe: Recipe | str = "stored",
-    scales: Path | str | None = None,
-    kv_cache_dtype: KvDtype = "bf16",
-    max_model_len: int | None = None,
+    model_dir: Path, recipe: Recipe | str, scales: Path | str | None, kv_cache_dtype: KvDtype, max_model_len: int | None
 ) -> Network:
     """Returns the trainer's forward pass of a directory, with the FP8 weights and scales of a server."""
     loaded_recipe = from_name(recipe) if isinstance(recipe, str) and recipe != "stored" else recipe
     model = load_servable(model_dir, "bf16" if loaded_recipe is None else loaded_recipe, scales)  # type: ignore[arg-type]
-    for layer in (m for m in model.modules() if isinstance(m, FrozenLinear)):
-        layer.make_rows_independent()
-    if has_batch_invariant_products("cpu"):
-        use_batch_invariant_products(model)
-    model.set_max_length(max_model_len or model.config.max_length)
+    prepare_as_server(model, "cpu", max_model_len or model.config.max_length)
     # Neither the recipe nor the length makes a difference: rows are independent here, and the maximum length is set.
     _check_parity(list(parity.differences(None, model.config, "cpu", 1)))
     return Network(model, _cache_scales(model_dir, scales) if kv_cache_dtype == "fp8" else None)
@@ -98,21 +89,17 @@ def _check_parity(differences: Sequence[str]) -> None:
         raise RecipeError(f"These log-probabilities would differ from a server's: {differences[0]}")
 
 
-def _trainer_scorer(forward: Forward) -> Scorer:
-    _check_parity(forward.differences())
-    return lambda ids: forward.log_probs(collate([_row(ids)], forward.device))
+def _score_as_trainer(forward: Forward, ids: Sequence[int]) -> Tensor:
+    return forward.log_probs(collate([_row(ids)], forward.device))
 
 
-def _network_scorer(network: Network) -> Scorer:
-    def score(ids: Sequence[int]) -> Tensor:
-        batch = collate([_row(ids)], "cpu")
-        chunks = zip(
-            torch.split(network.hidden(batch), ROWS_PER_CHUNK), torch.split(batch.targets, ROWS_PER_CHUNK), strict=True
-        )
-        logits = network.decoder.logits_in_weight_dtype
-        return torch.cat([target_log_probs(logits(hidden), targets) for hidden, targets in chunks])
-
-    return score
+def _score_as_server(network: Network, ids: Sequence[int]) -> Tensor:
+    batch = collate([_row(ids)], "cpu")
+    chunks = zip(
+        torch.split(network.hidden(batch), ROWS_PER_CHUNK), torch.split(batch.targets, ROWS_PER_CHUNK), strict=True
+    )
+    logits = network.decoder.logits_in_weight_dtype
+    return torch.cat([target_log_probs(logits(hidden), targets) for hidden, targets in chunks])
 
 
 def _row(ids: Sequence[int]) -> Row:

@@ -16,10 +16,11 @@ from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.model.adapters import adaptable_linears, select_linears, write_adapter
+from fp8serve.model.adapters import write_adapter
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable, open_checkpoint
 from fp8serve.model.config.decoder import read_config
+from fp8serve.model.config.linear_names import adaptable_linear_names, select_linears
 from fp8serve.model.formats.peft import PeftConfig
 from fp8serve.train.config import TrainConfig
 
@@ -43,7 +44,7 @@ def adapted_model(config: TrainConfig) -> Model:
         if isinstance(module, FrozenLinear):
             module.make_rows_independent()
     peft, random = peft_config(config), torch.Generator().manual_seed(config.seed)
-    for name in select_linears(list(adaptable_linears(model.config)), config.lora_targets):
+    for name in select_linears(adaptable_linear_names(model.config), config.lora_targets):
         scaling = peft.scaling(name)
         layer = LoraLinear(
             model.get_submodule(name), peft.rank, scaling, dora=peft.dora, dropout=config.lora_dropout, generator=random
@@ -71,5 +72,5 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def write_adapter_files(folder: Path, config: TrainConfig, masters: Mapping[str, Tensor]) -> None:
     """Writes the adapter's files from its masters."""
-    linears = list(adaptable_linears(read_config(config.model)))
+    linears = adaptable_linear_names(read_config(config.model))
     write_adapter(folder, config.model, peft_config(config), masters, linears, dropout=config.lora_dropout)

@@ -6,7 +6,6 @@ biases nor the masks and buffers of a model that the transformers backend comput
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.recipe import fp8_gather_obstacle
-from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.train.config import TrainConfig
 
@@ -53,7 +52,8 @@ def memory_estimate(
         "logits": _logits_bytes(int(tokens * fraction) * model.vocab_size),
     }
     if config.method == "grpo":
-        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + 4 * tokens * _kv_elements(model)
+        cache_bytes = 2 * 2 * tokens * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values, BF16
+        parts["engine"] = linears * (2 if recipe is None else 1) + 2 * others + cache_bytes
     forward_bytes = parts["activations"] + parts["logits"]
     peak = max(parts["gradients"], forward_bytes) if config.accumulate == 1 else parts["gradients"] + forward_bytes
     return {**parts, "total": parts["weights"] + parts["casts"] + parts.get("engine", 0) + peak}
@@ -93,7 +93,6 @@ def _logits_bytes(elements: int) -> int:
 
 
 def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
-    """Returns the bytes of both moments."""
     return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
 
 
@@ -103,11 +102,6 @@ def check_layers(config: TrainConfig, model: ModelConfig) -> None:
         if getattr(config, name) and model.computed_by is not None:
             reason = "works layer by layer, but transformers computes this model as a whole"
             raise JobError(f"{name} {reason}; leave it out.")
-
-
-def _kv_elements(model: ModelConfig) -> int:
-    """Returns the number of elements of a token's keys in all layers, which is also that of its values."""
-    return model.num_layers * model.num_kv_heads * model.head_dim
 
 
 def _adapter_estimate(model: ModelConfig, config: TrainConfig, tokens: int, fraction: float) -> dict[str, int]:
@@ -147,7 +141,8 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int]:
     """Returns (weights of the projections that can run in FP8, all other parameters without biases)."""
     sparse, experts = _sparse_layers(model), model.experts
     attention, absorbed = _attention_counts(model)
-    linears = model.num_layers * attention + (model.num_layers - sparse) * _dense_mlp_weights(model)
+    dense_mlp = (2 if model.activation == "xielu" else 3) * model.hidden_size * model.intermediate_size
+    linears = model.num_layers * attention + (model.num_layers - sparse) * dense_mlp
     others = model.num_layers * absorbed
     if experts is not None:
         shared = experts.shared_size or 0
@@ -176,10 +171,6 @@ def _gated_mlp_weights(model: ModelConfig, size: int) -> int:
     return 3 * model.hidden_size * size
 
 
-def _dense_mlp_weights(model: ModelConfig) -> int:
-    return (2 if model.activation == "xielu" else 3) * model.hidden_size * model.intermediate_size
-
-
 def _norm_weights(model: ModelConfig) -> int:
     """Returns the weights of two norms a layer and of the final norm. Some families have more norms, as small."""
     latent = 0 if model.latent is None else model.latent.rank + (model.latent.q_rank or 0)
@@ -199,13 +190,9 @@ def _bytes_per_token(model: ModelConfig, config: TrainConfig) -> int:
 
 
 def _activation_bytes_per_token(model: ModelConfig) -> int:
-    sparse = _sparse_layers(model)
-    expert_bytes = 0 if model.experts is None else sparse * _expert_activation_bytes(model, model.experts)
+    sparse, experts, expert_layer_bytes = _sparse_layers(model), model.experts, 0
+    if experts is not None:
+        mlp_size = experts.per_token * experts.size + (experts.shared_size or 0)
+        expert_layer_bytes = MLP_BYTES * mlp_size + EXPERT_INPUT_BYTES * experts.per_token * model.hidden_size
     dense = (model.num_layers - sparse) * MLP_BYTES * model.intermediate_size
-    return model.num_layers * HIDDEN_BYTES * model.hidden_size + dense + expert_bytes
-
-
-def _expert_activation_bytes(model: ModelConfig, experts: Experts) -> int:
-    """Returns the bytes of a token's activations in one layer of experts."""
-    mlp_size = experts.per_token * experts.size + (experts.shared_size or 0)
-    return MLP_BYTES * mlp_size + EXPERT_INPUT_BYTES * experts.per_token * model.hidden_size
+    return model.num_layers * HIDDEN_BYTES * model.hidden_size + dense + sparse * expert_layer_bytes

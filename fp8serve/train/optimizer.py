@@ -19,7 +19,7 @@ checkpoint stores an 8-bit moment as two tensors, `{moment}_codes` (uint8) and `
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +30,7 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.torch_private import multiply_each
 from fp8serve.model.storage.shards import release_pages
 from fp8serve.train.config import TrainConfig
+from fp8serve.train.run_options import OptimizerStates
 
 MIN_8BIT_ELEMENTS = 4096  # torchao gives smaller matrices FP32 moments
 BLOCK = 256  # elements of a block of torchao's 8-bit moments
@@ -43,18 +44,12 @@ def has_blocks(elements: int) -> bool:
     return elements >= MIN_8BIT_ELEMENTS and elements % BLOCK == 0
 
 
-def _adamw_8bit(
-    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
-) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = _torchao().AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
-    return optimizer
-
-
-def _step_8bit(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"].fill_(rate)
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
+def moments_bytes(shape: Sequence[int], states: OptimizerStates) -> int:
+    """Returns the bytes of both moments of a parameter."""
+    elements = math.prod(shape)
+    if states == "8bit" and len(shape) >= 2 and has_blocks(elements):
+        return 2 * (elements + elements // BLOCK * torch.float32.itemsize)
+    return 2 * elements * torch.float32.itemsize
 
 
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,8 +107,9 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
     warmup = warmup_steps(config, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    decay = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.lr_schedule]
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))  # of the decay
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    decay = {"cosine": cosine, "linear": 1 - progress, "constant": 1.0}[config.lr_schedule]
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
 
 
@@ -138,7 +134,7 @@ class Optimizer:
         options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
         self._adam_8bit: torch.optim.Optimizer | None = None
         if config.optimizer_states == "8bit":
-            self._adam_8bit = _adamw_8bit(groups[:1], **options) if matrices else None
+            self._adam_8bit = _torchao().AdamW8bit(groups[:1], **options) if matrices else None
             groups = groups[1:]
         groups = [group for group in groups if group["params"]]
         self._adam = torch.optim.AdamW(groups, **options, fused=True) if groups else None
@@ -164,19 +160,19 @@ class Optimizer:
         grads = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         norm = self._norm(grads)
         if math.isfinite(norm):
-            self._clip_gradients(grads.values(), norm)
+            if self._clip is not None and norm > self._clip:
+                multiply_each(list(grads.values()), self._clip / norm)
             self._update(rate)
         for parameter in (*self.masters.values(), *self._parameters.values()):
             parameter.grad = None
         return norm
 
-    def _clip_gradients(self, grads: Iterable[Tensor], norm: float) -> None:
-        if self._clip is not None and norm > self._clip:
-            multiply_each(list(grads), self._clip / norm)
-
     def _update(self, rate: float) -> None:
         if self._adam_8bit is not None:
-            _step_8bit(self._adam_8bit, rate)
+            for group in self._adam_8bit.param_groups:
+                group["lr"].fill_(rate)
+            with torch.compiler.set_stance("force_eager"):
+                self._adam_8bit.step()
         if self._adam is not None:
             for group in self._adam.param_groups:
                 group["lr"] = rate
@@ -194,7 +190,6 @@ class Optimizer:
         return {f"{name}.{kind}": t for name, state in states.items() for kind, t in plain_state(state).items()}
 
     def _adam_of(self, master: nn.Parameter) -> torch.optim.Optimizer:
-        """Returns the torch optimizer that updates a master."""
         adam = self._adam_8bit if self._adam_8bit is not None and master.dim() >= 2 else self._adam
         assert adam is not None
         return adam

@@ -75,11 +75,11 @@ class Setup:
             return self.forward.observe(loss)
         ranks = self.sharded.shards.ranks
         with ranks.shared_errors():
-            second = self.sharded.in_high_precision()
-        state.load_scaling(second, state.scaling_tensors(self.forward))
-        second.observe(loss)
-        state.load_scaling(self.forward, state.scaling_tensors(second))
-        del second
+            precise_forward = self.sharded.in_high_precision()
+        state.load_scaling(precise_forward, state.scaling_tensors(self.forward))
+        precise_forward.observe(loss)
+        state.load_scaling(self.forward, state.scaling_tensors(precise_forward))
+        del precise_forward
         gc.collect()  # the model has reference cycles
         trim()
         return None

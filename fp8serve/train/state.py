@@ -53,7 +53,7 @@ def records_kv(config: TrainConfig, source: Path) -> bool:
         return False
 
 
-def states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
+def scaling_states(forward: Forward) -> Iterator[tuple[str, ScalingState]]:
     """Yields (`P.input`, its state) for every FP8 layer P and each of its tensors. Creates missing states.
 
     Layers with the same input may share its state. Call `separate_states` before writing to states.
@@ -73,7 +73,9 @@ def separate_states(forward: Forward) -> None:
 
 def scaling_tensors(forward: Forward) -> dict[str, Tensor]:
     """Returns copies of the states' tensors, because layers may share a state, and files need a tensor for each."""
-    return {f"{name}.{part}": getattr(state, part).clone() for name, state in states(forward) for part in FIELDS}
+    return {
+        f"{name}.{part}": getattr(state, part).clone() for name, state in scaling_states(forward) for part in FIELDS
+    }
 
 
 @torch.no_grad()
@@ -83,7 +85,7 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
     Checkpoints of older versions have no states of keys and values if attention is in high precision. Such states are
     then left as they are.
     """
-    expected = {f"{name}.{part}" for name, _ in states(forward) for part in FIELDS}
+    expected = {f"{name}.{part}" for name, _ in scaling_states(forward) for part in FIELDS}
     optional = {key for key in expected if forward.records_kv and key.rpartition(".")[0].endswith((".k", ".v"))}
     if set(tensors) not in (expected, expected - optional):
         raise JobError(
@@ -91,7 +93,7 @@ def load_scaling(forward: Forward, tensors: Mapping[str, Tensor]) -> None:
             "of the two; start again in a new output directory."
         )
     separate_states(forward)
-    for name, state in states(forward):
+    for name, state in scaling_states(forward):
         for part in FIELDS:
             if (tensor := tensors.get(f"{name}.{part}")) is not None:
                 setattr(state, part, tensor.to(state.scale.device, copy=True))
@@ -114,7 +116,7 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
         pairs = {owner: zip("kv", pair, strict=True) for owner, pair in owners.items()}
         scales = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}
         stored = scales | stored
-    seeded = {name: state for name, state in states(forward) if name in stored}
+    seeded = {name: state for name, state in scaling_states(forward) if name in stored}
     for name, state in seeded.items():
         state.scale.copy_(stored[name].scale)
         if (history := stored[name].amax_history) is not None:

@@ -149,7 +149,6 @@ def _read(file: Path, key: str, reader: Reader[Any, Any]) -> tuple[list[Any], Ro
 
 
 def _write(file: Path, arrays: Arrays, metadata: Mapping[str, Any]) -> None:
-    """Writes the file atomically; equal arrays give equal bytes."""
     file.parent.mkdir(exist_ok=True)
     for temporary in file.parent.glob(f".{file.name}.tmp*"):  # left by a run that was killed
         temporary.unlink()

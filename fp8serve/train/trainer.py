@@ -45,7 +45,14 @@ from fp8serve.model.storage.files import acquire_lock, check_writable, read_json
 from fp8serve.model.stored_checkpoint import open_checkpoint
 from fp8serve.ranks import ALONE, Ranks
 from fp8serve.train import checkpoint, events, recovery, state
-from fp8serve.train.checkpointing import Checkpointer, identity_of, load_state, resume, with_template_date
+from fp8serve.train.checkpointing import (
+    Checkpointer,
+    identity_of,
+    load_state,
+    required_disk_bytes,
+    resume,
+    with_template_date,
+)
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import iterate_steps
 from fp8serve.train.events import OnEvent
@@ -79,7 +86,7 @@ def initialize(run: TrainingRun) -> None:
 
 def initialize_scales(run: TrainingRun) -> None:
     """Observes one microbatch in high precision if an amax history is empty."""
-    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.states(run.setup.forward)):
+    if not any(entry.amax_history.count_nonzero() == 0 for _, entry in state.scaling_states(run.setup.forward)):
         return
     step, _ = next(iterate_steps(run.lengths, run.config, run.progress.cursor, 1))
     method, microbatches = run.setup.method, run.microbatches(step)
@@ -89,38 +96,41 @@ def initialize_scales(run: TrainingRun) -> None:
     run.on_event(events.message("scales_observed", text))
 
 
-def result_checkpoint(config: TrainConfig, latest: Path, best_step: int | None, on_event: OnEvent) -> Path:
+def choose_result_checkpoint(config: TrainConfig, latest: Path, best_step: int | None, on_event: OnEvent) -> Path:
     """Returns the checkpoint that becomes the result: the best one if the job asks for it and it is intact, else
     `latest`."""
     best = latest.with_name(f"step-{best_step}")
     if config.result == "last" or best == latest:
         return latest
-    if (damage := checkpoint.verify(best)) is not None:
+    if (damage := checkpoint.find_damage(best)) is not None:
         text = f"The best checkpoint, {best.name}, cannot be used ({damage}): the result is made of the last one"
         on_event(events.message("best_lost", text, level="warn"))
         return latest
     return best
 
 
-def check_outcome(config: TrainConfig, chosen: Path, outcome: Outcome, on_event: OnEvent) -> None:
+def check_outcome(config: TrainConfig, checkpoint_dir: Path, outcome: Outcome, on_event: OnEvent) -> None:
     """Raises JobError if the run made the model worse, or reports a warning with on_divergence="keep"."""
     if outcome.failure is None:
         return
     if config.on_divergence != "keep":
         raise JobError(
-            f"{outcome.failure}; lower lr ({config.lr}), or make a model of {chosen} by starting again with "
+            f"{outcome.failure}; lower lr ({config.lr}), or make a model of {checkpoint_dir} by starting again with "
             'on_divergence="keep" (--on-divergence keep).'
         )
     on_event(events.message("diverged", outcome.failure, level="warn"))
 
 
-def export_result(config: TrainConfig, chosen: Path, on_event: OnEvent) -> Path:
-    """Exports the checkpoint `chosen` to `out/model/`, unless it is there already. Returns that directory."""
+def export_result(config: TrainConfig, checkpoint_dir: Path, on_event: OnEvent) -> Path:
+    """Exports the checkpoint `checkpoint_dir` to `out/model/`, unless it is there already. Returns that directory."""
     model = Path(config.out) / "model"
-    if model.exists() and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != chosen.name:
+    if (
+        model.exists()
+        and f"step-{(step := read_json(model / 'training.json', JobError)['step'])}" != checkpoint_dir.name
+    ):
         model.rename(model.with_name(f"model-step-{step}"))  # not deleted, because a server may be using it
     if not model.exists():
-        export(chosen, model)
+        export(checkpoint_dir, model)
         on_event(events.message("exported", f"The trained model is in {model}", path=str(model)))
         for note in () if config.lora_rank else compatibility_notes(open_checkpoint(model)):
             on_event(events.message("readers", note, level="warn"))
@@ -146,14 +156,6 @@ class TrainResult:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-def _ignore(event: events.Event) -> None:
-    """Does nothing."""
-
-
-def _never() -> bool:
-    return False
-
-
 class Trainer:
     """Runs a job: `Trainer(config).run()`. The same call again resumes from the newest checkpoint.
 
@@ -164,7 +166,7 @@ class Trainer:
         self.config = config
         self.ranks = replace(ranks, is_sharded=config.fsdp and ranks.size > 1)
 
-    def run(self, on_event: OnEvent = _ignore, stop: Callable[[], bool] = _never) -> TrainResult:
+    def run(self, on_event: OnEvent = events.ignore, stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Trains to the end, or until `stop()` returns True on any rank between two steps. Only rank 0 reports events.
 
         Raises DataError, ModelError, ScalesError or RecipeError for invalid input, and JobError if the run cannot
@@ -175,7 +177,7 @@ class Trainer:
         check_optimizer_package(self.config)
         with self.ranks.shared_errors():
             lock = self._take_lock() if self.ranks.is_first else nullcontext()
-        reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(_ignore)
+        reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(events.ignore)
         returns = None
         with lock, reporting as report, torch.random.fork_rng(devices=[]):
             while True:
@@ -192,7 +194,6 @@ class Trainer:
                 gc.collect()
 
     def _take_lock(self) -> AbstractContextManager[Any]:
-        """Returns the file lock of the output directory. Raises JobError if another run holds it."""
         out = Path(self.config.out)
         if out.exists() and not out.is_dir():
             raise JobError(f"{out} exists and is not a directory; choose another output directory.")
@@ -235,13 +236,12 @@ class _Attempt:
         self.health = Health(self.run.setup.forward, on_event, first_loss) if ranks.is_first else None
 
     def _load(self, job_config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> TrainingRun:
-        """Loads the model, the data and the newest checkpoint."""
         latest, config = self.checkpointer.latest, recovery.config_after(job_config, returns)
         if job_config.on_divergence == "return":
             for recovery_config in recovery.recovery_configs(job_config):
                 check_format(recovery_config)
-        if latest is None and not config.lora_rank:  # at least 4 bytes a weight for a checkpoint, 1 for the result
-            check_writable(Path(config.out), 5 * open_checkpoint(config.model).num_weights)
+        if latest is None and not config.lora_rank:
+            check_writable(Path(config.out), required_disk_bytes(open_checkpoint(config.model), config))
         setup = prepare(config, latest or Path(config.model), on_event, ranks)
         identity = identity_of(job_config, setup.data_fingerprint, latest)
         run = TrainingRun(job_config, config, ranks, on_event, setup, identity, Progress(returns=returns))
@@ -278,9 +278,9 @@ class _Attempt:
                 self.checkpointer.save(run)
         check_divergence(run)
         latest, held_out = self.checkpointer.save(run), run.progress.held_out
-        chosen = self._load_result_checkpoint(latest)
-        outcome = outcome_of(run, held_out.last if chosen == latest else held_out.best)
-        return ranks.run_on_first(lambda: self._finish(chosen, outcome))
+        checkpoint_dir = self._load_result_checkpoint(latest)
+        outcome = outcome_of(run, held_out.last if checkpoint_dir == latest else held_out.best)
+        return ranks.run_on_first(lambda: self._finish(checkpoint_dir, outcome))
 
     def return_to_good_checkpoint(self, reason: str) -> int:
         """Removes the checkpoints after the last good one. Returns the new number of returns."""
@@ -309,16 +309,18 @@ class _Attempt:
     def _load_result_checkpoint(self, latest: Path) -> Path:
         """Returns the checkpoint that becomes the result, after loading its state into the run."""
         run, best_step = self.run, self.run.progress.held_out.best_step
-        chosen = run.ranks.run_on_first(lambda: result_checkpoint(run.config, latest, best_step, run.on_event))
-        if chosen != latest:
+        checkpoint_dir = run.ranks.run_on_first(
+            lambda: choose_result_checkpoint(run.config, latest, best_step, run.on_event)
+        )
+        if checkpoint_dir != latest:
             with run.ranks.shared_errors():
-                load_state(run, checkpoint.read_checkpoint(chosen))
-        return chosen
+                load_state(run, checkpoint.read_checkpoint(checkpoint_dir))
+        return checkpoint_dir
 
-    def _finish(self, chosen: Path, outcome: Outcome) -> TrainResult:
+    def _finish(self, checkpoint_dir: Path, outcome: Outcome) -> TrainResult:
         run = self.run
-        check_outcome(run.job_config, chosen, outcome, run.on_event)
-        return self._result("succeeded", str(export_result(run.config, chosen, run.on_event)))
+        check_outcome(run.job_config, checkpoint_dir, outcome, run.on_event)
+        return self._result("succeeded", str(export_result(run.config, checkpoint_dir, run.on_event)))
 
     def _result(self, status: Literal["succeeded", "stopped"], model: str | None) -> TrainResult:
         progress, latest = self.run.progress, self.checkpointer.latest

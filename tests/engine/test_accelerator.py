@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8serve.engine import memory
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import check_device
-from fp8serve.engine.memory import gpu_cache_memory, plan_on_gpu, run_largest_step
+from fp8serve.engine.memory import gpu_cache_budget, plan_gpu_cache, run_largest_step
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError, RequestError
 
@@ -38,9 +38,9 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_the_cache_gets_what_is_left(gpu_with: Callable[..., None]) -> None:
     gpu_with(60 * GIB, 80 * GIB)
     parts = memory.ATTENTION_WORKSPACE_BYTES
-    assert gpu_cache_memory(GPU, on_gpu(), 2 * GIB, GIB) == 60 * GIB - 8 * GIB + 1 - 3 * GIB - parts  # rounded down
-    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=1), 0, 0) == 60 * GIB - parts
-    assert gpu_cache_memory(GPU, on_gpu(gpu_memory=0.5), 0, 0) == 20 * GIB - parts
+    assert gpu_cache_budget(GPU, on_gpu(), 2 * GIB, GIB) == 60 * GIB - 8 * GIB + 1 - 3 * GIB - parts  # rounded down
+    assert gpu_cache_budget(GPU, on_gpu(gpu_memory=1), 0, 0) == 60 * GIB - parts
+    assert gpu_cache_budget(GPU, on_gpu(gpu_memory=0.5), 0, 0) == 20 * GIB - parts
 
 
 def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
@@ -48,7 +48,7 @@ def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
     with pytest.raises(
         MachineError, match=r"No memory is left for the KV cache on cuda: .* of its 85,899,345,920 bytes"
     ):
-        gpu_cache_memory(GPU, on_gpu(), GIB, 0)
+        gpu_cache_budget(GPU, on_gpu(), GIB, 0)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
@@ -57,16 +57,16 @@ def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[.
     gpu_with(GIB, GIB, step=1000)
     engine = Engine(model_dir, recipe=recipe)
     runner, options = engine.loaded.runner, on_gpu(gpu_memory=1, max_num_seqs=4)
-    sizes, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
+    sizes, _ = plan_gpu_cache(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (sizes.num_blocks, sizes.max_model_len) == (4 * 8, 128)
     graph_logits = 4 * 260 * (1 + 2 + 4)
     for graphs, taken in ((None, 2000 + memory.ATTENTION_WORKSPACE_BYTES + graph_logits), (False, 1000)):
         gpu_with(memory.ATTENTION_WORKSPACE_BYTES + taken + 5 * sizes.block_bytes + 1, GIB, step=1000)
         options = on_gpu(gpu_memory=1, max_num_seqs=4, cuda_graphs=graphs)
-        fitting, _ = plan_on_gpu(runner.model, engine.loaded.config, options, torch.bfloat16)
+        fitting, _ = plan_gpu_cache(runner.model, engine.loaded.config, options, torch.bfloat16)
         assert (fitting.num_blocks, fitting.max_model_len) == (5, 80)
     with pytest.raises(RequestError, match="4096 is beyond the 128 tokens"):
-        plan_on_gpu(runner.model, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
+        plan_gpu_cache(runner.model, engine.loaded.config, on_gpu(max_model_len=4096), torch.bfloat16)
 
 
 def test_the_largest_step_has_all_tokens_and_sequences(model_dir: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from fp8serve.engine import defaults, loading, memory
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import open_device
-from fp8serve.engine.memory import plan_on_gpu
+from fp8serve.engine.memory import plan_gpu_cache
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import MachineError
 from fp8serve.fp8.recipe import DelayedScaling
@@ -101,15 +101,10 @@ def test_the_share_of_memory_leaves_room_for_others() -> None:
     assert defaults.gpu_memory_fraction(70 * GIB, 80 * GIB) == 0.9
 
 
-def test_an_fp8_cache_needs_a_declaration_and_calibrated_scales() -> None:
-    assert defaults.kv_cache_dtype(True, [1.0, 3.5]) == "fp8"
-    assert defaults.kv_cache_dtype(True, [1.0, 1.0]) == "bf16"
-    assert defaults.kv_cache_dtype(True, []) == "bf16"
-    assert defaults.kv_cache_dtype(False, [3.5]) == "bf16"
-
-
 @pytest.mark.parametrize("file_format", ["compressed-tensors", "modelopt"])
-def test_a_directory_declares_an_fp8_cache(file_format: str, tmp_path: Path) -> None:
+def test_an_fp8_cache_needs_a_declaration_and_calibrated_scales(
+    file_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_dir = write_model(tmp_path / "m")
     scales = str(write_scales(model_dir, tmp_path / "scales", kv=True))
     config = json.loads((model_dir / "config.json").read_text())
@@ -125,6 +120,10 @@ def test_a_directory_declares_an_fp8_cache(file_format: str, tmp_path: Path) -> 
     assert dtype(True, device="cuda", scales=scales, recipe="bf16") == "bf16"
     assert dtype(True, False, device="cuda", scales=scales) == "bf16"
     assert dtype(True, device="cpu", scales=scales) == "bf16"
+    one, other = torch.ones(()), torch.full((), 3.5)
+    for pair, expected in (((one, other), "fp8"), ((one, one), "bf16")):
+        monkeypatch.setattr(loading, "kv_scales", lambda *_, pair=pair: {0: pair})
+        assert dtype(True, device="cuda", scales=scales) == expected
 
 
 @pytest.fixture
@@ -160,7 +159,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 
 def derived(model: Engine, **options: Any) -> tuple[int, int, int]:
-    _, limits = plan_on_gpu(model.loaded.runner.model, model.loaded.config, on_gpu(**options), torch.bfloat16)
+    _, limits = plan_gpu_cache(model.loaded.runner.model, model.loaded.config, on_gpu(**options), torch.bfloat16)
     assert None not in (limits.max_num_seqs, limits.max_batch_tokens, limits.max_prefill_tokens)
     return limits.num_seqs, limits.step_tokens, limits.prefill_tokens
 

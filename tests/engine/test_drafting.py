@@ -12,7 +12,7 @@ from fp8serve.engine.drafting import (
     ROW_COST,
     START_STEPS,
     Drafter,
-    price,
+    row_price,
     sequences_to_sample,
 )
 from fp8serve.engine.request import Request
@@ -103,8 +103,8 @@ def test_lengths_follow_what_was_right() -> None:
 
 
 def test_a_row_costs_a_share_of_what_a_sequence_pays_for_its_step() -> None:
-    assert price(1) == pytest.approx(ROW_COST)
-    assert price(1) < price(2) < price(8) < price(1000) < 1
+    assert row_price(1) == pytest.approx(ROW_COST)
+    assert row_price(1) < row_price(2) < row_price(8) < row_price(1000) < 1
 
 
 def test_sequences_to_sample() -> None:

@@ -19,7 +19,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.request import Request
 from fp8serve.engine.runner import Runner
 from fp8serve.engine.sampling_params import SamplingParams
-from fp8serve.engine.scheduler import Work
+from fp8serve.engine.scheduler import StepWork, Work
 from fp8serve.engine.sequence import Sequence
 from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.elementwise import rms_norm
@@ -109,7 +109,7 @@ def test_windows(tmp_path: Path) -> None:
 BLOCKS = 16  # tokens in each
 
 
-def mixed_steps() -> list[list[Work]]:
+def mixed_steps() -> list[StepWork]:
     """Four sequences whose blocks lie scattered: chunks, whole prompts and decoding tokens, alone and together."""
     lengths = {"long": 640, "chunked": 45, "short": 33, "one": 1}
     taken = iter(torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist())
@@ -122,7 +122,7 @@ def mixed_steps() -> list[list[Work]]:
         [(a, 642, 643), (c, 35, 36), (d, 1, 2)],
     ]
     # tokens that were sampled are there already: what samples is said by how far the step goes
-    return [[Computed(seq, start, end - start) for seq, start, end in step] for step in steps]
+    return [StepWork(others=[Computed(seq, start, end - start) for seq, start, end in step]) for step in steps]
 
 
 class Computed(Work):

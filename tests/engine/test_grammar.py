@@ -9,6 +9,7 @@ import llguidance
 import numpy as np
 import pytest
 
+from fp8serve.engine import grammar
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.grammar import Masks, _to_llguidance, validate
 from fp8serve.engine.request import Request
@@ -172,7 +173,7 @@ def test_a_form_too_complex_for_its_first_step_is_refused(engine: Engine, monkey
         def __new__(cls, *arguments: Any, **options: Any) -> Any:
             return original(*arguments, **options, limits=limits)
 
-    monkeypatch.setattr(llguidance, "LLMatcher", Limited)
+    monkeypatch.setattr(grammar, "LLMatcher", Limited)
     with pytest.raises(RequestError, match=r"The regex cannot be used: .*too many states") as caught:
         engine.generate([[1]], regex="[a-z]*q")
     assert "<state>" not in str(caught.value)
@@ -204,5 +205,5 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
         assert (found == allowed).all()
         assert reference.consume_token(token)
         for seq in seqs:
-            assert seq.matcher is None or seq.matcher.accept(token)
+            assert seq.matcher is None or seq.matcher.consume_token(token)
     assert masks.start([seq.matcher for seq in seqs[1:2]]) is None

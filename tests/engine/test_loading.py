@@ -9,7 +9,7 @@ import torch
 from fp8serve.engine import memory
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import parse_recipe
-from fp8serve.engine.memory import plan
+from fp8serve.engine.memory import plan_cache
 from fp8serve.engine.options import EngineOptions
 from fp8serve.engine.request import Request
 from fp8serve.engine.sampling_params import SamplingParams
@@ -79,28 +79,28 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_the_cache_is_as_large_as_needed_and_as_memory_allows(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int, length: int
 ) -> None:
-    monkeypatch.setattr(memory, "cache_memory", lambda device: 50 * BLOCK_BYTES + 1)
-    found = plan(read_config(model_dir), EngineOptions(**options), torch.bfloat16)
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 50 * BLOCK_BYTES + 1)
+    found = plan_cache(read_config(model_dir), EngineOptions(**options), torch.bfloat16)
     assert (found.num_blocks, found.max_model_len, found.block_bytes) == (blocks, length, BLOCK_BYTES)
 
 
 def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "cache_memory", lambda device: 3 * BLOCK_BYTES)
+    monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 3 * BLOCK_BYTES)
     with pytest.raises(MachineError, match=r"one sequence of 128 tokens needs 32,768 bytes, but only 12,288"):
-        plan(read_config(model_dir), EngineOptions(max_model_len=128), torch.bfloat16)
-    assert plan(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
+        plan_cache(read_config(model_dir), EngineOptions(max_model_len=128), torch.bfloat16)
+    assert plan_cache(read_config(model_dir), EngineOptions(), torch.bfloat16).max_model_len == 48
 
 
 def test_a_window_does_not_limit_the_length(tmp_path: Path) -> None:
     config = read_config(write_model(tmp_path, "mistral", sliding_window=32))
-    assert plan(config, EngineOptions(num_blocks=9), torch.bfloat16).max_model_len == 128
+    assert plan_cache(config, EngineOptions(num_blocks=9), torch.bfloat16).max_model_len == 128
     engine = Engine(tmp_path, recipe="bf16", max_model_len=16)
     with pytest.raises(RequestError, match="the context holds 16: shorten"):
         engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_new_tokens=8)))
 
 
 def test_memory_is_found_on_this_machine() -> None:
-    assert memory.cache_memory("cpu") > 2**20
+    assert memory.cpu_cache_budget() > 2**20
 
 
 def test_recipes_are_names_or_json() -> None:
@@ -112,10 +112,12 @@ def test_recipes_are_names_or_json() -> None:
 
 def test_a_bound_of_the_cache_is_kept(model_dir: Path) -> None:
     config = read_config(model_dir)
-    found = plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
+    found = plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
     assert (found.num_blocks, found.max_model_len) == (5, 80)
-    assert plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=5), torch.bfloat16).num_blocks == 5
+    assert (
+        plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=5), torch.bfloat16).num_blocks == 5
+    )
     with pytest.raises(MachineError, match=f"6 blocks needs {6 * BLOCK_BYTES:,} bytes, more than the"):
-        plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=6), torch.bfloat16)
+        plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=6), torch.bfloat16)
     with pytest.raises(MachineError, match="lower max_model_len"):
-        plan(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, max_model_len=128), torch.bfloat16)
+        plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, max_model_len=128), torch.bfloat16)

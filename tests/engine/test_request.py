@@ -75,6 +75,11 @@ def test_a_bad_request_is_refused(fields: dict[str, Any]) -> None:
         Request(**{"request_id": "r", "prompt_token_ids": (1,), **fields})
 
 
+@pytest.mark.parametrize("bias", [[(5, 1.0), (6, 2.0), (5, -3.0)], {"5": 1.0, "6": 2.0, "05": -3.0}])
+def test_the_last_bias_of_a_token_counts(bias: Any) -> None:
+    assert SamplingParams(logit_bias=bias).logit_bias == ((5, -3.0), (6, 2.0))
+
+
 def test_requests_survive_json() -> None:
     request = Request(
         "r",

@@ -96,6 +96,11 @@ def test_a_bias_is_added_to_its_tokens_alone() -> None:
     assert found[0].logprob.top[0][0] == 2  # the model's own
 
 
+def test_a_bias_that_is_given_twice_is_added_once() -> None:
+    biased = sequence(temperature=0, logit_bias=[(1, 5.0), (1, 1.5)])
+    assert [sample(torch.tensor([[3.0, x]]), [biased], ())[0].token_id for x in (1.0, 2.0)] == [0, 1]
+
+
 def test_bad_words_are_not_written_even_where_the_end_comes_too_early() -> None:
     class Words:
         def tokens(self) -> Any:

@@ -122,7 +122,7 @@ def test_a_window_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
         monitor.close_window(engine._rows_by_layer())
     assert late.stats()["scale_windows_total"] == closed
     event.passed = True
-    assert not monitor.ends_window(1)
+    assert not monitor.count_tokens(1)
     assert late.stats()["scale_windows_total"] == closed + 1
     assert late.scales() == plain.scales()
 

@@ -131,7 +131,7 @@ def test_what_a_gpu_cannot_hold_is_staged_in_main_memory(
     engine, expected = Engine(models[0]), answers(Engine(models[1]))
     read, devices = loading.read_weights, list[str | None]()
 
-    def full(model_dir: Path, loaded: loading.Loaded, device: str | None = None) -> dict[str, Tensor]:
+    def full(model_dir: Path, loaded: loading.LoadedModel, device: str | None = None) -> dict[str, Tensor]:
         devices.append(device)
         if device is None:
             raise torch.OutOfMemoryError("CUDA out of memory.")

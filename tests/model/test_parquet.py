@@ -15,8 +15,8 @@ from pyarrow import parquet as writer
 from fp8serve.errors import DataError
 from fp8serve.model.text.data_files import DataLimits
 from fp8serve.model.text.examples import ChatExample, PromptExample, read_examples
-from fp8serve.train.methods.dpo.data import read_pairs
-from fp8serve.train.methods.grpo.data import read_prompts
+from fp8serve.train.methods.dpo.data import DpoReader
+from fp8serve.train.methods.grpo.data import GrpoReader
 from tests.model.test_tables import CHAT, write
 
 FAR = 1 << 61  # microseconds since 1970: about the year 73,000
@@ -65,7 +65,7 @@ def test_a_column_that_is_not_read_may_hold_anything(kind: str, tmp_path: Path) 
     path = table(tmp_path / "a.parquet", text=["a", "b"], id=CELLS[kind], input=CELLS[kind])
     assert [example.text for example in read_examples([path])] == ["a", "b"]  # type: ignore[union-attr]
     path = table(tmp_path / "b.parquet", chosen=["a b", "b"], rejected=["a c", "c"], text=CELLS[kind])
-    assert len(list(read_pairs(path))) == 2
+    assert len(list(DpoReader().read_examples(path))) == 2
 
 
 @pytest.mark.parametrize("kind", sorted(CELLS.keys() - {"dictionary"}))
@@ -82,12 +82,12 @@ def test_a_column_that_is_read_and_is_no_text_is_named(kind: str, tmp_path: Path
 def test_a_value_that_python_cannot_hold_names_its_row_and_column(kind: str, tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", prompt=["a", "b"], answer=CELLS[kind])
     with pytest.raises(DataError, match=r"a\.parquet:[12]: `answer` cannot be read \(\w+.*\): .*\w"):
-        list(read_prompts(path))
+        list(GrpoReader(8).read_examples(path))
 
 
 def test_the_grader_gets_what_python_can_hold(tmp_path: Path) -> None:
     cells = {kind: CELLS[kind] for kind in ("decimal", "map", "nested")} | {"day": pa.array([0, 1], pa.timestamp("us"))}
-    first, second = read_prompts(table(tmp_path / "a.parquet", prompt=["a", "b"], **cells))
+    first, second = GrpoReader(8).read_examples(table(tmp_path / "a.parquet", prompt=["a", "b"], **cells))
     assert first.row["decimal"] == Decimal("1.5")
     assert first.row["map"] == {"a": 1}
     assert first.row["nested"] == [{"a": [1, None]}]
@@ -128,7 +128,7 @@ def test_a_file_that_expands_is_refused_before_its_values_are_made(kind: str, tm
     assert path.stat().st_size < 1 << 16
     limits = DataLimits(rows=1000, row_bytes=1 << 16, bytes=1 << 20)
     beside = table(tmp_path / "b" / "a.parquet", prompt=["a"] * len(cells), beside=cells)
-    for read in (read_examples([path], limits), read_prompts(beside, limits)):
+    for read in (read_examples([path], limits), GrpoReader(8).read_examples(beside, limits)):
         tracemalloc.start()
         with pytest.raises(DataError, match=message):
             for _ in read:

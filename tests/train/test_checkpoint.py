@@ -37,7 +37,7 @@ def write(root: Path, step: int) -> Path:
 def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
     path = write(tmp_path, 5)
     assert path == tmp_path / "step-5"
-    assert checkpoint.verify(path) is None
+    assert checkpoint.find_damage(path) is None
     back, original = checkpoint.read_checkpoint(path), a_state(5)
     for kind in ("model", "optimizer", "scaling", "random"):
         assert getattr(back, kind).keys() == getattr(original, kind).keys()
@@ -83,14 +83,14 @@ def hurt(path: Path, damage: str) -> None:
 def test_a_file_the_manifest_does_not_list_is_damage(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / "extra.json").write_text("{}")
-    assert checkpoint.verify(path) is not None
+    assert checkpoint.find_damage(path) is not None
 
 
 def test_another_version_is_named_and_nothing_is_deleted(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
-    assert "version 2" in str(checkpoint.verify(path))
+    assert "version 2" in str(checkpoint.find_damage(path))
     assert checkpoint.newest_complete(tmp_path, lambda p, why: None) is None
     assert (tmp_path / "step-1.broken" / "model.safetensors").exists()
 
@@ -154,11 +154,11 @@ def test_dying_at_any_fsync_or_rename_leaves_a_whole_checkpoint_or_none(
         older = write(root, 1)
         die_at(point, root, monkeypatch)
         checkpoint.remove_unfinished(root)
-        assert all(checkpoint.verify(p) is None for p in checkpoint.list_checkpoints(root))
+        assert all(checkpoint.find_damage(p) is None for p in checkpoint.list_checkpoints(root))
         assert checkpoint.newest_complete(root, lambda p, why: None) in (older, root / "step-2")
         if not (root / "step-2").exists():
             write(root, 2)
-        assert checkpoint.verify(root / "step-2") is None
+        assert checkpoint.find_damage(root / "step-2") is None
 
 
 def test_a_disk_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.forward import PackedBatch
 from fp8serve.train.log_probs import log_probs
-from fp8serve.train.methods.dpo.data import DpoReader, Pair, pair_of, read_pairs
+from fp8serve.train.methods.dpo.data import DpoReader, Pair
 from fp8serve.train.methods.dpo.method import Dpo
 from fp8serve.train.trainer import Trainer
 from fp8serve.train.validate import validate
@@ -85,7 +85,7 @@ def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Ten
 def test_losses_and_gradients_are_the_published_ones(dpo: Configure, options: dict[str, Any]) -> None:
     config = dpo(**options)
     tokenizer = Tokenizer.from_dir(config.model)
-    pairs, _ = DpoReader().tokenize(read_pairs(config.data[0]), tokenizer, config.seq_len)
+    pairs, _ = DpoReader().tokenize(DpoReader().read_examples(config.data[0]), tokenizer, config.seq_len)
     pairs = [Pair(p.chosen, p.rejected, (-3.0 - i, -2.5)) for i, p in enumerate(pairs[:5])]
     torch.manual_seed(0)
     logits = torch.randn(sum(p.trainable_tokens for p in pairs), 320, requires_grad=True)
@@ -136,7 +136,7 @@ def test_an_adapters_reference_is_the_base_alone(dpo: Configure, fp8_dir: Path) 
     config = dpo(model=str(fp8_dir), amax_history_len=None, lora_rank=4, max_steps=1)
     _, kept = run(config)
     tokenizer = Tokenizer.from_dir(fp8_dir)
-    pairs, _ = DpoReader().tokenize(read_pairs(config.data[0]), tokenizer, config.seq_len)
+    pairs, _ = DpoReader().tokenize(DpoReader().read_examples(config.data[0]), tokenizer, config.seq_len)
     rows = [row for pair in pairs for row in pair.rows]
     found = log_probs(fp8_dir, [row.ids.tolist() for row in rows])  # as a server computes them
     sums = torch.stack([each[torch.from_numpy(row.loss[1:])].sum() for each, row in zip(found, rows, strict=True)])
@@ -211,7 +211,7 @@ def test_one_pair_in_every_form(model_dir: Path, row: dict[str, Any], same: list
     tokenizer = Tokenizer.from_dir(model_dir)
 
     def pair(row: dict[str, Any]) -> Pair:
-        ((found,), _) = DpoReader().tokenize([pair_of(row, "x:1")], tokenizer, 64)
+        ((found,), _) = DpoReader().tokenize([DpoReader().parse_row(row, "x:1")], tokenizer, 64)
         return found
 
     expected = pair(row)
@@ -225,7 +225,7 @@ def test_one_pair_in_every_form(model_dir: Path, row: dict[str, Any], same: list
 
 def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
     row = {"prompt": [USER, NO, USER], "chosen": [YES], "rejected": [NO]}
-    ((pair,), _) = DpoReader().tokenize([pair_of(row, "x:1")], Tokenizer.from_dir(model_dir), 64)
+    ((pair,), _) = DpoReader().tokenize([DpoReader().parse_row(row, "x:1")], Tokenizer.from_dir(model_dir), 64)
     learnt = [Tokenizer.from_dir(model_dir).decode(r.ids[r.loss].tolist()) for r in pair.rows]
     assert learnt == ["blue", "red"]
 
@@ -256,7 +256,7 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
 )
 def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        pair_of(row, "x:1")
+        DpoReader().parse_row(row, "x:1")
     assert said in str(caught.value)
 
 

@@ -115,7 +115,7 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
 def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: Configure, format_: str) -> None:
     result, setup = trained(configure, recipe_options={"fp8_dpa": True}, format=format_, max_steps=3)
     assert result.model is not None
-    live, stored = dict(state.states(setup.forward)), kv_scales(Path(result.model))
+    live, stored = dict(state.scaling_states(setup.forward)), kv_scales(Path(result.model))
     assert len(load_scales(Path(result.model) / "scales.safetensors", result.model).tensors) == 14 * 3 + 2 * 2
     for layer, (k, v) in stored.items():
         assert k == live[f"model.layers.{layer}.self_attn.k"].scale
@@ -164,7 +164,7 @@ def test_training_goes_on_from_what_was_served(configure: Configure, tmp_path: P
     config = configure(model=first.model, out=str(tmp_path / "second"), max_steps=2, lr=1e-6)
     setup = prepare(config, Path(first.model), events.append)
     kept = load_scales(Path(first.model) / "scales.safetensors").tensors
-    for name, live in state.states(setup.forward):
+    for name, live in state.scaling_states(setup.forward):
         assert torch.equal(live.scale, kept[name].scale)
     assert [e["seeded"] for e in events if e.get("code") == "seeded"] == [42]
     second = Trainer(config).run()

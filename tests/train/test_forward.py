@@ -17,7 +17,7 @@ from fp8serve.model.checkpoint import load_trainable
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.train.data import Row
 from fp8serve.train.forward import Forward, collate, mean_loss, summed_loss
-from fp8serve.train.state import scaling_tensors, states
+from fp8serve.train.state import scaling_states, scaling_tensors
 
 
 def row(seed: int, tokens: int, masked: int = 0) -> Row:
@@ -122,7 +122,9 @@ def test_attention_in_fp8_changes_the_numbers_little_and_keeps_scales(model_dir:
     with torch.no_grad():
         exact, found = plain.logits(batch), forward.logits(batch)
     assert 0 < (found - exact).norm() < 0.05 * exact.norm()
-    steps = {name.rpartition(".")[2]: int(s.steps) for name, s in states(forward) if "layers.1.self_attn." in name}
+    steps = {
+        name.rpartition(".")[2]: int(s.steps) for name, s in scaling_states(forward) if "layers.1.self_attn." in name
+    }
     kept = dict.fromkeys(("q", "k", "v", "p", "grad_output", "grad_scores"), 2)  # observed once, then trained
     assert {name: steps[name] for name in kept} == kept
     assert found.dtype == torch.bfloat16

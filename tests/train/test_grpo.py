@@ -23,7 +23,7 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row
 from fp8serve.train.forward import PackedBatch
 from fp8serve.train.methods.grpo import grading
-from fp8serve.train.methods.grpo.data import GrpoReader, prompt_of, read_prompts
+from fp8serve.train.methods.grpo.data import GrpoReader
 from fp8serve.train.methods.grpo.grading import FileGrader, RewardInput, UrlGrader
 from fp8serve.train.methods.grpo.method import Completion, Group, Grpo, advantages, token_loss_weights
 from fp8serve.train.methods.grpo.rollouts import served_state
@@ -282,7 +282,7 @@ def test_a_reward_that_hangs(tmp_path: Path) -> None:
     grader.seconds = 0.2  # the import may take longer on a busy machine
     with pytest.raises(JobError, match=r"took more than 0\.2 seconds on a completion of x:1"):
         grader.rewards([RewardInput("a", "b", {}, "x:1")])
-    assert grader.exit_status == -9
+    assert grader._process.poll() == -9
 
 
 def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +299,7 @@ def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     asked = [RewardInput("a", "bc", {"more": 1}, "x:1"), RewardInput(messages, "", {"more": 0.5}, "x:2")]
     assert grader.rewards(asked) == [6.0, 1.5]
     grader.close()
-    assert grader.exit_status is not None
+    assert grader._process.poll() is not None
     assert "hello" in capfd.readouterr().err
     with pytest.raises(JobError, match="The reward file"):
         FileGrader(tmp_path / "none.py", 1)
@@ -313,7 +313,7 @@ def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(repl
     grader = FileGrader(file, PATIENCE)
     with pytest.raises(JobError, match="sent an invalid reply on a completion of x:1"):
         grader.rewards([RewardInput("a", "b", {}, "x:1")])
-    assert grader.exit_status is not None
+    assert grader._process.poll() is not None
 
 
 class _Grader(BaseHTTPRequestHandler):
@@ -396,7 +396,7 @@ USER, ANSWER = {"role": "user", "content": "red or blue?"}, {"role": "assistant"
 def test_one_conversation_in_every_form(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_dir(model_dir)
     forms = [{"prompt": [USER]}, {"messages": [USER], "answer": 3}, {"prompt": json.dumps([USER])}]
-    examples = [prompt_of(form, "x:1") for form in forms[:2]]
+    examples = [GrpoReader(8).parse_row(form, "x:1") for form in forms[:2]]
     (one, other), counts = GrpoReader(8).tokenize(examples, tokenizer, 64)
     assert one.row.ids.tolist() == other.row.ids.tolist() == tokenizer.encode_chat([dict(USER)])
     assert not one.row.loss.any()
@@ -418,7 +418,7 @@ def test_one_conversation_in_every_form(model_dir: Path) -> None:
 )
 def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        prompt_of(row, "x:1")
+        GrpoReader(8).parse_row(row, "x:1")
     assert said in str(caught.value)
 
 
@@ -430,7 +430,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody asks this.")
     with pytest.raises(DataError, match="is prose, which holds no prompts"):
-        list(read_prompts(prose))
+        list(GrpoReader(8).read_examples(prose))
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_sigterm_checkpoints_and_starting_again_goes_on(tmp_path: Path, configur
     assert (process.returncode, out, err) == (EXIT_STOPPED, "", "")
     assert events(job)[-1]["code"] == "stopped"
     (path,) = checkpoint.list_checkpoints(job / "out" / "checkpoints")
-    assert checkpoint.verify(path) is None
+    assert checkpoint.find_damage(path) is None
     assert not (job / "result.json").exists()
 
 

@@ -280,7 +280,9 @@ def test_the_amaxes_are_those_of_calibration(tmp_path: Path, family: str) -> Non
     rows = [row(1, 20), row(2, 9)]
     forward = Forward(decoder, recipe, records_kv=True)
     forward.observe(mean_loss(collate(rows, "cpu")))
-    found = {name: float(s.amax_history[-1]) for name, s in state.states(forward) if name.endswith((".k", ".v"))}
+    found = {
+        name: float(s.amax_history[-1]) for name, s in state.scaling_states(forward) if name.endswith((".k", ".v"))
+    }
 
     samples = [Sample(tuple(item.ids[:-1].tolist()), (True,) * item.tokens) for item in rows]
     calibrated = load_trainable(tmp_path, dtype=torch.bfloat16)

@@ -3,12 +3,13 @@
 import csv
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from fp8serve.errors import JobError
-from fp8serve.train.events import EVENTS, FIRST_COLUMNS, as_csv, curves_of, latest_rows, logged, series_of_run
+from fp8serve.train.events import EVENTS, FIRST_COLUMNS, EventLog, as_csv, curves_of, latest_rows, series_of_run
 
 ROWS = [
     {"step": 1, "total_steps": 2, "train_loss": 2.5, "learning_rate": 1e-5, "rewards/chosen": -0.25},
@@ -41,14 +42,14 @@ def test_curves_leave_out_what_was_not_finite_and_what_was_never_measured() -> N
 
 
 def test_the_log_of_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
-    with logged(tmp_path / EVENTS) as log:
+    with closing(EventLog(tmp_path / EVENTS)) as log:
         assert not (tmp_path / EVENTS).exists()  # before the run's lock is held, nothing is touched
         log({"type": "message", "level": "info", "message": "data"})
         log({"type": "metrics", "level": "info", "message": "Step 1", **ROWS[0]})
     with (tmp_path / EVENTS).open("a") as file:
         file.write('{"type": "metr')
     assert series_of_run(tmp_path) == ROWS[:1]
-    with logged(tmp_path / EVENTS) as log:  # the cut line goes, and a step is logged once
+    with closing(EventLog(tmp_path / EVENTS)) as log:  # the cut line goes, and a step is logged once
         for row in ROWS:
             log({"type": "metrics", "level": "info", "message": "Step", **row})
     assert series_of_run(tmp_path) == ROWS
@@ -62,7 +63,7 @@ def test_a_step_that_was_taken_again_counts_once_and_the_later_time(tmp_path: Pa
     again = [row(step, float(step), returns=1) for step in (2, 3)]
     assert latest_rows([]) == []
     assert latest_rows(first) == first
-    with logged(tmp_path / EVENTS) as log:
+    with closing(EventLog(tmp_path / EVENTS)) as log:
         for one in first + again:  # gone back to step 1, and now at 3: step 4 is taken back
             log({"type": "metrics", "level": "info", "message": "Step", **one})
     assert series_of_run(tmp_path) == [first[0], *again]

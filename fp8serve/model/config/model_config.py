@@ -23,6 +23,7 @@ class TransformersClass:
 
     config_json: str
     softmax_scales: tuple[float, ...]  # one per layer
+    adaptable_linears: tuple[str, ...]  # see config/linear_names.py
 
 
 @dataclass(frozen=True)

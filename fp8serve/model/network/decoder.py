@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import StackedExperts
-from fp8serve.model.config.mixture import Experts
+from fp8serve.model.config.linear_names import attention_linear_groups, has_dense_mlp, linear_names, mlp_linear_groups
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
@@ -347,8 +347,7 @@ class Decoder(nn.Module):
 
     def linear_names(self) -> list[str]:
         """Returns the names of the linears that may run in FP8: those of every layer, without routers and head."""
-        layers = range(self.config.num_layers)
-        return [name for layer in layers for group in linear_groups(self.config, layer) for name in group]
+        return linear_names(self.config)
 
     def pruned_names(self) -> list[str]:
         """Returns the names of the linears that see only `output_rows`: those after the last layer's attention."""
@@ -387,47 +386,3 @@ class Decoder(nn.Module):
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits  # type: ignore[no-any-return]
-
-
-Groups = tuple[tuple[str, ...], ...]  # names of linears; the linears of a group read the same input
-
-
-def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
-    """Returns whether the layer has an MLP. Otherwise it has a mixture of experts."""
-    return config.experts is None or layer not in config.experts.layers
-
-
-def linear_groups(config: ModelConfig, layer: int) -> Groups:
-    """Returns the full names of a layer's linears, in the order in which they run. Each expert has its own groups."""
-    return attention_linear_groups(config, layer) + mlp_linear_groups(config, layer)
-
-
-def attention_linear_groups(config: ModelConfig, layer: int) -> Groups:
-    """Returns the `linear_groups` of attention. The first group reads the layer's input; the last one is o_proj."""
-    qkv: Groups = (("qkv_proj",),) if config.fused_qkv else (("q_proj", "k_proj", "v_proj"),)
-    if config.latent is not None:
-        has_q_b = config.latent.q_rank is not None
-        qkv = (("q_a_proj" if has_q_b else "q_proj", "kv_a_proj_with_mqa"), *([("q_b_proj",)] if has_q_b else []))
-    return _with_prefix(f"model.layers.{layer}.self_attn", (*qkv, ("o_proj",)))
-
-
-def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
-    """Returns the `linear_groups` of the MLP or the mixture of experts."""
-    if config.experts is None or has_dense_mlp(config, layer):
-        gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
-        groups: Groups = (gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",))
-    else:
-        groups = tuple(_expert_groups(config.experts))
-    return _with_prefix(f"model.layers.{layer}", groups)
-
-
-def _with_prefix(owner: str, groups: Groups) -> Groups:
-    return tuple(tuple(f"{owner}.{name}" for name in group) for group in groups)
-
-
-def _expert_groups(experts: Experts) -> Iterator[tuple[str, ...]]:
-    names = experts.names
-    owners = [f"{names.block}.experts.{expert}" for expert in range(experts.count)]
-    for owner in [*owners, f"{names.block}.{names.shared}"] if names.shared else owners:
-        yield f"{owner}.{names.gate}", f"{owner}.{names.up}"
-        yield (f"{owner}.{names.down}",)

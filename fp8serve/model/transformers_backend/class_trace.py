@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, shown
 from fp8serve.fp8.attention import causal_attention
+from fp8serve.model.config.linear_names import is_expert
 from fp8serve.model.config.model_config import ModelConfig, TransformersClass
 from fp8serve.model.config.reader import token_ids
 from fp8serve.model.network.decoder import make_attend
@@ -38,6 +39,7 @@ from fp8serve.model.transformers_backend.network import (
     MaskFunction,
     TransformersModel,
     build,
+    class_linear_names,
     handle_attention,
 )
 
@@ -110,7 +112,11 @@ def _describe(config_json: str, generation_json: str, where: str) -> ModelConfig
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"),
         softmax_scale=calls[0].scale,
         attention_softcap=calls[0].softcap,
-        computed_by=TransformersClass(config_json, tuple(call.scale for call in calls)),
+        computed_by=TransformersClass(
+            config_json,
+            softmax_scales=tuple(call.scale for call in calls),
+            adaptable_linears=tuple(name for name in class_linear_names(model) if not is_expert(name)),
+        ),
     )
 
 

@@ -197,6 +197,12 @@ def _parameters_on_meta() -> Iterator[None]:
         modules.register_parameter = register
 
 
+def class_linear_names(built: Any) -> list[str]:
+    """Returns the names of the linear layers of transformers' model, without the head and routers."""
+    high_precision = {_module_name(built, built.get_output_embeddings()), *router_modules(built)}
+    return [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
+
+
 class TransformersModel(nn.Module):
     """A model of transformers with the interface of `Decoder`; its parameters are on "meta" until they are loaded.
 
@@ -215,8 +221,7 @@ class TransformersModel(nn.Module):
         self._base = str(built.base_model_prefix)
         self.head_name = _module_name(built, built.get_output_embeddings())
         self._embedding_name = _module_name(built, built.get_input_embeddings())
-        high_precision = {self.head_name, *router_modules(built)}
-        self._linears = [n for n, m in built.named_modules() if isinstance(m, nn.Linear) and n not in high_precision]
+        self._linears = class_linear_names(built)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, output_rows: Tensor | None = None

@@ -17,18 +17,17 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult
 
-from fp8serve.errors import Fp8ServeError, RequestError, shown
+from fp8serve.errors import Fp8ServeError, ModelError, RequestError, shown
 from fp8serve.model.config.decoder import read_config
+from fp8serve.model.config.linear_names import adaptable_linear_names, select_linears
 from fp8serve.model.storage.files import fsync
 from fp8serve.options import http_address
-from fp8serve.processes import describe_exit, module_command
 from fp8serve.server.faults import Code, Fault
 from fp8serve.server.finetuning.job_store import JobStore
 from fp8serve.server.parsing.sizes import write_rows
@@ -41,12 +40,8 @@ from fp8serve.train.data import check_length
 from fp8serve.train.reporting import check_optimizer_package
 
 DEFAULT_SEQ_LEN = TrainConfig.seq_len
-_TARGETS_COMMAND = module_command("fp8serve.model.adapters")
-_TARGETS_SECONDS = 120.0
-PRIVATE_FIELDS = (
-    "model", "data", "eval_data", "out", "reward", "grader_url", "max_rows", "max_row_bytes", "max_data_bytes",
-    "max_data_memory",
-)  # fmt: skip
+LIMIT_FIELDS = ("max_rows", "max_row_bytes", "max_data_bytes", "max_data_memory")
+PRIVATE_FIELDS = ("model", "data", "eval_data", "out", "reward", "grader_url", *LIMIT_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -120,8 +115,10 @@ class JobDirectories:
             check_optimizer_package(config)
         except Fp8ServeError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
-        if config.lora_targets:
-            check_lora_targets(config)
+        try:
+            select_linears(adaptable_linear_names(model), config.lora_targets)
+        except ModelError as error:
+            raise Fault(Code.INVALID_PARAMETER, str(error), param="lora_targets") from None
         return config
 
 
@@ -161,22 +158,6 @@ def file_path(data_dir: Path, file_id: str) -> Path:
     for path in (data_dir / "files").glob(f"{file_id}.*"):
         return path
     raise Fault(Code.FILE_NOT_FOUND, "The file with that id is missing on the server's disk.", param="file_id")
-
-
-def check_lora_targets(config: TrainConfig) -> None:
-    """Raises Fault if a pattern of `lora_targets` matches no layer of the model that can have an adapter.
-
-    The server does not import torch, so another process builds the model without weights. That takes seconds.
-    """
-    command = [*_TARGETS_COMMAND, config.model, *config.lora_targets]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TARGETS_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        message = f"lora_targets could not be compared with the model's layers within {_TARGETS_SECONDS:g} seconds."
-        raise Fault(Code.INVALID_PARAMETER, message, param="lora_targets") from None
-    if result.returncode:
-        last_line = (result.stderr.strip().splitlines() or [describe_exit(result.returncode)])[-1]
-        raise Fault(Code.INVALID_PARAMETER, last_line, param="lora_targets")
 
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

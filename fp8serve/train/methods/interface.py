@@ -3,17 +3,17 @@
     Reader   turns rows of files into items; the HTTP server and a dry run need only this half
     Method   turns items into a loss to minimise and metrics to report
 
-An item is the unit of which microbatches consist, for example a row (supervised) or a pair of completions (DPO). An
-item consists of one or more `Row`s, which go through the model. The trainer, the data order, checkpoints and validation
-handle items without knowing their contents.
+An item (`data.Item`) is for example a row (supervised) or a pair of completions (DPO). The trainer, the data order,
+checkpoints and validation handle items without knowing their contents.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fp8serve.model.text.data_files import DataLimits
+from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.data import Item, Row, RowCounts
 
@@ -27,24 +27,27 @@ ExampleT = TypeVar("ExampleT")
 ItemT = TypeVar("ItemT", bound=Item)
 
 
-class Reader(Protocol[ExampleT, ItemT]):
+class Reader(ABC, Generic[ExampleT, ItemT]):
     """Reads the data of a method.
 
     `columns` are the columns of a table that the method reads; None means all. `requirement` is a phrase for what an
     example must have; other examples are dropped. If all are dropped, `advice` tells the user what to change.
     """
 
-    columns: Collection[str] | None
+    columns: Collection[str] | None = None
     requirement: str
     advice: str
 
+    @abstractmethod
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> ExampleT:
         """Returns the example in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
 
-    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[ExampleT]:
+    @abstractmethod
+    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[ExampleT]:
         """Yields all examples of a source (`model.text.data_files`) in order. Raises DataError while iterating if the
         source has no example, exceeds `limits`, or has an invalid row."""
 
+    @abstractmethod
     def tokenize(
         self, examples: Iterable[ExampleT], tokenizer: Tokenizer, seq_len: int
     ) -> tuple[list[ItemT], RowCounts]:
@@ -52,8 +55,10 @@ class Reader(Protocol[ExampleT, ItemT]):
 
     def encode_fields(self, item: ItemT) -> bytes:
         """Returns the fields of an item besides its rows, for the token cache. Raises TypeError if they cannot be
-        stored exactly."""
+        stored exactly. By default there are none."""
+        return b""
 
+    @abstractmethod
     def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> ItemT:
         """Returns the item with these rows and the fields that `encode_fields` returned."""
 
@@ -87,31 +92,37 @@ class RunContext:
     is_new_run: bool
 
 
-class Method(Protocol[ItemT]):
-    """Computes the loss that a run minimises and the metrics that it reports.
+class Method(ABC, Generic[ItemT]):
+    """Computes the loss that a run minimises and the metrics that it reports. By default, a method needs no reference
+    model and generates nothing.
 
     `updates` is the number of optimizer updates in a step, all with the same items. `is_supervised` says whether a
     higher loss of the same items at the end of a run means that the model became worse.
     """
 
     metrics: tuple[Metric, ...]
-    updates: int
-    is_supervised: bool
+    updates = 1
+    is_supervised = True
 
+    @abstractmethod
     def count_loss_terms(self, items: Sequence[ItemT]) -> int:
         """Returns the number of terms (target tokens, pairs) over which the loss is averaged; at least 1."""
 
+    @abstractmethod
     def compute_sums(self, logits: "Logits", items: Sequence[ItemT]) -> tuple["Tensor", ...]:
         """Returns the loss and each of `metrics`, summed over `items`, as scalars. Only the loss has a gradient."""
 
     def compute_reference(self, forward: "Forward", items: Sequence[ItemT], ranks: "Ranks") -> list[ItemT]:
         """Returns the items with the reference values that the initial model gives them. All `ranks` must call this."""
+        return list(items)
 
     def reference_tensors(self, items: Sequence[ItemT]) -> dict[str, "Tensor"]:
         """Returns the results of `compute_reference` as tensors for a checkpoint."""
+        return {}
 
     def load_reference(self, items: Sequence[ItemT], tensors: Mapping[str, "Tensor"]) -> list[ItemT]:
         """Returns the items with the references in `tensors`. Raises JobError if `tensors` belong to other items."""
+        return list(items)
 
     def start(self, context: RunContext) -> None:
         """Prepares for training steps. The trainer calls it once, before the first step of a new or resumed run."""
@@ -119,31 +130,7 @@ class Method(Protocol[ItemT]):
     def prepare_step(self, step: int, microbatches: Sequence[Sequence[ItemT]]) -> Sequence[Sequence[Any]]:
         """Returns the microbatches that step `step` (from 0) trains on, for example with rollouts of the current
         weights."""
-
-    def close(self) -> None:
-        """Frees resources. The trainer calls it whenever the run ends, even if `start` was never called."""
-
-
-class MethodDefaults:
-    """Defaults for a method that needs no reference model and generates nothing."""
-
-    updates = 1
-    is_supervised = True
-
-    def compute_reference(self, forward: "Forward", items: Sequence[Any], ranks: "Ranks") -> list[Any]:
-        return list(items)
-
-    def reference_tensors(self, items: Sequence[Any]) -> dict[str, "Tensor"]:
-        return {}
-
-    def load_reference(self, items: Sequence[Any], tensors: Mapping[str, "Tensor"]) -> list[Any]:
-        return list(items)
-
-    def start(self, context: RunContext) -> None:
-        """Does nothing: there is nothing to prepare."""
-
-    def prepare_step(self, step: int, microbatches: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         return microbatches
 
     def close(self) -> None:
-        """Does nothing: `start` opened nothing."""
+        """Frees resources. The trainer calls it whenever the run ends, even if `start` was never called."""

@@ -6,13 +6,13 @@ dropped and counted. This module imports torch only to compute the loss.
 """
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8serve.model.text.data_files import DataLimits
+from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import (
     COLUMNS,
     Example,
@@ -25,7 +25,7 @@ from fp8serve.model.text.examples import (
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import Row, RowCounts
-from fp8serve.train.methods.interface import MethodDefaults, Metric
+from fp8serve.train.methods.interface import Method, Metric, Reader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from fp8serve.train.forward import Logits
 
 
-class SftReader:
-    """Reads texts, prompts with completions, and chats. It implements `interface.Reader`."""
+class SftReader(Reader[Example, Row]):
+    """Reads texts, prompts with completions, and chats."""
 
-    columns: Collection[str] | None = COLUMNS
+    columns = COLUMNS
     requirement = "a token to learn from"
     advice = "check that completions or assistant turns are there and raise seq_len if prompts fill it"
 
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> Example:
         return parse_example(row, where)
 
-    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[Example]:
+    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[Example]:
         return read_examples([source], limits)
 
     def tokenize(self, examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int) -> tuple[list[Row], RowCounts]:
@@ -58,9 +58,6 @@ class SftReader:
         tokens, trainable = sum(r.tokens for r in rows), sum(r.trainable_tokens for r in rows)
         return rows, RowCounts(count, len(rows), tokens, trainable, dropped, truncated)
 
-    def encode_fields(self, item: Row) -> bytes:
-        return b""
-
     def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> Row:
         return rows[0]
 
@@ -72,10 +69,10 @@ def _rows(example: Example, tokenized: TokenizedExample, seq_len: int) -> Iterat
         yield Row(ids[start : start + seq_len + 1], loss[start : start + seq_len + 1])
 
 
-class Sft(MethodDefaults):
-    """Supervised fine-tuning. It implements `interface.Method`."""
+class Sft(Method[Row]):
+    """Supervised fine-tuning."""
 
-    metrics: tuple[Metric, ...] = (Metric("train_mean_token_accuracy"),)
+    metrics = (Metric("train_mean_token_accuracy"),)
 
     def __init__(self, config: TrainConfig) -> None:
         self.device = config.device

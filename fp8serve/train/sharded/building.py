@@ -56,14 +56,14 @@ class Unit(nn.Module):
     """A layer that FSDP2 gathers as one unit. It is not registered in the model, so parameter names do not change.
 
     `name` is the layer's name in the model. Weights in `uncast` are not cast to BF16. `recompute` enables activation
-    checkpointing. `with_gradient` holds the names of the weights that have had a gradient in this step.
+    checkpointing. `names_with_gradient` holds the names of the weights that have had a gradient in this step.
     """
 
     def __init__(self, layer: nn.Module, name: str, uncast: Collection[str], recompute: bool) -> None:
         super().__init__()
         self.layer, self.name, self.uncast, self.recompute = layer, name, frozenset(uncast), recompute
-        self.trained = [n for n, parameter in layer.named_parameters() if parameter.requires_grad]
-        self.with_gradient: set[str] = set()
+        self.trained_names = [n for n, parameter in layer.named_parameters() if parameter.requires_grad]
+        self.names_with_gradient: set[str] = set()
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Returns layer(x, *arguments)."""
@@ -87,10 +87,10 @@ class Unit(nn.Module):
         the same weights, and other ranks may have gradients where this one has none."""
         trim()
         parameters = dict(self.layer.named_parameters())
-        for name in self.trained:
+        for name in self.trained_names:
             parameter = parameters[name]
             if parameter.grad is not None:
-                self.with_gradient.add(name)
+                self.names_with_gradient.add(name)
             else:
                 parameter.grad = torch.full(
                     parameter.shape, NO_GRADIENT, dtype=parameter.dtype, device=parameter.device
@@ -116,7 +116,7 @@ class _FillMissingGradients(torch.autograd.Function):
 def shard_unit(unit: Unit, mesh: DeviceMesh) -> None:
     """Shards a layer's weights over the ranks of `mesh`. All ranks must hold equal weights."""
     frozen = {parameter for parameter in unit.parameters() if not parameter.requires_grad}
-    all_cast = not any(name in unit.uncast for name in unit.trained)
+    all_cast = not any(name in unit.uncast for name in unit.trained_names)
     fully_shard(unit, mesh=mesh, mp_policy=BF16 if all_cast else NO_CAST, ignored_params=frozen)
 
 
@@ -168,7 +168,7 @@ class ShardedExchange:
         self._shards, self._units, self._sums = shards, units, sums
         self._device = next(iter(shards.masters.values())).device
         for unit in units:
-            unit.with_gradient.clear()
+            unit.names_with_gradient.clear()
         self._clear_sums()
 
     def start_round(self, active_ranks: int) -> None:
@@ -191,8 +191,8 @@ class ShardedExchange:
 
     def _without_gradient(self) -> set[str]:
         """Returns the parameters that had no gradient on any rank, such as those of experts that no token chose."""
-        names = [f"{unit.name}.{name}" for unit in self._units for name in unit.trained]
-        local = {f"{unit.name}.{name}" for unit in self._units for name in unit.with_gradient}
+        names = [f"{unit.name}.{name}" for unit in self._units for name in unit.trained_names]
+        local = {f"{unit.name}.{name}" for unit in self._units for name in unit.names_with_gradient}
         has_gradient = torch.tensor([name in local for name in names], dtype=torch.uint8, device=self._device)
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
         return {name for name, value in zip(names, has_gradient.tolist(), strict=True) if not value}
@@ -222,8 +222,8 @@ class ShardedModel:
         decoder, checkpoint = open_trainable(source, torch.float32)
         if recipe is not None:
             convert(decoder, skip=(decoder.head_name, *unquantized))
-        self.why_not_fp8 = fp8_gather_obstacle(recipe)
-        self.in_fp8 = self.why_not_fp8 is None if in_fp8 is None else in_fp8
+        self.fp8_obstacle = fp8_gather_obstacle(recipe)
+        self.in_fp8 = self.fp8_obstacle is None if in_fp8 is None else in_fp8
         self.forward = Forward(
             decoder,
             recipe,
@@ -260,12 +260,11 @@ def describe(sharded: ShardedModel | None) -> str:
     if sharded is None:
         return "There is one process, so fsdp shards nothing"
     size = sharded.shards.ranks.size
-    dtype = "in FP8" if sharded.in_fp8 else f"in high precision, because {sharded.why_not_fp8}"
+    dtype = "in FP8" if sharded.in_fp8 else f"in high precision, because {sharded.fp8_obstacle}"
     return f"Weights, gradients and moments are sharded over {size} processes (FSDP2); layers are gathered {dtype}"
 
 
 def _load_units(forward: Forward, checkpoint: Checkpoint, config: TrainConfig, in_fp8: bool) -> list[Unit]:
-    """Loads and shards the weights. Returns the units of the layers."""
     decoder, device = forward.network.decoder, config.device
     # If the model holds BF16 weights, a weight is rounded to BF16 before it is quantized. So gathered masters are, too.
     rounded_to = torch.bfloat16 if config.master_weights == "optimizer" else None

@@ -24,7 +24,7 @@ from fp8serve.server.finetuning.job_runner import TRAINING_COMMAND, read_events
 from fp8serve.server.http.uploads import RowBounds
 from fp8serve.server.schemas.finetune_bodies import JobBody
 from fp8serve.server.settings import ServerLimits
-from fp8serve.train.events import logged, message
+from fp8serve.train.events import EventLog, message
 from fp8serve.train.scratch import write_random_model
 from tests.patience import PATIENCE, eventually
 from tests.server.conftest import Server, Start
@@ -738,13 +738,13 @@ def test_a_damaged_event_is_left_out_and_the_job_is_followed(tmp_path: Path, cap
 
 def test_a_line_that_a_killed_job_cut_is_read_when_the_next_start_wrote_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with logged(path) as log:
+    with contextlib.closing(EventLog(path)) as log:
         log(message("data", "One row."))
     with path.open("a") as file:
         file.write('{"id": 2, "created_at": 1, "type": "mess')
     events, offset = read_events(path, 0)
     assert [event["code"] for event in events] == ["data"]
-    with logged(path) as log:
+    with contextlib.closing(EventLog(path)) as log:
         log(message("resumed", "From step 1."))
     events, end = read_events(path, offset)
     assert ([event["code"] for event in events], end) == (["resumed"], path.stat().st_size)

@@ -15,7 +15,7 @@ has no token in the loss mask, or if both completions are equal. This module nee
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from fp8serve.model.text.examples import (
     tokenize_all,
 )
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.data import Row, RowCounts
+from fp8serve.train.data import Item, Row, RowCounts
+from fp8serve.train.methods.interface import Reader
 
 COMPLETIONS = ("chosen", "rejected")
 OPENAI_COMPLETIONS = ("preferred_output", "non_preferred_output")
@@ -49,38 +50,7 @@ class PairExample:
     rejected: PromptExample | ChatExample
 
 
-def read_pairs(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
-    """Yields all pairs of a source (`model.text.data_files`) in order. Raises DataError while iterating if the source
-    has no pairs, is too large, or has an invalid row."""
-    return read_rows(
-        source, pair_of, "holds no pairs; give rows of `prompt`, `chosen` and `rejected`.", COLUMNS, limits
-    )
-
-
-def pair_of(row: str | Mapping[str, Any], where: str) -> PairExample:
-    """Returns the pair in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
-    result = parse_row(row, where)
-    is_openai = any(name in result for name in OPENAI_COMPLETIONS)
-    if any(result.get(name) is None for name in (OPENAI_COMPLETIONS if is_openai else COMPLETIONS)):
-        raise DataError(
-            f"{where} has only {shown(sorted(result))}; give `chosen` and `rejected` with or without `prompt`, or "
-            "`input`, `preferred_output` and `non_preferred_output`."
-        )
-    if is_openai:
-        result = _from_openai(result, where)
-    completions = [_text_or_messages(result, name, where) for name in COMPLETIONS]
-    if isinstance(completions[0], str) != isinstance(completions[1], str):
-        raise DataError(
-            f"{where}: one of `chosen` and `rejected` is text and the other is messages; give both in one format."
-        )
-    prompt = _text_or_messages(result, "prompt", where) if result.get("prompt") is not None else None
-    if isinstance(completions[0], str):
-        return _text_pair(prompt, completions, where)
-    return _chat_pair(None if isinstance(prompt, str) else prompt, completions, parse_tools(result, where), where)
-
-
 def _from_openai(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Converts a row in OpenAI's format to `prompt`, `chosen` and `rejected`."""
     request = row.get("input")
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise DataError(f"{where}: `input` is not an object with a list of `messages`.")
@@ -146,7 +116,7 @@ def _chat_pair(prompt: list[Any] | None, completions: Sequence[Any], tools: tupl
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Item):
     """Two completions of one prompt, each in a row with the prompt. `reference` holds the scores that the initial model
     gives them (chosen, rejected), or None before they are computed."""
 
@@ -158,31 +128,37 @@ class Pair:
     def rows(self) -> tuple[Row, ...]:
         return self.chosen, self.rejected
 
-    @property
-    def tokens(self) -> int:
-        return self.chosen.tokens + self.rejected.tokens
 
-    @property
-    def trainable_tokens(self) -> int:
-        return self.chosen.trainable_tokens + self.rejected.trainable_tokens
+class DpoReader(Reader[PairExample, Pair]):
+    """Reads preference pairs."""
 
-    @property
-    def extra(self) -> bytes:
-        return b""
-
-
-class DpoReader:
-    """Reads preference pairs. It implements `interface.Reader`."""
-
-    columns: Collection[str] | None = COLUMNS
+    columns = COLUMNS
     requirement = "two different completions"
     advice = "check that `chosen` and `rejected` differ and raise seq_len if their prompt fills it"
 
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> PairExample:
-        return pair_of(row, where)
+        result = parse_row(row, where)
+        is_openai = any(name in result for name in OPENAI_COMPLETIONS)
+        if any(result.get(name) is None for name in (OPENAI_COMPLETIONS if is_openai else COMPLETIONS)):
+            raise DataError(
+                f"{where} has only {shown(sorted(result))}; give `chosen` and `rejected` with or without `prompt`, or "
+                "`input`, `preferred_output` and `non_preferred_output`."
+            )
+        if is_openai:
+            result = _from_openai(result, where)
+        completions = [_text_or_messages(result, name, where) for name in COMPLETIONS]
+        if isinstance(completions[0], str) != isinstance(completions[1], str):
+            raise DataError(
+                f"{where}: one of `chosen` and `rejected` is text and the other is messages; give both in one format."
+            )
+        prompt = _text_or_messages(result, "prompt", where) if result.get("prompt") is not None else None
+        if isinstance(completions[0], str):
+            return _text_pair(prompt, completions, where)
+        return _chat_pair(None if isinstance(prompt, str) else prompt, completions, parse_tools(result, where), where)
 
-    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[PairExample]:
-        return read_pairs(source, limits)
+    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PairExample]:
+        problem = "holds no pairs; give rows of `prompt`, `chosen` and `rejected`."
+        return read_rows(source, self.parse_row, problem, COLUMNS, limits)
 
     def tokenize(
         self, examples: Iterable[PairExample], tokenizer: Tokenizer, seq_len: int
@@ -201,9 +177,6 @@ class DpoReader:
                 pairs.append(pair)
         tokens, trainable = sum(p.tokens for p in pairs), sum(p.trainable_tokens for p in pairs)
         return pairs, RowCounts(count, len(pairs), tokens, trainable, count - len(pairs), truncated)
-
-    def encode_fields(self, item: Pair) -> bytes:
-        return b""
 
     def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> Pair:
         chosen, rejected = rows

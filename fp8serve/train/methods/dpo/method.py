@@ -33,7 +33,7 @@ from fp8serve.train.config import TrainConfig
 from fp8serve.train.data import fingerprint
 from fp8serve.train.forward import Forward, Logits, collate, target_log_probs
 from fp8serve.train.methods.dpo.data import Pair
-from fp8serve.train.methods.interface import MethodDefaults, Metric
+from fp8serve.train.methods.interface import Method, Metric
 from fp8serve.train.methods.options import SIMPO_GAMMA, DpoLoss
 
 LENGTH_NORMALIZED = ("sigmoid_norm", "ipo", "simpo")
@@ -67,13 +67,10 @@ def pair_losses(margins: Tensor, beta: float, loss_type: DpoLoss, label_smoothin
     return -(1 - label_smoothing) * logsigmoid(preference_logits) - label_smoothing * logsigmoid(-preference_logits)
 
 
-class Dpo(MethodDefaults):
-    """Direct preference optimisation. It implements `interface.Method`.
+class Dpo(Method[Pair]):
+    """Direct preference optimisation. The metrics have TRL's names; the reward of a completion is beta r(y)."""
 
-    The metrics have TRL's names; the reward of a completion is beta r(y).
-    """
-
-    metrics: tuple[Metric, ...] = (
+    metrics = (
         Metric("rewards/chosen"),
         Metric("rewards/rejected"),
         Metric("rewards/accuracies", "reward accuracy"),

@@ -9,7 +9,7 @@ leaves no room for a completion within seq_len. A prompt of one token is dropped
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from fp8serve.model.text.chat_rows import for_template, parse_conversation, pars
 from fp8serve.model.text.data_files import LIMITS, DataLimits
 from fp8serve.model.text.examples import parse_row, read_rows
 from fp8serve.model.text.tokenizer import Tokenizer
-from fp8serve.train.data import Row, RowCounts
+from fp8serve.train.data import Item, Row, RowCounts
+from fp8serve.train.methods.interface import Reader
 
 
 @dataclass(frozen=True)
@@ -45,34 +46,8 @@ class PromptExample:
             raise DataError(f"{self.where} cannot be tokenized: {problem}") from None
 
 
-def read_prompts(source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
-    """Yields all prompts of a source (`model.text.data_files`) in order. Raises DataError while iterating if the source
-    has no prompts, is too large, or has an invalid row."""
-    return read_rows(source, prompt_of, "holds no prompts; give rows of `prompt`.", None, limits)
-
-
-def prompt_of(row: str | Mapping[str, Any], where: str) -> PromptExample:
-    """Returns the prompt in a row or in a line of JSON. Raises DataError that names `where` and the problem."""
-    result = parse_row(row, where)
-    present = [name for name in ("prompt", "messages") if result.get(name) is not None]
-    if len(present) != 1:
-        has = "both `prompt` and `messages`" if present else f"only {shown(sorted(result))}"
-        raise DataError(f"{where} has {has}; give one of `prompt` and `messages`.")
-    value = result[present[0]]
-    if present[0] == "prompt" and isinstance(value, str):
-        if not value:
-            raise DataError(f"{where}: `prompt` is empty.")
-        return PromptExample(result, where, valid_unicode(value, f"{where}: `prompt`"))
-    messages = parse_conversation(value, where, present[0])
-    if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: `{present[0]}` ends with the assistant's turn, which the model must generate; remove it."
-        )
-    return PromptExample(result, where, None, messages, parse_tools(result, where))
-
-
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Item):
     """A tokenized prompt. No token of `row` is in the loss mask."""
 
     row: Row
@@ -83,23 +58,14 @@ class Prompt:
         return (self.row,)
 
     @property
-    def tokens(self) -> int:
-        return self.row.tokens
-
-    @property
-    def trainable_tokens(self) -> int:
-        return 0
-
-    @property
     def extra(self) -> bytes:
         """The row that the reward function receives, as bytes: it is part of the data's fingerprint."""
         return json.dumps(self.example.row, sort_keys=True, default=str).encode()
 
 
-class GrpoReader:
-    """Reads prompts. It implements `interface.Reader`."""
+class GrpoReader(Reader[PromptExample, Prompt]):
+    """Reads prompts."""
 
-    columns: Collection[str] | None = None
     requirement = "a prompt of at least two tokens with room for a completion"
     advice = "raise seq_len, lower max_completion_length, or give longer prompts"
 
@@ -107,10 +73,25 @@ class GrpoReader:
         self.max_completion_tokens = max_completion_tokens
 
     def parse_row(self, row: str | Mapping[str, Any], where: str) -> PromptExample:
-        return prompt_of(row, where)
+        result = parse_row(row, where)
+        present = [name for name in ("prompt", "messages") if result.get(name) is not None]
+        if len(present) != 1:
+            has = "both `prompt` and `messages`" if present else f"only {shown(sorted(result))}"
+            raise DataError(f"{where} has {has}; give one of `prompt` and `messages`.")
+        value = result[present[0]]
+        if present[0] == "prompt" and isinstance(value, str):
+            if not value:
+                raise DataError(f"{where}: `prompt` is empty.")
+            return PromptExample(result, where, valid_unicode(value, f"{where}: `prompt`"))
+        messages = parse_conversation(value, where, present[0])
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: `{present[0]}` ends with the assistant's turn, which the model must generate; remove it."
+            )
+        return PromptExample(result, where, None, messages, parse_tools(result, where))
 
-    def read_examples(self, source: Path | str, limits: DataLimits) -> Iterator[PromptExample]:
-        return read_prompts(source, limits)
+    def read_examples(self, source: Path | str, limits: DataLimits = LIMITS) -> Iterator[PromptExample]:
+        return read_rows(source, self.parse_row, "holds no prompts; give rows of `prompt`.", None, limits)
 
     def tokenize(
         self, examples: Iterable[PromptExample], tokenizer: Tokenizer, seq_len: int
@@ -135,4 +116,4 @@ class GrpoReader:
 
     def decode_item(self, rows: tuple[Row, ...], fields: bytes) -> Prompt:
         row, where = json.loads(fields)
-        return Prompt(rows[0], prompt_of(row, where))
+        return Prompt(rows[0], self.parse_row(row, where))

@@ -118,11 +118,6 @@ class FileGrader:
             self.close()
             raise JobError(f"The process of {self._file} sent an invalid reply {when}: {shown(line[:80])}.") from None
 
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of the child process, or None while it runs."""
-        return self._process.poll()
-
     def close(self) -> None:
         self._process.kill()
         self._process.wait()

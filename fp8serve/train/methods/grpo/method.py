@@ -27,7 +27,7 @@ Names and details (the unbiased standard deviation, the 1e-4) are those of TRL.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +35,18 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import JobError
-from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
-from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.building import Model
 from fp8serve.model.checkpoint import load_servable
 from fp8serve.model.storage.files import atomic_file
 from fp8serve.model.storage.shards import load_tensors, save_tensors
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.data import Row
-from fp8serve.train.forward import Logits, Network, collate, summed_loss, target_log_probs
+from fp8serve.train.data import Item, Row
+from fp8serve.train.forward import Logits, Network, collate, prepare_as_server, summed_loss, target_log_probs
 from fp8serve.train.lora import base_recipe
 from fp8serve.train.methods.grpo.data import Prompt
 from fp8serve.train.methods.grpo.grading import Grader, RewardInput, grader_of
 from fp8serve.train.methods.grpo.rollouts import Rollout, RolloutEngine, served_model
-from fp8serve.train.methods.interface import MethodDefaults, Metric, RunContext
+from fp8serve.train.methods.interface import Method, Metric, RunContext
 from fp8serve.train.methods.options import GrpoLoss, ScaleRewards
 
 STD_EPSILON = 1e-4  # added to a standard deviation before the division, as in TRL
@@ -111,7 +109,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Item):
     """All completions of one prompt."""
 
     completions: tuple[Completion, ...]
@@ -121,27 +119,13 @@ class Group:
         return tuple(completion.row for completion in self.completions)
 
     @property
-    def tokens(self) -> int:
-        return sum(row.tokens for row in self.rows)
-
-    @property
-    def trainable_tokens(self) -> int:
-        return sum(row.trainable_tokens for row in self.rows)
-
-    @property
-    def extra(self) -> bytes:
-        return b""
-
-    @property
     def reward_std(self) -> float:
         return float(np.std([completion.reward for completion in self.completions], ddof=1))
 
 
-class Grpo(MethodDefaults):
-    """Group relative policy optimisation. It implements `interface.Method`.
-
-    Items are prompts, and within a step groups of completions. The metrics have TRL's names.
-    """
+class Grpo(Method[Any]):
+    """Group relative policy optimisation. Items are prompts, and within a step groups of completions. The metrics have
+    TRL's names."""
 
     is_supervised = False
 
@@ -270,7 +254,6 @@ class Grpo(MethodDefaults):
         return [Group(tuple(islice(remaining, len(group.completions)))) for group in groups]
 
     def _compute_log_probs(self, logits: Logits, completions: Sequence[Completion]) -> list[LogProbs]:
-        """Returns the log-probabilities of each completion's tokens, computed by one forward pass."""
         batch = collate([completion.row for completion in completions], self.config.device)
         log_probs = target_log_probs(logits(batch), batch.targets, self.config.temperature).cpu().numpy()
         return np.split(log_probs, np.cumsum([completion.row.trainable_tokens for completion in completions])[:-1])
@@ -303,11 +286,7 @@ def _reference_model(config: TrainConfig, context: RunContext) -> Network:
     """Returns the initial model as a server computes it: the base model of an adapter, or the run's initial weights,
     which its first start saved. Raises JobError if their file is missing."""
     model = load_servable(config.model, base_recipe(config)) if config.lora_rank else _initial_model(context)
-    for layer in (module for module in model.modules() if isinstance(module, FrozenLinear)):
-        layer.make_rows_independent()
-    if has_batch_invariant_products(config.device):
-        use_batch_invariant_products(model)
-    model.set_max_length(config.seq_len)
+    prepare_as_server(model, config.device, config.seq_len)
     return Network(model.to(config.device))
 
 
