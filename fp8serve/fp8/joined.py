@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
 from fp8serve.fp8.frozen import FrozenLinear, multiply, pack_weight
-from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0
 from fp8serve.fp8.ops.packing import GROUP, is_packable
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
@@ -234,7 +234,9 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 def _casts_like(layer: FrozenLinear, first: FrozenLinear) -> bool:
     """Returns whether the layers cast their input in the same way and agree in output dtype and presence of a bias."""
-    settings = [(x.input_spec, x.out_dtype, x.in_features, x.bias is None) for x in (layer, first)]
+    settings = [
+        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, x.weight_scale_inv.dtype) for x in (layer, first)
+    ]
     return settings[0] == settings[1] and _equal(layer.input_scale, first.input_scale)
 
 
@@ -244,7 +246,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _has_block_scales(layer: FrozenLinear) -> bool:
     scale = layer.weight_scale_inv
-    return scale.dim() == 2 and tuple(scale.shape) != (layer.out_features, 1)
+    return scale.dim() == 2 and scale.dtype is not E8M0 and tuple(scale.shape) != (layer.out_features, 1)
 
 
 def _joinable_scale(layer: FrozenLinear) -> Tensor:

@@ -9,7 +9,7 @@ Importing this package registers all ops as `torch.ops.fp8serve`.
 
 # ruff: isort: off
 # Families in the order in which backends() lists their ops. The libraries come last, because ops must be defined first.
-from fp8serve.fp8.ops import casts, gemm, packing, joined, grouped, mixture, delayed  # noqa: F401
+from fp8serve.fp8.ops import casts, gemm, packing, microscaling, joined, grouped, mixture, delayed  # noqa: F401
 from fp8serve.fp8.ops import norm, activation, row_casts, grouped_mlp, attention, rotary  # noqa: F401
 from fp8serve.fp8.ops import sampling, monitored_casts, fused_delayed  # noqa: F401
 from fp8serve.fp8.ops.libraries import (

@@ -70,7 +70,7 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
         "block_structure": sizes.get("block_structure"),
         "dynamic": dynamic,
         "actorder": None,
-        "scale_dtype": None,
+        "scale_dtype": sizes.get("scale_dtype"),
         "zp_dtype": None,
         "observer": observer,
         "observer_kwargs": {},
@@ -89,7 +89,7 @@ def _compressed_tensors(
         | {f"group_{i}": _ct_group(names, specs) for i, (specs, names) in enumerate(groups.items(), 1)},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": _ct_args("tensor", False, "memoryless_minmax") if kv_cache else None,
-        "format": "float-quantized",
+        "format": layers["format"],
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": ignored,
@@ -98,6 +98,17 @@ def _compressed_tensors(
 
 def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
     inputs, weight = specs
+    if weight.is_mx:
+        sizes = {"group_size": weight.block[1], "scale_dtype": "torch.uint8"}
+        return {
+            "targets": targets,
+            "weights": _ct_args("group", False, "memoryless_minmax", **sizes),
+            "input_activations": _ct_args("group", True, None, **sizes)
+            if inputs is not None and inputs.is_mx
+            else None,
+            "output_activations": None,
+            "format": "mxfp8-quantized",
+        }
     block = list(weight.block) if weight.is_blocked else None
     strategy = CT_WEIGHTS[weight.granularity]
     return {
@@ -119,6 +130,8 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
     if not inputs.is_fp8:
         raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
+    if weight.is_mx:
+        raise ModelError("The format 'fp8' cannot express the recipe 'mxfp8'; use compressed-tensors or modelopt.")
     if weight.is_blocked:
         return {
             "quant_method": "fp8",
@@ -135,7 +148,8 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 def _modelopt_algo(inputs: QuantSpec, weight: QuantSpec) -> str | None:
     """Returns the name of ModelOpt's algorithm for these specs, or None if it has none."""
-    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
+    inputs = inputs.for_serving()
+    scheme = (inputs if inputs.is_mx else replace(inputs, scale_format="fp32")), weight.granularity
     return next((algorithm for algorithm, known in MODELOPT.items() if known == scheme), None)
 
 
@@ -161,5 +175,5 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
         "quant_algo": algo,
         "kv_cache_quant_algo": "FP8" if kv_cache else None,
         "exclude_modules": ignored,
-    }
+    } | ({"group_size": 32} if algo == "MXFP8" else {})
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}
