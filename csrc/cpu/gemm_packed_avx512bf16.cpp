@@ -90,16 +90,6 @@ struct RunAdd {
   }
 };
 
-// BF16 values divided by powers of two (compute_mx_shifts): their exponents become smaller, zero stays zero,
-// and infinity and NaN stay what they are.
-FP8_TARGET FP8_INLINE __m512i lowered(__m512i values, __m512i shifts) {
-  const __m512i magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
-  const __mmask32 finite = _mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(0x7f80));
-  const __m512i low = _mm512_mask_subs_epu16(magnitudes, finite, magnitudes, shifts);
-  return _mm512_ternarylogic_epi32(low, values, _mm512_set1_epi16(static_cast<int16_t>(0x8000)),
-                                   0xf8);  // low | (values & sign)
-}
-
 // The columns of a vector's words: of each 8, column 4 l + first, and of the second half the one after it if
 // there are two.
 template <int first, bool two>
