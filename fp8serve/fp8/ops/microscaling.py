@@ -89,8 +89,8 @@ def mx_edge_values(dtype: torch.dtype) -> Tensor:
 
 def _cast_cases() -> list[Case]:
     inputs = {
-        "edges": mx_edge_values,
         "tiles 40x256": partial(tiled_noise, 40, 256),
+        "edges": mx_edge_values,
         "ragged 5x70": partial(tiled_noise, 5, 70),
         "one element": partial(tiled_noise, 1, 1),
         "no rows": partial(tiled_noise, 0, 64),
