@@ -105,7 +105,10 @@ def _check_scales(recipe: Recipe, settings: CalibrationOptions) -> None:
 def _check_weights(recipe: Recipe, settings: CalibrationOptions) -> None:
     """Raises RecipeError for options that change or exclude weights and cannot be combined."""
     if settings.scales_only and (settings.skip or settings.only or QualityTarget.of(settings)):
-        raise RecipeError("scales_only writes no weights, so none can stay in high precision.")
+        raise RecipeError(
+            "scales_only writes no weights, so it cannot choose which stay in high precision; leave out skip, only and "
+            "the quality targets."
+        )
     if settings.scales_only and settings.rounding != "nearest":
         raise RecipeError("scales_only writes no weights, so their rounding must be 'nearest'.")
     if settings.scales_only and settings.smoothing is not None:

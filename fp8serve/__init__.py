@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "DelayedScaling": "fp8serve.fp8.recipe",
     "Float8BlockScaling": "fp8serve.fp8.recipe",
+    "MXFP8BlockScaling": "fp8serve.fp8.recipe",
     "Float8CurrentScaling": "fp8serve.fp8.recipe",
     "Float8WeightOnly": "fp8serve.fp8.recipe",
     "Format": "fp8serve.fp8.recipe",

@@ -267,7 +267,7 @@ def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+    return a is b if a is None or b is None else a.dtype is b.dtype and torch.equal(a.float(), b.float())
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -55,7 +55,7 @@ def examine(
         "cuda_kernels": ops.backends("cuda") if torch.cuda.device_count() else {},
         "cuda_library": library,
         "kernel_checks": checks,
-        "recipes": {name: _recipe(needed, kernels) for name, needed in ops.recipe_ops().items()} | {"bf16": _BF16},
+        "recipes": _recipes(ops.recipe_ops(), kernels, has_gpu=bool(gpus)) | {"bf16": _BF16},
         "compilers": {"c++": _compiler(), "nvcc": nvcc if nvcc and _first_line(nvcc, "--version") else None},
         "memory": _memory(),
         "disk": disk,
@@ -151,6 +151,18 @@ def _serving(model_dir: Path) -> dict[str, Any]:
         "threads": options.threads or torch.get_num_threads(),
         "cuda_graphs": graph_sizes(options.num_seqs) if is_on_gpu else [],
     }
+
+
+# The product of MXFP8 where there is no kernel for MX blocks.
+_MX_ON_GPU = "on a GPU torch widens both operands to BF16, and mm multiplies them"
+
+
+def _recipes(needed: dict[str, tuple[str, ...]], kernels: dict[str, str], has_gpu: bool) -> dict[str, dict[str, str]]:
+    """Returns how each recipe runs, by name. `needed` are the ops of its linear layers."""
+    recipes = {name: _recipe(ops, kernels) for name, ops in needed.items()}
+    if has_gpu:
+        recipes["mxfp8"]["why"] += f"; {_MX_ON_GPU}"
+    return recipes
 
 
 def _recipe(needed: tuple[str, ...], kernels: dict[str, str]) -> dict[str, str]:

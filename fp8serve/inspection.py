@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, ScalesError
@@ -211,7 +212,8 @@ def _scale(
     history: list[float] | None = None,
     problem: str | None = None,
 ) -> Scale:
-    values = value.float().flatten()
+    # bytes are exponents of MX blocks
+    values = (value.view(torch.float8_e8m0fnu) if value.dtype is torch.uint8 else value).float().flatten()
     if not len(values):
         return Scale(tensor, key, direction, list(value.shape), 0.0, 0.0, origin, history, problem or "is empty")
     invalid = values[~(values.isfinite() & (values > 0))]

@@ -30,7 +30,15 @@ def test_recipes_need_the_ops_of_their_linear_layers() -> None:
         "current": ("quantize_current", "scaled_mm"),
         "rowwise": ("quantize_rowwise", "scaled_mm"),
         "block": ("quantize_block", "scaled_mm"),
+        "mxfp8": ("quantize_mx", "mx_mm"),
     }
+
+
+def test_the_product_of_mxfp8_on_a_gpu_is_named() -> None:
+    kernels = dict.fromkeys(ops.OPS, "cpu kernel (avx2)")
+    why = [doctor._recipes(ops.recipe_ops(), kernels, has_gpu=has_gpu)["mxfp8"]["why"] for has_gpu in (False, True)]
+    assert why[0] == "compiled kernels serve quantize_mx, mx_mm"
+    assert why[1] == f"{why[0]}; on a GPU torch widens both operands to BF16, and mm multiplies them"
 
 
 def test_a_recipe_is_native_when_all_its_ops_have_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

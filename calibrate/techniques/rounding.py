@@ -59,7 +59,7 @@ def round_compensated(weight: Tensor, products: Tensor, scale_inv: Tensor) -> Te
     A column whose inputs are all zero is rounded to nearest.
     """
     order = products.diagonal().argsort(descending=True)
-    scale = expand(scale_inv.float().reciprocal(), *weight.shape).broadcast_to(weight.shape)[:, order]
+    scale = expand(scale_inv, *weight.shape).float().reciprocal().broadcast_to(weight.shape)[:, order]
     factors = _factors(products[order][:, order])
     scaled = weight.float()[:, order] * scale
     rounded = torch.empty_like(scaled)

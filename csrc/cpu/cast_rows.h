@@ -47,6 +47,10 @@ FP8_INLINE void cast_row_plain(const T* x, uint8_t* q, int64_t n, float scale) {
 template <class F, class T>
 void cast_row_vbmi(const T* x, uint8_t* q, int64_t n, float scale);
 
+// The whole 64s of n values, each 32 of which have a positive, finite scale.
+template <class F, class T>
+void cast_blocks_vbmi(const T* x, uint8_t* q, int64_t n, const float* scales);
+
 FP8_INLINE bool usual(float scale) { return scale > 0.0f && scale <= std::bit_cast<float>(kInfinity - 1); }
 
 template <class F, class T>

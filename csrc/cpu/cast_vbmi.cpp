@@ -118,15 +118,17 @@ FP8_TARGET FP8_INLINE Values values(const T* x) {
   return v;
 }
 
+// `low` scales the first 32 values, `high` the others.
 template <class F>
-FP8_TARGET FP8_INLINE __m512i encode64(const Values& v, __m512 scale) {
+FP8_TARGET FP8_INLINE __m512i encode64(const Values& v, __m512 low, __m512 high) {
   const __m512i* table = reinterpret_cast<const __m512i*>(kMagic<F>.bits);
   const __m512i least = _mm512_set1_epi32(F::min_normal >> 23);
   const __m512 limit = _mm512_set1_ps(F::max());
   __m512i sums[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512 mag = _mm512_range_ps(_mm512_mul_ps(v.part[i], scale), limit, 0x0a);  // min(|p|, max)
+    const __m512 mag =
+        _mm512_range_ps(_mm512_mul_ps(v.part[i], i < 2 ? low : high), limit, 0x0a);  // min(|p|, max)
     const __m512i exponent = _mm512_max_epi32(_mm512_srli_epi32(_mm512_castps_si512(mag), 23), least);
     const __m512i magic = _mm512_permutex2var_epi32(table[0], exponent, table[1]);
     sums[i] = _mm512_castps_si512(_mm512_add_ps(mag, _mm512_castsi512_ps(magic)));
@@ -139,11 +141,19 @@ template <class F, class T>
 FP8_TARGET void cast(const T* x, uint8_t* q, int64_t n, float scale) {
   const __m512 factor = _mm512_set1_ps(scale);
   int64_t i = 0;
-  for (; i + 64 <= n; i += 64) _mm512_storeu_si512(q + i, encode64<F>(values(x + i), factor));
+  for (; i + 64 <= n; i += 64) _mm512_storeu_si512(q + i, encode64<F>(values(x + i), factor, factor));
   if (i == n) return;
   T tail[64] = {};
   std::memcpy(tail, x + i, static_cast<size_t>(n - i) * sizeof(T));
-  _mm512_mask_storeu_epi8(q + i, (1ull << (n - i)) - 1, encode64<F>(values(tail), factor));
+  _mm512_mask_storeu_epi8(q + i, (1ull << (n - i)) - 1, encode64<F>(values(tail), factor, factor));
+}
+
+template <class F, class T>
+FP8_TARGET void cast_pairs(const T* x, uint8_t* q, int64_t n, const float* scales) {
+  for (int64_t i = 0; i + 64 <= n; i += 64) {
+    const __m512 low = _mm512_set1_ps(scales[i / 32]), high = _mm512_set1_ps(scales[i / 32 + 1]);
+    _mm512_storeu_si512(q + i, encode64<F>(values(x + i), low, high));
+  }
 }
 
 }  // namespace
@@ -153,10 +163,18 @@ void cast_row_vbmi(const T* x, uint8_t* q, int64_t n, float scale) {
   cast<F>(x, q, n, scale);
 }
 
-#define FP8_INSTANTIATE(F)                                                \
-  template void cast_row_vbmi<F>(const float*, uint8_t*, int64_t, float); \
-  template void cast_row_vbmi<F>(const BF16*, uint8_t*, int64_t, float);  \
-  template void cast_row_vbmi<F>(const F16*, uint8_t*, int64_t, float);
+template <class F, class T>
+void cast_blocks_vbmi(const T* x, uint8_t* q, int64_t n, const float* scales) {
+  cast_pairs<F>(x, q, n, scales);
+}
+
+#define FP8_INSTANTIATE(F)                                                          \
+  template void cast_row_vbmi<F>(const float*, uint8_t*, int64_t, float);           \
+  template void cast_row_vbmi<F>(const BF16*, uint8_t*, int64_t, float);            \
+  template void cast_row_vbmi<F>(const F16*, uint8_t*, int64_t, float);             \
+  template void cast_blocks_vbmi<F>(const float*, uint8_t*, int64_t, const float*); \
+  template void cast_blocks_vbmi<F>(const BF16*, uint8_t*, int64_t, const float*);  \
+  template void cast_blocks_vbmi<F>(const F16*, uint8_t*, int64_t, const float*);
 FP8_INSTANTIATE(E4M3)
 FP8_INSTANTIATE(E5M2)
 

@@ -1,6 +1,7 @@
 // scaled_mm: FP8 or BF16 [M, K] x FP8 [N, K] -> [M, N], any mix of formats and scale granularities;
 // scaled_mm_add, the same added to a residual; mm, the same sums for two BF16 operands; packed_mm, all
-// three with weights that pack_weight has packed; joined_mm, for stacked weights that are scaled in blocks.
+// three with weights that pack_weight has packed; joined_mm, for stacked weights that are scaled in blocks;
+// mx_mm, all of them for operands in MX blocks (mx.h).
 //
 // Both operands have K contiguous, as weights in a checkpoint do: they are read as they are, memory-mapped
 // or not. Training and calibration do that; serving packs them (gemm_packed.h). This file checks the
@@ -19,6 +20,7 @@ struct Arguments {
   std::optional<Tensor> a_scale, b_scale, bias, residual;
   bool packed = false;
   std::optional<Tensor> ends = {};  // ends of the stacked matrices in b
+  bool mx = false;                  // whether a or b is in MX blocks
 };
 
 std::optional<Tensor> dense(const std::optional<Tensor>& t) {
@@ -44,8 +46,15 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
   if (in.residual) check.tensor("residual", *in.residual, {out_dtype}, {m, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
-  const Arguments use{fp8serve::dense(in.a), fp8serve::dense(in.b), dense(in.a_scale), dense(in.b_scale),
-                      dense(in.bias),        dense(in.residual),    in.packed,         dense(in.ends)};
+  const Arguments use{fp8serve::dense(in.a),
+                      fp8serve::dense(in.b),
+                      dense(in.a_scale),
+                      dense(in.b_scale),
+                      dense(in.bias),
+                      dense(in.residual),
+                      in.packed,
+                      dense(in.ends),
+                      in.mx};
   Tensor out = empty({m.value(), n.value()}, out_dtype);
   Problem p{
       .a = {data<const char>(use.a), kind_of(use.a), k.value()},
@@ -58,6 +67,13 @@ Tensor multiply(const Contract& check, const Arguments& in, std::initializer_lis
       .bias = pointer(use.bias),
       .residual = pointer(use.residual),
       .out = out.data_ptr()};
+  RowScales a_rows, b_rows;
+  if (use.mx) {
+    attach_mx_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a, a_rows);
+    attach_mx_scale(check, "b_scale_inv", *use.b_scale, n, k, p.b, b_rows);
+    if (out.numel() > 0) is_far(p) ? run_far(p) : run(p);
+    return out;
+  }
   if (use.a_scale) attach_scale(check, "a_scale_inv", *use.a_scale, m, k, p.a);
   if (use.ends) {
     attach_joined_scale(check, *use.b_scale, *use.ends, n, k, p.b);
@@ -104,6 +120,12 @@ Tensor joined_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                   kFp8OrBf16, kFp8, out_dtype);
 }
 
+Tensor mx_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+             const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, ScalarType out_dtype) {
+  const Arguments in{a, b, a_scale, b_scale, bias, residual, b.dim() == 3, std::nullopt, true};
+  return multiply(Contract("mx_mm"), in, kFp8OrBf16, kFp8OrBf16, out_dtype);
+}
+
 // Whether the GEMM reads packed weights as they are, instead of unpacking them first.
 bool reads_packed() { return best_level().stream_packed != nullptr; }
 
@@ -117,7 +139,8 @@ STABLE_TORCH_LIBRARY_IMPL(fp8serve, CPU, m) {
   m.impl("mm", TORCH_BOX(&fp8serve::gemm::mm));
   m.impl("packed_mm", TORCH_BOX(&fp8serve::gemm::packed_mm));
   m.impl("joined_mm", TORCH_BOX(&fp8serve::gemm::joined_mm));
-  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm"}) {
+  m.impl("mx_mm", TORCH_BOX(&fp8serve::gemm::mx_mm));
+  for (const char* op : {"scaled_mm", "scaled_mm_add", "mm", "packed_mm", "joined_mm", "mx_mm"}) {
     fp8serve::report(op, []() -> const fp8serve::Variant& { return fp8serve::gemm::best_level().variant; });
   }
 }

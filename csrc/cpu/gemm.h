@@ -34,6 +34,7 @@ constexpr int64_t kRun = 8;
 constexpr int64_t kChunk = 64;  // values a level unpacks at a time: panel rows are padded to it
 constexpr int64_t kBlock = 1024;
 constexpr int64_t kScaleBlock = 128;
+constexpr int64_t kMxBlock = 32;
 constexpr int64_t kGroup = 16;     // columns of a tile
 constexpr int64_t kMaxRows = 6;    // rows of a tile over a panel ...
 constexpr int64_t kMaxStream = 8;  // ... and of one that reads the weights themselves
@@ -65,6 +66,7 @@ struct Tile {
   const float* const* scale = nullptr;  // per row, for each 128 of K; null without block scales
   const float* b_scale = nullptr;       // [128 of K][16 columns]; null where `scale` is the product of both
   float* out = nullptr;                 // [rows][16]: sums of the blocks so far
+  const uint16_t* mx_shifts = nullptr;  // of packed MX blocks (gemm_packed.h)
   bool add = false;                     // onto the earlier blocks' sums
   const Ending* ending = nullptr;       // at the last block: the results are written instead of the sums
 };
@@ -87,8 +89,10 @@ struct Level {
   // times is faster than a panel.
   void (*stream_packed)(const Tile& tile, Kind kind) = nullptr;
   void (*unpack_packed)(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
-                        void* panel) = nullptr;
+                        const uint16_t* mx_shifts, void* panel) = nullptr;
   int64_t packed_rows = 0;
+  void (*compute_mx_shifts)(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks,
+                            Kind kind, uint16_t* shifts) = nullptr;
 };
 
 const Level& portable();

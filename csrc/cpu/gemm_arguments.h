@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "cpu/gemm_run.h"
+#include "cpu/mx.h"
 #include "cpu/tensors.h"
 
 namespace fp8serve::gemm {
@@ -31,6 +32,32 @@ inline void attach_scale(const Contract& check, const char* name, const Tensor& 
   if (by_row && scale.size(1) != 1) check.shape(name, scale, {rows, blocks});
   out.scale_rows = by_row ? 1 : kScaleBlock;
   out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
+}
+
+// The same for a matrix that may be in MX blocks, whose scales are E8M0. `rows` holds what is computed from
+// them.
+inline void attach_mx_scale(const Contract& check, const char* name, const Tensor& scale, Size rows, Size k,
+                            Operand& out, RowScales& row_scales) {
+  if (scale.scalar_type() != ScalarType::Float8_e8m0fnu) {
+    attach_scale(check, name, scale, rows, k, out);
+    check.require(out.scale_blocks == 0, name, "has blocks of 128, must be E8M0 or FP32 [] or [rows, 1]");
+    return;
+  }
+  check.cpu(name, scale);
+  const Size blocks = ceil_div(k, kMxBlock);
+  check.shape(name, scale, {rows, blocks});
+  check.require(out.kind != Kind::bf16, name, "is E8M0 beside values in BF16");
+  check.require(!out.packed || k.value() % kMxBlock == 0, name,
+                "is E8M0 beside a packed matrix with rows of ", k.value(),
+                " values, must be a multiple of 32");
+  row_scales.codes.resize(static_cast<size_t>(rows.value()));
+  row_scales.values.resize(static_cast<size_t>(rows.value()));
+  out.mx_codes = data<const uint8_t>(scale);
+  out.mx_blocks = blocks.value();
+  compute_row_scales(out.mx_codes, out.mx_blocks, 0, rows.value(), row_scales);
+  out.mx_rows = row_scales.codes.data();
+  out.scale = row_scales.values.data();
+  out.scale_rows = 1;
 }
 
 // The scales of stacked matrices, whose rows end at `ends` int32 [P]. A tile's columns must be in one of

@@ -293,7 +293,8 @@ const Level& avx512bf16() {
                                kMaxStream,
                                packed_avx512bf16::stream,
                                packed_avx512bf16::unpack_columns,
-                               64};
+                               64,
+                               packed_avx512bf16::compute_mx_shifts};
   return level;
 }
 

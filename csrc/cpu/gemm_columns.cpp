@@ -1,6 +1,7 @@
 #include "cpu/gemm_columns.h"
 
 #include "cpu/gemm_packed.h"
+#include "cpu/mx.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
 
@@ -8,29 +9,37 @@ namespace fp8serve::gemm {
 
 Columns::Columns(const Problem& problem, const Level& level)
     : p_(problem), level_(level), reads_packed_(problem.b.packed && level.stream_packed != nullptr) {
-  thread_local Scratch scratch;
-  if (p_.b.packed && !reads_packed_) rows_ = scratch.get<char>(kGroup * kBlock * bytes_of(p_.b.kind));
+  thread_local Scratch rows, codes, shifts;
+  const bool mx = p_.b.mx_codes != nullptr;
+  if (!reads_packed_ && (mx || p_.b.packed)) rows_ = rows.get<char>(kGroup * kBlock * row_bytes());
+  if (!reads_packed_ && mx && p_.b.packed) codes_ = codes.get<char>(kGroup * kBlock);
+  if (reads_packed_ && mx) shifts_ = shifts.get<uint16_t>(kGroup * kBlock / kMxBlock);
 }
 
 void Columns::stream(Tile tile, Place at, Place next) const {
   if (reads_packed_) {
     tile.b = block(at);
+    if (shifts_ != nullptr) compute_shifts(at);
+    tile.mx_shifts = shifts_;
     return level_.stream_packed(tile, p_.b.kind);
   }
   const void *b[kGroup], *ahead[kGroup];
   if (rows_ != nullptr) lay_out(at);
   point(at, b);
   point(next, ahead);
-  level_.stream(tile, b, ahead, p_.b.kind);
+  level_.stream(tile, b, ahead, p_.b.panel_kind());
 }
 
 void Columns::unpack(Place at, int64_t begin, int64_t end, std::byte* panel) const {
-  if (reads_packed_) return level_.unpack_packed(block(at), p_.k_count(at.kb), begin, end, p_.b.kind, panel);
+  if (reads_packed_) {
+    if (shifts_ != nullptr && begin == 0) compute_shifts(at);
+    return level_.unpack_packed(block(at), p_.k_count(at.kb), begin, end, p_.b.kind, shifts_, panel);
+  }
   const void* b[kGroup];
   if (rows_ != nullptr && begin == 0) lay_out(at);
   point(at, b);
-  for (const void*& column : b) column = static_cast<const char*>(column) + begin * bytes_of(p_.b.kind);
-  level_.unpack_columns(b, end - begin, p_.b.kind, panel + begin * kGroup * level_.element_size);
+  for (const void*& column : b) column = static_cast<const char*>(column) + begin * row_bytes();
+  level_.unpack_columns(b, end - begin, p_.b.panel_kind(), panel + begin * kGroup * level_.element_size);
 }
 
 void Columns::fetch(Place at, int64_t begin, int64_t end) const {
@@ -43,20 +52,31 @@ void Columns::fetch(Place at, int64_t begin, int64_t end) const {
     lines(block(at) + begin * half, (end - begin) * half);
     return lines(block(at) + (p_.k_count(at.kb) + begin) * half, (end - begin) * half);
   }
-  const void* b[kGroup];
-  point(at, b);
-  for (const void* column : b) lines(static_cast<const char*>(column) + begin * bytes, (end - begin) * bytes);
+  for (int64_t c = 0; c < kGroup; ++c)
+    lines(p_.b.at(std::min(at.n + c, p_.n - 1), at.kb * kBlock) + begin * bytes, (end - begin) * bytes);
 }
 
 // A ragged group repeats its last column.
 void Columns::point(Place at, const void** b) const {
-  const int64_t row = kBlock * bytes_of(p_.b.kind);
+  const int64_t row = kBlock * row_bytes();
   for (int64_t c = 0; c < kGroup; ++c)
     b[c] = rows_ != nullptr ? rows_ + c * row : p_.b.at(std::min(at.n + c, p_.n - 1), at.kb * kBlock);
 }
 
 void Columns::lay_out(Place at) const {
-  unpack_block(block(at), p_.k_count(at.kb), p_.b.kind, kBlock * bytes_of(p_.b.kind), rows_);
+  const int64_t k = p_.k_count(at.kb);
+  if (p_.b.mx_codes == nullptr) return unpack_block(block(at), k, p_.b.kind, kBlock * row_bytes(), rows_);
+  if (codes_ != nullptr) unpack_block(block(at), k, p_.b.kind, kBlock, codes_);
+  for (int64_t c = 0; c < std::min(kGroup, p_.n - at.n); ++c) {
+    const void* from = codes_ != nullptr ? codes_ + c * kBlock : p_.b.at(at.n + c, at.kb * kBlock);
+    widen_row(p_.b, from, at.n + c, at.kb * kBlock, k, reinterpret_cast<uint16_t*>(rows_) + c * kBlock);
+  }
+}
+
+void Columns::compute_shifts(Place at) const {
+  const int64_t k = p_.k_count(at.kb), first = at.n * p_.b.mx_blocks + at.kb * (kBlock / kMxBlock);
+  level_.compute_mx_shifts(p_.b.mx_codes + first, p_.b.mx_blocks, p_.b.mx_rows + at.n, k / kMxBlock,
+                           p_.b.kind, shifts_);
 }
 
 }  // namespace fp8serve::gemm

@@ -32,14 +32,18 @@ class Columns {
   void fetch(Place at, int64_t begin, int64_t end) const;
 
  private:
+  int64_t row_bytes() const { return bytes_of(p_.b.panel_kind()); }
   const char* block(Place at) const { return p_.b.block(at.n, at.kb * kBlock); }
   void point(Place at, const void** b) const;
   void lay_out(Place at) const;
+  void compute_shifts(Place at) const;
 
   const Problem& p_;
   const Level& level_;
   bool reads_packed_;
-  char* rows_ = nullptr;  // where packed columns become rows again, for a level that wants them so
+  char* rows_ = nullptr;   // where packed columns, or those in MX blocks, become rows that the level reads
+  char* codes_ = nullptr;  // where packed columns in MX blocks become rows
+  uint16_t* shifts_ = nullptr;  // of packed columns in MX blocks, for a level that reads these
 };
 
 }  // namespace fp8serve::gemm

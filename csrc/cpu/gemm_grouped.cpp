@@ -49,6 +49,44 @@ struct Scales {
 
 constexpr int64_t kAllRows = int64_t{1} << 62;
 
+// Operands in MX blocks (mx.h): the codes of all rows, those of one expert after those of the other.
+struct MxScalesOfAll {
+  Tensor held;
+  int64_t blocks = 0;
+  RowScales rows;
+
+  // Of `count` rows from `row` on.
+  void of(int64_t row, int64_t count, Operand& out) {
+    const auto* codes = data<const uint8_t>(held);
+    compute_row_scales(codes, blocks, row, row + count, rows);
+    out.mx_codes = codes + row * blocks;
+    out.mx_blocks = blocks;
+    out.mx_rows = rows.codes.data() + row;
+    out.scale = rows.values.data() + row;
+    out.scale_rows = 1;
+    out.scale_blocks = 0;
+  }
+};
+
+// Empty unless the scale is E8M0.
+std::optional<MxScalesOfAll> mx_scales_of(const Contract& check, const char* name, const Tensor& scale,
+                                          std::initializer_list<Size> shape, Size k) {
+  if (scale.scalar_type() != ScalarType::Float8_e8m0fnu) return std::nullopt;
+  check.cpu(name, scale);
+  std::vector<Size> sizes(shape);
+  sizes.push_back(ceil_div(k, kMxBlock));
+  check.rank(name, scale, static_cast<int64_t>(sizes.size()));
+  int64_t rows = 1;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    check.require(scale.size(static_cast<int64_t>(i)) == sizes[i].value(), name, "dim ", i, " is ",
+                  scale.size(static_cast<int64_t>(i)), ", must be ", sizes[i].text());
+    if (i + 1 < sizes.size()) rows *= sizes[i].value();
+  }
+  const auto count = static_cast<size_t>(rows);
+  return MxScalesOfAll{
+      dense(scale), sizes.back().value(), {std::vector<uint8_t>(count), std::vector<float>(count)}};
+}
+
 Scales scales_of_rows(const Contract& check, const Tensor& scale, Size count, Size rows, Size k) {
   check.cpu("a_scale_inv", scale);
   check.dtype("a_scale_inv", scale, {ScalarType::Float});
@@ -111,8 +149,9 @@ struct Arguments {
   int64_t n, k;
   bool packed;
   ScalarType out_dtype;
+  std::optional<MxScalesOfAll> mx_rows, mx_weights;
 
-  Problem problem(int64_t expert, const Tensor& out) const {
+  Problem problem(int64_t expert, const Tensor& out) {
     const int64_t begin = experts.begin(expert);
     Problem p{.a = {data<const char>(a), kind_of(a), k},
               .b = {.values = data<const char>(b) + expert * n * k * bytes_of(kind_of(b)),
@@ -131,8 +170,8 @@ struct Arguments {
     if (bias) p.bias = data<const char>(*bias) + expert * n * bias_bytes;
     p.a.values = p.a.at(begin, 0);
     p.out = data<char>(out) + begin * n * p.out_bytes();
-    of_rows.of(expert, begin, p.a);
-    of_weights.of(expert, 0, p.b);
+    mx_rows ? mx_rows->of(begin, p.m, p.a) : of_rows.of(expert, begin, p.a);
+    mx_weights ? mx_weights->of(expert * n, n, p.b) : of_weights.of(expert, 0, p.b);
     if (p.blocked()) p.ones.assign(static_cast<size_t>(k / kScaleBlock + 1), 1.0f);
     return p;
   }
@@ -152,16 +191,23 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
   if (bias) check.tensor("bias", *bias, kHigh, {count, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
-  const Arguments in{dense(a),
-                     dense(b),
-                     bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt,
-                     experts_of(check, offsets, count, t.value()),
-                     scales_of_rows(check, a_scale, count, t, k),
-                     scales_of_weights(check, b_scale, count, n, k),
-                     n.value(),
-                     k.value(),
-                     packed,
-                     out_dtype};
+  auto mx_rows = mx_scales_of(check, "a_scale_inv", a_scale, {t}, k);
+  auto mx_weights = mx_scales_of(check, "b_scale_inv", b_scale, {count, n}, k);
+  check.require(!mx_weights || !packed || k.value() % kMxBlock == 0, "b_scale_inv",
+                "is E8M0 beside packed weights with rows of ", k.value(),
+                " values, must be a multiple of 32");
+  Arguments in{dense(a),
+               dense(b),
+               bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt,
+               experts_of(check, offsets, count, t.value()),
+               mx_rows ? Scales{} : scales_of_rows(check, a_scale, count, t, k),
+               mx_weights ? Scales{} : scales_of_weights(check, b_scale, count, n, k),
+               n.value(),
+               k.value(),
+               packed,
+               out_dtype,
+               std::move(mx_rows),
+               std::move(mx_weights)};
   Tensor out = empty({t.value(), n.value()}, out_dtype);
   std::vector<Problem> problems;
   for (int64_t e = 0; e < count.value(); ++e)

@@ -30,7 +30,13 @@ void unpack_block(const char* packed, int64_t k, Kind kind, int64_t stride, char
 // AVX-512 BF16 reads packed blocks as they are; for other levels unpack_block() makes them rows again.
 namespace packed_avx512bf16 {
 void stream(const Tile& tile, Kind kind);  // up to kMaxStream rows; tile.b: the block
-void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind, void* panel);
+void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
+                    const uint16_t* mx_shifts, void* panel);
+// Of 16 columns in MX blocks, for each 32 of K: what is subtracted from the bits of a BF16 to divide it by
+// the power of two by which the block's scale is below that of its row; 0xffff where the block is zero.
+// `codes`: those of the first column, `stride` bytes apart; `rows`: the scales of the columns.
+void compute_mx_shifts(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks, Kind kind,
+                       uint16_t* shifts);
 }  // namespace packed_avx512bf16
 
 }  // namespace fp8serve::gemm

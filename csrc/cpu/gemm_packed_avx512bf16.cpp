@@ -15,6 +15,7 @@
 
 #include "cpu/gemm_widen.h"
 #include "cpu/gemm_zmm.h"
+#include "cpu/mx.h"
 
 namespace fp8serve::gemm::packed_avx512bf16 {
 namespace {
@@ -69,6 +70,7 @@ struct RunAdd {
   const char* b;
   int64_t half;  // bytes from one half of the block to the other
   int first;
+  const uint16_t* shifts;  // null without MX blocks
   Source source = {};
   FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * H * 2], int64_t k, int64_t) const {
 #pragma GCC unroll 2
@@ -88,10 +90,69 @@ struct RunAdd {
   }
 };
 
+// The columns of a vector's words: of each 8, column 4 l + first, and of the second half the one after it if
+// there are two.
+template <int first, bool two>
+struct alignas(64) WordColumns {
+  uint16_t column[32];
+  constexpr WordColumns() : column() {
+    for (int w = 0; w < 32; ++w) column[w] = static_cast<uint16_t>(w / 8 * 4 + first + (two ? w % 8 / 4 : 0));
+  }
+};
+template <int first, bool two>
+constexpr WordColumns<first, two> kWordColumns{};
+
+// The shifts of one 32 of K for the words of such a vector.
+template <int first, bool two>
+FP8_TARGET FP8_INLINE __m512i order_shifts(const uint16_t* shifts) {
+  const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(shifts));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kWordColumns<first, two>.column),
+                                  _mm512_castsi256_si512(row));
+}
+
+// FP8 in MX blocks.
+template <class F>
+struct MxSource : Fp8Source<F> {};
+
+template <int R, int H, class F>
+struct RunAdd<R, H, MxSource<F>> {
+  static constexpr int64_t kStep = kMxBlock, kAhead = 16 * 1024;
+  const uint16_t* a;
+  int64_t a_stride;
+  const char* b;
+  int64_t half;
+  int first;
+  const uint16_t* shifts;
+  Fp8Source<F> source = {};
+  FP8_TARGET FP8_INLINE void operator()(Vector (&sums)[R * H * 2], int64_t block, int64_t) const {
+    const uint16_t* own = shifts + block / kMxBlock * kGroup;
+    const __m512i low = order_shifts<0, true>(own), high = order_shifts<2, true>(own);
+#pragma GCC unroll 4
+    for (int64_t k = block; k < block + kMxBlock; k += kRun) {
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) {
+        const char* p = b + (first + h) * half + k * (kGroup / 2);
+        _mm_prefetch(p + kAhead, _MM_HINT_T1);
+        const Operands codes = source.load(p);
+        const auto y_low = reinterpret_cast<__m512bh>(lowered(codes.low, low));
+        const auto y_high = reinterpret_cast<__m512bh>(lowered(codes.high, high));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m512bh x = broadcast(a + r * a_stride + k + (first + h) * kHalfRun);
+          Vector* sum = sums + (r * H + h) * 2;
+          sum[0] = _mm512_dpbf16_ps(sum[0], x, y_low);
+          sum[1] = _mm512_dpbf16_ps(sum[1], x, y_high);
+        }
+      }
+    }
+  }
+};
+
 template <int R, int H, bool scaled, class Source>
 FP8_TARGET FP8_INLINE void sum_halves(Vector (&all)[R * 4], const Tile& t, int first) {
-  const RunAdd<R, H, Source> add{static_cast<const uint16_t*>(t.a), t.a_stride, static_cast<const char*>(t.b),
-                                 t.k * (kGroup / 2) * Source::kBytes, first};
+  const RunAdd<R, H, Source> add{
+      static_cast<const uint16_t*>(t.a),   t.a_stride, static_cast<const char*>(t.b),
+      t.k * (kGroup / 2) * Source::kBytes, first,      t.mx_shifts};
   Vector sums[R * H * 2];
   sum_over_k<R, H * 2, scaled>(sums, t, 0, first * 2, add);
 #pragma GCC unroll 32
@@ -139,16 +200,32 @@ FP8_TARGET FP8_INLINE void store_run(uint16_t* panel, const __m512i (&columns)[4
   for (int i = 0; i < 4; ++i) _mm512_storeu_si512(panel + i * 32, columns[i]);
 }
 
-template <class F>
-FP8_TARGET void unpack_fp8(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
+template <class F, bool mx>
+FP8_TARGET void unpack_fp8(const char* block, int64_t k, int64_t begin, int64_t end, const uint16_t* shifts,
+                           uint16_t* panel) {
   const Tables t = tables<F>();
   const char* second = block + k * (kGroup / 2);
   for (int64_t i = begin; i < end; i += kRun) {
     const __m512i a = _mm512_loadu_si512(block + i * (kGroup / 2)),
                   b = _mm512_loadu_si512(second + i * (kGroup / 2));
     const Pair even = widen(t, _mm512_unpacklo_epi32(a, b)), odd = widen(t, _mm512_unpackhi_epi32(a, b));
-    store_run(panel + i * kGroup, {even.first, even.second, odd.first, odd.second});
+    if constexpr (mx) {
+      const uint16_t* own = shifts + i / kMxBlock * kGroup;
+      store_run(panel + i * kGroup, {lowered(even.first, order_shifts<0, false>(own)),
+                                     lowered(even.second, order_shifts<1, false>(own)),
+                                     lowered(odd.first, order_shifts<2, false>(own)),
+                                     lowered(odd.second, order_shifts<3, false>(own))});
+    } else {
+      store_run(panel + i * kGroup, {even.first, even.second, odd.first, odd.second});
+    }
   }
+}
+
+template <class F>
+void unpack_as(const char* block, int64_t k, int64_t begin, int64_t end, const uint16_t* shifts,
+               uint16_t* panel) {
+  shifts == nullptr ? unpack_fp8<F, false>(block, k, begin, end, shifts, panel)
+                    : unpack_fp8<F, true>(block, k, begin, end, shifts, panel);
 }
 
 FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64_t end, uint16_t* panel) {
@@ -161,21 +238,62 @@ FP8_TARGET void unpack_values(const char* block, int64_t k, int64_t begin, int64
   }
 }
 
+// 16 rows of 16 bytes, turned: row i interleaved with row i + 8, four times.
+FP8_TARGET FP8_INLINE void turn(__m128i (&rows)[16]) {
+  for (int step = 0; step < 4; ++step) {
+    __m128i turned[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      turned[2 * i] = _mm_unpacklo_epi8(rows[i], rows[i + 8]);
+      turned[2 * i + 1] = _mm_unpackhi_epi8(rows[i], rows[i + 8]);
+    }
+    std::copy_n(turned, 16, rows);
+  }
+}
+
+FP8_TARGET void fill_shifts(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks,
+                            int limit, uint16_t* shifts) {
+  const __m256i scales = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows)));
+  for (int64_t begin = 0; begin < blocks; begin += 16) {
+    const int64_t count = std::min<int64_t>(16, blocks - begin);
+    __m128i square[16];
+    for (int64_t c = 0; c < 16; ++c)
+      square[c] = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << count) - 1), codes + c * stride + begin);
+    turn(square);
+    for (int64_t i = 0; i < count; ++i) {
+      const __m256i below = _mm256_sub_epi16(scales, _mm256_cvtepu8_epi16(square[i]));
+      const __mmask16 far = _mm256_cmpgt_epi16_mask(below, _mm256_set1_epi16(static_cast<int16_t>(limit)));
+      const __m256i bits = _mm256_mask_mov_epi16(_mm256_slli_epi16(below, 7), far, _mm256_set1_epi16(-1));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifts + (begin + i) * kGroup), bits);
+    }
+  }
+}
+
 #undef FP8_TARGET
 
 }  // namespace
 
+void compute_mx_shifts(const uint8_t* codes, int64_t stride, const uint8_t* rows, int64_t blocks, Kind kind,
+                       uint16_t* shifts) {
+  fill_shifts(codes, stride, rows, blocks, kind == Kind::e5m2 ? kMaxShift<E5M2> : kMaxShift<E4M3>, shifts);
+}
+
 void stream(const Tile& tile, Kind kind) {
   if (kind == Kind::bf16) return stream_as<false, Bf16Source>(tile);
+  if (tile.mx_shifts != nullptr) {
+    return kind == Kind::e5m2 ? stream_as<false, MxSource<E5M2>>(tile)
+                              : stream_as<false, MxSource<E4M3>>(tile);
+  }
   kind == Kind::e5m2 ? stream_from<Fp8Source<E5M2>>(tile) : stream_from<Fp8Source<E4M3>>(tile);
 }
 
-void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind, void* panel) {
+void unpack_columns(const void* block, int64_t k, int64_t begin, int64_t end, Kind kind,
+                    const uint16_t* mx_shifts, void* panel) {
   const auto* from = static_cast<const char*>(block);
   auto* out = static_cast<uint16_t*>(panel);
   if (kind == Kind::bf16) return unpack_values(from, k, begin, end, out);
-  kind == Kind::e5m2 ? unpack_fp8<E5M2>(from, k, begin, end, out)
-                     : unpack_fp8<E4M3>(from, k, begin, end, out);
+  kind == Kind::e5m2 ? unpack_as<E5M2>(from, k, begin, end, mx_shifts, out)
+                     : unpack_as<E4M3>(from, k, begin, end, mx_shifts, out);
 }
 
 }  // namespace fp8serve::gemm::packed_avx512bf16

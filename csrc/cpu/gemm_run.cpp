@@ -9,6 +9,7 @@
 
 #include "cpu/features.h"
 #include "cpu/gemm_columns.h"
+#include "cpu/mx.h"
 #include "cpu/rows.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
@@ -249,9 +250,13 @@ Panel unpack_rows(const Problem& p, const Level& level, int64_t m0, int64_t m1) 
   const int64_t rows = m1 - m0, bytes = p.stride() * level.element_size;
   auto* values = scratch.get<std::byte>(p.k_blocks() * rows * bytes);
   parallel_rows(rows, p.k, [&](int64_t r) {
-    for (int64_t kb = 0; kb < p.k_blocks(); ++kb)
-      level.unpack_row(p.a.at(m0 + r, kb * kBlock), p.k_count(kb), p.a.kind,
+    for (int64_t kb = 0; kb < p.k_blocks(); ++kb) {
+      const void* from = p.a.at(m0 + r, kb * kBlock);
+      uint16_t wide[kBlock];
+      if (p.a.mx_codes != nullptr) widen_row(p.a, from, m0 + r, kb * kBlock, p.k_count(kb), wide);
+      level.unpack_row(p.a.mx_codes == nullptr ? from : wide, p.k_count(kb), p.a.panel_kind(),
                        values + (kb * rows + r) * bytes);
+    }
   });
   return {values, m0, rows, bytes};
 }

@@ -21,7 +21,12 @@ struct Operand {
   int64_t scale_blocks = 0;  // 0: outside the sum
   bool packed = false;       // in the order of gemm_packed.h
   const int32_t* ends = nullptr;
+  // In MX blocks (mx.h): the E8M0 scale of each 32 of K, and that of each row, which is `scale` as FP32.
+  const uint8_t* mx_codes = nullptr;
+  int64_t mx_blocks = 0;  // codes of a row
+  const uint8_t* mx_rows = nullptr;
 
+  Kind panel_kind() const { return mx_codes == nullptr ? kind : Kind::bf16; }  // of what levels read
   const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
     return values + (row * k + column * kGroup) * bytes_of(kind);

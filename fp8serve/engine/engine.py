@@ -256,7 +256,7 @@ class Engine:
         whose scales belong to the old weights. Raises ModelError or ScalesError if the weights belong to another model
         or cannot be used.
         """
-        self._check_replaceable()
+        self._check_can_load_weights()
         tensors = weights if isinstance(weights, Mapping) else loading.read_weights(Path(weights), self.loaded)
         replace_weights(self.loaded.runner.model, tensors)
         self.loaded = self.loaded.after_replaced_weights(None if isinstance(weights, Mapping) else Path(weights))
@@ -270,7 +270,7 @@ class Engine:
         Requests may be running. Raises RequestError if this engine's adapters or options rule out an exchange, and
         ModelError, ScalesError or MachineError if these weights cannot be used.
         """
-        self._check_exchangeable()
+        self._check_can_swap()
         self._staged = None  # frees the memory of weights that were staged before
         self._staged = loading.stage_weights(Path(directory), self.loaded, self.weights_version + 1)
 
@@ -282,7 +282,7 @@ class Engine:
         RequestError if no weights are staged or requests are running.
         """
         self._finish_steps()
-        self._check_exchangeable()
+        self._check_can_swap()
         if self._staged is None:
             raise RequestError("No weights are staged; call stage_weights first.")
         staged, self._staged = self._staged, None
@@ -295,16 +295,24 @@ class Engine:
         """Frees the memory of the staged weights."""
         self._staged = None
 
-    def _check_exchangeable(self) -> None:
+    def _check_can_swap(self) -> None:
         """Raises RequestError if adapters, scales or a saved cache of this engine belong to the served weights."""
         if self.adapters.by_name:
-            raise RequestError("Adapters are loaded, which belong to the served weights.")
+            raise RequestError(
+                "Weights cannot be exchanged while adapters are loaded, which belong to the served weights."
+            )
         if self.options.roll_history:
-            raise RequestError("The scales of inputs follow the traffic (roll_history).")
+            raise RequestError(
+                "Weights cannot be exchanged with roll_history, because the scales of inputs follow the traffic."
+            )
         if self.loaded.prefixes is not None:
-            raise RequestError("The saved prefix cache belongs to the served weights (cache_dir).")
+            raise RequestError(
+                "Weights cannot be exchanged with cache_dir: the saved prefix cache belongs to the served weights."
+            )
         if self.options.scales is not None:
-            raise RequestError("The scales are those of another file (scales).")
+            raise RequestError(
+                "Weights cannot be exchanged with the option scales: its file belongs to the served weights."
+            )
 
     def _finish_steps(self) -> None:
         """Raises RequestError if requests are running. Lands the step in flight, whose requests were all aborted."""
@@ -314,7 +322,7 @@ class Engine:
             )
         self._land()
 
-    def _check_replaceable(self) -> None:
+    def _check_can_load_weights(self) -> None:
         self._finish_steps()
         if self.adapters.by_name:
             name = next(iter(self.adapters.by_name))

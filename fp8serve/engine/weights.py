@@ -120,7 +120,8 @@ def _check_tensor(name: str, current: Tensor, new: Tensor, model: Model) -> None
         expected = f"{type_name(dtype)} {list(shape)}"
         raise ModelError(f"{name} must be {expected} in this model, found {type_name(new.dtype)} {list(new.shape)}.")
     if name.endswith(("_scale", "_scale_inv")):
-        if not bool((torch.isfinite(new) & (new > 0)).all()):
+        value = new.float()
+        if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise ScalesError(f"{name} holds a scale that is not a positive finite number.")
     elif not _is_finite(new):
         raise ModelError(f"{name} holds NaN or an infinity; the training of these weights has diverged.")
@@ -142,6 +143,8 @@ def _is_finite(tensor: Tensor) -> bool:
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors share their memory or have equal contents."""
     is_comparable = a.shape == b.shape and a.dtype is b.dtype
+    if is_comparable and a.dtype is torch.float8_e8m0fnu:  # which torch does not compare
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
     return is_comparable and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 

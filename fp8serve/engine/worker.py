@@ -62,7 +62,7 @@ PIECE_TOKENS = 1024  # prompt tokens whose log-probabilities are in one message
 PIECE_BYTES = 1 << 20  # of vectors or scores in one message; a single longer vector is not split
 FLOAT_BYTES = 22  # the most that a number in JSON takes
 PACK_SECONDS = 0.02  # that an idle engine packs weights before it looks at the inbox again
-NO_SCALES = "Only the scales of a model that writes text can follow the traffic, and this model does not write text."
+NO_SCALES = "Only a model that writes text updates its scales from requests, and this model does not write text."
 NO_WEIGHTS = "Only the weights of a model that writes text can be replaced, and this model does not write text."
 NO_ADAPTERS = "Only a model that writes text can load adapters, and this model does not write text."
 
@@ -297,7 +297,7 @@ def serve(
 ) -> int:
     """Loads the engine and serves the client. Returns the exit status of the process.
 
-    The engine's information has the seconds of each phase of the start, in addition to `Engine.info`.
+    The message `ready` has `Engine.info` and, as `start_seconds`, the seconds of each phase of the start.
     """
     engine = _load(connection, model, options)
     if engine is None:

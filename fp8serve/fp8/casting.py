@@ -3,7 +3,7 @@
 GEMMs read a matrix x [M, K] in two directions: rowwise, contracting K, and columnwise, contracting M (as x^T [K, M]).
 A scale per tensor, or per 128x128 block of a weight, suits both directions: the matrix is cast once, and the columnwise
 data are its transpose, copied if the device's GEMM needs a copy. A scale per row or per 1x128 block is valid along one
-dimension only, so the columnwise data are cast from x^T separately.
+dimension only, so the columnwise data are cast from x^T separately. The same holds for MX blocks of 1x32.
 
 Ada and Hopper multiply FP8 only if the contracted dimension is contiguous in both operands (layout "tn"). Our CPU
 kernels need the same layout. On these devices a cast also produces the transposed data for the backward pass. Blackwell
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8serve.fp8.ops import DTYPES, arithmetic
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, scale_from_amax
+from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, FP8_MAX, scale_from_amax
+from fp8serve.fp8.ops.microscaling import NAN
 from fp8serve.fp8.spec import Granularity, QuantSpec, ScaleFormat
 from fp8serve.fp8.torch_private import constant_in_graphs
 
@@ -45,6 +46,7 @@ Cast = Callable[..., tuple[Tensor, Tensor]]
 _CURRENT: Cast = torch.ops.fp8serve.quantize_current.default
 _ROWWISE: Cast = torch.ops.fp8serve.quantize_rowwise.default
 _BLOCK: Cast = torch.ops.fp8serve.quantize_block.default
+_MX: Cast = torch.ops.fp8serve.quantize_mx.default
 # The op of current scaling for each granularity and scale format, and its arguments after (x, dtype).
 _CURRENT_OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]] = {
     ("tensor", "fp32"): (_CURRENT, (False,)),
@@ -55,6 +57,7 @@ _CURRENT_OPS: dict[tuple[Granularity, ScaleFormat], tuple[Cast, tuple[Any, ...]]
     ("block1x128", "power_of_2"): (_BLOCK, (1, True)),
     ("block128x128", "fp32"): (_BLOCK, (128, False)),
     ("block128x128", "power_of_2"): (_BLOCK, (128, True)),
+    ("block1x32", "e8m0"): (_MX, ()),
 }
 _COLUMNS_PER_SCALE: dict[Granularity, int] = {"row": 0, "block1x128": BLOCK}  # 0: all columns
 _quantize = torch.ops.fp8serve.quantize.default
@@ -62,7 +65,7 @@ _quantize_transpose = torch.ops.fp8serve.quantize_transpose.default
 _quantize_delayed = torch.ops.fp8serve.quantize_delayed.default
 _transpose_fp8 = torch.ops.fp8serve.transpose_fp8.default
 _transpose_half = torch.ops.fp8serve.transpose_half.default
-SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32}
+SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {"fp32": torch.float32, "power_of_2": torch.float32, "e8m0": E8M0}
 
 
 class Quantized(NamedTuple):
@@ -195,6 +198,9 @@ def _spread_nan(operand: Operand) -> Operand:
     def spread(data: Quantized) -> Quantized:
         if data.scale_inv.numel() == 0:
             return data
+        if data.scale_inv.dtype == E8M0:
+            codes = data.scale_inv.view(torch.uint8)
+            return Quantized(data.q, torch.where(codes.amax() == NAN, NAN, codes).view(E8M0))
         # amax() is NaN if any number is. Adding 0 * NaN makes a number NaN; adding 0 * a number does not change it.
         return Quantized(data.q, torch.add(data.scale_inv, data.scale_inv.amax(), alpha=0))
 

@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
+from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.linear import Linear
-from fp8serve.fp8.ops.arithmetic import dequantize
+from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
+from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.ops.packing import GROUP, RUN, pack_into, pack_state_dict_weight
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
@@ -31,6 +33,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 # The overloads are looked up once, because a call through torch.ops takes a microsecond longer.
 _mm = torch.ops.fp8serve.mm.default
+_mx_mm = torch.ops.fp8serve.mx_mm.default
 _norm = torch.ops.fp8serve.rms_norm.default
 _norm_rows = torch.ops.fp8serve.rms_norm_quantize_rows.default
 _norm_quantize = torch.ops.fp8serve.rms_norm_quantize.default
@@ -83,12 +86,16 @@ def _quantize_weight(linear: nn.Linear, spec: QuantSpec, scale: Tensor | None) -
     return op(weight, *arguments)
 
 
+def _is_mx(scale_inv: Tensor | None) -> bool:
+    return scale_inv is not None and scale_inv.dtype is E8M0
+
+
 class FrozenLinear(nn.Module):
     """A linear layer [..., K] -> [..., N] with FP8 weights, for serving.
 
     Args:
         weight_q: E4M3 [N, K], or packed [N / 16, K / 8, 128] (see `pack`).
-        weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)].
+        weight_scale_inv: FP32 [], [N, 1] or [ceil(N/128), ceil(K/128)], or E8M0 [N, K/32] (MX blocks).
         bias: [N] or None.
         input_scale: FP32 [], by which the input is multiplied to quantize it.
         input_spec: How the input is quantized: with the stored `input_scale`, with current scaling, or not at all
@@ -148,6 +155,7 @@ class FrozenLinear(nn.Module):
         ScalesError if such a scale is missing, zero, negative or not finite, or if scales are given for another recipe.
         """
         specs = recipe.specs.linear
+        check_whole_blocks(recipe, linear.in_features)
         if specs["input"].source == "delayed":
             input_scale = _delayed_scale(linear, "input", input_scale)
         elif input_scale is not None or weight_scale is not None:
@@ -237,6 +245,8 @@ class FrozenLinear(nn.Module):
         """Returns residual [M, N] + product(q, scale_inv), in one op. It has no gradient."""
         tensors = self._buffers
         weight, scales, bias = tensors["weight_q"], (scale_inv, tensors["weight_scale_inv"]), tensors["bias"]
+        if _is_mx(scales[1]):
+            return _mx_mm(q, weight, *scales, bias, residual, residual.dtype)  # type: ignore[no-any-return]
         if weight.dim() == 3:  # type: ignore[union-attr]
             return _packed_mm(q, weight, *scales, bias, residual, residual.dtype)  # type: ignore[no-any-return]
         if q.is_cuda and q.dtype is torch.bfloat16:
@@ -339,6 +349,8 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
     if layer.is_packed:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
     dy, scale = dy.to(torch.bfloat16), layer.weight_scale_inv
+    if _is_mx(scale):  # blocks along K, which this product does not contract: W becomes BF16, exactly
+        return _mm(dy, dequantize_to_bf16(layer.weight_q, scale).t().contiguous(), None, torch.bfloat16)  # type: ignore[no-any-return]
     if tuple(scale.shape) == (layer.out_features, 1):
         dy, scale = (dy * scale.t()).to(torch.bfloat16), torch.ones((), device=dy.device)
     one = torch.ones((), device=dy.device)
@@ -349,6 +361,8 @@ def multiply(
     q: Tensor, scale_inv: Tensor, weight: Tensor, weight_scale_inv: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Returns the product [M, N] of q [M, K] and the weight of a FrozenLinear, packed or not."""
+    if _is_mx(weight_scale_inv):
+        return _mx_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if weight.dim() == 3:
         return _packed_mm(q, weight, scale_inv, weight_scale_inv, bias, None, out_dtype)  # type: ignore[no-any-return]
     if q.is_cuda and q.dtype is torch.bfloat16:
@@ -381,7 +395,7 @@ def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
     if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
     rows, cols = _features_of(weight_q)
-    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
+    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS if spec.is_mx is _is_mx(weight_scale_inv)]
     if tuple(weight_scale_inv.shape) not in shapes:
         raise ValueError(
             f"weight_scale_inv of a [{rows}, {cols}] weight must be {format_shapes(shapes)}, found"

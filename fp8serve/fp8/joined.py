@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.change_tracking import Listener, track_view
 from fp8serve.fp8.frozen import FrozenLinear, multiply
-from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0
 from fp8serve.fp8.ops.packing import GROUP, is_packable, pack_into
 
 _joined_mm = torch.ops.fp8serve.joined_mm.default
@@ -165,7 +165,10 @@ def can_join(layers: Sequence[nn.Module | None]) -> TypeGuard[Sequence[FrozenLin
     frozen = [layer for layer in layers if isinstance(layer, FrozenLinear) and not _has_hooks(layer)]
     if len(frozen) < len(layers):
         return False
-    settings = {(x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x)) for x in frozen}
+    settings = {
+        (x.input_spec, x.out_dtype, x.in_features, x.bias is None, _has_block_scales(x), x.weight_scale_inv.dtype)
+        for x in frozen
+    }
     if len(settings) > 1 or not all(_equal(layer.input_scale, frozen[0].input_scale) for layer in frozen):
         return False
     is_any_packed = any(layer.is_packed for layer in frozen)
@@ -193,7 +196,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _has_block_scales(layer: FrozenLinear) -> bool:
     scale = layer.weight_scale_inv
-    return scale.dim() == 2 and tuple(scale.shape) != (layer.out_features, 1)
+    return scale.dim() == 2 and scale.dtype is not E8M0 and tuple(scale.shape) != (layer.out_features, 1)
 
 
 def _joinable_scale(layer: FrozenLinear) -> Tensor:

@@ -9,6 +9,8 @@ tokens and a wrong width passes every reshape. So inputs are checked before they
 import torch
 from torch import Tensor
 
+from fp8serve.errors import RecipeError
+from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.torch_private import is_transformed
 
 QUANTIZABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -52,6 +54,16 @@ def check_operands(x: Tensor, weight: Tensor, in_features: int) -> None:
         raise ValueError(f"The input of this layer must be [..., {in_features}], found {list(x.shape)}.")
     if x.device != weight.device:
         raise ValueError(f"The input is on {x.device} and the weight on {weight.device}; move one of them.")
+
+
+def check_whole_blocks(recipe: Recipe, in_features: int, layer: str = "A layer") -> None:
+    """Raises RecipeError if the layer's weight does not consist of whole MX blocks, which formats cannot express."""
+    spec = recipe.specs.linear["weight"]
+    if spec.is_mx and not spec.divides(1, in_features):
+        raise RecipeError(
+            f"{layer} in MXFP8 needs a multiple of {spec.block[1]} input features, found {in_features}; leave it in "
+            "high precision, or use another recipe."
+        )
 
 
 def _check_transforms() -> None:

@@ -38,9 +38,10 @@ from fp8serve.fp8.casting import (
     transposes_data,
     with_nan_scale,
 )
-from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands
+from fp8serve.fp8.layer_inputs import FLOATS, cast_by_torch_autocast, check_operands, check_whole_blocks
 from fp8serve.fp8.microbatch import QuantizedWeightCache, validate_is_first_microbatch
 from fp8serve.fp8.ops import DTYPES, arithmetic
+from fp8serve.fp8.ops.arithmetic import E8M0
 from fp8serve.fp8.recipe import Precisions, Recipe, as_delayed
 from fp8serve.fp8.recompute import check_not_reentrant, plan_call
 from fp8serve.fp8.recording import add_to_step, expect_backward, prepare_module, record_amax, separate_states
@@ -59,6 +60,7 @@ FusedQuantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 ProducedCast = Callable[[Tensor, Tensor | None, torch.dtype, bool], tuple[Tensor, Tensor, Tensor]]
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # (tensor name, values, FP8 data, scale_inv)
 
+_mx_mm = torch.ops.fp8serve.mx_mm.default
 _scaled_mm = torch.ops.fp8serve.scaled_mm.default
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -208,6 +210,8 @@ class LinearPlan:
 
 def mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Returns a b^T + bias, [M, N] of `out_dtype`, for FP8 a [M, K] and b [N, K]."""
+    if a.scale_inv.dtype == E8M0:
+        return cast(Tensor, _mx_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, None, out_dtype))
     return cast(Tensor, _scaled_mm(a.q, b.q, a.scale_inv, b.scale_inv, bias, out_dtype))
 
 
@@ -371,6 +375,7 @@ class Linear(Stateful, nn.Linear):
         if is_alone and self.shared_states:
             separate_states(self)
         call = self._create_call(frame)
+        check_whole_blocks(frame.recipe, self.in_features)
         is_fprop_hp, is_dgrad_hp, is_wgrad_hp = call.high_precision
         rowwise, columnwise = not is_fprop_hp, has_graph and x.requires_grad and not is_dgrad_hp
         input_columnwise = has_graph and weight.requires_grad and not is_wgrad_hp

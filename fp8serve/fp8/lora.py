@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8serve.fp8 import ops as ops  # registers the ops called below
 from fp8serve.fp8.frozen import FrozenLinear, multiply
-from fp8serve.fp8.ops.arithmetic import dequantize
+from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
 from fp8serve.fp8.ops.packing import unpack_weight
 
 _grouped_mm = torch.ops.fp8serve.grouped_mm.default
@@ -173,8 +173,9 @@ def squared_norms(base: nn.Module) -> Tensor:
     chunks = torch.split(weight, ROWS_PER_CHUNK)
     if isinstance(base, FrozenLinear):
         scale = base.weight_scale_inv
-        if scale.dim() and len(scale) != len(weight):  # blocks of 128 rows
-            scales = torch.split(scale, ROWS_PER_CHUNK // 128)
+        is_mx = scale.dtype == E8M0
+        if is_mx or (scale.dim() and len(scale) != len(weight)):  # blocks of 1 or 128 rows
+            scales = torch.split(scale, ROWS_PER_CHUNK // (1 if is_mx else 128))
             pairs = zip(chunks, scales, strict=True)
             return torch.cat([dequantize(chunk, chunk_scale).square().sum(1) for chunk, chunk_scale in pairs])
     sums = torch.cat([chunk.float().square().sum(1) for chunk in chunks])

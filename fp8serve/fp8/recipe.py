@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fp8serve.errors import RecipeError, json_fault, shown
 from fp8serve.fp8.amax_rules import RULES, RuleName
-from fp8serve.fp8.spec import UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
+from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, ElementFormat, QuantSpec, RecipeSpecs, ScaleFormat, specs_of
 
 AmaxAlgo = RuleName | Callable[[Any], Any]
 ScaleAlgo = Callable[[Any, Any, float, Any], Any]
 Precisions = tuple[bool, bool, bool]
-Fp8Name = Literal["delayed", "current", "rowwise", "block"]  # command-line names of the recipes for training
+Fp8Name = Literal["delayed", "current", "rowwise", "block", "mxfp8"]  # command-line names of the recipes for training
 RecipeName = Literal[Fp8Name, "bf16"]
 ServedName = Literal[Fp8Name, "w8a16"]  # command-line names of the recipes for serving
 RecipeChoice = Literal["stored", ServedName, "bf16"]  # "stored": the recipe of the model directory
@@ -209,6 +209,27 @@ class Float8BlockScaling(_HasSpecs):
 
 
 @dataclass(frozen=True)
+class MXFP8BlockScaling(_HasSpecs):
+    """MXFP8: 32 consecutive elements share a scale, a power of two in one byte (E8M0), along the contracted dimension.
+
+    The scale is the smallest power of two with which the largest element does not exceed the format's maximum. The
+    parameters are those of Transformer Engine; `margin` must be 0, because such a scale leaves no values to save.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    override_linear_precision: Precisions = (False, False, False)
+    backward_override: InitVar[str | None] = None
+
+    def __post_init__(self, backward_override: str | None) -> None:
+        _check_common(self)
+        _apply_backward_override(self, backward_override)
+        if type(self.margin) is not int or self.margin != 0:
+            raise RecipeError(f"margin must be 0 in MXFP8BlockScaling, found {self.margin!r}.")
+        self._set_specs(specs_of(MXFP8, self.fp8_format.backward))
+
+
+@dataclass(frozen=True)
 class Float8WeightOnly(_HasSpecs):
     """Weight-only quantization: FP8 weights and BF16 activations. The recipe is for serving and cannot train.
 
@@ -227,7 +248,7 @@ class Float8WeightOnly(_HasSpecs):
         self._set_specs(specs_of(UNQUANTIZED, "bf16", weight))
 
 
-Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling | Float8WeightOnly
+Recipe = DelayedScaling | Float8CurrentScaling | Float8BlockScaling | MXFP8BlockScaling | Float8WeightOnly
 
 _CLASSES: dict[str, type[Recipe]] = {c.__name__: c for c in get_args(Recipe)}
 _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
@@ -235,6 +256,7 @@ _NAMED: dict[ServedName, tuple[type[Recipe], dict[str, Any]]] = {
     "current": (Float8CurrentScaling, {}),
     "rowwise": (Float8CurrentScaling, {"granularity": "row"}),
     "block": (Float8BlockScaling, {}),
+    "mxfp8": (MXFP8BlockScaling, {}),
     "w8a16": (Float8WeightOnly, {}),
 }
 # Parameters that did not exist in the first version, with the value that gives its behavior. JSON contains such a
@@ -294,7 +316,7 @@ def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
 
 
 def from_name(name: str, **overrides: Any) -> Recipe | None:
-    """Returns the recipe of a command-line name ("delayed", "current", "rowwise", "block", "w8a16"), None for "bf16".
+    """Returns the recipe of a command-line name, such as "delayed" or "mxfp8", and None for "bf16".
 
     `overrides` replace its parameters. Raises RecipeError for an unknown name or an unknown or invalid parameter.
     """

@@ -112,8 +112,8 @@ def add_to_step(direction: str, module_key: int, config_id: int) -> None:
     if direction == "forward" and is_inside_context():
         step.loop_detector.count_staged_amax()
     module, config = MODULES.get(module_key), UPDATE_CONFIGS.get(config_id)
-    # The model may be freed before its backward pass runs. A graph of torch.export has copies of the states, so its
-    # module has none.
+    # The model may be freed before its backward pass runs. A graph of torch.export updates its own copies of the
+    # states, and the module that the key finds has no states.
     if module is not None and config is not None and module.scaling:
         step.add_module(module, config)
 

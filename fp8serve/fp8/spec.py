@@ -16,8 +16,9 @@ from typing import Literal, get_args
 from fp8serve.errors import RecipeError
 
 ElementFormat = Literal["e4m3", "e5m2", "bf16"]  # "bf16": the tensor is not quantized; GEMMs read it in BF16
-Granularity = Literal["tensor", "row", "block1x128", "block128x128"]
-ScaleFormat = Literal["fp32", "power_of_2"]  # "power_of_2": an FP32 number, rounded down to a power of two
+Granularity = Literal["tensor", "row", "block1x128", "block128x128", "block1x32"]
+# "power_of_2": an FP32 number, rounded down to a power of two; "e8m0": a power of two in one byte, as in MXFP8
+ScaleFormat = Literal["fp32", "power_of_2", "e8m0"]
 ScaleSource = Literal["delayed", "current", "stored"]  # scaling states, the tensor's own amax, or a file
 
 Block = tuple[int | None, int | None]  # the numbers of rows and columns that share a scale; None: all of them
@@ -28,6 +29,7 @@ _BLOCKS: dict[Granularity, Block] = {
     "row": (1, None),
     "block1x128": (1, 128),
     "block128x128": (128, 128),
+    "block1x32": (1, 32),
 }
 
 
@@ -45,6 +47,10 @@ class QuantSpec:
         _check("granularity", self.granularity, tuple(_BLOCKS))
         _check("scale format", self.scale_format, get_args(ScaleFormat))
         _check("source of scales", self.source, get_args(ScaleSource))
+        if self.is_mx is not (self.granularity == "block1x32"):
+            raise RecipeError(
+                f"Only blocks of 1x32 have E8M0 scales, found {self.granularity} and {self.scale_format}."
+            )
 
     @property
     def is_fp8(self) -> bool:
@@ -72,6 +78,11 @@ class QuantSpec:
         """Whether a row is divided into blocks with a scale each."""
         return self.block[1] is not None
 
+    @property
+    def is_mx(self) -> bool:
+        """Whether the tensor is in MX blocks: 32 consecutive elements with an E8M0 scale."""
+        return self.scale_format == "e8m0"
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Returns the shape of the scales of a matrix [rows, columns], [] for one scale. Blocks at the edge may be
         incomplete."""
@@ -92,7 +103,8 @@ def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
     Granularities with the same shape of scales are equivalent. Raises ValueError for a shape that no granularity has.
     """
     for granularity, block in _BLOCKS.items():
-        if QuantSpec(granularity=granularity).scale_shape(rows, columns) == scale_shape:
+        shape = () if granularity == "tensor" else tuple(map(_num_blocks, (rows, columns), block))
+        if shape == scale_shape:
             return block
     raise ValueError(f"Scales of the shape {list(scale_shape)} fit no [{rows}, {columns}] matrix.")
 
@@ -103,7 +115,7 @@ def _check(parameter: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _join_with_or(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def format_shapes(shapes: Sequence[Sequence[int]]) -> str:
@@ -116,7 +128,9 @@ def _num_blocks(size: int, block: int | None) -> int:
 
 
 UNQUANTIZED = QuantSpec("bf16")
-WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))  # supported in files
+MXFP8 = QuantSpec(granularity="block1x32", scale_format="e8m0")
+# The specs of weights that files may have.
+WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"), MXFP8)
 LINEAR_TENSORS = ("input", "weight", "grad_output")
 ATTENTION_TENSORS = ("q", "k", "v", "p", "grad_output", "grad_scores")
 CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpec(source="stored")}

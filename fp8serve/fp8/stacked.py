@@ -16,7 +16,7 @@ from fp8serve.fp8.casting import current_cast_op, rowwise_scale_options
 from fp8serve.fp8.change_tracking import track_children
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.joined import JoinedLinear, can_join, have_whole_blocks
-from fp8serve.fp8.ops.arithmetic import SATURATION_LIMIT
+from fp8serve.fp8.ops.arithmetic import E8M0, SATURATION_LIMIT
 from fp8serve.fp8.ops.grouped import expert_of_rows
 from fp8serve.fp8.ops.packing import is_packable, pack_into
 
@@ -37,8 +37,9 @@ def can_stack(experts: Sequence[nn.Module], names: Sequence[str]) -> bool:
 
 
 def _supports_grouped_mm(layer: FrozenLinear) -> bool:
-    """Returns whether grouped_mm supports the operands. On a GPU it does not support inputs in BF16."""
-    return layer.input_spec.is_fp8 or not layer.weight_q.is_cuda
+    """Returns whether grouped_mm supports the operands: on a GPU neither inputs in BF16 nor MX blocks."""
+    is_mx = layer.weight_scale_inv.dtype is E8M0
+    return not layer.weight_q.is_cuda or (layer.input_spec.is_fp8 and not is_mx)
 
 
 def _stacking_key(layers: Sequence[FrozenLinear]) -> tuple[object, ...]:

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from fp8serve import __version__
 from fp8serve.errors import ModelError
-from fp8serve.fp8.ops.arithmetic import BLOCK, dequantize, expand, saturating_cast
+from fp8serve.fp8.casting import cast_current_rowwise
+from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, dequantize, expand, saturating_cast
+from fp8serve.fp8.spec import MXFP8
 from fp8serve.model.adapters import Adapter, LinearAdapter, read_adapter
 from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_calibrated, write_hf_directory
@@ -147,6 +149,10 @@ def _merge_fp8(q: Tensor, scale_inv: Tensor, adapter: LinearAdapter) -> tuple[tu
     """Merges an FP8 weight with its adapter and returns (FP8 weight, dequantizing scales) and the loss."""
     base = dequantize(q, scale_inv)
     expected = apply_adapter(base, adapter)
+    if scale_inv.dtype == E8M0:
+        new_q, new_codes = cast_current_rowwise(expected, MXFP8)
+        changed = int((new_codes.view(torch.uint8) != scale_inv.view(torch.uint8)).sum())
+        return (new_q, new_codes), RoundingLoss.measure(base, expected, dequantize(new_q, new_codes), changed)
     # each scale is doubled until its tensor, row or block of `expected` is in the range of E4M3
     amax = _amax(expected, scale_inv)
     new_scale_inv = scale_inv * torch.exp2((amax / scale_inv / SATURATION_LIMIT).log2().ceil().clamp_min(0))

@@ -202,7 +202,7 @@ def _scale_source(
     if state is None and not checkpoint.fp8_linears and not needs_no_scales:
         raise ModelError(
             f"{checkpoint.path} is not quantized and has no {FILE_NAME}; calibrate it first, give --scales FILE, "
-            "or choose --recipe current, rowwise, block or bf16."
+            "or choose --recipe current, rowwise, block, mxfp8 or bf16."
         )
     return state or "stored"
 

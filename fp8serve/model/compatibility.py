@@ -15,6 +15,7 @@ programs' own code. There are four cases:
   compressed-tensors (tested with benchmarks/peer_programs/vllm_loads.py).
 """
 
+from fp8serve.fp8.spec import MXFP8
 from fp8serve.model.formats.interop import BLOCKED_WEIGHT, PER_TOKEN
 from fp8serve.model.stored_checkpoint import Checkpoint
 
@@ -67,5 +68,5 @@ def _fails_in_vllm(checkpoint: Checkpoint, expert: str) -> bool:
 def _has_partial_block(checkpoint: Checkpoint, linear: str) -> bool:
     rows, cols = checkpoint.shapes[f"{linear}.weight"]
     scale = checkpoint.shards.entries[str(checkpoint.scale_key(linear, "weight"))].shape
-    in_blocks = len(scale) > 1 and scale != (rows, 1)
+    in_blocks = len(scale) > 1 and scale not in ((rows, 1), MXFP8.scale_shape(rows, cols))
     return in_blocks and not BLOCKED_WEIGHT.divides(rows, cols)

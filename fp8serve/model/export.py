@@ -207,11 +207,17 @@ class _Quantizer:
 
     def _linear_items(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(self.weight_spec, *shape)
+        if self.weight_spec.is_mx and not self.weight_spec.divides(*shape):
+            raise ModelError(
+                f"{linear} has {shape[1]} columns, and MXFP8 has whole blocks of {self.weight_spec.block[1]}; choose "
+                "another recipe."
+            )
         from_file = linear in self.quantized
         yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantize(linear)[0], None, from_file)
         scale_name = self._scale_name(linear, self.weight_spec)
-        scale_dtype = SCALE_DTYPES[self.weight_spec.scale_format]
-        yield _Item(scale_name, scale_dtype, scale_shape, lambda: self.quantize(linear)[1].reshape(scale_shape))
+        scale_dtype = _scale_dtype(self.weight_spec)
+        make = lambda: self.quantize(linear)[1].view(scale_dtype).reshape(scale_shape)  # noqa: E731
+        yield _Item(scale_name, scale_dtype, scale_shape, make)
         if self.input_spec.source == "delayed":
             yield self._scale_item(f"{linear}.input_scale", self.scales.tensors[f"{linear}.input"].scale)
 
@@ -219,9 +225,9 @@ class _Quantizer:
         """Yields the FP8 elements and the scales of a matrix unchanged, under the names of this format."""
         spec, shape = matrix.specs[1], tuple(matrix.weight_q.shape)
         scale_shape = self._scale_shape(spec, *shape)
-        scale = matrix.weight_scale_inv.reshape(scale_shape)
+        scale = matrix.weight_scale_inv.view(_scale_dtype(spec)).reshape(scale_shape)
         yield _Item(f"{name}.weight", torch.float8_e4m3fn, shape, lambda: matrix.weight_q, from_file=True)
-        yield _Item(self._scale_name(name, spec), torch.float32, scale_shape, lambda: scale)
+        yield _Item(self._scale_name(name, spec), scale.dtype, scale_shape, lambda: scale)
         if matrix.input_scale is not None:
             yield self._scale_item(f"{name}.input_scale", matrix.input_scale)
 
@@ -255,6 +261,11 @@ class _Quantizer:
         """Returns the item of a quantizing scale, which the formats store as a dequantizing one."""
         value, note = to_dequantizing_scale(scale)
         return _Item(name, torch.float32, self._scalar_shape, lambda: value.reshape(self._scalar_shape), note)
+
+
+def _scale_dtype(spec: QuantSpec) -> torch.dtype:
+    """Returns the type of a weight's scales in files. Exponents of MX blocks are bytes there."""
+    return torch.uint8 if spec.is_mx else SCALE_DTYPES[spec.scale_format]
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

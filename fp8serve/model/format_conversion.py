@@ -27,10 +27,11 @@ from fp8serve.fp8.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8WeightOnly,
+    MXFP8BlockScaling,
     Recipe,
     as_delayed,
 )
-from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec
+from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, QuantSpec
 from fp8serve.model.checkpoint import kv_scales
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.formats import FORMATS
@@ -49,6 +50,7 @@ _RECIPES: dict[QuantSpec, tuple[Recipe, ...]] = {
     QuantSpec(): (_CURRENT,),
     UNQUANTIZED: (Float8WeightOnly(),),
     BLOCKED_INPUT: (Float8BlockScaling(),),
+    MXFP8: (MXFP8BlockScaling(),),
 }
 _Linears = dict[str, StoredLinear]  # by name
 
@@ -116,6 +118,8 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
 
 def _has_layout(stored: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
+    if any(linear.specs[1].is_mx is not spec.is_mx for linear in stored.values()):
+        return False
     shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in stored.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 

@@ -45,7 +45,8 @@ class StoredLinear:
     """A linear layer, or another matrix, that a directory stores in FP8."""
 
     weight_q: Tensor  # E4M3 [N, K], a view of the mapped file
-    weight_scale_inv: Tensor  # dequantizing FP32 scales: [], [N, 1] or [ceil(N / 128), ceil(K / 128)]
+    # dequantizing scales: FP32 [], [N, 1] or [ceil(N / 128), ceil(K / 128)], or E8M0 [N, K / 32]
+    weight_scale_inv: Tensor
     input_scale: Tensor | None  # quantizing FP32 scale []; None if inputs are quantized dynamically or not at all
     input_spec: QuantSpec  # how inputs are quantized
     is_embedding: bool = False
@@ -58,7 +59,9 @@ class StoredLinear:
     def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
         """Returns how inputs and weight are quantized; the first is None for an embedding."""
         shape = tuple(self.weight_scale_inv.shape)
-        weight = next(spec for spec in WEIGHTS if spec.scale_shape(*self.weight_q.shape) == shape)
+        is_mx = self.weight_scale_inv.dtype is torch.float8_e8m0fnu
+        specs = (spec for spec in WEIGHTS if spec.is_mx is is_mx)
+        weight = next(spec for spec in specs if spec.scale_shape(*self.weight_q.shape) == shape)
         return None if self.is_embedding else self.input_spec, weight
 
 
@@ -186,7 +189,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def runs_in_high_precision(self) -> bool:
         """Whether the directory is quantized but its linear layers run in high precision.
 
-        That is so if only the KV cache or matrices that are no linear layers are FP8, or if weights are in MX blocks.
+        That is so if only the KV cache or matrices that are no linear layers are FP8, or if MX blocks became BF16.
         """
         quantization, only_matrices = self.quantization, bool(self.fp8_matrices) and not self.fp8_linears
         if quantization is None:
@@ -229,6 +232,11 @@ class Checkpoint(Mapping[str, Tensor]):
         spec = UNQUANTIZED if is_embedding else self.quantization.require_scheme(linear).input_spec
         key = self._scales[ScaleKey(linear, "weight")]
         scale_inv = interop.to_weight_scale_inv(key, self.shards[key], *self.shapes[name])
+        if spec.is_mx and scale_inv.dtype is not torch.float8_e8m0fnu:
+            raise ModelError(
+                f"{self.path}: {key} is {type_name(self.shards[key].dtype)} {list(scale_inv.shape)}; config.json says "
+                "that the layer is in MXFP8, whose scales are exponents of 8 bits."
+            )
         return StoredLinear(self.shards[name], scale_inv, self._input_scale(linear, spec), spec, is_embedding)
 
     def read_fp8(self, names: Iterable[str]) -> dict[str, StoredLinear]:
@@ -271,7 +279,12 @@ def open_checkpoint(model_dir: Path | str) -> Checkpoint:
             f"{path}: config.json names {experts.count} experts in each of {len(experts.layers)} layers, and the files "
             f"hold only {len(shards)} tensors; config.json is wrong, or the checkpoint is incomplete."
         )
-    return Checkpoint(path, config, dequantize_mx(shards), quantization, omitted_modules)
+    shards = dequantize_mx(shards, lambda module: _has_scheme(quantization, module))
+    return Checkpoint(path, config, shards, quantization, omitted_modules)
+
+
+def _has_scheme(quantization: Quantization | None, module: str) -> bool:
+    return quantization is not None and quantization.find_scheme(module) is not None
 
 
 def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:

@@ -59,15 +59,15 @@ def estimate_weight_memory(
     config = read_any_config(model_dir)
     casts_linears = _casts_linears(model_dir, recipe, scales)
     tensors = list(_tensors(model_dir, config))
-    # weights in MX blocks, whose scales are exponents, are dequantized to BF16
-    has_exponents = any(_SCALE.search(tensor.name) and tensor.dtype in ("U8", "F8_E8M0") for tensor in tensors)
-    as_stored = recipe == "stored" and not casts_linears and not has_exponents
+    # MXFP4 weights are dequantized to BF16
+    has_fp4 = any(tensor.dtype == "U8" and not _SCALE.search(tensor.name) for tensor in tensors)
+    as_stored = recipe == "stored" and not casts_linears and not has_fp4
     served_bytes = cast_bytes = 0
     for tensor in tensors:
         if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
             continue
         if _SCALE.search(tensor.name):
-            served_bytes += FP32_BYTES * tensor.elements if as_stored else 0
+            served_bytes += (1 if tensor.dtype == "U8" else FP32_BYTES) * tensor.elements if as_stored else 0
         elif _is_linear(tensor, config) and casts_linears:
             cast_bytes += tensor.elements + FP32_BYTES * tensor.elements // tensor.shape[-1]
         else:

@@ -178,7 +178,7 @@ def _check_recipe(config: TrainConfig) -> None:
         )
     # No file format can store such scales, so the served model would differ from the trained one.
     inputs = None if base is None else base.specs.linear["input"]
-    if inputs is not None and inputs.source == "current" and inputs.scale_format != "fp32":
+    if inputs is not None and inputs.source == "current" and inputs.scale_format == "power_of_2":
         raise RecipeError("Servers do not round scales to powers of two; leave power_2_scale off in training.")
 
 

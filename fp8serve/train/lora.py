@@ -60,7 +60,7 @@ def base_recipe(config: TrainConfig) -> Literal["stored", "bf16"] | Recipe:
         return config.fp8_recipe or "bf16"
     if not open_checkpoint(config.model).has_scales:
         raise ModelError(
-            f"{config.model} stores no scales; calibrate it, or choose --recipe current, rowwise, block or bf16."
+            f"{config.model} stores no scales; calibrate it, or choose --recipe current, rowwise, block, mxfp8 or bf16."
         )
     return "stored"
 

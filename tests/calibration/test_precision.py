@@ -150,7 +150,7 @@ def test_what_reads_one_input_is_one_choice() -> None:
         ({"target_kl": 1e-9}, "The target needs every linear layer in high precision"),
         ({"target_kl": 0.0}, "target_kl"),
         ({"max_ppl_increase": 0}, "max_ppl_increase must be greater than 0, not 0"),
-        ({"skip": ["q_proj"], "scales_only": True}, "so none can stay in high precision"),
+        ({"skip": ["q_proj"], "scales_only": True}, "so it cannot choose which stay in high precision"),
     ],
 )
 def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:

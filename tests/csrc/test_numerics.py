@@ -126,6 +126,7 @@ def test_only_bf16_products_need_bf16() -> None:
         "mm",
         "packed_mm",
         "joined_mm",
+        "mx_mm",
         "grouped_mm",
         "grouped_mlp",
         "paged_attention",

@@ -65,7 +65,7 @@ def test_the_bits_are_those_of_a_model_that_was_loaded(
     assert engine.info()["weights_version"] == 2
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "block", "current", "w8a16"])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "block", "current", "mxfp8", "w8a16"])
 def test_a_directory_is_read_by_the_engines_recipe(tmp_path: Path, recipe: str) -> None:
     one, other = (write_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
     engine, expected = Engine(one, recipe=recipe), answers(Engine(other, recipe=recipe))

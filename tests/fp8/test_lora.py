@@ -10,7 +10,7 @@ from fp8serve.fp8.lora import LoraLinear, low_rank, squared_norms
 from fp8serve.fp8.ops import dequantize
 
 CLOSE = 0.006  # relative error of a tensor: a few roundings to BF16
-BASES = ("bf16", "current", "rowwise", "block")
+BASES = ("bf16", "current", "rowwise", "block", "mxfp8")
 
 
 def base_and_weight(kind: str) -> tuple[nn.Module, Tensor]:

@@ -15,7 +15,7 @@ A_FEW = [
     (op, case)
     for op in ops.OPS
     for case in cases(op)[:: max(1, len(cases(op)) // 4)]
-    if case.name != "hostile"  # opcheck takes a NaN for different from itself
+    if case.name != "hostile" and not case.name.startswith("edges")  # opcheck takes a NaN for different from itself
 ]
 
 

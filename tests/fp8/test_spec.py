@@ -35,8 +35,8 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
     ("found", "sentence"),
     [
         ({"element": "e3m4"}, "no element format 'e3m4'; use e4m3, e5m2 or bf16"),
-        ({"granularity": "column"}, "no granularity 'column'; use tensor, row, block1x128 or block128x128"),
-        ({"scale_format": "bf16"}, "no scale format 'bf16'; use fp32 or power_of_2"),
+        ({"granularity": "column"}, "no granularity 'column'; use tensor, row, block1x128, block128x128 or block1x32"),
+        ({"scale_format": "bf16"}, "no scale format 'bf16'; use fp32, power_of_2 or e8m0"),
         ({"source": "nowhere"}, "no source of scales 'nowhere'; use delayed, current or stored"),
     ],
 )

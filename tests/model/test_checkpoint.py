@@ -83,7 +83,7 @@ def test_plain_directory_needs_a_recipe_and_the_error_says_what_to_do(model_dir:
         load_servable(model_dir("llama"), DelayedScaling())
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "block"])
+@pytest.mark.parametrize("name", ["current", "rowwise", "block", "mxfp8"])
 def test_dynamic_recipes_quantize_on_the_fly(name: str, model_dir: ModelDir) -> None:
     model = load_servable(model_dir("qwen3"), from_name(name))
     assert all(frozen(model, n).input_scale is None for n in model.linear_names())

@@ -91,7 +91,8 @@ REFUSED: list[tuple[Base, str, str]] = [
     (made.rows, "fp8", "has no scale per output channel, so that the weights of .* quantized again"),
     (lambda: made.fp8("ct-weights", "row"), "fp8", "always quantizes inputs, so that"),
     (made.plain, "fp8", "holds no FP8 layers to be written as fp8; calibrate it with --format fp8"),
-    (lambda: made.mx(8), "fp8", "holds no FP8 layers"),
+    (lambda: made.mx(8), "fp8", "cannot express the recipe 'mxfp8', so that .* quantized again"),
+    (lambda: made.mx(4), "fp8", "holds no FP8 layers"),
     (
         lambda: made.fp8("modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
         "compressed-tensors",

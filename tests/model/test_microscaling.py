@@ -1,4 +1,4 @@
-"""Weights in MX blocks are read as BF16, exactly; E8M0 scales of FP8 weights are powers of two."""
+"""MXFP8 layers are served, trained and written as such, MXFP4 weights run in BF16; E8M0 scales are powers of two."""
 
 import json
 import logging
@@ -17,7 +17,12 @@ from fp8serve.engine.loading import load
 from fp8serve.engine.options import EngineOptions
 from fp8serve.errors import ModelError
 from fp8serve.fp8.frozen import FrozenLinear
-from fp8serve.model.checkpoint import load_servable, open_checkpoint
+from fp8serve.fp8.ops import dequantize
+from fp8serve.fp8.recipe import MXFP8BlockScaling
+from fp8serve.fp8.spec import MXFP8, UNQUANTIZED
+from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, open_checkpoint
+from fp8serve.model.export import write_calibrated
+from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.formats.microscaling import mxfp4, mxfp8
 from tests.model.oracle import make_model
 
@@ -69,6 +74,7 @@ def compressed(preset: str, form: str) -> dict[str, Any]:
 
 
 FORMS: dict[str, tuple[int, dict[str, Any], str, bool]] = {
+    "compressed-tensors MXFP8A16": (8, compressed("MXFP8A16", "mxfp8-quantized"), "weight_scale", False),
     "compressed-tensors MXFP8": (8, compressed("MXFP8", "mxfp8-quantized"), "weight_scale", False),
     "compressed-tensors MXFP4": (4, compressed("MXFP4A16", "mxfp4-pack-quantized"), "weight_scale", False),
     "modelopt MXFP4": (4, {"quant_method": "modelopt", "quant_algo": "MXFP4"}, "weight_scale", False),
@@ -87,12 +93,19 @@ FORMS: dict[str, tuple[int, dict[str, Any], str, bool]] = {
 def test_mx_weights_are_read_exactly(form: str, tmp_path: Path) -> None:
     expected = write_mx(tmp_path / "m", *FORMS[form])
     checkpoint = open_checkpoint(tmp_path / "m")
-    assert checkpoint.fp8_linears == []
+    is_mxfp8 = FORMS[form][0] == 8
+    assert sorted(checkpoint.fp8_linears) == (sorted(checkpoint.linears) if is_mxfp8 else [])
     for name, weight in expected.items():
-        assert checkpoint[name].dtype is torch.bfloat16
+        assert checkpoint[name].dtype is (torch.float32 if is_mxfp8 else torch.bfloat16)
         assert torch.equal(checkpoint[name].float(), weight)
-    served = load_servable(tmp_path / "m").get_parameter(f"{LINEAR}.weight")
-    assert torch.equal(served.float(), expected[f"{LINEAR}.weight"])
+    served = load_servable(tmp_path / "m").get_submodule(LINEAR)
+    if isinstance(served, FrozenLinear):
+        assert served.input_spec == (UNQUANTIZED if "A16" in form else MXFP8)
+        assert served.weight_scale_inv.dtype is torch.float8_e8m0fnu
+        assert torch.equal(dequantize(served.weight_q, served.weight_scale_inv), expected[f"{LINEAR}.weight"])
+    else:
+        assert torch.equal(served.weight.float(), expected[f"{LINEAR}.weight"])
+    assert isinstance(served, FrozenLinear) is is_mxfp8
     assert isinstance(load_servable(tmp_path / "m", _rowwise()).get_submodule(LINEAR), FrozenLinear)
 
 
@@ -124,8 +137,92 @@ def test_an_exponent_that_is_nan_is_refused_when_its_weight_is_read(tmp_path: Pa
         checkpoint[f"{LINEAR}.weight"]
 
 
-def test_the_engine_says_that_mx_weights_run_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_mx(tmp_path / "m", *FORMS["mxfp8"])
+def test_mxfp8_without_a_configuration_runs_in_bf16(tmp_path: Path) -> None:
+    expected = write_mx(tmp_path / "m", *FORMS["mxfp8"])
+    edit(tmp_path / "m", quantization_config=None)
+    served = load_servable(tmp_path / "m", "bf16").get_parameter(f"{LINEAR}.weight")
+    assert torch.equal(served.float(), expected[f"{LINEAR}.weight"])
+
+
+def change_scale(directory: Path, change: Callable[[Tensor], Tensor | None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    changed = change(tensors.pop(f"{LINEAR}.weight_scale"))
+    tensors |= {} if changed is None else {f"{LINEAR}.weight_scale": changed}
+    save_file(tensors, directory / "model.safetensors")
+
+
+def with_nan(scale: Tensor) -> Tensor:
+    scale[3, 1] = 255
+    return scale
+
+
+BAD_SCALES: dict[str, tuple[Callable[[Tensor], Tensor | None], str]] = {
+    "NaN": (with_nan, r"up_proj.weight_scale holds NaN or an exponent too large"),
+    "missing": (lambda scale: None, r"up_proj.weight is FP8 but has no weight_scale"),
+    "another shape": (
+        lambda scale: scale[:, :2].contiguous(),
+        r"\[256, 2\]; a weight of 256 x 128 in MX blocks takes \[256, 4\]",
+    ),
+    "FP32": (lambda scale: torch.ones(256, 1), r"is float32 \[256, 1\]; config.json says that the layer is in MXFP8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCALES)
+def test_bad_scales_are_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    change, message = BAD_SCALES[name]
+    write_mx(tmp_path / "m", *FORMS["compressed-tensors MXFP8"])
+    change_scale(tmp_path / "m", change)
+    for work in (load_servable, lambda path: convert_format(path, tmp_path / "out", "modelopt")):
+        with pytest.raises(ModelError, match=message):
+            work(tmp_path / "m")
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "m", overrides={"hidden_size": 128, "intermediate_size": 144})
+    with pytest.raises(ModelError, match=r"down_proj has 144 columns, and MXFP8 has whole blocks of 32"):
+        write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(MXFP8BlockScaling(), {}))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])
+def test_what_is_written_is_what_is_served(format_: str, tmp_path: Path) -> None:
+    """The directory has the codes and scales that serving with the recipe computes, and converts without a change."""
+    make_model("llama", tmp_path / "m", overrides={"hidden_size": 128, "intermediate_size": 256})
+    write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(MXFP8BlockScaling(), {}), format=format_)
+    stored, cast = load_servable(tmp_path / "out"), load_servable(tmp_path / "m", MXFP8BlockScaling())
+    for name, module in cast.named_modules():
+        if isinstance(module, FrozenLinear):
+            other = stored.get_submodule(name)
+            assert isinstance(other, FrozenLinear)
+            assert other.input_spec == module.input_spec == MXFP8
+            for tensor in ("weight_q", "weight_scale_inv"):
+                a, b = (getattr(m, tensor).view(torch.uint8) for m in (other, module))
+                assert torch.equal(a, b)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if format_ == "compressed-tensors":
+        scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+        preset = preset_name_to_scheme("MXFP8", ["Linear"])
+        for ours, theirs in ((scheme.weights, preset.weights), (scheme.input_activations, preset.input_activations)):
+            assert ours is not None
+            assert theirs is not None
+            for field in ("num_bits", "type", "strategy", "group_size", "scale_dtype", "dynamic", "symmetric"):
+                assert getattr(ours, field) == getattr(theirs, field)
+        assert config["format"] == scheme.format == "mxfp8-quantized"
+    else:
+        assert config["quant_algo"] == "MXFP8"
+    assert load_file(tmp_path / "out" / "model.safetensors")[f"{LINEAR}.weight_scale"].dtype is torch.uint8
+    other_format = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}[format_]
+    convert_format(tmp_path / "out", tmp_path / "converted", other_format)
+    before, after = (load_file(tmp_path / p / "model.safetensors") for p in ("out", "converted"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key].view(torch.uint8), after[key].view(torch.uint8)) for key in before)
+    with pytest.raises(ModelError, match=r"The format 'fp8' cannot express the recipe 'mxfp8'"):
+        convert_format(tmp_path / "out", tmp_path / "fp8", "fp8")
+
+
+def test_the_engine_says_that_mxfp4_weights_run_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_mx(tmp_path / "m", *FORMS["modelopt MXFP4"])
     with caplog.at_level(logging.WARNING, "fp8serve.engine"):
         load(tmp_path / "m", EngineOptions(recipe="stored"))
     assert "are in MX blocks of 32 and run in BF16" in caplog.text

@@ -108,9 +108,9 @@ def test_good_checkpoints_are_not_accused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("format_", "recipe"),
-    [("compressed-tensors", r) for r in ("delayed", "delayed by row", "w8a16", "current", "rowwise", "block")]
+    [("compressed-tensors", r) for r in ("delayed", "delayed by row", "w8a16", "current", "rowwise", "block", "mxfp8")]
     + [("fp8", r) for r in ("delayed", "current", "block")]
-    + [("modelopt", r) for r in ("delayed", "rowwise")],
+    + [("modelopt", r) for r in ("delayed", "rowwise", "mxfp8")],
 )
 def test_what_we_write_is_not_accused(format_: str, recipe: str, tmp_path: Path) -> None:
     source = made.plain().write(tmp_path / "source")

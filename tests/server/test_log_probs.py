@@ -29,9 +29,9 @@ the other recipes."""
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes that are multiples of no tile; layers see 40 tokens, fewer than a row has."""
+    """Sizes that are multiples of no tile but MX blocks; layers see 40 tokens, fewer than a row has."""
     path = tmp_path_factory.mktemp("log-probs") / "delayed"
-    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_model(path, "mistral", head_dim=40, sliding_window=40, **sizes)
     write_scales(path, path / "scales.safetensors", kv=True)
     return path

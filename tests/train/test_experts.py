@@ -67,7 +67,7 @@ def test_training_lowers_the_loss(configure: Configure, qwen: Path, recipe: str)
     assert result.model is not None
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block", "mxfp8"])
 @torch.no_grad()
 def test_trainer_and_server_compute_the_same_bits(configure: Configure, mixture: Path, recipe: str) -> None:
     with torch.enable_grad():
@@ -94,7 +94,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block", "mxfp8"])
 def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> None:
     """Compares loss and gradients of one step in FP8 with those of transformers in FP32."""
     theirs: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, experts_implementation="eager")

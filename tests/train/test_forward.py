@@ -185,7 +185,7 @@ def test_under_no_recipe_an_outer_context_is_not_inherited(model_dir: Path) -> N
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("recipe", [SHORT, *map(from_name, ("current", "rowwise", "block"))], ids=str)
+@pytest.mark.parametrize("recipe", [SHORT, *map(from_name, ("current", "rowwise", "block", "mxfp8"))], ids=str)
 def test_sharing_casts_changes_no_bit(model_dir: Path, recipe: Recipe, recompute: bool) -> None:
     """Layers with hooks cast for themselves: losses, gradients, scales and histories are the same."""
     found = []

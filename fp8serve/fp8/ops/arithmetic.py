@@ -10,13 +10,14 @@ them with their tests):
 * `a / b` divides tensors. `float / tensor` in torch is a reciprocal and a product, which rounds twice.
 
 Shapes: `scale_inv` is [] per tensor, [rows, 1] per row, [rows, ceil(cols/128)] for 1x128 blocks and
-[ceil(rows/128), ceil(cols/128)] for 128x128 blocks.
+[ceil(rows/128), ceil(cols/128)] for 128x128 blocks. In MX blocks it is E8M0 [rows, ceil(cols/32)] (microscaling.py).
 """
 
 import torch
 from torch import Tensor
 
-BLOCK = 128
+BLOCK, MX_BLOCK = 128, 32
+E8M0 = torch.float8_e8m0fnu
 FLT_MAX = torch.finfo(torch.float32).max
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -75,9 +76,11 @@ def inverse_scale(scale: Tensor, amax: Tensor, infinity_is_nan: bool) -> Tensor:
 
 
 def expand(scale: Tensor, rows: int, cols: int) -> Tensor:
-    """Expands a scale of any granularity to a shape that broadcasts over [rows, cols]."""
+    """Expands a scale of any granularity to a shape that broadcasts over [rows, cols], in FP32."""
     if scale.dim() == 0:
         return scale
+    if scale.dtype == E8M0:
+        return scale.float().repeat_interleave(MX_BLOCK, 1)[:, :cols]
     if scale.shape[0] != rows:
         scale = scale.repeat_interleave(BLOCK, 0)[:rows]
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(BLOCK, 1)[:, :cols]

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, amax, blocks, saturating_cast
+from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, FP8_MAX, amax, blocks, saturating_cast
 from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
+from fp8serve.fp8.ops.microscaling import mx_scales
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
@@ -67,14 +68,17 @@ def grouped_mm(
     """Multiplies a [T, K], FP8 or BF16, by b [E, N, K] and returns [T, N].
 
     a_scale_inv is [], [E], [T, 1] or [T, ceil(K/128)]. b_scale_inv is [E], [E, N, 1] or
-    [E, ceil(N/128), ceil(K/128)]. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
+    [E, ceil(N/128), ceil(K/128)]. In MX blocks they are E8M0 [T, ceil(K/32)] and [E, N, ceil(K/32)], and on a GPU
+    there is no kernel. bias is [E, N]. On a CPU b may be packed, and b may be BF16 if a is BF16.
     """
     out = a.new_empty((len(a), _columns(b)), dtype=out_dtype)
     for expert, (begin, end) in enumerate(expert_row_ranges(offsets)):
         if begin < end:
             scales = _expert_scales(a_scale_inv, expert, begin, end), b_scale_inv[expert]
             expert_bias = None if bias is None else bias[expert]
-            if b.dim() == 4:
+            if E8M0 in (a_scale_inv.dtype, b_scale_inv.dtype):
+                out[begin:end] = ops.mx_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
+            elif b.dim() == 4:
                 out[begin:end] = ops.packed_mm(a[begin:end], b[expert], *scales, expert_bias, None, out_dtype)
             else:
                 out[begin:end] = ops.scaled_mm(a[begin:end], b[expert], *scales, expert_bias, out_dtype)
@@ -96,7 +100,7 @@ _OFFSETS = {  # of 5 experts
     "many rows": (40, 41, 111, 111, 130),
     "no row": (0, 0, 0, 0, 0),
 }
-_KINDS = ("expert", "tensor, row", "row", "block")
+_KINDS = ("expert", "tensor, row", "row", "block", "mx")
 
 
 def _shapes(kind: str, rows: int, experts: int, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,7 +118,11 @@ def grouped_case(
     (n, k), offsets = shape, torch.tensor(_OFFSETS[where], dtype=torch.int32)
     rows, experts = int(offsets[-1]), len(offsets)
     noise = torch.Generator().manual_seed(3)
-    scales = [torch.exp2(torch.randn(size, generator=noise)) for size in _shapes(kind, rows, experts, n, k)]
+    if kind == "mx":
+        scales = [mx_scales(rows, k, 3), torch.stack([mx_scales(n, k, 4 + i) for i in range(experts)])]
+        scales = [torch.tensor(0.5), scales[1]] if a == torch.bfloat16 else scales
+    else:
+        scales = [torch.exp2(torch.randn(size, generator=noise)) for size in _shapes(kind, rows, experts, n, k)]
     x = tiled_noise(rows, k, torch.bfloat16) if a == torch.bfloat16 else random_fp8(rows, k, a, 1)
     weights = [random_fp8(n, k, torch.float8_e4m3fn, 5 + i) for i in range(experts)]
     b = torch.stack([_packed(w) if packed else w for w in weights])
@@ -132,7 +140,7 @@ def _cases() -> list[Case]:
     e4m3, e5m2 = FP8_MAX
     grid = [
         *product(_OFFSETS, _KINDS, [(33, 200)], [e4m3], [False], [torch.float32]),
-        *product(["some idle"], _KINDS, [(144, 264)], [e5m2, torch.bfloat16], [False, True], [torch.bfloat16]),
+        *product(["some idle"], _KINDS, [(144, 288)], [e5m2, torch.bfloat16], [False, True], [torch.bfloat16]),
     ]
     return [
         Case(f"{w}, {kind}, {s} {a} packed {p}", partial(grouped_case, w, kind, s, a, p, out))

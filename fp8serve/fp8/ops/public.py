@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.ops import arithmetic
-from fp8serve.fp8.ops.arithmetic import BLOCK, DTYPES, FP8_MAX, blocks
+from fp8serve.fp8.ops.arithmetic import BLOCK, DTYPES, E8M0, FP8_MAX, blocks
+from fp8serve.fp8.ops.microscaling import mx_blocks
 from fp8serve.fp8.spec import Granularity
 
 
@@ -46,7 +47,8 @@ def quantize(
 
     `scale`, FP32 [], multiplies the whole tensor; if it is None, scales are computed from x. scale_inv is [] per
     tensor, [..., 1] per row, [..., ceil(K/128)] for "block1x128" and [ceil(M/128), ceil(K/128)] for "block128x128", for
-    which x must be [M, K]. Raises RecipeError for an unknown format or granularity, ValueError for a wrong shape.
+    which x must be [M, K]. For "block1x32" (MXFP8) it is E8M0 [..., ceil(K/32)], which is always a power of two. Raises
+    RecipeError for an unknown format or granularity, ValueError for a wrong shape.
     """
     dtype = _dtype(fmt)
     if scale is not None:
@@ -65,11 +67,18 @@ def quantize(
         if x.dim() != 2:
             raise ValueError(f"128x128 blocks need a matrix [M, K], found shape {list(x.shape)}.")
         return cast(tuple[Tensor, Tensor], torch.ops.fp8serve.quantize_block(x, dtype, BLOCK, power_2_scale))
-    raise RecipeError(f"There is no granularity {granularity!r}; use tensor, row, block1x128 or block128x128.")
+    if granularity == "block1x32":
+        return _fold_rows(x, torch.ops.fp8serve.quantize_mx, dtype)
+    raise RecipeError(
+        f"There is no granularity {granularity!r}; use tensor, row, block1x128, block128x128 or block1x32."
+    )
 
 
 def _check_scale(name: str, scale_inv: Tensor, rows: int, cols: int) -> None:
-    allowed = [(), (rows, 1), (rows, blocks(cols)), (blocks(rows), blocks(cols))]
+    is_mx = scale_inv.dtype == E8M0
+    allowed = (
+        [(rows, mx_blocks(cols))] if is_mx else [(), (rows, 1), (rows, blocks(cols)), (blocks(rows), blocks(cols))]
+    )
     if tuple(scale_inv.shape) not in allowed:
         shapes = ", ".join(str(list(s)) for s in allowed)
         raise ValueError(
@@ -108,4 +117,6 @@ def scaled_mm(
         raise ValueError(f"bias must have shape [{b.shape[0]}], found {list(bias.shape)}.")
     _check_scale("a_scale_inv", a_scale_inv, *a.shape)
     _check_scale("b_scale_inv", b_scale_inv, *b.shape)
+    if E8M0 in (a_scale_inv.dtype, b_scale_inv.dtype):
+        return cast(Tensor, torch.ops.fp8serve.mx_mm(a, b, a_scale_inv, b_scale_inv, bias, None, out_dtype))
     return cast(Tensor, torch.ops.fp8serve.scaled_mm(a, b, a_scale_inv, b_scale_inv, bias, out_dtype))

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, format_shapes
+from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, format_shapes
 from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
 from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
+from fp8serve.model.formats.microscaling import EXPONENT_DTYPES, check_exponents
 from fp8serve.model.formats.targets import CLASS, check_targets, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import type_name
@@ -47,8 +48,13 @@ PER_TOKEN = QuantSpec(granularity="row")
 BLOCKED_INPUT, BLOCKED_WEIGHT = QuantSpec(granularity="block1x128"), QuantSpec(granularity="block128x128")
 
 # The names of compressed-tensors' strategies.
-CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group"}
-CT_WEIGHTS: dict[Granularity, str] = {"tensor": "tensor", "row": "channel", "block128x128": "block"}
+CT_INPUTS: dict[Granularity, str] = {"tensor": "tensor", "row": "token", "block1x128": "group", "block1x32": "group"}
+CT_WEIGHTS: dict[Granularity, str] = {
+    "tensor": "tensor",
+    "row": "channel",
+    "block128x128": "block",
+    "block1x32": "group",
+}
 CT_FORMATS = (
     "float-quantized",
     "naive-quantized",
@@ -57,12 +63,13 @@ CT_FORMATS = (
     "mixed-precision",
     "dense",  # only the KV cache is FP8
 )
-MX = "MXFP8", "MXFP4"  # formats whose weights and inputs become BF16 (microscaling.py)
+WIDENED = ("MXFP4",)  # formats whose weights become BF16 (microscaling.py)
 # How ModelOpt's algorithms quantize inputs and weights.
 MODELOPT: dict[str, tuple[QuantSpec, Granularity]] = {
     "FP8": (STATIC, "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": (PER_TOKEN, "row"),
     "FP8_PB_WO": (UNQUANTIZED, "block128x128"),
+    "MXFP8": (MXFP8, "block1x32"),
 }
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -177,11 +184,11 @@ def _compressed_tensors(config: Fields) -> Quantization:
 def _ct_inputs(group: Fields) -> QuantSpec:
     weights, inputs = group.object("weights"), group.object("input_activations")
     if weights is not None and _is_mx(weights):
-        return UNQUANTIZED
+        return UNQUANTIZED if weights.raw("num_bits") == 4 or inputs is None else _ct_mx_inputs(inputs)
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # old KV scheme
     weight_strategy = "tensor" if weights is None else weights.text("strategy") or "tensor"
-    if weight_strategy not in CT_WEIGHTS.values():
+    if weight_strategy not in CT_WEIGHTS.values() or weight_strategy == "group":  # other groups than MX blocks
         raise _unsupported("compressed-tensors", "weight strategy", weight_strategy)
     if inputs is None:
         return UNQUANTIZED
@@ -199,6 +206,12 @@ def _ct_inputs(group: Fields) -> QuantSpec:
 def _is_mx(weights: Fields) -> bool:
     kind = tuple(weights.raw(key) for key in ("type", "strategy", "group_size"))
     return kind == ("float", "group", MX_BLOCK) and weights.raw("num_bits") in (8, 4)
+
+
+def _ct_mx_inputs(inputs: Fields) -> QuantSpec:
+    if not _is_mx(inputs) or inputs.raw("num_bits") != 8 or not inputs.boolean("dynamic"):
+        raise _unsupported("compressed-tensors", "activation strategy", inputs.text("strategy"))
+    return MXFP8
 
 
 def _ct_dynamic(strategy: str, inputs: Fields) -> QuantSpec:
@@ -253,8 +266,10 @@ def _fp8_ignored(config: Fields) -> tuple[str, ...]:
 
 
 def _mx(config: Fields) -> Quantization:
-    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Their layers run in BF16."""
-    return Quantization((), _fp8_ignored(config), config.text("quant_method") or "mx")
+    """Reads `quant_method: mxfp8` or `mxfp4`, or `fp8` in blocks of 32. Layers in MXFP4 run in BF16."""
+    method = config.text("quant_method") or "mx"
+    groups = () if method == "mxfp4" else (((CLASS,), Scheme(method, MXFP8)),)
+    return Quantization(groups, _fp8_ignored(config), method)
 
 
 def _modelopt(config: Fields) -> Quantization:
@@ -267,7 +282,7 @@ def _modelopt(config: Fields) -> Quantization:
     has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
     if algo is None and has_fp8_cache:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
-    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(MX, UNQUANTIZED)
+    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(WIDENED, UNQUANTIZED)
     if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
     return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
@@ -292,15 +307,25 @@ def _unsupported(producer: str, key: str, value: Any) -> ModelError:
 
 
 def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
-    """Returns a weight's stored scale in FP32 with the shape [], [rows, 1] or [ceil(rows/128), ceil(cols/128)].
+    """Returns a weight's stored scale in FP32 with the shape [], [rows, 1] or [ceil(rows/128), ceil(cols/128)], or
+    that of MX blocks as E8M0 [rows, cols/32].
 
     Raises ModelError if its shape fits no weight of rows x cols, or if its type or values are invalid.
     """
+    mx_shape = MXFP8.scale_shape(rows, cols)
+    if stored.dtype is torch.uint8 or (stored.dtype in EXPONENT_DTYPES and tuple(stored.shape) == mx_shape):
+        if tuple(stored.shape) != mx_shape or cols % MX_BLOCK:
+            raise ModelError(
+                f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} in MX blocks takes "
+                f"{list(mx_shape)}, and the number of columns must be a multiple of {MX_BLOCK}."
+            )
+        return check_exponents(name, stored, torch.float8_e4m3fn)
     value = check_scale(name, stored)
     if stored.numel() == 1:
         return value.reshape(())
-    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS]
-    for spec, shape in zip(WEIGHTS, shapes, strict=True):
+    specs = [spec for spec in WEIGHTS if not spec.is_mx]
+    shapes = [spec.scale_shape(rows, cols) for spec in specs]
+    for spec, shape in zip(specs, shapes, strict=True):
         if tuple(stored.shape) in equivalent_shapes(spec, shape):
             return value.reshape(shape)
     raise ModelError(

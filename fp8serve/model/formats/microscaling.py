@@ -1,4 +1,4 @@
-"""Reads MXFP8 and MXFP4 weights as BF16, without a loss. In both, 32 consecutive numbers share an 8-bit exponent.
+"""Reads MXFP8 and MXFP4 weights. In both, 32 consecutive numbers share an 8-bit exponent.
 
 | format | weight [N, K]                                           | scales [N, K / 32]                  |
 |--------|---------------------------------------------------------|-------------------------------------|
@@ -6,9 +6,10 @@
 | MXFP4  | `weight_packed`, uint8 [N, K / 2], the lower half first | under one of the names in `_SCALE_SUFFIXES` |
 |        | the same under the name `weight`, as ModelOpt writes it |                                     |
 
-fp8serve has no GEMM with a scale for each 32 values, so such a layer runs in BF16 unless the user calibrates the model
-or serves it with a recipe that needs no calibration. An E8M0 number is the power of two 2^(bits - 127), or NaN if all
-bits are set (OCP Microscaling Formats 1.0). A tensor is recognized by its type and shape, never by its name alone.
+MXFP8 weights of the layers that a quantization configuration names are served as they are (fp8/ops/microscaling.py).
+Reading does not depend on the rule by which a project rounds a scale, because the scale is in the file. Other MXFP8
+weights, and MXFP4 weights, become BF16, without a loss. An E8M0 number is the power of two 2^(bits - 127), or NaN if
+all bits are set (OCP Microscaling Formats 1.0). A tensor is recognized by its type and shape, never by its name alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from fp8serve.model.storage.shards import Shards, StoredTensor
 BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".scale")
-_EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _EXPONENT_BIAS = 127
 # The largest exponent with which the format's largest number, 448 or 6, is finite in BF16.
 _MAX_EXPONENTS = {torch.float8_e4m3fn: 119, torch.uint8: 125}
@@ -34,10 +35,14 @@ class MxShards(Shards):
     """Shards with MX weights, which are dequantized when they are read: `computed` has a function for each of them."""
 
     def __init__(
-        self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
+        self,
+        stored: Shards,
+        entries: dict[str, StoredTensor],
+        computed: Mapping[str, Callable[[], Tensor]],
+        scales: Mapping[str, str],
     ) -> None:
         super().__init__(entries, stored.metadata)
-        self.stored, self.computed = stored, computed
+        self.stored, self.computed, self.scales = stored, computed, scales
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self.computed.get(name)
@@ -45,22 +50,28 @@ class MxShards(Shards):
 
     def check_exponents(self) -> None:
         """Raises ModelError if an exponent is NaN or too large for BF16. Reads only the exponents."""
-        for key, scale in find_mx_scales(self.stored.entries).items():
-            limit = _MAX_EXPONENTS[self.stored.entries[key].dtype]
-            if bool((self.stored[scale].view(torch.uint8) > _EXPONENT_BIAS + limit).any()):
-                raise _not_finite_error(scale)
+        for key, scale in self.scales.items():
+            check_exponents(scale, self.stored[scale], self.stored.entries[key].dtype)
 
 
-def dequantize_mx(shards: Shards) -> Shards:
-    """Returns the tensors with every MX weight as BF16, under the name `P.weight`, and without its scales."""
+def dequantize_mx(shards: Shards, keeps: Callable[[str], bool] = lambda module: False) -> Shards:
+    """Returns the tensors with every MX weight as BF16, under the name `P.weight`, and without its scales.
+
+    MXFP8 weights of the modules for which `keeps` is True stay as they are.
+    """
     entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
-    for key, scale in find_mx_scales(shards.entries).items():
+    scales = {
+        key: scale
+        for key, scale in find_mx_scales(shards.entries).items()
+        if entries[key].dtype is torch.uint8 or not keeps(key.removesuffix(".weight"))
+    }
+    for key, scale in scales.items():
         rows, columns = shards.entries[scale].shape
         name = key.removesuffix("_packed")
         entry = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * BLOCK), note=None)
         entries.pop(scale)
         entries[name], computed[name] = entry, partial(_dequantize, shards, key, scale)
-    return MxShards(shards, entries, computed) if computed else shards
+    return MxShards(shards, entries, computed, scales) if computed else shards
 
 
 def find_mx_scales(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
@@ -98,6 +109,14 @@ def _multiply(values: Tensor, scales: Tensor) -> Tensor:
     return (blocks * powers).to(torch.bfloat16).flatten(-2)
 
 
+def check_exponents(name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales of a weight of this dtype as E8M0. Raises ModelError if one is NaN or too large for BF16."""
+    codes = stored.view(torch.uint8)
+    if bool((codes > _EXPONENT_BIAS + _MAX_EXPONENTS[dtype]).any()):
+        raise _not_finite_error(name)
+    return codes.view(torch.float8_e8m0fnu)
+
+
 def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
     """Returns the key of the MX scales of the weight `key`, or None if it is no MX weight."""
     weight, owner = entries[key], key.rpartition(".")[0]
@@ -107,7 +126,8 @@ def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
     rows, columns = weight.shape[0], weight.shape[1] * (2 if is_packed else 1)
     for name in (f"{owner}{suffix}" for suffix in _SCALE_SUFFIXES):
         entry = entries.get(name)
-        if entry is not None and entry.dtype in _EXPONENT_DTYPES and entry.shape == (rows, columns // BLOCK):
+        shape = (rows, columns // BLOCK)
+        if entry is not None and entry.dtype in EXPONENT_DTYPES and entry.shape == shape and columns % BLOCK == 0:
             return name
     return None
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8serve.errors import ModelError
+from fp8serve.fp8.ops.arithmetic import MX_BLOCK
 from fp8serve.fp8.recipe import Recipe, name_of
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.formats import FORMATS
@@ -65,7 +66,7 @@ def _ct_args(strategy: str, dynamic: bool, observer: str | None, **sizes: Any) -
         "block_structure": sizes.get("block_structure"),
         "dynamic": dynamic,
         "actorder": None,
-        "scale_dtype": None,
+        "scale_dtype": sizes.get("scale_dtype"),
         "zp_dtype": None,
         "observer": observer,
         "observer_kwargs": {},
@@ -84,7 +85,7 @@ def _compressed_tensors(
         | {f"group_{i}": _ct_group(names, specs) for i, (specs, names) in enumerate(groups.items(), 1)},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": _ct_args("tensor", False, "memoryless_minmax") if kv_cache else None,
-        "format": "float-quantized",
+        "format": layers["format"],
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": ignored,
@@ -93,6 +94,17 @@ def _compressed_tensors(
 
 def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
     inputs, weight = specs
+    if weight.is_mx:
+        sizes = {"group_size": weight.block[1], "scale_dtype": "torch.uint8"}
+        return {
+            "targets": targets,
+            "weights": _ct_args("group", False, "memoryless_minmax", **sizes),
+            "input_activations": _ct_args("group", True, None, **sizes)
+            if inputs is not None and inputs.is_mx
+            else None,
+            "output_activations": None,
+            "format": "mxfp8-quantized",
+        }
     block = list(weight.block) if weight.is_blocked else None
     strategy = CT_WEIGHTS[weight.granularity]
     return {
@@ -114,6 +126,8 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
     weight, inputs = recipe.specs.linear["weight"], recipe.specs.linear["input"]
     if not inputs.is_fp8:
         raise ModelError("The format 'fp8' always quantizes inputs; write 'w8a16' as compressed-tensors.")
+    if weight.is_mx:
+        raise ModelError("The format 'fp8' cannot express the recipe 'mxfp8'; use compressed-tensors or modelopt.")
     if weight.is_blocked:
         return {
             "quant_method": "fp8",
@@ -130,7 +144,8 @@ def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:
 
 def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, Any]:
     inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
-    scheme = replace(inputs.for_serving(), scale_format="fp32"), weight.granularity
+    inputs = inputs.for_serving()
+    scheme = (inputs if inputs.is_mx else replace(inputs, scale_format="fp32")), weight.granularity
     algo = next((name for name, known in MODELOPT.items() if known == scheme), None)
     if algo is None:
         raise ModelError(
@@ -143,5 +158,10 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
         config["config_groups"] = {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}}
     if kv_cache:
         config["kv_cache_scheme"] = args
-    quantization = {"quant_algo": algo, "kv_cache_quant_algo": "FP8" if kv_cache else None, "exclude_modules": ignored}
+    quantization = {
+        "quant_algo": algo,
+        "kv_cache_quant_algo": "FP8" if kv_cache else None,
+        "exclude_modules": ignored,
+        **({"group_size": MX_BLOCK} if algo == "MXFP8" else {}),
+    }
     return {"quantization_config": config, "hf_quant_config.json": {"producer": producer, "quantization": quantization}}

@@ -160,7 +160,8 @@ def _input_scales(match: "re.Match[str]", entry: StoredTensor, experts: Experts)
 
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:
     """Raises ModelError if a block with one scale has rows of both gate and up."""
-    if name.endswith(("gate_up_proj_scale_inv", "gate_up_proj_scale")) and experts.size % BLOCK_ROWS:
+    is_mx = entry.dtype is torch.uint8  # a scale for each row and 32 columns
+    if not is_mx and name.endswith(("gate_up_proj_scale_inv", "gate_up_proj_scale")) and experts.size % BLOCK_ROWS:
         raise ModelError(
             f"{entry.file}: {name} has blocks with rows of both gate and up, because their {experts.size} rows are not "
             f"a multiple of {BLOCK_ROWS}; write the experts one by one."

@@ -236,7 +236,7 @@ def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity 
     if scale[: len(stack)] != tuple(stack):
         return None
     for spec in WEIGHTS:
-        if scale[len(stack) :] in interop.equivalent_shapes(spec, spec.scale_shape(rows, columns)):
+        if not spec.is_mx and scale[len(stack) :] in interop.equivalent_shapes(spec, spec.scale_shape(rows, columns)):
             return spec.granularity
     return None
 

@@ -116,7 +116,9 @@ def check_weight_scale_shapes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         if scale is not None and checkpoint.granularity(owner) is None:
             shapes = list(checkpoint.entries[scale].shape), list(checkpoint.entries[key].shape)
             what = f"has the shape {shapes[0]}, which fits no weight of {shapes[1]}"
-            yield error("shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128")
+            yield error(
+                "shape", scale, what, "store one scale for the tensor, each row, or each block of 128 x 128 or 1 x 32"
+            )
 
 
 def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:

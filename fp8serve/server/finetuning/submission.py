@@ -179,8 +179,8 @@ class Submissions:
     def _memory(self, config: TrainConfig, report: dict[str, Any]) -> dict[str, int]:
         """Returns an estimate of the memory of each process of the job.
 
-        This runs in the server: reading the configuration of a model that transformers computes starts another process,
-        and the limits of a parser process forbid that.
+        This runs in the server process, not in a parser process. If the model runs through the transformers library,
+        reading its configuration starts another process, which a parser process may not do.
         """
         model, processes = read_config(config.model), config.usable_processes(self.settings.train_procs)
         return memory_estimate(model, config, report["microbatch_tokens"], report["trainable_fraction"], processes)

@@ -81,7 +81,8 @@ def _render(tokenizer: Tokenizer, head: Head, body: bytes) -> str:
 
 
 def _ids(tokenizer: Tokenizer, text: str, head: Head) -> Head:
-    """Returns the last `max_tokens` ids of a text and their number, but no ids if there are more than `context`."""
+    """Tokenizes a text and keeps its last `max_tokens` ids (None: all). Returns their count, but no ids if they exceed
+    `context`. A text that is certain to exceed it is not tokenized: `count` is a lower bound, and `exact` is False."""
     if head["max_tokens"] is None and (lower_bound := tokenizer.min_token_count(text)) > head["context"]:
         return {"count": lower_bound, "exact": False, "ids": []}
     ids = tokenizer.encode(text, head["special"])

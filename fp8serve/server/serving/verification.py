@@ -1,10 +1,10 @@
 """Verifies weights before they serve: weights in a new engine process, or weights copied over the served ones.
 
-All numbers in their files must be finite, and the engine must generate a few tokens. If rows are given, the perplexity
-of the new weights on them must not exceed a multiple of the previous weights' perplexity. The rows are those of the
-fine-tune job, held-out ones if it has any, or texts of the request. The previous weights are measured between the
-requests of clients. A model that is loaded in addition replaces nothing, so only its files and its first token are
-checked.
+All numbers in their files must be finite, and the engine must have generated a token while it loaded. If rows are
+given, it must also generate a few tokens after the first row, and the perplexity of the new weights on the rows must
+not exceed a multiple of the previous weights' perplexity. The rows are those of the fine-tune job, held-out ones if it
+has any, or texts of the request. The previous weights are measured between the requests of clients. A model that is
+loaded in addition replaces nothing, so only its files and its first token are checked.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class Verification:
     """The checks that new weights must pass.
 
     Args:
-        rows: The rows on which perplexity is measured. If there are none, only the files and a few tokens are checked.
+        rows: The rows on which perplexity is measured. If there are none, only the files are checked here; loading the
+            engine has already generated a token.
         max_ratio: The largest allowed ratio of the new weights' perplexity to that of the previous weights.
         seconds: The time limit for measuring.
         checks_files: Whether the files are checked for NaN and infinity.
@@ -127,7 +128,8 @@ UNVERIFIED = Verification((), math.inf, math.inf, checks_files=False)
 
 
 async def _perplexity_of_served(served: ServedWeights | None, rows: Sequence[MeasuredRow]) -> float | None:
-    """Returns the perplexity, or None if there are no weights to compare with or their engine ends meanwhile."""
+    """Returns the perplexity, or None if it cannot be measured: no weights, a row that is too long for them, an engine
+    that ends meanwhile, or a perplexity that is not finite."""
     if served is None or any(len(row.ids) >= served.engine.limits.max_model_len for row in rows):
         return None
     try:
