@@ -113,7 +113,7 @@ class InstantFront:
         client = EngineClient(self._engine, (self._engine.messages, self._engine))  # type: ignore[arg-type]
         self._engine.send("ready", info={"device": "cpu", "kernels": {}}, limits=LIMITS)
         await client._ready
-        return client, TokenizerFacts.of(byte_tokenizer())
+        return client, TokenizerFacts.from_tokenizer(byte_tokenizer())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["InstantFront"]:
@@ -125,7 +125,10 @@ class InstantFront:
         async with app.router.lifespan_context(app):
             listener = await loop.create_server(lambda: protocol(config, state, {}, loop), "127.0.0.1", 0)
             self._address = listener.sockets[0].getsockname()
-            while not app.state.server.models.default.ready:
+            model = app.state.server.models.default
+            while not model.ready:
+                if model.problem is not None:
+                    raise model.problem
                 await asyncio.sleep(0.01)
             try:
                 yield self

@@ -8,7 +8,7 @@
               an adapter that is trained and activated beside the model
 
 The models need the weights or the tokenizer of SmolLM2 (`make weights`). OUT is a JSON file that is written after every
-row. On the device "cpu", `load` takes a small model and few streams; its figures mean nothing.
+row. On the device "cpu", `load` and `features` take a small random model; their figures mean nothing.
 """
 
 import json
@@ -72,7 +72,8 @@ class Rows:
 
 def write_model(out: Path, device: str) -> Path:
     """Writes a model with random weights and SmolLM2's tokenizer, so that most of its tokens are text."""
-    from fp8serve.model.storage.files import save_tensors, write_json
+    from fp8serve.model.storage.files import write_json
+    from fp8serve.model.storage.shards import save_tensors
     from fp8serve.train.scratch import llama_config, random_weights
 
     out.mkdir()
@@ -163,7 +164,8 @@ def ask(server: RunningServer, question: str, **fields: Any) -> str:
 def features(device: str, folder: Path, rows: Rows) -> None:
     calibrated, question = folder / "calibrated", "Write a haiku about rain, then the same haiku again."
     with rows.timed("calibrate with KV scales"):
-        calibrate(smollm2(print), calibrated, device, samples=SAMPLES[device], seq_len=64, kv_cache=True)
+        model = smollm2(print) if device == "cuda" else write_model(folder / "random", device)
+        calibrate(model, calibrated, device, samples=SAMPLES[device], seq_len=64, kv_cache=True)
     options = ["--device", device, "--kv-cache-dtype", "fp8", "--served-model-name", "demo"]
     with RunningServer(calibrated, [*options, "--speculative-tokens", "4"], log=folder / "drafts.log") as server:
         drafted = ask(server, question)

@@ -399,6 +399,8 @@ class EngineClient:
             return
         if stream.tokens:
             self._deliver_tokens(stream)
+            if self._streams_by_number.get(number) is not stream:
+                return  # its receiver has cancelled it
         if output.prompt_logprobs is not None:
             stream.prompt_logprobs += output.prompt_logprobs
             if not output.num_generated:

@@ -145,7 +145,12 @@ class ServerState:
         await self.activator.register_activated_adapters(default)
         try:
             served = await default.start(await self.activator.sources_of(default.name, default.base_source))
-        except Fp8ServeError as error:
+        except Exception as error:
+            if not isinstance(error, Fp8ServeError):  # a defect, with which the server would load forever
+                log.exception("%s could not be loaded", default.name)
+                error = MachineError(
+                    f"Loading failed unexpectedly ({type(error).__name__}); the log has the traceback."
+                )
             if isinstance(error, MachineError):
                 await self._wait_for_own_signal()
             if not default.is_shutting_down:

@@ -198,6 +198,25 @@ def of_request(outputs: Sequence[Any], name: str) -> list[Any]:
     return [output for output in outputs if output.request_id == name]
 
 
+def test_a_stream_may_be_cancelled_while_its_tokens_are_written() -> None:
+    """Its last output, which arrived with the tokens, is dropped, and the connection goes on."""
+    worker, wire = in_pieces(SimpleNamespace())
+    client, received = taker(), list[Any]()
+
+    def write_tokens(tokens: list[Token]) -> bool:
+        client.cancel("a")
+        return True
+
+    client._start(Request("a", (1,)), received.append, write_tokens)
+    client._start(Request("b", (1,)), received.append)
+    for name in ("a", "b"):
+        worker._streams[name] = client._streams[name].number
+    worker._send_outputs([plain("a", "x", 1, 1)])
+    worker._send_outputs([RequestOutput("a", "", (9,), None, "stop", 1, 2), plain("b", "y", 2, 1)])
+    wire.read(client)
+    assert [(output.request_id, output.text_delta) for output in received] == [("b", "y")]
+
+
 @pytest.mark.parametrize("is_written", [True, False])
 def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is_written: bool) -> None:
     worker, wire = in_pieces(SimpleNamespace())

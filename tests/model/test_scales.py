@@ -186,6 +186,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("Mixtral", {}, "918ffad3bd843ac38fb628bdf9b9f47e"),
     "phimoe": ("Phimoe", {}, "b6a66bc4c7ae4fd5914f0574f91aa222"),
     "gpt_oss": ("GptOss", {}, "b2aa2098e67583445fa2bddd65eeb490"),
+    "gpt_neox": ("GPTNeoX", {}, "94119827ef6c00ff2e57432178b2b69d"),  # computed by transformers
 }
 
 

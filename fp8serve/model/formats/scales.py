@@ -38,6 +38,7 @@ ROLES = ("input", "weight", "grad_output", "k", "v")
 _FINGERPRINT_NAMES = {"softmax_over_chosen": "weighs_chosen", "fp32_routing_weights": "wide_weights",
                       "sparsemixer_threshold": "closeness", "rope_interleaved": "neighbours_pair",
                       "all_heads": "whole", "fp32_rms": "wide_rms"}  # fmt: skip
+_DERIVED = {"adaptable_linears"}  # fields that follow from others and are not part of fingerprints
 _METADATA = frozenset({"format", "version", "recipe", "model", "observations", "created_by"})
 
 
@@ -250,7 +251,7 @@ def _config_fields(model_dir: Path) -> dict[str, Any]:
 
 def _with_fingerprint_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
     names = _FINGERPRINT_NAMES
-    return {names.get(k, k): names.get(v, v) if isinstance(v, str) else v for k, v in items}
+    return {names.get(k, k): names.get(v, v) if isinstance(v, str) else v for k, v in items if k not in _DERIVED}
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:

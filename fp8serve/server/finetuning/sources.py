@@ -119,7 +119,7 @@ class WeightSources:
         """Returns the key of the checkpoint at `step`, or of the job's result if `step` is None or the result's
         step."""
         last = next((int(event.data["step"]) for event in self.checkpoints(job)), None)
-        is_result = job.status == "succeeded" and step == last and job.config["result"] == "last"
+        is_result = job.status == "succeeded" and step == last and job.config.get("result", "last") == "last"
         return job.id if step is None or is_result else checkpoint_name(job.id, step)
 
     def _checkpoint_dir(self, job: Job, step: int) -> Path:
