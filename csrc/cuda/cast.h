@@ -201,7 +201,7 @@ __device__ __forceinline__ float block_sum(float value, float* memory) {
 }
 
 // For values >= 0, whose order is that of their bits.
-__device__ __forceinline__ void raise(float* amax, float value) {
+__device__ __forceinline__ void atomic_max_float(float* amax, float value) {
   atomicMax(reinterpret_cast<int*>(amax), __float_as_int(value));
 }
 

@@ -5,7 +5,7 @@
 // values are read, or computed, again.
 #pragma once
 
-#include "cuda/room.h"
+#include "cuda/amax_scratch.h"
 #include "cuda/rows.h"
 
 namespace fp8serve {
@@ -13,7 +13,7 @@ namespace fp8serve {
 struct CastCounters {
   float* amax;                    // [] rises to the largest magnitude; NaN is none
   bool is_fresh = false;          // amax holds nothing yet
-  Room room = {};                 // where the blocks of a fresh amax bring theirs together, if they are many
+  AmaxScratch scratch = {};       // where the blocks of a fresh amax bring theirs together, if they are many
   int64_t* saturated = nullptr;   // [] rises by the number of values that were cut off; null: nobody counts
   const int64_t* rows = nullptr;  // [] how many rows are seen and counted, the first ones; null: all
 
@@ -25,8 +25,8 @@ struct CastCounters {
 // For a launch of `blocks` blocks. Of a fresh amax one alone writes it, and many need a room or a zero.
 inline CastCounters prepared(CastCounters out, int64_t blocks, const OnDevice& device, const Tensor& like) {
   if (!out.is_fresh || blocks == 1) return out;
-  out.room = room_of(device, like);
-  if (out.room.maxima == nullptr) set_zero(out.amax, sizeof(float), device.stream());
+  out.scratch = amax_scratch_of(device, like);
+  if (out.scratch.maxima == nullptr) set_zero(out.amax, sizeof(float), device.stream());
   return out;
 }
 
@@ -35,10 +35,10 @@ __device__ __forceinline__ void report_amax(const CastCounters& out, float seen)
   const unsigned blocks = gridDim.x * gridDim.y;
   if (out.is_fresh && blocks == 1) {
     *out.amax = seen;
-  } else if (out.room.maxima != nullptr) {
-    bring(out.room, out.amax, seen, blocks);
+  } else if (out.scratch.maxima != nullptr) {
+    combine_amax(out.scratch, out.amax, seen, blocks);
   } else {
-    raise(out.amax, seen);
+    atomic_max_float(out.amax, seen);
   }
 }
 
