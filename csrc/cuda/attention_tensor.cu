@@ -28,7 +28,7 @@ constexpr int kMergeThreads = 128;
 constexpr int kAhead = 32;  // segments whose values are loaded while their weights are computed
 constexpr int kPromptRows = 64;
 constexpr int kEnough = 4;  // one-warp blocks per multiprocessor; with as many, none shares its segments
-constexpr int64_t kMostParts = int64_t{128} << 20;  // bytes; with larger parts, none does either
+constexpr int64_t kMostParts = int64_t{128} << 20;  // bytes of parts; with more, none shares its segments
 
 // A block merges the segments of one token of one head, in order. It computes the weights of the segments
 // in parallel, and then adds up the values, whose loads wait neither for the weights nor for each other.
