@@ -1,10 +1,11 @@
-// rms_norm, silu_mul and rotary without a cast behind them, and their gradients: what training runs between
-// its GEMMs. The CPU's counterpart is cpu/activations.cpp: forward they round as the separate ops of a BF16
-// model would, backward they compute in FP32 from one read and round once.
+// rms_norm, silu_mul and rotary without a cast, and the gradients of the first two: the ops that training
+// runs between its GEMMs. The CPU's counterpart is cpu/activations.cpp. The forward ops round where the
+// separate ops of a BF16 model would; the backward ops compute in FP32 and round once.
 //
-// The gradient of a norm's weight is summed over rows in FP32: a block sums a chunk of consecutive rows into
-// columns that each belong to one thread, a second kernel adds the chunks in order. No atomics, and the
-// number of chunks follows from the number of rows alone: the sum is the same on every run and every GPU.
+// The gradient of a norm's weight is a sum over rows in FP32. Each block sums a chunk of consecutive rows,
+// with one thread for each column, and a second kernel adds the chunks in order. There are no atomics, and
+// the number of chunks depends on the number of rows alone, so the sum is the same on every run and every
+// GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -17,9 +18,9 @@ namespace {
 using Pair = std::tuple<Tensor, Tensor>;
 
 constexpr int kThreads = kRowThreads;
-constexpr int kChunks = 256;                  // partial sums of a weight's gradient, at most
+constexpr int kChunks = 256;                  // most partial sums of a weight's gradient
 constexpr int kSharedFloats = 96 * 1024 / 4;  // columns whose partial sums fit in a block's shared memory
-constexpr int kColumns = 32, kGroups = 8;     // of the block that adds the chunks
+constexpr int kColumns = 32, kGroups = 8;     // shape of a block of add_chunks
 
 // --- norm
 // -----------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ struct NormBackward {
   float* partial;  // [chunks][n]
   int64_t rows, per_chunk, n;
   float eps;
-  bool shared;  // sums are kept in shared memory until the chunk is done
+  bool shared;  // sums stay in shared memory until the block's chunk of rows is done
 };
 
 // With h = x * factor and g = grad * weight: dx = factor * (g - h * mean(g * h)), dw += grad * h.
@@ -78,7 +79,7 @@ __device__ __forceinline__ void backward_row(const NormBackward<T>& b, int64_t r
   });
 }
 
-// A block per chunk of rows. A column of dw is touched by one thread only.
+// One block per chunk of rows. Only one thread accesses a column of dw.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads) norm_backward(const __grid_constant__ NormBackward<T> b) {
   __shared__ float memory[2][32];
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) norm_backward(const __grid_constant_
   });
 }
 
-// out[column] = the sum of partial [chunks][n] over chunks: eight groups of consecutive chunks side by side,
-// then the groups in order.
+// out[column] = the sum of partial [chunks][n] over chunks. Eight groups of consecutive chunks are summed
+// in parallel, then the groups in order.
 template <class T>
 __global__ void __launch_bounds__(kColumns* kGroups)
     add_chunks(const float* partial, int64_t chunks, int64_t n, T* out) {
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) silu_mul_gradients(Matrix<T> grad, M
 // --- rotary embedding
 // -----------------------------------------------------------------------------------------------
 
-// A block per token; a thread has eight pairs of a head at a time.
+// One block per token. A thread rotates eight pairs of a head at a time.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     rotate(const T* x, int64_t token_stride, const T* cos, const T* sin, T* out, int heads, int dim) {
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
 // --- ops
 // ------------------------------------------------------------------------------------------------------------
 
-// Calls f(Type<Element>, bool_constant).
+// Calls f(Type<element>, bool_constant<fast>).
 template <class F>
 void with_types(ScalarType element, bool fast, const F& f) {
   with_element(element, [&](auto elem) { fast ? f(elem, std::true_type{}) : f(elem, std::false_type{}); });

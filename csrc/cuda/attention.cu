@@ -1,15 +1,17 @@
-// paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, heads in
-// groups.
+// paged_attention: causal attention of new tokens over paged caches of FP32, BF16, FP16 or FP8, with
+// grouped heads.
 //
-// A row is one query token of one head. A block takes 16 neighbouring rows of a sequence that share a kv head
-// (row r is token r / group, so the heads of a group read their keys once) and walks keys in tiles, converted
-// to FP32 in shared memory. Keys are cut into segments of 512 at absolute positions. Every segment starts its
-// softmax afresh and is merged into the rows' result in order; whether one block walks all segments (prefill)
-// or each segment has a block of its own and `merge_segments` does the merging (decoding, few rows), the same
-// operations happen in the same order. So a row's result depends, to the last bit, on its own query and
-// context alone: not on the batch, not on how a prompt was cut.
+// A row is one query token of one head. A block handles 16 neighbouring rows of a sequence that share a kv
+// head (row r is token r / group, so the heads of a group read their keys once). It walks the keys in
+// tiles, which it converts to FP32 in shared memory. Keys are divided into segments of 512 at absolute
+// positions. Every segment starts a new softmax, and the segments are merged into the rows' result in
+// order. Either one block walks all segments (prefill), or each segment has a block of its own and
+// `merge_segments` merges them (decoding, few rows): the operations and their order are the same. So a
+// row's result depends, to the last bit, on its own query and context alone: not on the batch, and not on
+// how a prompt was split.
 //
-// FP32 arithmetic without tensor cores, for every type and width. BF16 models use attention_tensor.cu.
+// This kernel computes in FP32 without tensor cores and supports every type and every width up to 512.
+// attention_tensor.cu has faster kernels for BF16 queries.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention.h"
@@ -22,7 +24,7 @@ constexpr int kThreads = 256;
 constexpr int kRows = 16;
 constexpr int kSegment = 512;
 constexpr int kColumns = 128;                       // threads across head_dim when values are summed
-constexpr int kHalf = kRows * kColumns / kThreads;  // rows a thread sums: 8
+constexpr int kHalf = kRows * kColumns / kThreads;  // rows whose values a thread sums: 8
 constexpr int kMaxDim = 512;
 
 // An FP8 cache's element.
@@ -31,7 +33,7 @@ struct Code {
   uint8_t bits;
 };
 
-// Eight elements as one access: 8, 16 or twice 16 bytes.
+// Eight elements, loaded at once: one access of 8 or 16 bytes, or two of 16.
 template <class C>
 struct alignas(sizeof(C) == 1 ? 8 : 16) Eight {
   C element[kChunk];
@@ -58,8 +60,8 @@ __device__ __forceinline__ float decoded(Code<F> x) {
   return half_to_float(static_cast<uint16_t>(decode_pair<is_e5m2<F>>(x.bits) & 0xffff));
 }
 
-// Keys [begin, begin + kKeys) of one of the caches; zeros past `end`. Eight elements a thread where rows
-// allow it.
+// Loads keys [begin, begin + kKeys) of one of the caches into `tile` as FP32, with zeros from key `end` on.
+// Threads load eight elements at once if the heads are aligned.
 template <class C, int kKeys, int kPitch>
 __device__ __forceinline__ void gather(const Work& w, const void* cache, const Rows& rows, int begin, int end,
                                        float (*tile)[kPitch]) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void gather(const Work& w, const void* cache, const R
 
 // --- one tile of keys
 
-// weight[r][key] = q[r] . k[key], minus infinity where the row may not look.
+// weight[r][key] = q[r] . k[key], after the soft cap; minus infinity for keys that the row must not see.
 template <int kWide>
 __device__ __forceinline__ void score(const Work& w, const Rows& rows, Shared<kWide>& shared, int begin) {
   constexpr int kKeys = Shared<kWide>::kKeys, kEach = kRows * kKeys / kThreads;
@@ -117,7 +119,8 @@ __device__ __forceinline__ float lanes_sum(float value) {
   return value;
 }
 
-// Scores to weights; a warp takes two rows. Masked keys weigh exactly 0 and leave maximum and sum untouched.
+// Turns scores into weights. Each warp handles two rows. Masked keys get a weight of exactly 0 and leave
+// maximum and sum unchanged.
 template <int kWide>
 __device__ __forceinline__ void soften(Shared<kWide>& shared) {
   constexpr int kKeys = Shared<kWide>::kKeys;
@@ -136,7 +139,7 @@ __device__ __forceinline__ void soften(Shared<kWide>& shared) {
       sum += weight;
     }
     sum = lanes_sum(sum);
-    __syncwarp();  // every lane has read the maximum before
+    __syncwarp();  // every lane has read shared.maximum[r]
     if (lane == 0) {
       const float correction = before == -INFINITY ? 0.0f : expf(before - now);
       shared.maximum[r] = now;
@@ -149,8 +152,8 @@ __device__ __forceinline__ void soften(Shared<kWide>& shared) {
 template <int kWide>
 using Sums = float[kWide][kHalf];
 
-// sums = sums * correction + weight x v. A weight of 0 adds nothing, not even 0 * NaN of a key that
-// the row does not see.
+// sums = sums * correction + weight x v. Weights of 0 are skipped, because the value of a key that the row
+// does not see may be NaN.
 template <int kWide>
 __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kWide>& shared) {
   const int column = static_cast<int>(threadIdx.x) % kColumns,
@@ -174,7 +177,7 @@ __device__ __forceinline__ void gather_values(Sums<kWide>& sums, const Shared<kW
 
 // --- segments
 
-// How two parts of a softmax become one.
+// How two parts of a softmax are merged: the maximum of both, and the factors of their sums.
 struct Merge {
   float maximum, old_weight, new_weight;
 };
@@ -187,7 +190,8 @@ __device__ __forceinline__ float merged(const Merge& m, float old_value, float n
   return fmaf(new_value, m.new_weight, __fmul_rn(old_value, m.old_weight));
 }
 
-// A head's sink is one more part: a key of weight 1 without a value.
+// A head's sink is merged as one more part: a key with the sink's logit and no value. Returns the new sum
+// and the factor of the values.
 struct Sunk {
   float sum, value_weight;
 };
@@ -197,8 +201,8 @@ __device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float max
   return {merged(m, sum, 1.0f), m.old_weight};
 }
 
-// Adds keys [begin, end) to the shared maximum and sum of 16 rows and to the thread's sums. Tiles that no row
-// sees are left out.
+// Attends to one segment, keys [begin, end): writes the maximum and the sum of the 16 rows to shared memory
+// and the weighted values of the thread's rows to `sums`. Tiles that no row sees are skipped.
 template <class C, int kWide>
 __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Shared<kWide>& shared,
                                              Sums<kWide>& sums, int begin, int end) {
@@ -208,7 +212,7 @@ __device__ __forceinline__ void walk_segment(const Work& w, const Rows& rows, Sh
     for (int r = 0; r < kHalf; ++r) sums[i][r] = 0.0f;
   }
   for (int at = max(begin, first_key(w, rows) / kKeys * kKeys); at < end; at += kKeys) {
-    __syncthreads();  // the tile before is no longer read
+    __syncthreads();  // no thread reads the previous tile any more
     gather<C, kKeys, kDim + 4>(w, w.k, rows, at, end, shared.k);
     gather<C, kKeys, kDim>(w, w.v, rows, at, end, shared.v);
     __syncthreads();
@@ -231,8 +235,8 @@ __device__ __forceinline__ void load_queries(const Work& w, const Rows& rows, Sh
   }
 }
 
-// Calls f(row of the tile, row of the thread, dimension, unit of 128) for those of the thread's sums that
-// belong to a row.
+// Calls f(row of the tile, row of the thread, dimension, dimension / 128) for each of the thread's sums
+// whose row and dimension exist.
 template <int kWide, class F>
 __device__ __forceinline__ void for_sums(const Work& w, const Rows& rows, const F& f) {
   const int column = static_cast<int>(threadIdx.x) % kColumns,
@@ -247,7 +251,7 @@ __device__ __forceinline__ void for_sums(const Work& w, const Rows& rows, const 
   }
 }
 
-// All segments, one after the other.
+// Attends to all segments in order, merges them and stores the result.
 template <class C, int kWide>
 __device__ __forceinline__ void walk_all(const Work& w, const Rows& rows, Shared<kWide>& shared, int end) {
   const int top = static_cast<int>(threadIdx.x) / kColumns * kHalf;
@@ -334,7 +338,8 @@ void with_width(int dim, const F& f) {
   f(std::integral_constant<int, 4>{});
 }
 
-// One block per segment pays when there are too few rows to fill the device; the result is the same.
+// Returns whether each segment gets a block of its own, which is faster if there are too few rows to fill
+// the device. The result is the same.
 bool spread(const Work& w, int64_t tiles, const OnDevice& device) {
   return w.segments > 1 && tiles * w.kv_heads < 2 * device.multiprocessors();
 }
@@ -393,7 +398,7 @@ Tensor paged_attention(const Tensor& q_in, const Tensor& k_cache, const Tensor& 
   if (sinks) check.tensor("sinks", *sinks, {ScalarType::Float}, {heads});
   const OnDevice device(q_in);
   const Tensor q = dense(q_in), k = dense(k_cache), v = dense(v_cache);
-  const Tensor joining = sinks ? dense(*sinks) : q;  // without sinks it is not read
+  const Tensor joining = sinks ? dense(*sinks) : q;  // not read if there are no sinks
   const Tensor tables = dense(block_tables), lengths = dense(context_lens), starts = dense(query_starts);
   Tensor out = empty(q, {t.value(), heads.value(), dim.value()}, q.scalar_type());
   if (out.numel() == 0) return out;

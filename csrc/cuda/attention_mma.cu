@@ -1,26 +1,29 @@
 // paged_attention on tensor cores, for BF16 queries over BF16 or FP8 caches and heads of up to 128
 // dimensions.
 //
-// A row is one query token of one head; the heads of a group that share a kv head are neighbouring rows (row
-// r is token r / group), so that a decoding token of 4 or 8 heads fills one tile of 16 and reads its keys
-// once. A warp has 16 rows: scores are m16n8k16 products of queries in registers and keys in shared memory,
-// weights are rounded to BF16 in registers, where the layout of sums is that of the next product's left
-// operand. FP8 values are copied asynchronously as they are and widened to BF16, exactly: by one warp in
-// registers, by several, which share them, in shared memory.
+// A row is one query token of one head. The heads of a group, which share a kv head, are neighbouring rows
+// (row r is token r / group), so a decoding token of up to 16 heads a group needs one tile of 16 rows and
+// reads its keys once. A warp has 16 rows. Scores are m16n8k16 products of queries in registers and keys in
+// shared memory. Weights are rounded to BF16 in registers, where the result of one product has the layout
+// of the left operand of the next. FP8 keys and values are copied asynchronously as they are and then
+// converted to BF16, exactly: in registers by a block of one warp, in shared memory by a block of several
+// warps, which share the result.
 //
-// Order. Keys are taken 32 at a time with an online softmax, which starts afresh every 128 at absolute
-// positions; a segment's result is merged into the row's, in order. One block with all segments of its rows
-// (prefill, large batches) and blocks that share them with `merge_parts` behind it (few rows, so that the
-// whole device reads) do the same operations in the same order, and a tile that a row may not see changes
-// nothing. So a row's result depends, to the last bit, on its own query and context: not on its batch, nor on
-// how a prompt was cut, nor on how many warps a block has (1 for decoding, 4 for prefill, chosen by the
-// average).
+// Order of operations. Keys are processed 32 at a time with an online softmax, which starts anew every 128
+// keys at absolute positions; the results of these segments are merged in order. Either one block handles
+// all segments of its rows (prefill, large batches), or several blocks share them and `merge_parts` merges
+// the results (few rows, so that the whole device reads memory): the operations and their order are the
+// same. Tiles of keys that a row must not see change nothing. So a row's result depends, to the last bit,
+// on its own query and context alone: not on its batch, not on how a prompt was split, and not on the
+// number of warps per block (1 for decoding, 4 for prefill, chosen by the average number of rows of a
+// sequence).
 //
-// Keys before the windows of a block's rows are not read; in the tile where the last window begins they are
-// masked by a pass of their own, so that attention without a window pays for neither.
+// Tiles before the windows of all of a block's rows are not read. Tiles that begin before the window of the
+// block's last row are masked in a separate pass, which attention without a window skips.
 //
-// Values that a block reads but a row does not see must be finite: their weight is 0, and 0 times NaN is NaN.
-// Only a request whose own activations overflowed has such keys, and its next token is refused.
+// A block may read values that some of its rows do not see. These must be finite: their weight is 0, and 0
+// times NaN is NaN. They are not finite only in a request whose own activations overflowed, and the next
+// token of that request is refused.
 #include <type_traits>
 
 #include "cuda/attention_paging.h"
@@ -32,26 +35,28 @@ namespace {
 
 constexpr int kKeys = kStep;
 
-// [kKeys] rows of 16-byte chunks. Eight rows at the same chunk lie in different banks. From one place to
-// others leads an xor with one of few numbers and a sum with a constant, which is part of an instruction:
-// so places take few registers.
+// kKeys rows of 16-byte chunks, swizzled: the same chunk of eight neighbouring rows lies in different
+// banks. The address of another chunk is the first one, xor one of few numbers, plus a constant that is
+// part of the instruction, so addresses take few registers.
 template <int kChunks>
 struct Tile {
   uint4 chunk[kKeys][kChunks];
   static constexpr int swizzle(int key) { return kChunks < 8 ? key / (8 / kChunks) % kChunks : key % 8; }
   __device__ __forceinline__ uint4* at(int key, int c) { return &chunk[key][c ^ swizzle(key)]; }
-  // From row r < 2^i to row r + `rows`, a multiple of 2^i.
+  // `first`: a chunk of a row r < 2^i. Returns the address of the same chunk in row r + `rows`, where
+  // `rows` is a multiple of 2^i.
   static __device__ __forceinline__ Place down(Place first, int rows) {
     return (first ^ static_cast<Place>(swizzle(rows) * 16)) + static_cast<Place>(rows * kChunks * 16);
   }
-  // From a row's chunk c < 2 to chunk 2d + c of the row 16n further.
+  // `first`: chunk c < 2 of a row. Returns the address of chunk 2d + c in the row 16n below.
   static __device__ __forceinline__ Place further(Place first, int n, int d) {
     return (first ^ static_cast<Place>(d % 4 * 32)) + static_cast<Place>(d / 4 * 128 + n * kChunks * 256);
   }
 };
 
-// What has been copied. While keys are multiplied, values are copied, and the other way round. One warp has
-// one place for each, so that many blocks fit a multiprocessor, or two of FP8, which are as large.
+// The memory that keys and values are copied to. Values are copied while keys are multiplied, and the other
+// way round. A block of one warp has one stage of BF16, or two of FP8, which are as large, so that many
+// blocks fit on a multiprocessor.
 template <int kDim, bool kFp8, int kWarps>
 struct Copied {
   static constexpr int kStages = kWarps == 1 && !kFp8 ? 1 : 2;
@@ -64,7 +69,7 @@ struct Widened {
 };
 struct Nothing {};
 
-// Several warps share what FP8 is widened to, one warp widens in registers.
+// Several warps convert FP8 to BF16 tiles in shared memory; a single warp converts words in registers.
 template <bool kFp8, int kWarps>
 constexpr bool kWidensTiles = kFp8 && kWarps > 1;
 template <bool kFp8, int kWarps>
@@ -86,12 +91,13 @@ __device__ __forceinline__ void wait_for_warps() {
 
 // --- keys and values into shared memory
 
-// What a thread copies of every tile: its chunk of a head, of rows that are `kThreads / kChunks` apart.
+// What a thread copies of every tile: one 16-byte chunk of the head, in rows that are `kThreads / kChunks`
+// apart.
 struct Source {
-  const char *k, *v;  // its chunk of slot 0
+  const char *k, *v;  // the thread's chunk in slot 0 of the caches
   const int* table;
-  int shift, mask, token;
-  bool inside;  // the head
+  int shift, mask, token;  // as in Paged
+  bool inside;             // the chunk is not past the end of the head
 };
 template <int kChunks, int kBytes>
 __device__ __forceinline__ Source source_of(const Work& w, const Rows& rows) {
@@ -106,21 +112,22 @@ __device__ __forceinline__ Source source_of(const Work& w, const Rows& rows) {
           byte < paged.head};
 }
 
-// Lane i finds where key `begin` + i lies; -1 from `end` on. All lanes are told by shuffles.
+// Returns in lane i the cache slot of key `begin` + i, or -1 from `end` on. All lanes get it by shuffles.
 __device__ __forceinline__ int slot_of(const Source& from, int begin, int end) {
   const int key = begin + static_cast<int>(threadIdx.x) % 32;
   return key < end ? (from.table[key >> from.shift] << from.shift) + (key & from.mask) : -1;
 }
 
-// Starts copying the rows of keys or values, of which there are `count`; zeros for those that there are not,
-// and behind a head's end. In blocks of 16 and more, 16 rows lie one behind the other.
+// Starts copying `count` rows of keys or values, at most a tile, from `slots` (slot_of). Further rows, and
+// chunks past the end of the head, become zeros. In a cache with blocks of at least 16 tokens, 16 rows are
+// consecutive slots.
 template <int kThreads, int kChunks>
 __device__ __forceinline__ void stage(const Source& from, const char* cache, int slots, int count,
                                       Tile<kChunks>& tile) {
   constexpr int kStride = kThreads / kChunks;
   const int c = static_cast<int>(threadIdx.x) % kChunks, row = static_cast<int>(threadIdx.x) / kChunks;
   const Place first = found_anew(place_of(tile.at(row, c)));
-  const int last = from.inside ? count - row : 0;  // of the thread's rows
+  const int last = from.inside ? count - row : 0;  // the thread's rows from here on become zeros
   if (kStride <= 16 && from.mask >= 15) {
 #pragma unroll
     for (int half = 0; half < kKeys; half += 16) {
@@ -140,8 +147,8 @@ __device__ __forceinline__ void stage(const Source& from, const char* cache, int
   }
 }
 
-// Every thread widens what it has copied itself. Of every 16 dimensions of keys, as in registers, the first
-// of two products with eight takes the first two of every four.
+// Every thread converts what it copied itself. Of every 16 dimensions of keys, the first half of a
+// product's K takes the first two of every four and the second half takes the others, as in `load_queries`.
 template <bool kE5M2, int kThreads, int kChunks>
 __device__ __forceinline__ void widen_keys(Tile<kChunks>& bytes, Tile<2 * kChunks>& tile) {
   for (int i = static_cast<int>(threadIdx.x); i < kKeys * kChunks; i += kThreads) {
@@ -172,7 +179,8 @@ __device__ __forceinline__ void multiply(float (&low)[4], float (&high)[4], cons
   mma_bf16(high, a, second);
 }
 
-// Where the lane's row begins of the matrices of the first 16 keys, and where of the first 16 values.
+// Return the address that the lane passes to load_matrices_at for the first 16 keys, and for the first 16
+// values.
 template <int kChunks>
 __device__ __forceinline__ Place keys_at(Tile<kChunks>& k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -212,8 +220,8 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Tile<kDim / 8>& v, const
   }
 }
 
-// As above, of FP8. A chunk has 16 dimensions, and lane 4g + t gets four neighbours of key g in one word: the
-// dimensions 4t.. of one product, which the queries' lanes hold for it.
+// `score` for FP8. A chunk has 16 dimensions, and lane 4g + t gets dimensions 4t to 4t + 3 of key g in one
+// word. `load_queries` gives it the same dimensions of the queries.
 template <int kDim, bool kE5M2>
 __device__ __forceinline__ void score_bytes(const Queries<kDim>& q, Tile<kDim / 16>& k,
                                             Scores<kKeys / 8>& scores) {
@@ -233,8 +241,8 @@ __device__ __forceinline__ void score_bytes(const Queries<kDim>& q, Tile<kDim / 
   }
 }
 
-// A word has the dimensions 2g, 2g + 1 of the keys 2t and 2t + 1: the even dimensions are a product's
-// columns, and the odd ones another's (`pair_of` knows).
+// `mix` for FP8. A word has dimensions 2g and 2g + 1 of keys 2t and 2t + 1. The even dimensions are the
+// columns of one product, and the odd ones those of another (see `pair_of`).
 template <int kDim, bool kE5M2>
 __device__ __forceinline__ void mix_bytes(Softmax<kDim>& row, Tile<kDim / 16>& v, const Weights& weights) {
   const Place first = values_at(v);
@@ -257,14 +265,15 @@ __device__ __forceinline__ void mix_bytes(Softmax<kDim>& row, Tile<kDim / 16>& v
 
 // --- a block
 
-// FP8: of every 16 dimensions, the first of two products with eight takes the first two of every four.
+// Loads the queries as left operands. With FP8 keys, of every 16 dimensions, the first half of a product's
+// K takes the first two of every four and the second half takes the others.
 template <int kDim, bool kFp8>
 __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine, Queries<kDim>& q) {
   const int lane = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
   for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {  // rows g, g + 8, then both of the second product with eight
+    for (int e = 0; e < 4; ++e) {  // rows g, g + 8 of the first half of K, then of the second
       const int at = 16 * d + (kFp8 ? 4 * lane + e / 2 * 2 : 2 * lane + e / 2 * 8);
       const int64_t head = mine.head[e % 2];
       const auto* from = static_cast<const BF16*>(w.q) + head * w.dim + at;
@@ -273,8 +282,8 @@ __device__ __forceinline__ void load_queries(const Work& w, const WarpRows& mine
   }
 }
 
-// Keys [begin, end), begin a multiple of kKeys; `segment_done(row, segment)` at the end of each segment, with
-// the sums of whole rows.
+// Attends to keys [begin, end), where begin is a multiple of kKeys. At the end of each segment it calls
+// `segment_done(row, segment)`, with row.sum summed over all lanes of a row.
 template <class Format, int kDim, bool kFp8, int kWarps, class F>
 __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const WarpRows& mine,
                                      Shared<kDim, kFp8, kWarps>& shared, int begin, int end,
@@ -299,7 +308,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
   Softmax<kDim> row;
   row.start();
   for (int at = begin, slot = 0; at < end; at += kKeys, slot = (slot + 1) % kStages) {
-    const int left = end - at - kStages * kKeys;  // keys behind those that have come or are coming
+    const int left = end - at - kStages * kKeys;  // keys whose copy has not been started
     const bool visible = kWarps == 1 || at < mine.most, more = left > 0;
     Scores<kKeys / 8> scores = {};
     Weights weights;
@@ -315,7 +324,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
         score<kDim>(q, shared.k[slot], scores);
       }
     }
-    wait_for_warps<kWarps>();  // keys may be copied there again
+    wait_for_warps<kWarps>();  // shared.k[slot] may be overwritten now
     if (more) stage<kThreads>(from, from.k, slots, left, shared.k[slot]);
     copy_commit();
     if (visible) {
@@ -323,7 +332,8 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
       float correction[2];
       if (w.softcap != 0.0f) cap(scores, logits / w.softcap);
       at + kKeys > least ? mask(scores, scale, seen) : scale_all(scores, scale);
-      if (at < mine.most - w.window) mask_before(scores, w.window, seen);  // the last row's begins here
+      if (at < mine.most - w.window)
+        mask_before(scores, w.window, seen);  // the last row's window begins here
       weigh<0>(row, scores, weights, correction);
       rescale(row, correction);
     }
@@ -339,7 +349,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
         mix<kDim>(row, shared.v[slot], weights);
       }
     }
-    wait_for_warps<kWarps>();  // so may values
+    wait_for_warps<kWarps>();  // so may shared.v[slot]
     if (more) stage<kThreads>(from, from.v, slots, left, shared.v[slot]);
     copy_commit();
     slots = slot_of(from, at + (kStages + 1) * kKeys, end);
@@ -351,7 +361,7 @@ __device__ __forceinline__ void walk(const Work& w, const Rows& rows, const Warp
   }
 }
 
-// With parts, blocks share the segments of their rows, else a block takes all of them.
+// With kParts, several blocks share the segments of their rows; else one block handles all of them.
 template <class Format, int kDim, bool kFp8, int kWarps, bool kParts>
 __global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2
                                                : kParts   ? kResident
@@ -362,7 +372,7 @@ __global__ void __launch_bounds__(32 * kWarps, kWarps > 1 ? 2
   const Rows rows = rows_of<kWarpRows * kWarps>(w, static_cast<int>(blockIdx.x));
   if (rows.count == 0 || is_prompt(w, rows)) return;
   const WarpRows mine = warp_rows<kWarpRows>(w, rows);
-  const int first = first_key(w, rows) / kKeys * kKeys;      // the tile's that holds the first key to be seen
+  const int first = first_key(w, rows) / kKeys * kKeys;      // where the first tile that a row sees begins
   const int end = position_of(w, rows, rows.count - 1) + 1;  // keys that the last row sees
   if constexpr (kParts) {
     const Keys keys = keys_of_block(first, end);

@@ -1,5 +1,5 @@
-// Keys and values of a paged cache on their way into shared memory, for attention on tensor cores: where a
-// tile's 16-byte chunks lie, and FP8 widened to BF16.
+// Loads keys and values of a paged cache into shared memory, for attention on tensor cores: where a tile's
+// 16-byte chunks are in the cache, and the conversion of FP8 to BF16.
 #pragma once
 
 #include "cuda/attention.h"
@@ -9,10 +9,10 @@ namespace attention {
 
 struct Paged {
   const char *k, *v;
-  const int* table;
-  int shift, mask;      // of the block size, a power of two
-  int64_t token, head;  // bytes of a token in the cache, of a head
-  int64_t offset;       // of the block's kv head
+  const int* table;     // the sequence's row of block_tables
+  int shift, mask;      // log2 of the cache's block size, and the block size minus 1
+  int64_t token, head;  // bytes of a token, and of a head, in the cache
+  int64_t offset;       // bytes from a token's start to the kv head of this thread block
 };
 
 template <int kBytes>
@@ -30,8 +30,9 @@ __device__ __forceinline__ Paged paged_of(const Work& w, const Rows& rows) {
           head * blockIdx.y};
 }
 
-// f(row, chunk, byte in the cache, whether there is one) for the thread's share of kKeys rows of kChunks
-// chunks, keys [begin, begin + kKeys): there is none from `end` on, nor behind a head's end.
+// Calls f(row, chunk, byte in the cache, valid) for the thread's share of kKeys rows of kChunks chunks,
+// which are keys [begin, begin + kKeys). valid is false for keys from `end` on and for chunks past the end
+// of a head.
 template <int kKeys, int kChunks, int kThreads, class F>
 __device__ __forceinline__ void for_chunks_of(const Paged& paged, int begin, int end, const F& f) {
 #pragma unroll 4
@@ -47,7 +48,7 @@ __device__ __forceinline__ void for_chunks_of(const Paged& paged, int begin, int
   }
 }
 
-// The upper halves of two FP32 numbers: exact where they are BF16 numbers.
+// Returns the upper halves of two FP32 numbers, which are the numbers in BF16 if BF16 can represent them.
 __device__ __forceinline__ uint32_t upper_halves(float low, float high) {
   return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
@@ -58,7 +59,7 @@ __device__ __forceinline__ float high_half(uint32_t halves) {
   return half_to_float(static_cast<uint16_t>(halves >> 16));
 }
 
-// Four FP8 values to four BF16 numbers.
+// Returns four FP8 values as four BF16 numbers.
 template <bool kE5M2>
 __device__ __forceinline__ uint2 widened(uint32_t bytes) {
   uint32_t word[2];
@@ -69,7 +70,7 @@ __device__ __forceinline__ uint2 widened(uint32_t bytes) {
   }
   return {word[0], word[1]};
 }
-// The same, of two rows of two columns: first the first column, then the second.
+// Returns two rows of two FP8 values as BF16 numbers: first the first column, then the second.
 template <bool kE5M2>
 __device__ __forceinline__ uint2 widened_columns(uint32_t bytes) {
   const uint32_t first = decode_pair<kE5M2>(static_cast<uint16_t>(bytes));
@@ -77,7 +78,7 @@ __device__ __forceinline__ uint2 widened_columns(uint32_t bytes) {
   return {upper_halves(low_half(first), low_half(second)), upper_halves(high_half(first), high_half(second))};
 }
 
-// A chunk of FP8 values becomes two of a tile.
+// Converts a chunk of 16 FP8 values into two chunks of a tile.
 template <bool kE5M2, class Tile>
 __device__ __forceinline__ void widen(const uint4& bytes, Tile& tile, int row, int c) {
   const uint2 a = widened<kE5M2>(bytes.x), b = widened<kE5M2>(bytes.y), d = widened<kE5M2>(bytes.z),

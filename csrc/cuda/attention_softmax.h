@@ -1,8 +1,9 @@
-// The softmax of attention on tensor cores, in registers: of scores as a product leaves them, to weights as
-// the next product takes them. A warp has 16 rows. Lane 4g + t has columns 2t, 2t + 1 of every eight, of rows
-// g (elements 0, 1) and g + 8 (2, 3), whether mma made the product or a warp's part of wgmma, so both kernels
-// go through this code in the same order: keys 32 at a time, the softmax afresh in each segment of 128 at
-// absolute positions, a segment's result merged into the row's in order.
+// The softmax of attention on tensor cores, in registers. It turns scores, in the layout of a product's
+// result, into weights, in the layout of the next product's left operand. A warp has 16 rows. Lane 4g + t
+// has columns 2t and 2t + 1 of every eight, in row g (elements 0, 1) and row g + 8 (elements 2, 3). This is
+// the layout both of mma and of a warp's part of wgmma, so both kernels use this code with the same order
+// of operations: 32 keys at a time, a new softmax in each segment of 128 keys at absolute positions, and
+// segments merged in order.
 #pragma once
 
 #include <cmath>
@@ -35,13 +36,14 @@ struct Softmax {
   }
 };
 
-// Of kEights times eight keys.
+// Scores of kEights times eight keys.
 template <int kEights>
 using Scores = float[kEights][4];
-// Of a step's keys, the left operands of two products with 16 keys each.
+// Weights of a step's keys: the left operands of two products with 16 keys each.
 using Weights = uint32_t[kStep / 16][4];
 
-// Scaled; minus infinity where the row may not look. `seen`: keys of the tile that rows g and g + 8 see.
+// Scales the scores, and sets those of keys that a row must not see to minus infinity. seen: how many of
+// the tile's keys, from the first on, rows g and g + 8 see.
 template <int kEights>
 __device__ __forceinline__ void mask(Scores<kEights>& scores, float scale, const int (&seen)[2]) {
   const int column = static_cast<int>(threadIdx.x) % 4 * 2;
@@ -55,7 +57,7 @@ __device__ __forceinline__ void mask(Scores<kEights>& scores, float scale, const
   }
 }
 
-// As `mask` where both rows see every key.
+// As `mask`, if both rows see every key.
 template <int kEights>
 __device__ __forceinline__ void scale_all(Scores<kEights>& scores, float scale) {
 #pragma unroll
@@ -65,7 +67,7 @@ __device__ __forceinline__ void scale_all(Scores<kEights>& scores, float scale) 
   }
 }
 
-// Minus infinity at the keys before the rows' windows.
+// Sets the scores of keys before the rows' windows to minus infinity.
 template <int kEights>
 __device__ __forceinline__ void mask_before(Scores<kEights>& scores, int window, const int (&seen)[2]) {
   const int column = static_cast<int>(threadIdx.x) % 4 * 2;
@@ -78,6 +80,7 @@ __device__ __forceinline__ void mask_before(Scores<kEights>& scores, int window,
   }
 }
 
+// The tanh of a soft cap. `mask` and `scale_all` multiply by the cap.
 template <int kEights>
 __device__ __forceinline__ void cap(Scores<kEights>& scores, float scale) {
 #pragma unroll
@@ -87,7 +90,7 @@ __device__ __forceinline__ void cap(Scores<kEights>& scores, float scale) {
   }
 }
 
-// The value subtracted before the exponential: the maximum, or 0 if nothing was seen.
+// Returns the value to subtract before the exponential: the maximum, or 0 if the row has seen nothing.
 __device__ __forceinline__ float base_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 __device__ __forceinline__ float quad_max(float value) {
@@ -99,8 +102,9 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(kAllLanes, value, 2);
 }
 
-// The scores of a step, eights [kFirst, kFirst + 4), to weights, of whose rounded values the row's sum is;
-// and what the sums of before are to be multiplied by.
+// Turns the scores of a step, eights [kFirst, kFirst + 4), into weights, and adds the rounded weights to
+// row.sum. Sets `correction` to the factors of the sums before this step; row.sum is already multiplied by
+// them.
 template <int kFirst, int kDim, int kEights>
 __device__ __forceinline__ void weigh(Softmax<kDim>& row, const Scores<kEights>& scores, Weights& weights,
                                       float (&correction)[2]) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ void weigh(Softmax<kDim>& row, const Scores<kEights>&
     const float base = base_of(top);
     correction[i] = exp2_of(row.maximum[i] - base);
     row.maximum[i] = top;
-    row.sum[i] = __fmul_rn(row.sum[i], correction[i]);  // rounded by itself, not fused with a sum
+    row.sum[i] = __fmul_rn(row.sum[i], correction[i]);  // rounded, never fused with the addition
 #pragma unroll
     for (int n = 0; n < kStep / 8; ++n) {
       const float* score = scores[kFirst + n] + 2 * i;
@@ -137,15 +141,15 @@ __device__ __forceinline__ void rescale(Softmax<kDim>& row, const float (&correc
 
 // --- rows
 
-// The warp's 16 of the block's rows.
+// The warp's 16 rows of the block.
 struct WarpRows {
   int first;        // in the block
-  int seen[2];      // keys that rows g and g + 8 of the warp see; 0 for a row that is not there
-  int64_t head[2];  // where those rows lie in q and out; -1 for a row that is not there
-  int most;         // keys that any row sees that is multiplied together with these
+  int seen[2];      // keys that rows g and g + 8 of the warp see; 0 for a missing row
+  int64_t head[2];  // where those rows begin in q and out, in heads; -1 for a missing row
+  int most;         // keys that any of the kTogether rows sees
 };
 
-// kTogether: rows that are multiplied together, the warp's or a warpgroup's.
+// kTogether: the rows of one product, which are the warp's or a warpgroup's.
 template <int kTogether>
 __device__ __forceinline__ WarpRows warp_rows(const Work& w, const Rows& rows) {
   WarpRows mine;
@@ -163,10 +167,10 @@ __device__ __forceinline__ WarpRows warp_rows(const Work& w, const Rows& rows) {
 
 // --- segments
 
-// The keys of a block that shares those of its rows with others, `gridDim.z` in all: whole segments, next to
-// each other, so that what it copies need not stop between them. `first` and `end`: of the rows' keys.
+// The keys of one of `gridDim.z` blocks that share the keys [first, end) of their rows: whole consecutive
+// segments, so that a block can copy the next one's keys before a segment ends.
 struct Keys {
-  int begin, end;  // none: begin >= end
+  int begin, end;  // begin >= end: the block has no keys
 };
 __device__ __forceinline__ Keys keys_of_block(int first, int end) {
   const int segment = first / kSegment, blocks = static_cast<int>(gridDim.z);
@@ -175,9 +179,9 @@ __device__ __forceinline__ Keys keys_of_block(int first, int end) {
   return {max(mine * kSegment, first), min((mine + each) * kSegment, end)};
 }
 
-// How a segment is added to what came before it.
+// How a segment is merged into the segments before it.
 struct Merge {
-  float maximum, before, segment;  // the new maximum; weights of the old sums and of the segment's
+  float maximum, before, segment;  // the new maximum; factors of the earlier sums and of the segment's
 };
 __device__ __forceinline__ Merge merge_of(float maximum, float segment) {
   const float now = fmaxf(maximum, segment), base = base_of(now);
@@ -187,18 +191,19 @@ __device__ __forceinline__ float merged(const Merge& m, float before, float segm
   return fmaf(segment, m.segment, __fmul_rn(before, m.before));
 }
 
-// A head's sink is one more segment: a key of weight 1 without a value.
+// A head's sink is merged as one more segment: a key with the sink's logit and no value. Returns the new
+// sum and the factor of the values.
 struct Sunk {
   float sum, value_weight;
 };
 __device__ __forceinline__ Sunk with_sink(const Work& w, int64_t head, float maximum, float sum) {
   if (w.sinks == nullptr) return {sum, 1.0f};
   const Merge m =
-      merge_of(maximum, __fmul_rn(w.sinks[head % w.heads], kLog2E));  // not fused with a difference
+      merge_of(maximum, __fmul_rn(w.sinks[head % w.heads], kLog2E));  // never fused with a subtraction
   return {merged(m, sum, 1.0f), m.before};
 }
 
-// The next segment's part joins the total.
+// Merges the next segment's part into the total.
 template <int kDim>
 __device__ __forceinline__ void join(Softmax<kDim>& total, const Softmax<kDim>& part) {
 #pragma unroll
@@ -220,8 +225,8 @@ struct Pair {
   int dim;
   float low, high;
 };
-// The lane's n-th pair of row i. `kEvenOdd`: of every 16 columns, the first eight are the even dimensions and
-// the others the odd ones (attention_mma.cu).
+// Returns the lane's n-th pair of row g (i = 0) or g + 8 (i = 1). `kEvenOdd`: of every 16 columns, the
+// first eight are the even dimensions and the others the odd ones (attention_mma.cu).
 template <bool kEvenOdd, int kDim>
 __device__ __forceinline__ Pair pair_of(const Sums<kDim>& values, int n, int i) {
   const int lane = static_cast<int>(threadIdx.x) % 4, even = n / 2 * 2, element = 2 * i + n % 2;
@@ -230,6 +235,7 @@ __device__ __forceinline__ Pair pair_of(const Sums<kDim>& values, int n, int i) 
   return {8 * n + 2 * lane, values[n][2 * i], values[n][2 * i + 1]};
 }
 
+// Divides by the sums and stores the rows to `out`.
 template <bool kEvenOdd = false, int kDim>
 __device__ __forceinline__ void store_rows(const Work& w, const WarpRows& mine, const Softmax<kDim>& total) {
   const float scale = factor(w.v_scale);
@@ -249,7 +255,7 @@ __device__ __forceinline__ void store_rows(const Work& w, const WarpRows& mine, 
   }
 }
 
-// One segment, for merge_parts.
+// Stores the result of one segment for merge_parts.
 template <bool kEvenOdd = false, int kDim>
 __device__ __forceinline__ void store_part(const Work& w, const WarpRows& mine, int segment,
                                            const Softmax<kDim>& part) {

@@ -1,14 +1,16 @@
 // paged_attention on tensor cores, for BF16 queries over BF16 or FP8 caches and heads of up to 128
-// dimensions: which kernel has which rows, and how the parts of their segments become one.
+// dimensions: which kernel handles which rows, and how the parts of segments are merged.
 //
-// On Hopper, a sequence with at least 64 rows (tokens times the heads of a group) in a call is a prompt,
-// whose rows warpgroups take (attention_wgmma.cu); all other rows are for warps (attention_mma.cu). Both
-// kernels do the same operations in the same order, so without a difference between the instructions their
-// bits are the same. Whether the chip's differ is not documented: so who takes a sequence depends on its own
-// rows alone, never on those of others in the call. A call with as many tokens as sequences is decoding,
-// and launches no kernel for prompts. One with fewer tokens is padded with empty sequences.
+// On Hopper, a sequence with several tokens and at least 64 rows (tokens times the heads of a group) in a
+// call is a prompt, which warpgroups handle (attention_wgmma.cu). Warps handle all other sequences
+// (attention_mma.cu). Both kernels do the same operations in the same order, so their results are equal to
+// the bit if mma and wgmma round alike. NVIDIA does not document whether they do, so the choice of the
+// kernel depends on the rows of the sequence alone, never on those of others in the call. A call with as
+// many tokens as sequences is decoding and launches no kernel for prompts. In a call with fewer tokens some
+// sequences are empty padding.
 //
-// With few rows blocks share their segments, and `merge_parts` merges what both kernels have left.
+// If there are few rows, several blocks share their segments, and `merge_parts` merges the parts that both
+// kernels stored.
 #include <climits>
 
 #include "cuda/attention_softmax.h"
@@ -23,13 +25,13 @@ namespace attention {
 namespace {
 
 constexpr int kMergeThreads = 128;
-constexpr int kAhead = 32;  // segments whose values are loaded while their weights are found
+constexpr int kAhead = 32;  // segments whose values are loaded while their weights are computed
 constexpr int kPromptRows = 64;
-constexpr int kEnough = 4;  // blocks of one warp a multiprocessor: with as many, one block does all segments
-constexpr int64_t kMostParts = int64_t{128} << 20;  // of parts; with more bytes, one block does all
+constexpr int kEnough = 4;  // one-warp blocks per multiprocessor; with as many, none shares its segments
+constexpr int64_t kMostParts = int64_t{128} << 20;  // bytes of parts; with more, none shares its segments
 
-// A block merges the segments of one token of one head, in order: their weights first, side by side, then the
-// values, whose loads wait neither for the weights nor for each other.
+// A block merges the segments of one token of one head, in order. It computes the weights of the segments
+// in parallel, and then adds up the values, whose loads wait neither for the weights nor for each other.
 __global__ void __launch_bounds__(kMergeThreads) merge_parts(const __grid_constant__ Work w) {
   after_earlier_kernels();
   __shared__ float maxima[kMergeThreads], sums[kMergeThreads], before[kMergeThreads], weight[kMergeThreads];
@@ -89,7 +91,7 @@ bool fits(const Call& call) {
          aligned(w.q, 4);
 }
 
-// Whether some sequence may be a prompt, as far as the host knows.
+// Returns whether some sequence may be a prompt, as far as the host knows.
 bool may_have_prompts(const Call& call, const OnDevice& device) {
   const Work& w = call.work;
   const int64_t rows = call.tokens * w.group;
@@ -97,7 +99,7 @@ bool may_have_prompts(const Call& call, const OnDevice& device) {
          gemm_switches.on(GemmKernel::attention_wgmma) && device.capability() == 90;
 }
 
-// One warp a block if a sequence has as many rows on average, and where longer ones are prompts.
+// Blocks have one warp if sequences have at most 16 rows on average, or if longer sequences are prompts.
 MmaGrid mma_grid(const Call& call, bool prompts) {
   const Work& w = call.work;
   const bool few = call.tokens * w.group <= int64_t{kWarpRows} * w.sequences;
@@ -105,7 +107,8 @@ MmaGrid mma_grid(const Call& call, bool prompts) {
   return {warps, tiles_of(w, call.tokens, kWarpRows * warps), 1};
 }
 
-// Whether blocks are to share the segments of their rows, for `blocks` would not fill the device.
+// Returns whether several blocks share the segments of their rows, because `blocks` would not fill the
+// device.
 bool is_apart(const Call& call, int64_t blocks, int64_t enough) {
   const Work& w = call.work;
   const int64_t bytes = int64_t{4} * w.segments * call.tokens * w.heads * (w.dim + 2);
@@ -133,8 +136,8 @@ bool attend_on_tensor_cores(const Call& asked, const OnDevice& device, const Ten
   std::optional<Tensor> parts;
   if (apart) {
     parts = make_parts(w, call.tokens, allocator);
-    // As many as are resident at once: more would wait for the others, to begin anew. A sequence has a tile
-    // at least, and the average has no more where there is one warp a block.
+    // As many blocks as are resident at once: further blocks would wait for these and then fill their
+    // pipelines anew. A sequence has at least one tile, and not more on average if blocks have one warp.
     const int64_t tiles = grid.warps == 1 && !prompts ? w.sequences : grid.tiles;
     const int64_t wanted = ceil_over(kResident * device.multiprocessors(), tiles * w.kv_heads);
     grid.each = std::min<int64_t>(w.segments, wanted);

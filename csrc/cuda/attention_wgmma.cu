@@ -1,21 +1,22 @@
-// The rows of prompts (attention_tensor.cu says which) on Hopper's warpgroups: paged_attention for BF16
-// queries over BF16 or FP8 caches and heads of up to 128 dimensions.
+// paged_attention of prompts, which attention_tensor.cu defines, on Hopper's warpgroups, for BF16 queries
+// over BF16 or FP8 caches and heads of up to 128 dimensions.
 //
-// A block has 128 neighbouring rows of a sequence that share a kv head, 64 for each of two warpgroups, whose
-// products (wgmma.h) read queries, keys and values from shared memory: scores are m64n64k16 products of both
-// in shared memory, and weights, rounded to BF16, are the left operand in registers of the products with the
-// values. Keys come 64 at a time, page by page, so that threads copy them asynchronously; the tensor memory
-// accelerator has no way to follow pages. FP8 values are widened to BF16 when they have come.
+// A block has 128 neighbouring rows of a sequence that share a kv head, 64 for each of two warpgroups.
+// Scores are m64n64k16 products (wgmma.h) of queries and keys in shared memory. Weights, rounded to BF16,
+// are the left operand, in registers, of the products with the values in shared memory. Tiles have 64 keys,
+// which threads copy asynchronously from the pages of the cache, because the tensor memory accelerator
+// cannot follow pages. FP8 values are converted to BF16 after they have arrived.
 //
-// A tile is multiplied while the next are copied, and one barrier a tile says both that it is there and that
-// the one before is no longer read. One warpgroup multiplies while the other makes weights. While a
-// warpgroup's first 32 keys are multiplied with their values, it makes the weights of the next 32.
+// A tile is multiplied while the next are copied. One barrier per tile makes sure both that the tile has
+// arrived and that no thread reads the previous one any more. One warpgroup multiplies while the other
+// computes weights. While a warpgroup multiplies its first 32 keys' weights and values, it computes the
+// weights of the next 32 keys.
 //
-// Order. As in attention_mma.cu, by the same code (attention_softmax.h): the softmax goes on by 32 keys,
-// which is why a tile of 64 is weighed and mixed in halves, starts afresh every 128, and products add 16 of K
-// at a time. Tiles begin at multiples of 64, so up to 32 keys before a block's first may be read besides, and
-// a warpgroup goes through all tiles that any of its 64 rows sees: weights of 0 change nothing. Blocks with
-// the longest contexts are first in line.
+// Order of operations. It is that of attention_mma.cu, by the same code (attention_softmax.h): the softmax
+// advances by 32 keys, so a tile of 64 is processed in halves; it starts anew every 128 keys; and products
+// add 16 of K at a time. Tiles begin at multiples of 64, so a block may read up to 32 keys more before its
+// first, and a warpgroup processes all tiles that any of its 64 rows sees. Both change nothing, because the
+// weights are 0. Blocks with the longest contexts are launched first.
 #include "cuda/attention_paging.h"
 #include "cuda/attention_softmax.h"
 #include "cuda/wgmma.h"
@@ -27,19 +28,19 @@ namespace {
 constexpr int kGroupRows = 64, kGroups = 2, kBlockRows = kGroupRows * kGroups;
 constexpr int kThreads = 128 * kGroups;
 constexpr int kKeys = 64;
-constexpr int kLeastSegments = 2;  // of a block, with a context of the most keys that there may be
+constexpr int kLeastSegments = 2;  // per block, for the longest possible context
 static_assert(kKeys == 2 * kStep && kSegment % kKeys == 0);
 
-// [kRows][kDim] BF16 in panels of 64 columns, as wgmma_matrix.h has them.
+// [kRows][kDim] BF16 in panels of 64 columns, as wgmma_matrix.h describes them.
 template <int kRows, int kDim>
 struct alignas(1024) Tile {
   uint4 chunk[kDim / 64 * kRows * 8];
   __device__ __forceinline__ uint4* at(int row, int c) { return &chunk[swizzled_chunk(kRows, row, c)]; }
 };
 
-// Tiles of keys and values by turns: one is multiplied, the next has come or is coming, and into the third
-// the one after that is copied. FP8 is copied beside the tiles: one that it becomes, while the other is
-// multiplied.
+// A ring of tiles of keys and values: one is multiplied, the next has arrived or is arriving, and the one
+// after that is copied into the third. FP8 is copied to buffers of its own and converted into one of two
+// tiles while the other is multiplied.
 template <int kDim, bool kFp8>
 struct Shared {
   static constexpr int kTiles = kFp8 ? 2 : 3;
@@ -50,7 +51,7 @@ struct Shared {
 
 // --- into shared memory
 
-// Starts copying the block's queries; zeros for rows that are not there, and behind a head's end.
+// Starts copying the block's queries, with zeros for missing rows and past the end of a head.
 template <int kDim>
 __device__ __forceinline__ void stage_queries(const Work& w, const Rows& rows, Tile<kBlockRows, kDim>& tile) {
   constexpr int kChunks = kDim / 8;
@@ -62,7 +63,8 @@ __device__ __forceinline__ void stage_queries(const Work& w, const Rows& rows, T
   }
 }
 
-// Starts copying keys [begin, begin + kKeys); zeros from `end` on, and behind a head's end.
+// Starts copying keys and values [begin, begin + kKeys), with zeros from `end` on and past the end of a
+// head.
 template <int kDim, bool kFp8>
 __device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& shared, int slot, int begin,
                                       int end) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void stage(const Paged& paged, Shared<kDim, kFp8>& sh
   });
 }
 
-// Every thread widens what it has copied itself.
+// Every thread converts what it copied itself to BF16.
 template <int kDim, bool kE5M2>
 __device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot) {
   constexpr int kChunks = kDim / 16;
@@ -91,10 +93,10 @@ __device__ __forceinline__ void widen_stage(Shared<kDim, true>& shared, int slot
 
 // --- one tile of keys onto a warpgroup's rows
 
-// What the tiles of a walk have in common. `queries`: where the warpgroup's rows begin in shared memory.
+// The arguments of attend_to_tile that are the same for all tiles.
 struct Walk {
-  uint32_t queries;
-  float logits, scale;  // what scores are multiplied by before a soft cap, and then, for powers of 2
+  uint32_t queries;     // shared-memory address of the warpgroup's rows
+  float logits, scale;  // factors of scores: before a soft cap, and then to exponents of 2
   float softcap;
   int window;
 };
@@ -112,7 +114,8 @@ __device__ __forceinline__ void score(uint32_t queries, uint32_t keys, Scores<kK
   hold(scores);
 }
 
-// Starts adding a step's values, times their weights, to the row's: both stay where they are until `mixed`.
+// Starts adding a step's values, times their weights, to row.values. Neither row.values nor weights may be
+// accessed before `mixed`.
 template <int kDim>
 __device__ __forceinline__ void mix(Softmax<kDim>& row, Weights& weights, uint32_t values) {
   hold(row.values);
@@ -125,6 +128,7 @@ __device__ __forceinline__ void mix(Softmax<kDim>& row, Weights& weights, uint32
   wgmma_commit();
 }
 
+// Waits for `mix`.
 template <int kDim>
 __device__ __forceinline__ void mixed(Softmax<kDim>& row, Weights& weights) {
   wgmma_wait<0>();
@@ -132,7 +136,8 @@ __device__ __forceinline__ void mixed(Softmax<kDim>& row, Weights& weights) {
   hold(weights);
 }
 
-// `seen`: keys of the tile that rows g and g + 8 see; `most`: that any of the warpgroup's rows sees.
+// seen: how many keys from the tile's first on rows g and g + 8 see; most: how many any of the warpgroup's
+// rows sees.
 template <int kDim>
 __device__ __forceinline__ void attend_to_tile(const Walk& walk, Softmax<kDim>& row, uint32_t keys,
                                                uint32_t values, const int (&seen)[2], int most) {
@@ -142,7 +147,7 @@ __device__ __forceinline__ void attend_to_tile(const Walk& walk, Softmax<kDim>& 
   score<kDim>(walk.queries, keys, scores);
   if (walk.softcap != 0.0f) cap(scores, walk.logits / walk.softcap);
   min(seen[0], seen[1]) < kKeys ? mask(scores, walk.scale, seen) : scale_all(scores, walk.scale);
-  if (most > walk.window) mask_before(scores, walk.window, seen);  // the last row's begins here
+  if (most > walk.window) mask_before(scores, walk.window, seen);  // the last row's window begins here
   weigh<0>(row, scores, first, correction);
   rescale(row, correction);
   mix(row, first, values);
@@ -155,8 +160,8 @@ __device__ __forceinline__ void attend_to_tile(const Walk& walk, Softmax<kDim>& 
 
 // --- a block
 
-// Keys [begin, end), begin a multiple of kKeys; `segment_done(row, segment)` at the end of each segment, with
-// the sums of whole rows.
+// Attends to keys [begin, end), where begin is a multiple of kKeys. At the end of each segment it calls
+// `segment_done(row, segment)`, with row.sum summed over all lanes of a row.
 template <class Format, int kDim, bool kFp8, class F>
 __device__ __forceinline__ void go_through(const Work& w, const Rows& rows, const WarpRows& mine,
                                            Shared<kDim, kFp8>& shared, int begin, int end,
@@ -177,7 +182,7 @@ __device__ __forceinline__ void go_through(const Work& w, const Rows& rows, cons
     copy_wait<1>();
     if constexpr (kFp8) widen_stage<kDim, is_e5m2<Format>>(shared, slot);
     fence_async_proxy();
-    __syncthreads();  // the tile is there, and the one before is no longer read
+    __syncthreads();  // the tile has arrived, and no thread reads the previous one any more
     if (at + 2 * kKeys < end) stage(paged, shared, (slot + 2) % kTiles, at + 2 * kKeys, end);
     copy_commit();
     if (at < mine.most) {

@@ -83,7 +83,7 @@ __device__ __forceinline__ float amax_of(const Chunk& x, float seen) {
   for (int i = 0; i < kChunk; ++i) seen = fmaxf(seen, fabsf(x.value[i]));  // fmaxf ignores NaN
   return seen;
 }
-// The same, of the first `count` elements.
+// As above, over the first `count` elements.
 __device__ __forceinline__ float amax_of(const Chunk& x, float seen, int64_t count) {
   if (count >= kChunk) return amax_of(x, seen);
 #pragma unroll
@@ -91,7 +91,8 @@ __device__ __forceinline__ float amax_of(const Chunk& x, float seen, int64_t cou
   return seen;
 }
 
-// The FP8 values of x * scale. The conversion instruction forgets the sign of a NaN; it is put back.
+// Returns the FP8 values of x * scale. The conversion instruction loses the sign of a NaN, so it is
+// restored.
 template <class F>
 __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
   uint16_t pair[4];
@@ -115,7 +116,7 @@ __device__ __forceinline__ uint2 encode_chunk(const Chunk& x, float scale) {
   return {pair[0] | static_cast<uint32_t>(pair[1]) << 16, pair[2] | static_cast<uint32_t>(pair[3]) << 16};
 }
 
-// One value of encode_chunk.
+// As encode_chunk, for one value.
 template <class F>
 __device__ __forceinline__ uint8_t encode_one(float x, float scale) {
   const uint32_t code = encode_pair<is_e5m2<F>>(x * scale, 0.0f) & 0xff;
@@ -136,7 +137,7 @@ __device__ __forceinline__ void store_chunk(uint2 bytes, uint8_t* row, int64_t b
   }
 }
 
-// Eight numbers in high precision, rounded to nearest even.
+// Stores eight numbers in high precision, rounded to nearest even.
 template <bool kAligned, class U>
 __device__ __forceinline__ void store_high(const Chunk& x, U* row, int64_t begin, int64_t n) {
   if constexpr (kAligned) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_high(const Chunk& x, U* row, int64_t begin
   }
 }
 
-// x rounded to T and back.
+// Returns x rounded to T and converted back.
 template <class T>
 __device__ __forceinline__ float rounded(float x) {
   T value;
@@ -169,7 +170,7 @@ __device__ __forceinline__ float rounded(float x) {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// The largest value among groups of kLanes neighbouring lanes, in all of them.
+// Returns, in every lane, the largest value of its group of kLanes neighbouring lanes.
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float value) {
 #pragma unroll
@@ -178,7 +179,7 @@ __device__ __forceinline__ float lanes_max(float value) {
   return value;
 }
 
-// The largest value of a block of up to 1024 threads, in all of them. `memory` holds 32 floats.
+// Returns, in every thread, the largest value of a block of up to 1024 threads. `memory` holds 32 floats.
 __device__ __forceinline__ float block_max(float value, float* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
   value = lanes_max<32>(value);
@@ -187,7 +188,7 @@ __device__ __forceinline__ float block_max(float value, float* memory) {
   return lanes_max<32>(lane < warps ? memory[lane] : 0.0f);
 }
 
-// The sum over a block, in a fixed order, in all threads. `memory` holds 32 floats.
+// Returns, in every thread, the sum over the block, in a fixed order. `memory` holds 32 floats.
 __device__ __forceinline__ float block_sum(float value, float* memory) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
 #pragma unroll
@@ -200,8 +201,8 @@ __device__ __forceinline__ float block_sum(float value, float* memory) {
   return total;
 }
 
-// For values >= 0, whose order is that of their bits.
-__device__ __forceinline__ void raise(float* amax, float value) {
+// Sets *amax to the larger of *amax and value. Both must be >= 0, so that their bits have the same order.
+__device__ __forceinline__ void atomic_max_float(float* amax, float value) {
   atomicMax(reinterpret_cast<int*>(amax), __float_as_int(value));
 }
 

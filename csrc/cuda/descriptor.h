@@ -1,5 +1,6 @@
-// Whether the driver encoded a descriptor of the tensor memory accelerator. CUTLASS zeroes it, asks the
-// driver and, if built without assertions, ignores a failure. An encoded one is never all zeros.
+// Tells whether the driver encoded a descriptor of the tensor memory accelerator. CUTLASS zeroes the
+// descriptor, asks the driver to encode it and, if built without assertions, ignores a failure. An encoded
+// descriptor is never all zeros.
 #pragma once
 
 #include <algorithm>

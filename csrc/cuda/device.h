@@ -1,6 +1,6 @@
 // What kernels and their launches need from CUDA: the few PTX instructions without a C++ form, launches
-// with their error check, and the device an op runs on. tests/cuda/emulator has the same header for a machine
-// without a GPU: kernels contain nothing that is not spelled here or in the C++ part of CUDA.
+// with their error check, and the device an op runs on. tests/cuda/emulator has the same header for a
+// machine without a GPU, so kernels use nothing but this header and the part of CUDA that is C++.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,8 @@ inline void check_cuda(cudaError_t code) {
   }
 }
 
-// Makes a tensor's device the current one for as long as it lives, and names torch's current stream there.
+// Makes a tensor's device the current one as long as this object lives. stream() is torch's current stream
+// on it.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& t) : index_(t.get_device_index()), guard_(index_) {
@@ -44,7 +45,7 @@ class OnDevice {
   }
   Stream stream() const { return stream_; }
   int index() const { return index_; }
-  bool is_capturing() const {  // also where it cannot be told
+  bool is_capturing() const {  // also true if CUDA cannot say
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const bool told = cudaStreamIsCapturing(stream_, &status) == cudaSuccess;
     if (!told) cudaGetLastError();
@@ -98,7 +99,8 @@ void launch(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stre
   check_cuda(cudaGetLastError());
 }
 
-// Of a kernel that calls after_earlier_kernels(): on chips that can, it begins while those before it end.
+// Launches a kernel that calls after_earlier_kernels(). On chips that support it, the kernel may begin
+// while the kernels before it are still running.
 template <class... P, class... A>
 void launch_early(void (*kernel)(P...), dim3 grid, int threads, int shared_bytes, Stream stream,
                   const A&... args) {
@@ -127,9 +129,9 @@ inline void set_zero(void* memory, size_t bytes, Stream stream) {
 
 #ifdef __CUDACC__
 
-// Waits until the kernels that were launched before this one have ended and what they wrote can be read, and
-// allows the next to be launched. Before it a kernel may ask for weights (`prefetch_to_l2`), and neither
-// reads nor writes.
+// Waits until all kernels that were launched before this one have ended and their writes are visible, and
+// allows the next kernel to begin. Before this call a kernel must not write, and must not read what an
+// earlier kernel may write. It may prefetch anything (`prefetch_to_l2`).
 __device__ __forceinline__ void after_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -137,23 +139,24 @@ __device__ __forceinline__ void after_earlier_kernels() {
 #endif
 }
 
-// The line of 128 bytes there will be read: it comes to the second-level cache, in which every kernel sees
-// what others write, so it does not matter whether one writes there until then.
+// Prefetches the 128-byte line at `there` into the L2 cache. All kernels share that cache, so another
+// kernel may still write to the line before it is read.
 __device__ __forceinline__ void prefetch_to_l2(const void* there) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("prefetch.global.L2 [%0];" ::"l"(there));
 #else
-  (void)there;  // it is read at once
+  (void)there;  // no kernel begins early on these chips, so the read follows at once
 #endif
 }
 
-// The block's dynamic shared memory.
+// Returns the block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 
-// Two FP32 to two E4M3 or E5M2 values, low first: nearest even, saturating; NaN becomes 0x7f.
+// Converts two FP32 numbers to two E4M3 or E5M2 values, low first: to nearest even, saturating; NaN becomes
+// 0x7f.
 template <bool kE5M2>
 __device__ __forceinline__ uint16_t encode_pair(float low, float high) {
   uint16_t pair;
@@ -165,7 +168,7 @@ __device__ __forceinline__ uint16_t encode_pair(float low, float high) {
   return pair;
 }
 
-// Two FP8 values to two FP16 numbers, packed in 32 bits: exact.
+// Converts two FP8 values to two FP16 numbers, packed in 32 bits: exact.
 template <bool kE5M2>
 __device__ __forceinline__ uint32_t decode_pair(uint16_t pair) {
   uint32_t halves;
@@ -193,14 +196,14 @@ __device__ __forceinline__ uint16_t float_to_bfloat(float value) {
   return bits;
 }
 
-// True if one of the two is NaN: one instruction for both.
+// Returns whether one of the two is NaN: one instruction for both.
 __device__ __forceinline__ bool either_nan(float a, float b) {
   int answer;
   asm("{ .reg .pred p; setp.nan.f32 p, %1, %2; selp.b32 %0, 1, 0, p; }" : "=r"(answer) : "f"(a), "f"(b));
   return answer != 0;
 }
 
-// 16 bytes that no other thread will want: they pass the first-level cache by.
+// Loads 16 bytes that no other thread will read, without allocating a line in the L1 cache.
 __device__ __forceinline__ uint4 load_once(const uint4* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -209,7 +212,7 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
   return v;
 }
 
-// 16 bytes from global to shared memory, asynchronously; zeros where `valid` is false.
+// Copies 16 bytes from global to shared memory, asynchronously; zeros where `valid` is false.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0)
@@ -221,7 +224,7 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x16-byte matrices; lane i gives the address of row i%8 of matrix i/8.
+// Loads four matrices of 8 rows of 16 bytes; lane i passes the address of row i%8 of matrix i/8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* shared_row) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

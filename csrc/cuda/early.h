@@ -1,10 +1,12 @@
 // Launches that may begin while the kernels before them in the stream still run (programmatic dependent
-// launch): a kernel is there, with its indices computed and its weights on the way, when the values arrive.
+// launch): when its inputs become available, such a kernel is already resident, has computed its indices
+// and has begun to load its weights.
 //
-// What earlier kernels have written is not to be read before after_earlier_kernels() (device.h), nor is
-// anything to be written: every kernel that is launched early calls it, on every way through. Hence the code
-// that runs must be ours for a chip from Hopper on. Code that the driver made of the one for Ada does not
-// wait. Apart from device.h and without CUDA's headers, so that a test runs it without a GPU.
+// Before after_earlier_kernels() (device.h) a kernel must not read what earlier kernels write, and must not
+// write anything. Every kernel that is launched early calls it on every path. Only code that we compile for
+// Hopper and later chips contains the wait: code that the driver compiles from the PTX for Ada does not
+// wait, so its kernels are not launched early. This header does not include CUDA's headers, so that a test
+// can run it without a GPU.
 #pragma once
 
 #include <map>
@@ -15,10 +17,11 @@
 
 namespace fp8serve {
 
-constexpr int kWaitsFrom = 90;  // architecture from which on kernels are compiled with the wait
+constexpr int kWaitsFrom = 90;  // first architecture for which kernels are compiled with the wait
 
-// Which kernels may be launched early, on every device. `Runtime`: device() and virtual_architecture(kernel),
-// for which the code that runs was compiled first (10 * major + minor).
+// Knows which kernels may be launched early on each device. `Runtime` has device(), the current device, and
+// virtual_architecture(kernel), the architecture (10 * major + minor) of the PTX that the running code was
+// compiled from.
 template <class Runtime>
 class EarlyLaunches {
  public:

@@ -1,9 +1,9 @@
-// What stands between two GEMMs of a decoder layer, each in one read and one write: rms_norm_quantize,
-// layer_norm_quantize, silu_mul_quantize, rotary_write_kv, and quantize_transpose for the GEMMs that contract
-// the other dimension.
+// The ops between two GEMMs of a decoder layer, each with one read and one write of its data:
+// rms_norm_quantize, layer_norm_quantize, silu_mul_quantize, rotary_write_kv, and quantize_transpose for
+// GEMMs that contract the other dimension.
 //
-// They round where the separate ops round (an intermediate of a BF16 model is BF16), so that a layer gives
-// the same numbers fused or not; the mean of squares and the exponential may differ by their last bit
+// They round where the separate ops round (an intermediate of a BF16 model is BF16), so a layer gives the
+// same numbers fused or not. The mean of squares and the exponential may differ in their last bit
 // (fp8/ops/elementwise.py).
 #include <torch/csrc/stable/library.h>
 
@@ -22,7 +22,7 @@ constexpr int kThreads = kRowThreads;
 // --- norm
 // -----------------------------------------------------------------------------------------------------------
 
-// A block per row, which it reads twice, the second time from the first-level cache.
+// One block per row. The block reads the row twice, the second time from the L1 cache.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     norm_row(const T* x, int64_t stride, const T* weight, uint8_t* q, int64_t n, float eps,
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kRowThreads)
   __shared__ float memory[2][32];
   const T* from = x + blockIdx.x * stride;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kChunk;
-  const Chunk first_weight = load_chunk<kAligned>(weight, first, n);  // on its way while the row is summed up
+  const Chunk first_weight = load_chunk<kAligned>(weight, first, n);  // loaded while the row is summed up
   const bool counted = blockIdx.x < out.counted_rows(gridDim.x);
   const float scale = *scale_in, factor = row_factor<kAligned>(from, n, eps, memory[0]);
   const auto value = [&](int64_t at) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kRowThreads)
   });
 }
 
-// LayerNorm, as torch computes it: mean, then the deviations' mean square, in FP32 and rounded once.
+// LayerNorm, as torch computes it: the mean, then the mean square of the deviations, in FP32, rounded once.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_row(const T* x, int64_t stride, const T* weight, const T* bias, uint8_t* q, int64_t n,
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kThreads)
 // --- cast and transpose
 // -------------------------------------------------------------------------------------------------
 
-// A block casts 128 x 128 and writes it twice: as it lies, and from shared memory the other way.
+// A block casts 128 x 128 elements and writes them twice: as they are, and transposed through shared
+// memory.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     cast_transpose(const T* x, uint8_t* q, uint8_t* q_t, int64_t rows, int64_t cols, const float* scale_in,
@@ -147,12 +148,13 @@ __global__ void __launch_bounds__(kThreads)
     square.at<uint2>(line, column) = bytes;
     if (row < rows) store_chunk<kAligned>(bytes, q + row * cols, c0 + column, cols);
   }
-  seen = block_max(seen, memory);  // also: the square is whole
+  seen = block_max(seen, memory);  // its barrier also makes the square complete
   if (threadIdx.x == 0) report_amax(out, seen);
   square.store_turned(q_t, r0, c0, rows, cols);
 }
 
-// After a cast: the amax raises a history's staging slot, if one is given, and the scale's inverse is made.
+// Runs after a cast: raises the history's staging slot to the amax, if there is a history, and computes the
+// inverse of the scale.
 __global__ void record(const float* amax, const float* scale, float* staged, float* scale_inv,
                        bool infinity_is_nan) {
   after_earlier_kernels();
@@ -168,7 +170,7 @@ struct Rotary {
   const void *cos, *sin;  // [tokens, dim]
   void *out, *k_cache, *v_cache;
   const float *k_scale, *v_scale;  // null for 1
-  const int64_t* slots;
+  const int64_t* slots;            // [tokens]; tokens with slots outside of [0, capacity) are not cached
   int64_t capacity;
   int dim;
 
@@ -177,7 +179,7 @@ struct Rotary {
 };
 constexpr int kRotaryThreads = 128;
 
-// Writes eight pairs of a head at `head`, its first element in the cache.
+// Writes eight pairs of a head to the cache. head: where the head begins there, in elements.
 template <class U, bool kFp8, bool kAligned>
 __device__ __forceinline__ void write_cache(const Pairs& x, void* cache, int64_t head, int64_t begin,
                                             int64_t half, const float* scale_in) {
@@ -191,7 +193,8 @@ __device__ __forceinline__ void write_cache(const Pairs& x, void* cache, int64_t
   }
 }
 
-// A thread has eight pairs of a head of a token: first the heads of q, then those of k, then those of v.
+// A thread handles eight pairs of a head of a token. Heads are numbered: those of q, then those of k, then
+// those of v.
 template <class T, class U, bool kFp8, bool kAligned>
 __global__ void __launch_bounds__(kRotaryThreads) rotate_and_write(const __grid_constant__ Rotary r) {
   after_earlier_kernels();

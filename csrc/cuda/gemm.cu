@@ -296,14 +296,14 @@ std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, 
   check.rank("b", b, 2);
   const OnDevice here(a);
   Tensor amax = empty(a, {}, ScalarType::Float);
-  const Room room = a.size(0) == 0 || b.size(0) == 0 ? Room{} : room_of(here, a);
-  if (room.maxima == nullptr) set_zero(amax.data_ptr(), sizeof(float), here.stream());
+  const AmaxScratch scratch = a.size(0) == 0 || b.size(0) == 0 ? AmaxScratch{} : amax_scratch_of(here, a);
+  if (scratch.maxima == nullptr) set_zero(amax.data_ptr(), sizeof(float), here.stream());
   bool done = true;
   Tensor q = with_gemm(check, {a, b, a_scale, b_scale, bias}, out_dtype,
                        [&](Gemm g, const OnDevice& device, const Product& p) {
                          g.out_scale = data<const float>(out_scale);
                          g.amax = data<float>(amax);
-                         g.room = room;
+                         g.scratch = scratch;
                          g.out_e5m2 = out_dtype == ScalarType::Float8_e5m2;
                          done = run(g, device, p);
                        });

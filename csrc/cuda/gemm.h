@@ -51,7 +51,7 @@ struct Gemm {
   const void* residual = nullptr;    // [m, n] of out_type, or null: for the skinny kernel alone
   const float* out_scale = nullptr;  // set: out holds FP8, and out_type says nothing
   float* amax = nullptr;             // with out_scale: receives the largest |value|
-  Room room = {};                    // where that is brought together; without: in *amax, which holds 0
+  AmaxScratch scratch = {};          // where that is brought together; without: in *amax, which holds 0
   bool out_e5m2 = false;
   bool stored = false;  // the kernel before does not write b: the skinny kernel reads it while that one runs
 };
@@ -92,7 +92,8 @@ __device__ __forceinline__ void report_amax(const Gemm& g, float seen) {
   if (g.amax == nullptr) return;
   seen = lanes_max<32>(seen);
   if (threadIdx.x % 32 != 0) return;
-  g.room.maxima == nullptr ? raise(g.amax, seen) : bring(g.room, g.amax, seen, gridDim.x * kReportingWarps);
+  g.scratch.maxima == nullptr ? atomic_max_float(g.amax, seen)
+                              : combine_amax(g.scratch, g.amax, seen, gridDim.x * kReportingWarps);
 }
 
 constexpr int kSkinnyRows = 64;

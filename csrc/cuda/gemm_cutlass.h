@@ -102,7 +102,7 @@ struct ToFp8 {
 
     CUTLASS_DEVICE void end() {  // of a tile
       seen = lanes_max<32>(seen);
-      if (threadIdx.x % 32 == 0) raise(params.amax, seen);
+      if (threadIdx.x % 32 == 0) atomic_max_float(params.amax, seen);
       seen = 0.0f;
     }
   };

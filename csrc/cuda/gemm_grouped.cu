@@ -244,8 +244,8 @@ Tensor grouped_wgrad(const Tensor& a_in, const Tensor& b_in, const Tensor& a_sca
 
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax, const Room room,
-             const __grid_constant__ Grouped g) {
+    cast_row(const T* x, uint8_t* q, int64_t cols, const float* scales, float* amax,
+             const AmaxScratch scratch, const __grid_constant__ Grouped g) {
   after_earlier_kernels();
   __shared__ float memory[32];
   __shared__ bool last;
@@ -260,15 +260,15 @@ __global__ void __launch_bounds__(kThreads)
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), to, at, cols);
   }
   seen = block_max(seen, memory);
-  if (room.maxima == nullptr) {
-    if (threadIdx.x == 0) raise(amax + expert, seen);
+  if (scratch.maxima == nullptr) {
+    if (threadIdx.x == 0) atomic_max_float(amax + expert, seen);
     return;
   }
-  if (threadIdx.x == 0) raise(room.maxima + expert, seen), last = is_last(room, gridDim.x);
+  if (threadIdx.x == 0) atomic_max_float(scratch.maxima + expert, seen), last = is_last(scratch, gridDim.x);
   __syncthreads();
   if (!last) return;
   for (int e = static_cast<int>(threadIdx.x); e < g.experts; e += kThreads) {
-    amax[e] = taken_from(room.maxima + e);
+    amax[e] = take_maximum(scratch.maxima + e);
   }
 }
 
@@ -290,8 +290,9 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
   const int64_t cols = x.size(1);
   Tensor q = empty(x, {t.value(), cols}, dtype), amax = empty(x, {count.value()}, ScalarType::Float);
   const bool empty_handed = x.numel() == 0 || count.value() == 0;
-  const Room room = empty_handed || count.value() > kPlaces ? Room{} : room_of(device, x);
-  if (room.maxima == nullptr) {
+  const AmaxScratch scratch =
+      empty_handed || count.value() > kMaxima ? AmaxScratch{} : amax_scratch_of(device, x);
+  if (scratch.maxima == nullptr) {
     set_zero(amax.data_ptr(), sizeof(float) * static_cast<size_t>(count.value()), device.stream());
   }
   if (empty_handed) return {q, amax};
@@ -310,7 +311,7 @@ std::tuple<Tensor, Tensor> grouped_quantize(const Tensor& x_in, const Tensor& sc
       using T = typename decltype(elem)::type;
       launch_early(fast ? cast_row<F, T, true> : cast_row<F, T, false>, static_cast<unsigned>(t.value()),
                    kThreads, 0, device.stream(), data<T>(x), data<uint8_t>(q), cols, data<float>(scale),
-                   data<float>(amax), room, g);
+                   data<float>(amax), scratch, g);
     });
   });
   return {q, amax};

@@ -67,7 +67,7 @@ class CastActivations {
   __device__ __forceinline__ void report_counts() const {
     if (blockIdx.x != 0) return;
     const float seen = lanes_max<32>(amax_);
-    if (threadIdx.x % 32 == 0) raise(from_.out.amax, seen);
+    if (threadIdx.x % 32 == 0) atomic_max_float(from_.out.amax, seen);
     if (is_cut_off<E4M3>(seen * scale_)) add_cut_off(from_.out, num_cut_off_);
   }
 
@@ -327,7 +327,7 @@ struct GatedEnding {
       }
     });
     seen = lanes_max<32>(seen);
-    if (threadIdx.x % 32 == 0) raise(to.out.amax, seen);
+    if (threadIdx.x % 32 == 0) atomic_max_float(to.out.amax, seen);
     add_cut_off(to.out, found);
   }
 };

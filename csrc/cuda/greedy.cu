@@ -1,8 +1,9 @@
-// greedy_tokens: of each row of logits the token with the largest one, the first of equal ones, or -1 if the
-// largest is not finite; in one launch, whatever the type of the logits.
+// greedy_tokens: returns for each row of logits the token with the largest logit, the first of equal ones,
+// or -1 if the largest is not finite. It is one launch for logits of any type.
 //
-// A row has a block. A logit and its token are one number of 64 bits, whose order is that of logits, NaN
-// above all, and among equal logits the reverse order of tokens: so the largest number is found in any order.
+// Each row has one block. A logit and its token are packed into a 64-bit number. The order of these numbers
+// is that of the logits, with NaN above all, and among equal logits the reverse order of the tokens, so
+// their maximum does not depend on the order of the reduction.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/rows.h"
@@ -11,14 +12,14 @@ namespace fp8serve {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr uint32_t kMinusInfinity = 0x007fffff, kInfinity = 0xff800000;  // as ordered()
+constexpr uint32_t kMinusInfinity = 0x007fffff, kInfinity = 0xff800000;  // as ordered() returns them
 
 using Candidate = unsigned long long;  // a logit, and its token
 
-// Bits whose order is that of numbers.
+// Returns bits whose unsigned order is that of the logits.
 __device__ __forceinline__ uint32_t ordered(float logit) {
   if (isnan(logit)) return 0xffffffff;
-  const uint32_t bits = __float_as_uint(logit + 0.0f);  // both zeros are one
+  const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 becomes +0
   return (bits & 0x80000000) != 0 ? ~bits : bits | 0x80000000;
 }
 

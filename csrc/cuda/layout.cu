@@ -1,4 +1,4 @@
-// Transposing and padding FP8 data, one byte an element, and transposing elements of two bytes. Memory-bound:
+// Transposes and pads FP8 data, one byte per element, and transposes elements of two bytes. Memory-bound:
 // every byte is read once and written once.
 #include <torch/csrc/stable/library.h>
 
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kThreads = kSquareThreads;
 
-// from [k, rows] with `pitch` bytes between its rows -> to [rows, padded], zeros from k on. A block takes 128
-// x 128.
+// Transposes `from` [k, rows], whose rows are `pitch` bytes apart, to `to` [rows, padded], with zeros from
+// column k on. A block handles 128 x 128 elements.
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     transpose(const uint8_t* from, int64_t pitch, uint8_t* to, int64_t rows, int64_t k, int64_t padded) {
@@ -45,8 +45,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// from [k, rows] -> to [rows, k], of two bytes an element. A thread turns 8 x 8 in its registers; a warp
-// takes 32 x 64, so it reads whole lines of 128 bytes and writes pieces of 64, and a block 64 x 256.
+// Transposes `from` [k, rows] to `to` [rows, k], with two bytes per element. A thread transposes 8 x 8
+// elements in registers. A warp handles 32 x 64, so it reads whole lines of 128 bytes and writes 64 bytes
+// of a row at once; a block handles 64 x 256.
 constexpr int kEight = 8, kDeep = 64, kBroad = 256;
 
 template <bool kAligned>
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any strides, padding: sizes that are no multiple of 16 are rare, and small. A block takes a row.
+// Copies a matrix with any strides to `to` [rows, padded], with zeros from column k on. Its speed does not
+// matter: sizes that are no multiple of 16 are rare, and small. One block per row.
 __global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t row_stride, int64_t k_stride,
                                                    uint8_t* to, int64_t k, int64_t padded) {
   const int64_t row = blockIdx.x;
@@ -103,7 +105,8 @@ __global__ void __launch_bounds__(kThreads) gather(const uint8_t* from, int64_t 
   }
 }
 
-// q [k, rows] with contiguous rows -> to [rows, padded], k at most padded.
+// Transposes q [k, rows], whose rows are contiguous and `pitch` bytes apart, to `to` [rows, padded]. k is
+// at most padded.
 void launch_transpose(const Tensor& q, const Tensor& to, int64_t rows, int64_t k, int64_t pitch,
                       const OnDevice& device) {
   const int64_t padded = to.size(1);
@@ -114,7 +117,7 @@ void launch_transpose(const Tensor& q, const Tensor& to, int64_t rows, int64_t k
          pitch, data<uint8_t>(to), rows, k, padded);
 }
 
-// Any two strides.
+// Copies a matrix with any two strides to `to`, padded with zeros.
 void launch_gather(const void* from, int64_t row_stride, int64_t k_stride, const Tensor& to, int64_t k,
                    const OnDevice& device) {
   const auto threads = static_cast<int>(std::min<int64_t>(ceil_over(to.size(1), 32) * 32, kThreads));

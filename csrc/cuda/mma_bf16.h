@@ -1,5 +1,5 @@
-// The BF16 counterpart of `mma` in device.h. Its fragments hold the same bytes in the same lanes, k counted
-// in bytes: a kernel written for FP8 multiplies BF16 by taking this instruction instead.
+// The BF16 counterpart of `mma` in device.h. Its fragments hold the same bytes in the same lanes, with k
+// counted in bytes, so a kernel written for FP8 can multiply BF16 with this instruction instead.
 #pragma once
 
 #include "cuda/device.h"

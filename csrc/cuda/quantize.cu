@@ -1,13 +1,14 @@
 // quantize, quantize_current, quantize_rowwise, quantize_block: high precision in, FP8 and its scale out.
 //
-// All are bound by memory: per BF16 element 2 bytes read and 1 written. A given scale, rows (up to 32768
-// columns), 1x128 and 128x128 blocks read the tensor once: a row or a block waits in registers between its
-// amax and its cast. Per-tensor current scaling needs the amax of everything first and reads twice, the
-// second time backwards, so that it begins with what the first pass left in the second-level cache. Nothing
-// comes back to the host: a scale is computed where it is used.
+// All are bound by memory: per BF16 element 2 bytes are read and 1 is written. With a given scale, or
+// scales per row (up to 32768 columns), per 1x128 or per 128x128 block, a kernel reads the tensor once: a
+// row or a block stays in registers between its amax and its cast. Per-tensor current scaling needs the
+// amax of the whole tensor first and reads it twice, the second time backwards, to begin with what the
+// first pass left in the L2 cache. Nothing is copied to the host: each kernel computes a scale where it
+// needs it.
 //
-// Quantized data and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, amax
-// of magnitudes without NaN.
+// Quantized data and scales equal those of fp8/ops/casts.py bit for bit: true divisions, no fast-math, and
+// an amax that ignores NaN.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -24,18 +25,18 @@ constexpr int kBlock = 128;
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;                          // independent loads per thread
 constexpr int kTile = kThreads * kUnroll * kChunk;  // elements a block takes at a time
-constexpr int kSmall = 4 * kTile;                   // up to here one block does it all
+constexpr int kSmall = 4 * kTile;                   // elements; up to here one block casts the whole tensor
 
 // --- one scale for the whole tensor
 // ---------------------------------------------------------------------------
 
-// Counted in 32 bits, as the chunks of rows.h.
+// Tiles are counted in 32 bits, as are the chunks of rows.h.
 __device__ __forceinline__ uint32_t tiles_of(int64_t n) {
   return static_cast<uint32_t>((n + kTile - 1) / kTile);
 }
 
-// f(element offset) for this thread's chunks of one tile; loads of a full tile are issued before the first
-// use.
+// Calls use(chunk, element offset) for this thread's chunks of one tile. The loads of a full tile are
+// issued before the first use.
 template <bool kAligned, class T, class Use>
 __device__ __forceinline__ void for_tile(const T* x, int64_t tile, int64_t n, const Use& use) {
   const int64_t begin = tile * kTile + static_cast<int64_t>(threadIdx.x) * kChunk;
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = scale_for(*amax, F::max(), power_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = inverse_of(scale, *amax, infinity_is_nan);
   const uint32_t tiles = tiles_of(n);
-  for (uint32_t done = blockIdx.x; done < tiles; done += gridDim.x) {  // the last first: it was read last
+  for (uint32_t done = blockIdx.x; done < tiles; done += gridDim.x) {  // backwards: L2 has the last tiles
     for_tile<kAligned>(x, tiles - 1 - done, n, [&](const Chunk& chunk, int64_t at) {
       store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
     });
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 // --- one scale per row
 // ----------------------------------------------------------------------------------------
 
-// A block per row, which stays in registers: kChunks per thread.
+// One block per row. The row stays in registers, kChunks chunks per thread.
 template <class F, class T, bool kAligned, int kChunks>
 __global__ void __launch_bounds__(1024)
     quantize_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2, bool infinity_is_nan) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Rows too long for registers: read twice.
+// Rows that are too long for registers are read twice.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(1024)
     quantize_long_row(const T* x, uint8_t* q, int64_t cols, float* scale_inv, bool power_2,
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(1024)
 // --- one scale per block
 // --------------------------------------------------------------------------------------
 
-// 16 lanes take a segment of 128 columns; each thread works on kUnroll segments at once.
+// 16 lanes handle a segment of 128 columns; each thread works on kUnroll segments at once.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_segments(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2,
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block per 128 x 128 square, which stays in registers: 8 chunks per thread.
+// One block per 128 x 128 square. The square stays in registers, 8 chunks per thread.
 template <class F, class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_square(const T* x, uint8_t* q, int64_t rows, int64_t cols, float* scale_inv, bool power_2,
@@ -241,8 +242,8 @@ void with_types(ScalarType format, const Tensor& x, int64_t cols, const F& f) {
   });
 }
 
-// Blocks for a pass over n elements: one for small tensors, else a few times what is resident at once, so
-// that they do not all read, and then all write, at the same time.
+// Returns the number of blocks for a pass over n elements: one for small tensors, else several times as
+// many as are resident at once, so that they do not all read, and then all write, at the same time.
 int blocks_for(int64_t n, const OnDevice& device) {
   if (n <= kSmall) return 1;
   return static_cast<int>(std::min<int64_t>(ceil_over(n, kTile), 32 * device.multiprocessors()));
@@ -281,7 +282,7 @@ Pair quantize_current(const Tensor& x_in, ScalarType dtype, bool power_2, bool i
   return {q, scale_inv};
 }
 
-// Threads of a block that shares a row of `chunks`, kChunks each.
+// Returns the threads of a block for a row of `chunks` chunks, `each` per thread.
 int row_threads(int64_t chunks, int each) {
   return static_cast<int>(std::clamp<int64_t>(ceil_over(ceil_over(chunks, each), 32) * 32, 32, 1024));
 }

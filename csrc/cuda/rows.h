@@ -1,5 +1,6 @@
-// Matrices as rows, and what norms share: the fused ops (elementwise.cu) and the plain ones (activations.cu)
-// go through the same code, so that a model gives the same bits whichever of them runs it.
+// Matrices as rows, and the arithmetic of norms, gated activations and rotary embeddings. The fused ops
+// (elementwise.cu) and the plain ones (activations.cu) share this code, so a model gives the same bits with
+// either.
 #pragma once
 
 #include "cuda/cast.h"
@@ -8,7 +9,7 @@ namespace fp8serve {
 
 // A matrix whose rows are contiguous: [count, width] with `stride` elements from row to row.
 struct Rows {
-  Tensor held;
+  Tensor held;  // the matrix, or a contiguous copy
   int64_t count, width, stride;
 };
 
@@ -17,7 +18,7 @@ inline Rows rows_of(const Tensor& x) {
   const Tensor held = usable ? x : dense(x);
   return {held, held.size(0), held.size(1), std::max<int64_t>(held.stride(0), held.size(1))};
 }
-// The same as a kernel's argument.
+// Rows as an argument of a kernel.
 template <class T>
 struct Matrix {
   const T* at;
@@ -40,7 +41,7 @@ struct Heads {
   int count;
 };
 struct HeadsOf {
-  Tensor held;
+  Tensor held;  // the tensor, or a contiguous copy
   Heads heads;
   explicit HeadsOf(const Tensor& x) : held(usable(x) ? x : dense(x)) {
     heads = {held.data_ptr(), held.stride(0), static_cast<int>(held.size(1))};
@@ -48,7 +49,7 @@ struct HeadsOf {
   static bool usable(const Tensor& x) { return x.stride(2) == 1 && x.stride(1) == x.size(2); }
 };
 
-// Calls f(Type<Format>, Type<Element>, bool_constant).
+// Calls f(Type<format>, Type<element>, bool_constant<fast>).
 template <class F>
 void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
   with_format(format, [&](auto fmt) {
@@ -57,7 +58,8 @@ void with_types(ScalarType format, ScalarType element, bool fast, const F& f) {
   });
 }
 
-// Whether eight pairs of a head of `dim` elements can be read at once from these places.
+// Returns whether `heads` and `others` allow a thread to access eight pairs of a head of `dim` elements at
+// once.
 inline bool fast_pairs(int64_t dim, std::initializer_list<Heads> heads,
                        std::initializer_list<const void*> others) {
   bool fast = dim % (2 * kChunk) == 0;
@@ -66,28 +68,31 @@ inline bool fast_pairs(int64_t dim, std::initializer_list<Heads> heads,
   return fast;
 }
 
-// Threads that share a row of n: a warp for the heads of a QK norm, else a block. The order of a norm's sum
-// depends on it, so the ops ask here and not for themselves.
+// Returns how many threads share a row of n elements: a warp for the heads of a QK norm, else a block. The
+// order of a norm's sum depends on this number, so all ops use this function.
 constexpr int kRowThreads = 256;
 inline int row_threads(int64_t n) { return n <= 512 ? 32 : kRowThreads; }
 
-// Blocks that go over all chunks of a matrix: at most what is resident at once.
+// Returns the number of blocks that loop over all chunks of a matrix: at most as many as are resident at
+// once.
 inline unsigned blocks_for(const Rows& rows, const OnDevice& device) {
   const int64_t chunks = rows.count * ceil_over(rows.width, kChunk);
   return static_cast<unsigned>(
       std::min<int64_t>(ceil_over(chunks, kRowThreads), 8 * device.multiprocessors()));
 }
 
-// f(chunk's first element) for the chunks of a row that this thread has. They are counted in 32 bits (a row
-// of more would not fit any GPU), because the compiler divides to know how often it can unroll the loop.
+// Calls f(first element of the chunk) for this thread's chunks of a row of n elements. Chunks are counted
+// in 32 bits (a row of more would not fit any GPU), because the compiler unrolls the loop and divides to
+// get the number of iterations.
 template <class F>
 __device__ __forceinline__ void for_chunks(int64_t n, const F& f) {
   const auto chunks = static_cast<uint32_t>((n + kChunk - 1) / kChunk);
   for (uint32_t c = threadIdx.x; c < chunks; c += blockDim.x) f(static_cast<int64_t>(c) * kChunk);
 }
 
-// Pieces that are numbered row by row, `per_row` of them in each, at equal steps. Where a step leads is
-// divided once, in 32 bits: a 64-bit division for each piece would cost more than what is done with it.
+// Walks in equal steps over pieces that are numbered row by row, `per_row` in each row. The constructor
+// divides, once and in 32 bits: a 64-bit division for each piece would cost more than the work on the
+// piece.
 class Steps {
  public:
   __device__ __forceinline__ Steps(uint32_t first, uint32_t step, uint32_t per_row)
@@ -108,8 +113,8 @@ class Steps {
   uint32_t column_, down_, across_, per_row_;
 };
 
-// f(row, first element of the chunk) over the chunks of a [rows, n] matrix, by all blocks, of kRowThreads
-// each.
+// Calls f(row, first element of the chunk) for this thread's chunks of a [rows, n] matrix, which all
+// blocks, of kRowThreads threads each, share.
 template <class F>
 __device__ __forceinline__ void for_all_chunks(int64_t rows, int64_t n, const F& f) {
   Steps at(blockIdx.x * kRowThreads + threadIdx.x, gridDim.x * kRowThreads,
@@ -127,7 +132,7 @@ __device__ __forceinline__ float norm_factor(float squares, int64_t n, float eps
   return 1.0f / sqrtf(squares / static_cast<float>(n) + eps);
 }
 
-// 1 / sqrt(mean of squares + eps) of a row that this block has; `memory` holds 32 floats.
+// Returns 1 / sqrt(mean of squares + eps) of the row that this block handles; `memory` holds 32 floats.
 template <bool kAligned, class T>
 __device__ __forceinline__ float row_factor(const T* x, int64_t n, float eps, float* memory) {
   float sum = 0.0f;
@@ -135,7 +140,7 @@ __device__ __forceinline__ float row_factor(const T* x, int64_t n, float eps, fl
   return norm_factor(block_sum(sum, memory), n, eps);
 }
 
-// x * factor, rounded, times the weight, rounded.
+// Returns x * factor, rounded, times the weight, rounded.
 template <class T>
 __device__ __forceinline__ Chunk normed(Chunk x, const Chunk& weight, float factor) {
 #pragma unroll
@@ -145,7 +150,7 @@ __device__ __forceinline__ Chunk normed(Chunk x, const Chunk& weight, float fact
   return x;
 }
 
-// silu(gate), rounded, times up, rounded.
+// Returns silu(gate), rounded, times up, rounded.
 template <class T>
 __device__ __forceinline__ float gated(float gate, float up) {
   return rounded<T>(rounded<T>(gate / (1.0f + expf(-gate))) * up);
@@ -174,12 +179,12 @@ __device__ __forceinline__ GatedGradients gated_gradients(const Chunk& grad, con
   return out;
 }
 
-// Eight pairs of a head, half a head apart, which are rotated together.
+// Eight pairs of a head's elements. The elements of a pair are half a head apart and are rotated together.
 struct Pairs {
   Chunk first, second;
 };
 
-// The pairs [begin, begin + 8) of a head with `half` pairs; zeros past its end.
+// Returns the pairs [begin, begin + 8) of a head with `half` pairs; zeros past its end.
 template <bool kAligned, class T>
 __device__ __forceinline__ Pairs load_pairs(const T* head, int64_t begin, int64_t half) {
   return {load_chunk<kAligned>(head, begin, half), load_chunk<kAligned>(head + half, begin, half)};
@@ -191,8 +196,8 @@ __device__ __forceinline__ void store_pairs(const Pairs& x, T* head, int64_t beg
   store_high<kAligned>(x.second, head + half, begin, half);
 }
 
-// x * cos + rotate(x) * sin, rounded where the expression rounds. Said so, or in FP32, where `rounded` does
-// nothing, the compiler would make one operation of a product and the sum.
+// Returns x * cos + rotate(x) * sin, rounded after each operation. __fmul_rn and __fadd_rn are needed in
+// FP32, where `rounded` does nothing: the compiler would otherwise fuse a product and the sum.
 template <class T>
 __device__ __forceinline__ Pairs rotated(const Pairs& x, const Pairs& cos, const Pairs& sin) {
   const auto turn = [](float along, float across, float by_cos, float by_sin) {

@@ -2,7 +2,7 @@
 // and top_p, what is kept, and the draw. sample.cu says in which order.
 #pragma once
 
-#include "cuda/room.h"
+#include "cuda/amax_scratch.h"
 #include "cuda/sample_search.h"
 
 namespace fp8serve {

@@ -129,7 +129,7 @@ inline void __syncwarp(const Site& site = Site::current()) {
 inline void after_earlier_kernels(const Site& site = Site::current()) {
   emulator::wait_for_earlier_kernels(emulator::obeyed(site));
 }
-inline void expect(const void*) {}
+inline void prefetch_to_l2(const void*) {}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
   const int self = emulator::machine.running % 32;

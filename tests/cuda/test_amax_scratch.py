@@ -51,7 +51,7 @@ def gpu() -> Iterator[emulated.Emulator]:
     kernels_on("emulated")
     gpu = emulated.emulator()
     gpu.be(89, 4, 99 * 1024)
-    gpu.ops.quantize(matrix(0), SCALE, E4M3)  # the stream has its room from here on
+    gpu.ops.quantize(matrix(0), SCALE, E4M3)  # allocates the stream's scratch
     yield gpu
     gpu.capture(False)
 
@@ -74,7 +74,7 @@ def test_nothing_is_set_to_zero_outside_of_a_graph(gpu: emulated.Emulator, case:
 
 
 @pytest.mark.emulator
-def test_more_experts_than_a_room_has_places(gpu: emulated.Emulator) -> None:
+def test_more_experts_than_the_scratch_has_maxima_need_a_memset(gpu: emulated.Emulator) -> None:
     for count, memsets in ((256, 0), (257, 1)):
         gpu.launches()
         found = gpu.ops.grouped_quantize(*experts(count)(0))
