@@ -122,8 +122,7 @@ bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevic
   if (kernel == "mma") return gemm_mma(g, device), true;
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
   if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p, device), true);
-  constexpr std::array kTiles = {"large",   "medium", "small",
-                                 "thin128", "thin64", "thin32"};  // in Tile's order
+  constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // Tile's order
   for (size_t i = 0; i < kTiles.size(); ++i) {
     if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);
   }
@@ -293,7 +292,7 @@ std::string gemm_kernels(const Tensor& here, std::string off) {
 }
 
 // Returns the product times out_scale [], cast to FP8, and the product's amax []. The kernel that multiplies
-// also casts; only if no kernel takes the product, an FP32 product is cast by a second op.
+// also casts. If no kernel takes the product, a second op casts an FP32 product.
 std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                                               const Tensor& b_scale, const std::optional<Tensor>& bias,
                                               const Tensor& out_scale, ScalarType out_dtype) {

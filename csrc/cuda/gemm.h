@@ -36,7 +36,7 @@ struct Scale {
   __device__ __forceinline__ float outer(int row) const {
     return inside() || data == nullptr ? 1.0f : data[row >> shift];
   }
-  // Returns the scale of the rows from `row` on. For a scale per tensor or per row (shift 31 or 0).
+  // Returns the scale of the rows from `row` on. Only for a scale per tensor or per row (shift 31 or 0).
   __device__ __forceinline__ Scale from(int row) const {
     return shift == 0 ? Scale{data + static_cast<int64_t>(row) * max(blocks, 1), shift, blocks} : *this;
   }

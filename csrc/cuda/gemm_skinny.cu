@@ -261,7 +261,7 @@ __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
   return g;
 }
 
-// Sums: the sums of each of a team's warps, in shared memory. PerThread: values of a thread of the first
+// Sums: the sums of a team's warps, in shared memory. PerThread: values of a thread of the first
 // team, one for each of its elements of the block's result, which are kThreads apart.
 template <int kGroups>  // tokens in eights
 using Sums = float[kWarps][8 * kGroups][kRows];

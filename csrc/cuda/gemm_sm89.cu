@@ -8,8 +8,8 @@
 // chips whose tensor cores keep few bits of it. Ada and sm_120 have the FP8 instruction (SASS: QMMA). Hopper
 // and sm_100 convert to FP16 first, exactly, at half the rate or less: there this kernel is the fallback.
 //
-// Products of experts use the same tiles: a block looks up the expert of its tile, and returns if its number
-// belongs to no tile.
+// Products of experts use the same tiles: a block looks up the expert of its tile, and returns if the expert
+// has no such tile.
 #include "cuda/gemm_grouped.h"
 
 namespace fp8serve {

@@ -1,9 +1,9 @@
 // sample: logits become one token each, after temperature, top_k, top_p and min_p.
 //
-// A row of logits is divided into parts, and a block works on each part: as many as the chip runs at once.
-// Six launches read the row. The first finds the largest logit. Two for top_k and two for top_p find the
-// border of the tokens that the filter keeps, and return at once for rows without this filter. The last one
-// adds up the weights of the kept tokens, and the last of a row's blocks to arrive draws the token.
+// A row of logits is divided into parts, with a block for each; the blocks of all rows together fill the
+// chip. Six launches read the row. The first finds the largest logit. Two for top_k and two for top_p find
+// the border of the tokens that the filter keeps, and return at once for rows without this filter. The last
+// one adds up the weights of the kept tokens, and the last of a row's blocks to arrive draws the token.
 //
 // Nothing is sorted. The border of top_k or top_p is a logit and, of the tokens with exactly this logit, how
 // many are kept, in the order of their ids. The filter's first launch counts the tokens in each of 1024 bins

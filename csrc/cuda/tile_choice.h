@@ -15,9 +15,8 @@ constexpr int kThinRows = 128;  // the most rows of activations that thin tiles 
 //
 //   tensor  one scale for each operand
 //   row     one scale for each row of both operands
-//   mixed   one scale for one operand, row scales for the other (joined projections: one scale of the input,
-//   and
-//           one for each row of the weights)
+//   mixed   one scale for one operand, row scales for the other (joined projections: one scale for the input,
+//           row scales for the weights)
 //   block   block scales, which apply inside the sum
 enum class Scales : int8_t { tensor, row, mixed, block };
 

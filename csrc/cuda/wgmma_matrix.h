@@ -5,12 +5,10 @@
 // A tile is stored in panels of 64 columns, each [rows][128 bytes], with 128-byte swizzle: chunk c (16 bytes)
 // of row r is at c ^ r % 8. The dimension K of the sum is either the tile's columns or its rows:
 //
-//   rows of M or N, columns of K (queries, keys): each product takes 16 columns (32 bytes of a panel's row);
-//   the
-//     descriptor's stride is the distance from 8 rows to the next 8, and its leading offset is not used;
-//   rows of K, columns of N (values): each product takes 16 rows; the stride is the distance from 8 rows to
-//   the
-//     next 8, and the leading offset the distance from a panel to the next.
+//   rows of M or N, columns of K (queries, keys): each product takes 16 columns (32 bytes of a panel's row).
+//     The stride is the distance from 8 rows to the next 8; the leading offset is not used.
+//   rows of K, columns of N (values): each product takes 16 rows. The stride is the distance from 8 rows to
+//     the next 8, the leading offset that from a panel to the next.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +19,7 @@ constexpr uint32_t kPanelColumns = 64, kPanelRow = 128;  // BF16 elements, bytes
 constexpr uint32_t kEightRows = 8 * kPanelRow;           // bytes after which the swizzle repeats
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 
-// Returns the descriptor of a matrix that begins at byte `start` of shared memory. `leading`, `stride`:
-// bytes.
+// Returns the descriptor of a matrix that begins at `start` in shared memory. All arguments are bytes.
 constexpr uint64_t matrix_descriptor(uint32_t start, uint32_t leading, uint32_t stride) {
   const auto field = [](uint32_t bytes) { return static_cast<uint64_t>((bytes & 0x3ffff) >> 4); };
   return kSwizzle128 | field(stride) << 32 | field(leading) << 16 | field(start);

@@ -88,8 +88,7 @@ inline std::array<std::array<float, 16>, 2> left_rows(const Product& product, si
       if (product.left == nullptr) {
         const uint32_t row = static_cast<uint32_t>(16 * warp + self / 4) + 8 * r;
         rows[r][k] = bfloat_at(Matrix(product.a, true).at(row, k / 8), k % 8);
-      } else {  // lane t of the quad holds elements 2t, 2t + 1 of the first and of the second eight, of both
-                // rows
+      } else {  // lane t of the quad holds elements 2t and 2t + 1 of both eights, of both rows
         const Thread& owner = lane(self / 4 * 4 + static_cast<int>(k % 8 / 2));
         const uint32_t word = owner.products[group].issued[at].left[r + 2 * (k / 8)];
         rows[r][k] = __uint_as_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
