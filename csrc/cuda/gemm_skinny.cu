@@ -1,9 +1,9 @@
 // Decoding: E4M3 activations of 1..64 rows times E4M3 weights. Bound by reading the weights once.
 //
 // The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
-// activations cost as much as 1. The order of K inside an mma is free as long as both
-// operands agree, so a lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with
-// the same 16 bytes of its activation row. It prefetches them two blocks of K ahead. 8 warps of a block share
+// activations cost as much as 1. The order of K inside an mma is free as long as both operands agree, so a
+// lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with the same 16 bytes of
+// its activation row. It prefetches them two blocks of K ahead. 8 warps of a block share
 // 16 weight rows; each takes every eighth block of 128 of K. If a matrix has few rows, a block has two such
 // teams of warps, which share K, so that a multiprocessor still has enough to read. The sums are added in a
 // fixed order, which depends only on the weight's shape and the chip: a row's result is the same, bit for
@@ -261,8 +261,8 @@ __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
   return g;
 }
 
-// Sums: the sums of a team's warps, in shared memory. PerThread: values of a thread of the first
-// team, one for each of its elements of the block's result, which are kThreads apart.
+// Sums: the sums of a team's warps, in shared memory. PerThread: values of a thread of the first team, one
+// for each of its elements of the block's result, which are kThreads apart.
 template <int kGroups>  // tokens in eights
 using Sums = float[kWarps][8 * kGroups][kRows];
 template <int kGroups, class T = float>
