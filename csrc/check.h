@@ -22,7 +22,8 @@ namespace fp8serve {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A named extent: how an error message speaks of a dimension. An unnamed one is a plain number.
+// The expected extent of a dimension, and its name in error messages. Without a name they show the number
+// alone.
 struct Size {
   const char* name;
   int64_t extent;

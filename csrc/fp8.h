@@ -51,9 +51,9 @@ FP8_INLINE int32_t encode(float x) {
   return sign | (found > kInfinity ? 0x7f : finite);
 }
 
-// Whether a product x * scale is beyond the format's range by more than FP32's roundings: with a scale made
-// for x, the roundings of its inverse and of the product may together end up to four steps above the
-// maximum.
+// Whether a product x * scale exceeds the format's range by more than the rounding of FP32: with a scale
+// computed from x, the roundings of its inverse and of the product may together lead to four FP32 steps above
+// the maximum.
 template <class F>
 FP8_INLINE bool is_cut_off(float product) {
   const int32_t found = std::bit_cast<int32_t>(product) & kMagnitude;
@@ -90,8 +90,9 @@ struct DecodeTable {
 template <class F>
 inline constexpr DecodeTable<F> kDecode{};
 
-// The scale that maps `amax` to the format's maximum (docs/numerics.md): 1 for an amax that is zero or not
-// finite, the largest finite FP32 where the quotient overflows, rounded down to a power of two on request.
+// Returns the scale that maps `amax` to the format's maximum (docs/numerics.md): 1 for an amax that is zero
+// or not finite, the largest finite FP32 where the quotient overflows, rounded down to a power of two on
+// request.
 FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   const int32_t bits = std::bit_cast<int32_t>(amax);
   if (bits <= 0 || bits >= kInfinity) return 1.0f;
@@ -100,17 +101,18 @@ FP8_INLINE float scale_for(float amax, float fp8_max, bool power_2) {
   return std::bit_cast<float>(power_2 ? finite & kInfinity : finite);
 }
 
-// What dequantizes data that were quantized by `scale`. NaN on request where the `amax` that the scale was
-// made of is infinite: a cast saturates, and those who look for values that are not finite must see it.
+// Returns the factor that dequantizes data quantized by `scale`. With `infinity_is_nan` it is NaN if `amax`,
+// from which the scale was computed, is infinite: the cast saturates, but a check for values that are not
+// finite must still find one.
 FP8_INLINE float inverse_of(float scale, float amax, bool infinity_is_nan) {
   const bool hides = infinity_is_nan && std::bit_cast<int32_t>(amax) >= kInfinity;
   return hides ? std::bit_cast<float>(0x7fc00000) : 1.0f / scale;
 }
 
-// sum * a * b, rounded after each product. Where a is far from 1 and b lies on the other side of 1, the
-// first product may leave the range of FP32 though the second would bring it back: then a factor of 2^64 is
-// moved from one to the other, which changes no bit of a result that stays in range. Within 2^-64 to 2^64
-// any a leaves any sum in range.
+// Returns sum * a * b, rounded after each product. If a is far from 1 and b on the other side of 1, the first
+// product may leave the range of FP32 although the second would return to it. Then a factor of 2^64 is moved
+// from one to the other, which changes no bit of a result that stays in range. With an a from 2^-64 to 2^64
+// no sum leaves the range.
 constexpr float kFarUp = 0x1p64f, kFarDown = 0x1p-64f;
 FP8_INLINE float scaled_by(float sum, float a, float b) {
   const bool up = a > kFarUp && b < 1.0f, down = a < kFarDown && b > 1.0f;

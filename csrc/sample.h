@@ -5,7 +5,7 @@
 
 namespace fp8serve {
 
-// `Check`: a Contract, or a device's own.
+// `Check`: Contract (CPU) or DeviceContract.
 template <class Check>
 void check_sample(const Check& check, const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                   const Tensor& top_p, const Tensor& min_p, const Tensor& uniform) {

@@ -5,7 +5,7 @@
 
 namespace fp8serve {
 
-// What is cast: x itself, the RMSNorm of x (`other` is its weight), or silu(x) * other.
+// The values that are cast: x itself, the RMSNorm of x (`other` is its weight), or silu(x) * other.
 enum class Source { plain, norm, gated };
 
 inline Source source_of(const std::optional<Tensor>& other, const std::optional<double>& eps) {
@@ -13,7 +13,7 @@ inline Source source_of(const std::optional<Tensor>& other, const std::optional<
   return eps ? Source::norm : Source::gated;
 }
 
-// `Check`: a Contract, or a device's own.
+// `Check`: Contract (CPU) or DeviceContract.
 template <class Check>
 void check_watched(const Check& check, const Tensor& x, const std::optional<Tensor>& other,
                    const std::optional<double>& eps, const Tensor& scale, const Tensor& seen,

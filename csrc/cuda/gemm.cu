@@ -1,21 +1,26 @@
 // scaled_mm: FP8 [M, K] x FP8 [N, K] -> [M, N] in FP32, BF16 or FP16, any mix of formats and scale
 // granularities; scaled_mm_quantize: the same with FP8 output and its amax.
 //
-// This file holds the contract and asks the kernels in order of speed; gemm.h says which there are. Who
-// answers:
+// This file checks the arguments and tries the kernels (gemm.h) in order of speed:
 //
 //   rows                        Ada, sm_120                 Hopper, sm_100
 //   1..16   (E4M3 x E4M3)       skinny                      skinny
 //   17..64  (E4M3 x E4M3)       skinny                      CUTLASS or skinny, by the table of tiles
 //   more, or E5M2               sm_120: CUTLASS, else mma   CUTLASS, else mma
 //
-// CUTLASS says no to what was not compiled (gemm_sm90.cu ...), to FP16 and E5M2 output, rows of the output
-// that are no multiple of 16 bytes, and pairs of scale granularities that no recipe makes; the mma kernel
-// says yes to everything. The next kernel also answers what CUTLASS itself refuses (block scales on sm_120
-// whose K and N are no multiples of 128) and what the driver cannot describe to the tensor memory
-// accelerator. Where the table of tiles has found it faster, cuBLASLt answers (gemm_torch.h). scaled_mm_by
-// names its kernel instead, for tests and for measuring the table of tiles; gemm_kernels switches kernels
-// off, and when nobody is left the order is cuBLASLt, the reference.
+// The mma kernel takes every product. The CUTLASS kernels do not take
+//
+//   types and tiles that are not compiled (gemm_sm90.cu, gemm_sm100.cu, gemm_sm120.cu), such as FP16 and E5M2
+//     output
+//   rows of the output that are not a multiple of 16 bytes
+//   pairs of scale granularities that no recipe uses
+//   what CUTLASS itself refuses: on sm_120, block scales with K or N not a multiple of 128
+//   operands for which the driver cannot encode a TMA descriptor
+//
+// cuBLASLt multiplies where the table of tiles says that it is faster (gemm_torch.h). scaled_mm_by runs the
+// kernel that the caller names, for tests and for measuring the table of tiles. gemm_kernels switches kernels
+// off; if none of ours is left, cuBLASLt multiplies, and if it is off or does not take the product, the
+// reference.
 #include <torch/csrc/stable/library.h>
 
 #include <array>
@@ -69,7 +74,8 @@ TileChoice looked_up(const Gemm& g, const OnDevice& device) {
   return tile_for(chip, scales_of(g), g.m, g.n, g.k, device.multiprocessors());
 }
 
-// The tile of the table, that of the shape, or another that was compiled for these types.
+// Tries the tile of the table, then that of the shape, then all others. Returns false if none takes the
+// product.
 bool gemm_first_tile(const Gemm& g, TileChoice best, const OnDevice& device, const Tensor& allocator) {
   const int chip = family_of(device.capability());
   const TileChoice by_shape = tile_by_shape(chip, g.m, g.n, device.multiprocessors());
@@ -82,7 +88,7 @@ bool gemm_first_tile(const Gemm& g, TileChoice best, const OnDevice& device, con
 
 bool decoding(const Gemm& g) { return g.m <= kSkinnyRows && !g.a_e5m2 && !g.b_e5m2; }
 
-// False when cuBLASLt is off or does not take this.
+// Returns false if cuBLASLt is off or does not take the product.
 bool gemm_cublaslt_if_on(const Product& p, const OnDevice& device) {
   const auto kernel = cublaslt_for(p);
   if (!kernel || !gemm_switches.on(*kernel)) return false;
@@ -92,15 +98,15 @@ bool gemm_cublaslt_if_on(const Product& p, const OnDevice& device) {
 
 bool skinny_takes(const Gemm& g) { return decoding(g) && gemm_switches.on(GemmKernel::skinny); }
 
-// Without an FP8 warp instruction (Hopper, sm_100) the skinny kernel multiplies in FP16: from 17 rows on it
-// is first only where the table says so.
+// Returns whether the skinny kernel is tried first. Without an FP8 warp instruction (Hopper, sm_100) it
+// multiplies in FP16: from 17 rows on it is first only if the table chooses it.
 bool skinny_is_first(const Gemm& g, const OnDevice& device) {
   if (!skinny_takes(g)) return false;
   const int chip = family_of(device.capability());
   return g.m <= 16 || (chip != 90 && chip != 100) || looked_up(g, device).tile == Tile::skinny;
 }
 
-// False when no kernel that is on takes this.
+// Returns false if no kernel that is on takes the product.
 bool run(const Gemm& g, const OnDevice& device, const Product& p) {
   if (skinny_is_first(g, device)) return gemm_skinny(g, device), true;
   const TileChoice best = looked_up(g, device);
@@ -111,12 +117,12 @@ bool run(const Gemm& g, const OnDevice& device, const Product& p) {
   return gemm_cublaslt_if_on(p, device);
 }
 
-// The kernel of that name, or false.
+// Runs the kernel of that name. Returns false if there is none, or it does not take the product.
 bool run_by(const std::string& kernel, int swizzle, const Gemm& g, const OnDevice& device, const Product& p) {
   if (kernel == "mma") return gemm_mma(g, device), true;
   if (kernel == "skinny") return decoding(g) && (gemm_skinny(g, device), true);
   if (kernel == "cublaslt") return cublaslt_for(p).has_value() && (gemm_cublaslt(p, device), true);
-  constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // as in Tile
+  constexpr std::array kTiles = {"large", "medium", "small", "thin128", "thin64", "thin32"};  // Tile's order
   for (size_t i = 0; i < kTiles.size(); ++i) {
     if (kernel == kTiles[i]) return gemm_cutlass(g, {static_cast<Tile>(i), swizzle}, device, p.out);
   }
@@ -159,8 +165,8 @@ struct Operands {
   const std::optional<Tensor>& bias;
 };
 
-// Checks the operands, makes the output of [M, N] and calls multiply(Gemm, device, Product) unless it is
-// empty.
+// Checks the operands, allocates the output [M, N] and calls multiply(Gemm, device, Product) unless the
+// output is empty. Returns the output.
 template <class Multiply>
 Tensor with_gemm(const DeviceContract& check, const Operands& in, ScalarType out_dtype,
                  const Multiply& multiply) {
@@ -207,7 +213,7 @@ Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
-// Marks b as not written by the launch before, unless it is a copy that this op has made.
+// Marks b as not written by the preceding kernel, unless b is a copy of `weights` that this op has made.
 Gemm with_stored(Gemm g, const Tensor& weights) {
   g.stored = g.b == weights.data_ptr() && gemm_switches.on(GemmKernel::early_weights);
   return g;
@@ -223,8 +229,8 @@ Tensor stored_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const 
                    });
 }
 
-// stored_mm of joined weights of a gate and of up, and the watched cast of silu(gate) * up; in one launch
-// where the skinny kernel multiplies.
+// stored_mm with the joined weights of gate and up, then the watched cast of silu(gate) * up: in one launch
+// if the skinny kernel multiplies.
 Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                        const std::optional<Tensor>& bias, const Tensor& scale, const Tensor& seen,
                        const Tensor& saturated, const std::optional<Tensor>& rows) {
@@ -258,8 +264,8 @@ Tensor stored_gated_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, 
   return q;
 }
 
-// scaled_mm by the kernel of a name, on or off: "skinny", "mma", "cublaslt", or CUTLASS's "large", "medium",
-// "small", "thin128", "thin64", "thin32".
+// scaled_mm by the kernel called `kernel`, even if that is switched off: "skinny", "mma", "cublaslt", or
+// CUTLASS's "large", "medium", "small", "thin128", "thin64", "thin32".
 Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                     const std::optional<Tensor>& bias, ScalarType out_dtype, std::string kernel,
                     int64_t swizzle) {
@@ -273,8 +279,9 @@ Tensor scaled_mm_by(const Tensor& a, const Tensor& b, const Tensor& a_scale, con
                    });
 }
 
-// Which kernels are off, joined by "+"; `off` switches these off and all others on, "" only asks, "none"
-// switches all on. `here` is any tensor on a GPU; it holds for all GPUs of the process.
+// Returns which kernels are off, joined by "+". `off` lists kernels, joined by "+", to be switched off, and
+// all others are switched on; "none" switches all on, and "" changes nothing. `here` is any tensor on a GPU;
+// the switches apply to all GPUs of the process.
 std::string gemm_kernels(const Tensor& here, std::string off) {
   const DeviceContract check("gemm_kernels", here);
   if (!off.empty()) {
@@ -284,7 +291,8 @@ std::string gemm_kernels(const Tensor& here, std::string off) {
   return gemm_switches.off();
 }
 
-// The product times a scale [] as FP8, and the product's amax: one kernel where the sums are made.
+// Returns the product times out_scale [], cast to FP8, and the product's amax []. The kernel that multiplies
+// also casts. If no kernel takes the product, a second op casts an FP32 product.
 std::tuple<Tensor, Tensor> scaled_mm_quantize(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                                               const Tensor& b_scale, const std::optional<Tensor>& bias,
                                               const Tensor& out_scale, ScalarType out_dtype) {
@@ -369,14 +377,15 @@ void add(const Tensor& out, const Tensor& residual, const OnDevice& device) {
   });
 }
 
-// Activations in BF16 that are still to be cast.
+// BF16 activations that the product has to cast.
 struct Uncast {
   const Tensor &x, &scale;
   CastCounters out;
 };
 
-// residual + product, which is rounded to the residual's type before it is added: where the sums are made, if
-// the skinny kernel makes them. With `from`, a is room for what it is to be cast to.
+// Returns residual + product, where the product is rounded to the residual's type before the addition. The
+// skinny kernel adds the residual itself; after any other kernel a second launch adds it. With `from`, in.a
+// is uninitialised: it receives the cast of from->x unless the skinny kernel casts as it loads.
 Tensor product_onto(const DeviceContract& check, const Operands& in, const Tensor& residual_in,
                     const Uncast* from = nullptr) {
   check.rank("a", in.a, 2);
@@ -402,7 +411,7 @@ Tensor scaled_mm_add(const Tensor& a, const Tensor& b, const Tensor& a_scale, co
   return product_onto(DeviceContract("scaled_mm_add", a), {a, b, a_scale, b_scale, bias}, residual);
 }
 
-// quantize_watched(x) and scaled_mm_add, in one launch where the skinny kernel multiplies.
+// quantize_watched(x), then scaled_mm_add: in one launch if the skinny kernel multiplies.
 Tensor watched_mm_add(const Tensor& x_in, const Tensor& scale, const Tensor& seen, const Tensor& saturated,
                       const std::optional<Tensor>& rows, const Tensor& b, const Tensor& scale_inv,
                       const Tensor& b_scale, const std::optional<Tensor>& bias, const Tensor& residual) {
@@ -424,8 +433,8 @@ Tensor watched_mm_add(const Tensor& x_in, const Tensor& scale, const Tensor& see
 }  // namespace
 }  // namespace fp8serve
 
-#ifdef FP8SERVE_ARCHITECTURES  // for doctor, which looks for it in the file: a torch without CUDA cannot load
-                               // it
+// `doctor` searches the library's file for this text, because a torch without CUDA cannot load the library.
+#ifdef FP8SERVE_ARCHITECTURES
 #define FP8SERVE_QUOTED(words) #words
 #define FP8SERVE_TEXT(words) FP8SERVE_QUOTED(words)
 extern "C" __attribute__((visibility("default"), used)) const char fp8serve_cuda_architectures[] =

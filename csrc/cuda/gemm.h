@@ -1,14 +1,17 @@
-// What a GEMM is asked to do, and who can do it.
+// The arguments of a GEMM, and the kernels that compute it:
 //
-//   out[m][n] = (sum over k of a[m][k] b[n][k], block scales inside) * a_scale[m] * b_scale[n] + bias[n]
+//   product[m][n] = (sum over k of a[m][k] b[n][k]) * a_scale[m] * b_scale[n] + bias[n]
 //
-// (the two scales by `scaled_by`, which keeps the first product in range)
-// or residual[m][n] + that, rounded before it is added,
-// and, where FP8 output is wanted, out[m][n] = saturate(that * out_scale), amax = largest |that|.
+// `scaled_by` multiplies by the two scales without leaving FP32's range in between. Block scales apply inside
+// the sum instead, one per 128 of k. The output is one of
 //
-// Kernels: gemm_sm89.cu answers everything on every chip (mma.sync); gemm_skinny.cu answers up to 64 rows
-// (decoding); gemm_sm90/100/120.cu answer what pays there and say no to the rest. gemm.cu asks them in order
-// of speed.
+//   out = product
+//   out = residual + product, where the product is rounded to the output's type before the addition
+//   out = saturate(product * out_scale) in FP8, and amax = max |product|
+//
+// Kernels: gemm_sm89.cu takes every problem on every chip (mma.sync). gemm_skinny.cu takes up to 64 rows
+// (decoding). gemm_sm90.cu, gemm_sm100.cu and gemm_sm120.cu take the cases for which a CUTLASS kernel is
+// compiled and return false for all others. gemm.cu tries the kernels in order of speed.
 #pragma once
 
 #include "cuda/casts.h"
@@ -21,7 +24,7 @@ constexpr int kScaleBlock = 128;
 // scale_inv of any granularity: value(row, block of K) = data[(row >> shift) * blocks + block].
 struct Scale {
   const float* data = nullptr;
-  int shift = 31;  // 31: one for all rows (none has a number that large); 0: per row; 7: per 128 rows
+  int shift = 31;  // 31: one for all rows (row >> 31 is 0); 0: per row; 7: per 128 rows
   int blocks = 0;  // blocks of K per scale row when the scale acts inside the sum; 0: it acts outside
 
   __host__ __device__ bool inside() const { return blocks != 0; }
@@ -33,7 +36,7 @@ struct Scale {
   __device__ __forceinline__ float outer(int row) const {
     return inside() || data == nullptr ? 1.0f : data[row >> shift];
   }
-  // As it is for the rows from `row` on, of a scale per tensor or row.
+  // Returns the scale of the rows from `row` on. Only for a scale per tensor or per row (shift 31 or 0).
   __device__ __forceinline__ Scale from(int row) const {
     return shift == 0 ? Scale{data + static_cast<int64_t>(row) * max(blocks, 1), shift, blocks} : *this;
   }
@@ -48,23 +51,23 @@ struct Gemm {
   const void* bias;  // [n] or null
   Number bias_type, out_type;
   void* out;                         // [m, n]
-  const void* residual = nullptr;    // [m, n] of out_type, or null: for the skinny kernel alone
-  const float* out_scale = nullptr;  // set: out holds FP8, and out_type says nothing
+  const void* residual = nullptr;    // [m, n] of out_type, or null; only the skinny kernel adds it
+  const float* out_scale = nullptr;  // if set, out holds FP8, and out_type is ignored
   float* amax = nullptr;             // with out_scale: receives the largest |value|
   AmaxScratch scratch = {};          // where that is brought together; without: in *amax, which holds 0
   bool out_e5m2 = false;
-  bool stored = false;  // the kernel before does not write b: the skinny kernel reads it while that one runs
+  bool stored = false;  // the preceding kernel does not write b: the skinny kernel may read b while that runs
 };
 
-// Activations that are cast where they are multiplied, and counted there.
+// BF16 activations that the skinny kernel casts to E4M3 as it loads them, and counts in `out`.
 struct ToCast {
   const BF16* x;  // [m, k], rows 16-byte aligned
   const float* scale;
   CastCounters out;
 };
 
-// What becomes of a product whose first half of columns is a gate: silu(gate) * up is cast, and nothing else
-// stored.
+// The output of a product whose columns are a gate and then up: silu(gate) * up, cast to E4M3. The product
+// itself is not stored.
 struct GatedCast {
   uint8_t* q;  // [m, n / 2] E4M3
   const float* scale;
@@ -77,7 +80,7 @@ __device__ __forceinline__ float bias_at(const Gemm& g, int column) {
 __device__ __forceinline__ uint16_t encode_output(const Gemm& g, float low, float high) {
   return g.out_e5m2 ? encode_pair<true>(low, high) : encode_pair<false>(low, high);
 }
-// Stores a value; returns the largest magnitude seen so far.
+// Stores `value` at element `at` of the output. Returns the larger of `seen` and |value|.
 __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, float seen) {
   if (g.out_scale == nullptr) {
     store(value, g.out, at, g.out_type);
@@ -86,7 +89,7 @@ __device__ __forceinline__ float put(const Gemm& g, int64_t at, float value, flo
   }
   return fmaxf(seen, fabsf(value));
 }
-// kReportingWarps warps of every block call this, once.
+// Combines the threads' amax `seen`. kReportingWarps warps of every block call this once.
 constexpr unsigned kReportingWarps = 8;
 __device__ __forceinline__ void report_amax(const Gemm& g, float seen) {
   if (g.amax == nullptr) return;
@@ -100,16 +103,16 @@ constexpr int kSkinnyRows = 64;
 
 void gemm_mma(const Gemm& g, const OnDevice& device);
 void gemm_skinny(const Gemm& g, const OnDevice& device);  // m <= kSkinnyRows
-// In the place of g.a; block scales are refused by the caller.
+// Multiplies the cast of `from` instead of g.a. The caller must not pass block scales.
 void gemm_skinny_casting(const Gemm& g, const ToCast& from, const OnDevice& device);
 
-// In the place of g.out, of BF16: m <= kGatedRows, n is a multiple of 32; block scales are refused by the
-// caller.
+// Writes `to` instead of g.out; gate and up are rounded to BF16. m <= kGatedRows, and n is a multiple of 32.
+// The caller must not pass block scales.
 constexpr int kGatedRows = 16;
 void gemm_skinny_gated(const Gemm& g, const GatedCast& to, const OnDevice& device);
 
-// CUTLASS kernels: false when the problem, or this tile of it, is not theirs. `outside`: scales per tensor or
-// row; `inside`: a per 1x128, b per 1x128 or 128x128.
+// CUTLASS kernels. They return false if no kernel is compiled for the problem and this tile, or CUTLASS
+// refuses it. `outside`: scales per tensor or row; `inside`: a per 1x128, b per 1x128 or 128x128.
 using CutlassKernel = bool(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator);
 CutlassKernel gemm_sm90_outside, gemm_sm90_inside, gemm_sm100_outside, gemm_sm100_inside, gemm_sm120_outside,
     gemm_sm120_inside;

@@ -1,4 +1,5 @@
-// BF16 through the same kernels: a and b hold bytes of BF16, k counts bytes, and there are no scales.
+// BF16 products by the kernels for FP8: a and b hold BF16, k is the number of bytes in a row, and the scales
+// are not used.
 #pragma once
 
 #include "cuda/gemm.h"

@@ -1,14 +1,15 @@
-// One GEMM of the CUTLASS collective builders with our epilogue, for the three architectures that have them.
+// A GEMM of CUTLASS's collective builders with our epilogue, for sm_90, sm_100 and sm_120.
 //
-// The epilogue tree, on FP32 sums, in the order of fp8/ops/gemm.py: (sum * a_scale) * b_scale + bias, rounded
-// once; for FP8 output then the amax and the output's scale. A scale is a number or a vector at run time (a
-// stride that is true or false), so one kernel serves tensor and row scales. Block scales act in the main
-// loop, 128 of K at a time; the kernels for them take a per 1x128 and b per 128x128 or 1x128, as
-// in the block recipe.
+// The epilogue works on FP32 sums, in the order of fp8/ops/gemm.py: (sum * a_scale) * b_scale + bias, rounded
+// once. For FP8 output it then takes the amax, multiplies by the output's scale and casts. Whether a scale is
+// a number or a vector is decided at run time (its stride is false or true), so one kernel serves tensor and
+// row scales. Block scales apply in the main loop, 128 of K at a time; the kernels for them take a scale of a
+// per 1x128 and of b per 128x128 or 1x128, as in the block recipe.
 //
-// gemm_sm90.cu ... name tiles, clusters and schedules, and which of them are worth compiling: a kernel costs
-// the compiler about 5 seconds and a file that has any about 25, so each chip has two files' worth of kernels
-// (scales outside the sum, and inside).
+// gemm_sm90.cu, gemm_sm100.cu and gemm_sm120.cu define tiles, clusters and schedules, and list the
+// combinations that are compiled. Compile time limits their number: a kernel takes about 5 seconds, and a
+// file with any kernel about 25. Each of the three files is therefore compiled only twice: once for tensor
+// and row scales (FP8SERVE_OUTSIDE) and once for block scales.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -36,11 +37,12 @@ namespace fusion = cutlass::epilogue::fusion;
 using e4m3 = cutlass::float_e4m3_t;
 using e5m2 = cutlass::float_e5m2_t;
 using either =
-    cutlass::type_erased_dynamic_float8_t;  // sm_100: the format is in the instruction's descriptor
+    cutlass::type_erased_dynamic_float8_t;  // sm_100: the instruction's descriptor holds the format
 using bf16 = cutlass::bfloat16_t;
 using fp32 = float;
 
-// The root of the tree for FP8 output: amax of what comes in, times the output's scale, as FP8.
+// The root of the epilogue's tree for FP8 output: takes the amax of its input, multiplies the input by the
+// output's scale and casts it to FP8.
 struct ToFp8 {
   struct SharedStorage {};
   struct Arguments {
@@ -100,7 +102,7 @@ struct ToFp8 {
       return cutlass::NumericArrayConverter<e4m3, float, kCount>{}(scaled);
     }
 
-    CUTLASS_DEVICE void end() {  // of a tile
+    CUTLASS_DEVICE void end() {  // CUTLASS calls it at the end of a tile
       seen = lanes_max<32>(seen);
       if (threadIdx.x % 32 == 0) atomic_max_float(params.amax, seen);
       seen = 0.0f;
@@ -113,7 +115,7 @@ struct ToFp8 {
   }
 };
 
-// (sum * a_scale) * b_scale of the tree's three leaves, element by element.
+// (sum * a_scale) * b_scale, element by element; the three arguments are leaves of the tree.
 template <class Values>
 struct ScaledBy {
   CUTLASS_HOST_DEVICE Values operator()(const Values& sum, const Values& a, const Values& b) const {
@@ -124,11 +126,12 @@ struct ScaledBy {
   }
 };
 
-// One pointer (stride, layout) of a single product is an array of them for the products of experts.
+// The type of a pointer, stride or layout argument: T for a single product. For products of experts it is T*,
+// an array with one T for each expert.
 template <class T, bool kGrouped>
 using Each = std::conditional_t<kGrouped, T*, T>;
 
-// `kSwapped`: the kernel's rows are the columns of the output.
+// `kSwapped`: the operands are exchanged, so that the kernel's rows are the columns of the output.
 template <class CtaTile, class Out, bool kGrouped = false, bool kSwapped = false>
 struct Epilogue {
   static constexpr bool kFp8 = std::is_same_v<Out, e4m3>;
@@ -136,7 +139,8 @@ struct Epilogue {
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
   template <class T>
   using Pointer = Each<const T*, kGrouped>;
-  // Along the kernel's rows and columns; the scales of an expert's rows begin at any element.
+  // `Along` broadcasts one scale per row of the kernel's tile, `Across` one per column. The scales of an
+  // expert's rows may begin at any element, so a grouped kernel loads them one at a time instead of four.
   using Along = fusion::Sm90ColBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<bool, _0, _0>,
                                          kGrouped ? 1 : 4>;
   using Across = fusion::Sm90RowBroadcast<0, CtaTile, Each<float, kGrouped>, float, Stride<_0, bool, _0>>;
@@ -151,7 +155,7 @@ struct Epilogue {
   using Fp8Value = fusion::Sm90EVT<ToFp8, Value>;
   using Tree = std::conditional_t<kFp8, Fp8Value, Value>;
 
-  // The stride of a vector or of a number, in the direction in which the leaf is read.
+  // Returns the stride with which a leaf reads its scales: 1 in its direction for a vector, 0 for a number.
   template <class Leaf>
   static auto along(bool is_vector) {
     if constexpr (std::is_same_v<Leaf, Along>) {
@@ -201,7 +205,7 @@ struct Schedules<Config, true> {
 template <class Config>
 inline constexpr bool is_swapped = requires { Config::kSwapped; };
 
-// Who hands out the tiles: CUTLASS's default unless the configuration says otherwise.
+// The tile scheduler: CUTLASS's default (void) unless the configuration has a type `Scheduler`.
 template <class Config>
 struct SchedulerOf {
   using type = void;
@@ -223,7 +227,7 @@ struct Types {
   using RowMajor = Each<cutlass::layout::RowMajor, kGrouped>;
   using ColumnMajor = Each<cutlass::layout::ColumnMajor, kGrouped>;
   static constexpr bool kBlocked = kScaleRowsB != 0;
-  static constexpr int kAlign = 16 / sizeof(Out);  // of a row of the output, in elements
+  static constexpr int kAlign = 16 / sizeof(Out);  // alignment of the output's rows, in elements
   static constexpr bool kSwapped = is_swapped<Config>;
   using OutLayout = std::conditional_t<kSwapped, cutlass::layout::ColumnMajor, RowMajor>;
 
@@ -255,7 +259,7 @@ inline void check(cutlass::Status status) {
   }
 }
 
-// The formats of the operands, where the instruction's descriptor has them.
+// Sets the operands' formats if the instruction's descriptor holds them (sm_100).
 template <class A, class Arguments>
 void name_formats(const Gemm& g, Arguments& args) {
   if constexpr (std::is_same_v<A, either>) {
@@ -264,8 +268,9 @@ void name_formats(const Gemm& g, Arguments& args) {
   }
 }
 
-// Launches unless CUTLASS refuses, or the driver could not describe the operands. `amax`: null, or what the
-// kernel raises.
+// Launches the kernel and returns true. Returns false without a launch if CUTLASS refuses the problem or the
+// driver failed to encode a TMA descriptor. `amax`: null, or [] in FP32, which is set to zero before the
+// launch because the kernel raises it to the amax of the output.
 template <class Adapter>
 bool launch_unless_refused(const typename Adapter::Arguments& args, const OnDevice& device,
                            const Tensor& allocator, float* amax = nullptr) {
@@ -290,7 +295,7 @@ struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
   using Types = Types<Config, A, B, Out, kScaleRowsB, false>;
   using typename Types::Adapter, typename Types::Fusion, typename Types::GemmKernel, typename Types::Scales;
 
-  // Rows and columns as the kernel sees them.
+  // Rows and columns of the kernel's output, which is the transpose of ours if kSwapped.
   static int rows(const Gemm& g) { return Types::kSwapped ? g.n : g.m; }
   static int columns(const Gemm& g) { return Types::kSwapped ? g.m : g.n; }
 
@@ -311,7 +316,7 @@ struct Kernel : Types<Config, A, B, Out, kScaleRowsB, false> {
     return args;
   }
 
-  // See launch_unless_refused.
+  // Returns false without a launch if CUTLASS or the driver refuses the problem (launch_unless_refused).
   static bool run(const Gemm& g, int swizzle, const OnDevice& device, const Tensor& allocator) {
     typename GemmKernel::EpilogueArguments epilogue{};
     epilogue.thread = Fusion::arguments(g);
@@ -335,8 +340,8 @@ bool reads(bool is_e5m2) {
   return std::is_same_v<A, either> || std::is_same_v<A, e5m2> == is_e5m2;
 }
 
-// Whether the operands fit, the tensor memory accelerator can write its output, and the epilogue can read
-// its bias.
+// Returns whether the formats and types are those of this kernel, and operands, output and bias are aligned
+// for TMA and for the epilogue's loads.
 template <class A, class B, class Out>
 bool fits(const Gemm& g) {
   using Bias = typename Epilogue<void, Out>::BiasType;
@@ -355,7 +360,7 @@ inline bool scaled_inside(const Gemm& g, int rows_b) {
          g.b_scale.shift == (rows_b == 128 ? 7 : 0);
 }
 
-// Runs the chosen tile if it is among those compiled for these types.
+// Runs the chosen tile. Returns false if it is not compiled for these types, or does not take the problem.
 template <class A, class B, class Out, int kScaleRowsB, class... Configs>
 bool answer(const Gemm& g, TileChoice choice, const OnDevice& device, const Tensor& allocator) {
   if (!fits<A, B, Out>(g)) return false;

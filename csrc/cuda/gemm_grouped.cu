@@ -1,15 +1,15 @@
-// Products of experts (fp8/ops/grouped.py), of which rows or columns are sorted by expert:
+// Products of experts (fp8/ops/grouped.py). Rows or columns are sorted by expert:
 //
 //   grouped_mm        a [T, K] x b [E, N, K] -> [T, N]           forward, and the gradient of the input
 //   grouped_wgrad     a [N, T] x b [K, T]    -> [E, N, K]        the gradient of the weights
 //   grouped_quantize  x [T, K] by scales [E] -> q [T, K], amax [E]
 //
-// Where each expert ends is never brought to the host: the grid is as large as any division of the T rows
-// needs, and blocks for which there is nothing stop. What the host cannot see it cannot check either:
-// `offsets` that fall or end elsewhere than at T give wrong numbers, but no access outside of the tensors.
+// The host never reads where each expert ends: the grid is large enough for every division of the T rows, and
+// blocks without work return. So the host cannot check `offsets` either: if they decrease or do not end at T,
+// the result is wrong, but no access is outside of the tensors.
 //
-// Who answers grouped_mm: the skinny kernel up to 64 rows of all experts together (E4M3 x E4M3), beyond them
-// CUTLASS on Hopper and sm_100, else the mma kernel. grouped_wgrad: CUTLASS, else mma.
+// Kernels of grouped_mm: the skinny kernel up to 64 rows of all experts together (E4M3 x E4M3); for more rows
+// CUTLASS on Hopper and sm_100, else the mma kernel. Kernels of grouped_wgrad: CUTLASS, else mma.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
@@ -26,10 +26,10 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// --- the columns of grouped_wgrad, so that every expert's begin at a multiple of 16
+// --- padding of grouped_wgrad's columns: every expert's begin at a multiple of 16
 // ---------------------------------------------------------------------------------------------------
 
-// from [rows, total] -> to [rows, stride]; a thread moves 16 columns, of one expert.
+// Copies `from` [rows, total] to `to` [rows, stride]; a thread moves 16 columns of one expert.
 __global__ void __launch_bounds__(kThreads)
     pad_columns(const uint8_t* from, uint8_t* to, int rows, const __grid_constant__ Grouped g) {
   const auto pieces = static_cast<uint32_t>(g.stride / 16);
@@ -57,7 +57,7 @@ Tensor padded_columns(const Tensor& matrix, const Grouped& g, const OnDevice& de
 // --- contract
 // ---------------------------------------------------------------------------------------------------
 
-// A scale_inv of all experts.
+// The scale_inv of one operand, for all experts.
 struct Scales {
   Tensor held;
   Scale scale;  // of the first expert
@@ -69,7 +69,7 @@ Scales whole(const Tensor& scale, int64_t expert) {
   return {held, {.data = data<const float>(held)}, {.expert = expert}};
 }
 
-// [] or [E], or nothing.
+// Returns a scale [] or [E]; nullopt if `scale` has more dimensions.
 std::optional<Scales> one_or_each(const DeviceContract& check, const char* name, const Tensor& scale,
                                   Size count) {
   check.here(name, scale);
@@ -80,7 +80,7 @@ std::optional<Scales> one_or_each(const DeviceContract& check, const char* name,
   return whole(scale, 1);
 }
 
-// Of the rows of all experts: [], [E], [T, 1] or [T, ceil(K / 128)].
+// Returns the scales of a's rows: [], [E], [T, 1] or [T, ceil(K / 128)].
 Scales scales_of_rows(const DeviceContract& check, const Tensor& scale, Size count, Size rows, Size k) {
   if (auto found = one_or_each(check, "a_scale_inv", scale, count)) return *found;
   check.rank("a_scale_inv", scale, 2);
@@ -92,7 +92,8 @@ Scales scales_of_rows(const DeviceContract& check, const Tensor& scale, Size cou
   return {held, {data<const float>(held), 0, across}, {.place = blocks.value()}};
 }
 
-// Of the weights: [E], [E, N, 1], [E, N, ceil(K / 128)] or [E, ceil(N / 128), ceil(K / 128)].
+// Returns the scales of the weights: [], [E], [E, N, 1], [E, N, ceil(K / 128)] or
+// [E, ceil(N / 128), ceil(K / 128)].
 Scales scales_of_weights(const DeviceContract& check, const Tensor& scale, Size count, Size n, Size k) {
   if (auto found = one_or_each(check, "b_scale_inv", scale, count)) return *found;
   check.rank("b_scale_inv", scale, 3);
@@ -107,8 +108,8 @@ Scales scales_of_weights(const DeviceContract& check, const Tensor& scale, Size 
       held, {data<const float>(held), of_rows ? 0 : 7, across}, {.expert = tiles.value() * blocks.value()}};
 }
 
-// Of an operand whose columns are sorted: [], [E], [E, rows, 1], or [rows, blocks] with ceil(columns / 128)
-// blocks for each expert.
+// Returns the scales of an operand whose columns are sorted by expert: [], [E], [E, rows, 1], or [rows,
+// blocks] with ceil(columns / 128) blocks for each expert.
 Scales scales_of_columns(const DeviceContract& check, const char* name, const Tensor& scale, Size count,
                          Size rows) {
   if (auto found = one_or_each(check, name, scale, count)) return *found;

@@ -1,42 +1,44 @@
-// Products of experts: which rows and columns of the operands are whose is read on the device, so that no
-// launch waits for it. grouped_mm cuts the rows of the output by expert, grouped_wgrad the sum.
+// Products of experts. The kernels read on the device which rows or columns belong to which expert, so that
+// no launch waits for the host. grouped_mm divides the rows of the output among the experts, grouped_wgrad
+// the dimension that is summed.
 #pragma once
 
 #include "cuda/gemm_bf16.h"
 
 namespace fp8serve {
 
-// How far an expert's values lie from those of the first: `expert` for each expert before it, `place` for
-// each of its predecessors' rows (grouped_mm) or blocks of columns (grouped_wgrad).
+// The distance, in elements, of an expert's scales from those of the first expert: `expert` for each
+// preceding expert, and `place` for each row (grouped_mm) or block of columns (grouped_wgrad) of preceding
+// experts.
 struct Step {
   int64_t expert = 0, place = 0;
 };
 
-// The problem of each expert, cut out of that of all.
+// The products of all experts; of() returns the problem of one.
 //
-// grouped_mm: `all.m` is the number of rows of all experts. grouped_wgrad (`along_k`): `all.k` is nobody's,
-// and the columns of both operands lie padded: an expert's begin at padded_begin, with zeros up to the next
-// multiple of 16, and are `stride` bytes from row to row.
+// grouped_mm: `all.m` is the number of rows of all experts. grouped_wgrad (`along_k`): the columns of both
+// operands are padded. An expert's columns begin at padded_begin() and are followed by zeros up to the next
+// multiple of 16. `all.k` is the number of all padded columns.
 struct Grouped {
   Gemm all;
   const int32_t* ends;  // where the rows (columns) of each expert end, in device memory
   int experts, total;   // total: rows (columns) of all experts
   Step a_scale, b_scale;
-  int stride;
+  int stride;  // bytes from row to row of both operands
   bool along_k;
 
-  // Whatever the device holds, no more than there is.
+  // Where the rows (columns) of an expert end. Limited to the tensor, because the host cannot check `ends`.
   __device__ __forceinline__ int end(int expert) const { return max(0, min(ends[expert], total)); }
   __device__ __forceinline__ int begin(int expert) const { return expert == 0 ? 0 : end(expert - 1); }
 
-  // Pieces of `size` rows without a list of them: expert e's have the numbers from begin(e) / size + e on,
-  // which are as many as it needs, or more.
+  // Numbers pieces of `size` rows without a list: expert e's pieces have the numbers from begin(e) / size + e
+  // to the first number of the next expert. These are at least as many as e needs.
   __device__ __forceinline__ int first_piece(int expert, int size) const {
     return begin(expert) / size + expert;
   }
   int pieces(int size) const { return total / size + experts; }
   __device__ __forceinline__ int expert_of_piece(int piece, int size) const {
-    int low = 0, high = experts - 1;  // the last expert whose first piece is not beyond
+    int low = 0, high = experts - 1;  // finds the last expert whose first piece is at most `piece`
     while (low < high) {
       const int middle = (low + high + 1) / 2;
       first_piece(middle, size) <= piece ? void(low = middle) : void(high = middle - 1);
@@ -44,7 +46,7 @@ struct Grouped {
     return low;
   }
   __device__ __forceinline__ int expert_of_row(int row) const {
-    int low = 0, high = experts - 1;  // the first expert that ends beyond
+    int low = 0, high = experts - 1;  // finds the first expert that ends after `row`
     while (low < high) {
       const int middle = (low + high) / 2;
       end(middle) > row ? void(high = middle) : void(low = middle + 1);
@@ -95,7 +97,7 @@ void grouped_mma(const Grouped& g, const OnDevice& device);
 // At most kSkinnyRows rows of all experts together, E4M3 x E4M3.
 void grouped_skinny(const Grouped& g, const OnDevice& device);
 
-// CUTLASS kernels: false when the problem is not theirs.
+// CUTLASS kernels. They return false if no kernel is compiled for the problem, or CUTLASS refuses it.
 using GroupedCutlassKernel = bool(const Grouped& g, const OnDevice& device, const Tensor& allocator);
 GroupedCutlassKernel grouped_sm90_outside, grouped_sm90_inside, grouped_sm100_outside, grouped_sm100_inside;
 

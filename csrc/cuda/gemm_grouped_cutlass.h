@@ -1,9 +1,9 @@
-// The products of experts as one grouped GEMM of the CUTLASS collective builders: the same tiles, schedules
-// and epilogue as for one product, with an array of problems for its problem.
+// The products of experts as one grouped GEMM of CUTLASS's collective builders: the same tiles and epilogue
+// as for a single product, and an array of problems instead of one.
 //
-// A launch before it writes that array, on the device, from where each expert ends: nothing waits for the
-// host. An expert without rows has no tiles; in grouped_wgrad its gradient is filled with zeros by a launch
-// of its own.
+// A first launch (`describe`) writes that array on the device, from where each expert ends, so that nothing
+// waits for the host. An expert without rows has no tiles; in grouped_wgrad a launch of `fill_idle` fills its
+// gradient with zeros.
 #pragma once
 
 #include "cuda/gemm_cutlass.h"
@@ -11,7 +11,8 @@
 
 namespace fp8serve::cutlass_gemm {
 
-// What a grouped kernel reads about each expert, array after array in one piece of memory.
+// The arrays that a grouped kernel reads, with an element for each expert, one after the other in one
+// allocation.
 template <class Types>
 struct Problems {
   using Kernel = typename Types::GemmKernel;
@@ -26,7 +27,8 @@ struct Problems {
   typename Types::ScaleLayoutA* a_scale_layout;
   typename Types::ScaleLayoutB* b_scale_layout;
 
-  // The arrays in `memory`; returns the bytes they take, also of no memory.
+  // Places the arrays in `memory` and returns the bytes that they take, which do not depend on `memory` (null
+  // if only they are needed).
   int64_t lay_at(unsigned char* memory, int64_t count) {
     int64_t at = 0;
     const auto place = [&](auto*& array) {
@@ -40,16 +42,16 @@ struct Problems {
   }
 };
 
-constexpr int kDescribing = 128;  // threads
+constexpr int kDescribing = 128;  // threads of a block of `describe`
 
-// Block scales of grouped_wgrad, expert after expert: [rows, blocks of the expert] each. CUTLASS's grouped
-// kernels for Hopper take nothing else: they derive the layout of scales from the problem and ignore
-// layout_SFA, SFB.
+// Block scales of grouped_wgrad, packed as [rows, blocks of the expert], expert after expert. CUTLASS's
+// grouped kernels for Hopper take no other layout: they derive the layout of scales from the problem and
+// ignore layout_SFA and layout_SFB.
 struct PackedScales {
   const float *a = nullptr, *b = nullptr;
 };
 
-// One thread for each of scales [rows, blocks], which lie as grouped_wgrad gets them.
+// Packs the scales [rows, blocks] that grouped_wgrad is given; each thread copies one.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     pack_scales(const __grid_constant__ Grouped all, const float* from, float* to, int rows, int blocks) {
@@ -88,14 +90,14 @@ __global__ void __launch_bounds__(kDescribing)
     using Scales = typename Types::Scales;
     to.a_scale_layout[expert] = Scales::tile_atom_to_shape_SFA(make_shape(g.m, g.n, g.k, 1));
     to.b_scale_layout[expert] = Scales::tile_atom_to_shape_SFB(make_shape(g.m, g.n, g.k, 1));
-    if (packed.a != nullptr && g.k > 0) {  // of(expert) has counted the blocks of the experts before
+    if (packed.a != nullptr && g.k > 0) {  // of(expert) has added the preceding experts' blocks
       to.a_scale[expert] = packed.a + (g.a_scale.data - all.all.a_scale.data) * g.m;
       to.b_scale[expert] = packed.b + (g.b_scale.data - all.all.b_scale.data) * g.n;
     }
   }
 }
 
-// Zeros for experts without columns: 16 bytes a thread.
+// Writes zeros to the outputs of experts without columns, 16 bytes per thread.
 template <int kBytes>  // of an element
 __global__ void __launch_bounds__(256) fill_idle(const __grid_constant__ Grouped all) {
   const Gemm g = all.of(static_cast<int>(blockIdx.y));
@@ -126,7 +128,7 @@ struct GroupedKernel : Types<Config, A, B, Out, kScaleRowsB, true> {
     return args;
   }
 
-  // See launch_unless_refused.
+  // Returns false if CUTLASS or the driver refuses the problem (launch_unless_refused).
   static bool run(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
     Arrays arrays{};
     const Tensor memory = empty(allocator, {arrays.lay_at(nullptr, g.experts)}, ScalarType::Byte);
@@ -156,7 +158,7 @@ struct GroupedKernel : Types<Config, A, B, Out, kScaleRowsB, true> {
     return launch_unless_refused<Adapter>(args, device, allocator);
   }
 
-  // The memory of both operands' scales, which `packed` names.
+  // Packs both operands' scales. Returns their memory and sets `packed` to point into it.
   static Tensor packed_scales(const Grouped& g, const OnDevice& device, const Tensor& allocator,
                               PackedScales& packed) {
     const auto pack = [&](const Scale& scale, int rows, float* to) {
@@ -181,7 +183,8 @@ struct GroupedKernel : Types<Config, A, B, Out, kScaleRowsB, true> {
   }
 };
 
-// Runs a tile of those compiled for these types: `Few` where experts have at most 64 rows on average.
+// Runs one of the two tiles compiled for these types: `Few` if an expert's output has at most 64 rows (on
+// average), else `Many`. Returns false if the kernels do not take the problem.
 template <class A, class B, class Out, int kScaleRowsB, class Few, class Many = Few>
 bool answer_grouped(const Grouped& g, const OnDevice& device, const Tensor& allocator) {
   if (!fits<A, B, Out>(g.all)) return false;

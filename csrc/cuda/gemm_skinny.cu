@@ -1,24 +1,25 @@
 // Decoding: E4M3 activations of 1..64 rows times E4M3 weights. Bound by reading the weights once.
 //
 // The weights are the 16-row operand of mma.m16n8k32 and the activations its 8-column one, so 8 rows of
-// activations cost as much as 1. The order of K inside an mma is free as long as both
-// operands agree, so a lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with
-// the same 16 bytes of its activation row. It prefetches them two blocks of K ahead. 8 warps of a block share
-// 16 weight rows and take every eighth block of 128 of K each. A matrix with few rows has two such teams of
-// warps a block, so that a multiprocessor has as much to read, and K is split between them. The sums are
-// added in a fixed order which depends on the weight's shape and the chip alone: a row's result is the same,
-// bit for bit, whatever rows are computed with it. Scales, bias and residual follow in the same launch.
-// Activations in BF16 can be cast as they are loaded, by every block anew, which is less work than a launch;
-// the first block counts them.
+// activations cost as much as 1. The order of K inside an mma is free as long as both operands agree, so a
+// lane takes 16 neighbouring bytes of its weight row as the operands of two mma's, with the same 16 bytes of
+// its activation row. It prefetches them two blocks of K ahead. 8 warps of a block share
+// 16 weight rows; each takes every eighth block of 128 of K. If a matrix has few rows, a block has two such
+// teams of warps, which share K, so that a multiprocessor still has enough to read. The sums are added in a
+// fixed order, which depends only on the weight's shape and the chip: a row's result is the same, bit for
+// bit, whichever rows are computed with it. The same launch applies scales, bias and residual. Activations in
+// BF16 can be cast as they are loaded. Every block then casts all of them, which takes less time than a
+// launch; the first block counts them.
 //
 // A block prefetches its first weights before the preceding kernels have ended. Stored weights (`g.stored`),
-// which the preceding kernel does not write, are copied to shared memory. Of others only the lines are
-// fetched into the second-level cache.
+// which the preceding kernel does not write, are copied to shared memory. Other weights are only fetched into
+// the second-level cache.
 //
-// Gate and up of an MLP end in one launch: a block takes 16 rows of the gate and then the same 16 of up, as
-// one stream of blocks of K, and casts silu(gate) * up.
+// One launch also computes silu(gate) * up of an MLP: a block takes 16 rows of the gate's weights and then
+// the same 16 of up's, as one stream of blocks of K, and casts the result.
 //
-// Of experts, a block takes up to 16 rows of one; it is the block of their first row.
+// In a product of experts the grid has blocks for every row. A block computes up to 16 rows of one expert if
+// its own row is the first of these, and returns if it is not.
 #include "cuda/gemm_grouped.h"
 
 namespace fp8serve {
@@ -28,7 +29,7 @@ constexpr int kRows = 16;   // weight rows of a block
 constexpr int kLine = 128;  // bytes
 constexpr int kWarps = 8;   // of a team
 constexpr int kThreads = 32 * kWarps, kMostTeams = 2;
-static_assert(kWarps == kReportingWarps);  // those of the first team
+static_assert(kWarps == kReportingWarps);  // the first team reports
 constexpr int kGroupsOfExpert = 2, kRowsOfExpert = 8 * kGroupsOfExpert;
 
 // Fetches the block's first weights, a line a thread, into the second-level cache.
@@ -38,7 +39,7 @@ __device__ __forceinline__ void prefetch_weights_to_l2(const Gemm& g) {
   if (at < g.k) prefetch_to_l2(g.b + static_cast<int64_t>(min(row, g.n - 1)) * g.k + at);
 }
 
-// Activations as they lie: sixteen values in one piece of 16 bytes.
+// FP8 activations, read as they are stored: sixteen values are one piece of 16 bytes.
 struct RawActivations {
   static constexpr int kPieces = 1, kMostAhead = 2;  // kMostAhead: groups of eight tokens prefetched
   __device__ __forceinline__ const uint8_t* row(const Gemm& g, int token) const {
@@ -48,7 +49,7 @@ struct RawActivations {
   __device__ __forceinline__ void report_counts() const {}
 };
 
-// Activations that are cast here.
+// BF16 activations, cast as they are loaded: sixteen values are two pieces of 16 bytes.
 class CastActivations {
  public:
   static constexpr int kPieces = 2, kMostAhead = 1;
@@ -86,12 +87,12 @@ class CastActivations {
 };
 
 // Copies a warp's weights and activations of a block of K to shared memory, kAhead blocks before they are
-// multiplied. A copy needs no registers and runs while other blocks are multiplied. It is of whole lines:
-// half lines cost the second-level cache as much. Only the warp itself reads what it has copied. The
-// activations of many tokens are not copied, but read from the caches when they are multiplied.
+// multiplied. A copy needs no registers and runs while other blocks are multiplied. Whole lines are copied,
+// because half a line costs the second-level cache as much. Only the warp itself reads what it has copied.
+// The activations of many tokens are not copied, but read from the caches when they are multiplied.
 //
-// The warp's steps are its blocks of K, and behind those of the first part of the weights come those of the
-// second (`kParts`), which lies g.n / 2 rows further.
+// A step is a block of K. If kParts is 2 (gate and up), the steps of the first half of the weights' rows are
+// followed by the steps of the second half, which begins at row g.n / 2.
 template <int kGroups, class From, int kParts = 1>
 class Prefetcher {
  public:
@@ -106,7 +107,8 @@ class Prefetcher {
         lane_(static_cast<int>(threadIdx.x) % 32),
         memory_(dynamic_shared() + static_cast<int>(threadIdx.x) / 32 * kBytes) {}
 
-  // Steps of all warps for one part: a warp has as many for each.
+  // Returns the number of steps of all warps for one part. Of two parts every warp has the same number of
+  // steps, some of which may be past the end of K.
   __device__ __forceinline__ int steps() const {
     const int blocks = (g_.k + kScaleBlock - 1) / kScaleBlock, warps = static_cast<int>(blockDim.x) / 32;
     return kParts == 1 ? blocks : (blocks + warps - 1) / warps * warps;
@@ -125,7 +127,7 @@ class Prefetcher {
       turn_ ^= 1;
     }
   }
-  // Starts to copy the block of K of a step; nothing after the last one.
+  // Starts to copy the block of K of a step; copies nothing for a step past the last one.
   __device__ __forceinline__ void prefetch(const From& from, int step) {
     __syncwarp();  // all lanes have read what lay there
     prefetch_weights(step);
@@ -139,7 +141,8 @@ class Prefetcher {
     __syncwarp();
   }
 
-  // A lane's sixteen values of a half of the block, of weight rows lane / 4 and that + 8, or of a token.
+  // Return the lane's sixteen values in one half of the block of K: of the weights' row lane / 4 + 8 * eight,
+  // and of token 8 * group + lane / 4.
   __device__ __forceinline__ uint4 weights(int half, int eight) const {
     return *reinterpret_cast<const uint4*>(weight(lane_ / 4 + 8 * eight, half * 4 + lane_ % 4));
   }
@@ -160,11 +163,11 @@ class Prefetcher {
 
  private:
   __device__ __forceinline__ int part_of(int step) const { return kParts > 1 && step >= steps() ? 1 : 0; }
-  // Where the step's block of K begins; g_.k or more: there is none.
+  // Returns where the step's block of K begins; at least g_.k if the step has none.
   __device__ __forceinline__ int begin_of(int step) const {
     return (step - part_of(step) * steps()) * kScaleBlock;
   }
-  // The warp's i-th step.
+  // Returns the warp's i-th step.
   __device__ __forceinline__ int first_step(int i) const {
     return static_cast<int>(threadIdx.x + i * blockDim.x) / 32;
   }
@@ -197,8 +200,9 @@ class Prefetcher {
       copy_async(activation(token, piece), valid ? source : g_.b, valid);
     }
   }
-  // Where a piece of 16 bytes lies; the second halves of every other row change places with the first ones,
-  // and neighbouring pieces of BF16, so that lanes that read eight rows at once find them in different banks.
+  // Return the address of a piece of 16 bytes. In every other row the two halves of the line are exchanged,
+  // for BF16 activations the two pieces of each pair, so that lanes that read eight rows at once use
+  // different banks.
   __device__ __forceinline__ unsigned char* weight(int row, int piece) const {
     return slot() + row * kLine + (piece ^ row % 2 * 4) * 16;
   }
@@ -210,7 +214,7 @@ class Prefetcher {
 
   const Gemm& g_;
   int n0_, lane_;
-  int turn_ = 0;  // of the block that is used, and of the one that is copied in its place
+  int turn_ = 0;  // which of kAhead buffers is multiplied next, and then overwritten by the next copy
   unsigned char* memory_;
 };
 
@@ -227,8 +231,9 @@ __device__ __forceinline__ void multiply(float (&part)[4], const Tiles& tiles, F
   }
 }
 
-// The operands of the epilogue besides the sum. They are loaded before the sum begins, because after it every
-// load would be waited for. For many tokens they would take too many registers meanwhile.
+// The operands of the epilogue besides the sum. They are loaded before the sum begins, because after it the
+// kernel would have to wait for them. For many tokens they would occupy too many registers during the sum,
+// and are loaded after it.
 struct EpilogueOperands {
   float a_scale, b_scale, bias, residual;
 };
@@ -246,7 +251,7 @@ __device__ __forceinline__ float apply_epilogue(const Gemm& g, float sum, const 
   return g.residual == nullptr ? product : rounded(product, g.out_type) + end.residual;
 }
 
-// At most kRowsOfExpert of an expert's rows, from this one on.
+// Returns the problem of an expert's rows from `row` on, at most kRowsOfExpert.
 __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
   g.m = min(g.m - row, kRowsOfExpert);
   g.a += static_cast<int64_t>(row) * g.k;
@@ -256,14 +261,14 @@ __device__ __forceinline__ Gemm from_row(Gemm g, int row) {
   return g;
 }
 
-// The sums of a team's warps, and what a thread of the first team has of the block's result: elements that
-// lie kThreads apart.
+// Sums: the sums of a team's warps, in shared memory. PerThread: values of a thread of the first team, one
+// for each of its elements of the block's result, which are kThreads apart.
 template <int kGroups>  // tokens in eights
 using Sums = float[kWarps][8 * kGroups][kRows];
 template <int kGroups, class T = float>
 using PerThread = T[(kGroups + 1) / 2];
 
-// f(which, token, column of the block) for these elements.
+// Calls f(index in PerThread, token, column in the block) for the thread's elements.
 template <int kGroups, class F>
 __device__ __forceinline__ void for_own_elements(const F& f) {
 #pragma unroll
@@ -283,7 +288,7 @@ __device__ __forceinline__ void add_team(PerThread<kGroups>& own_sums, const Sum
   });
 }
 
-// f(which, token, column) for those that are in the matrix.
+// Calls f(index in PerThread, token, column of the output) for those of them that are inside the output.
 template <int kGroups, class F>
 __device__ __forceinline__ void for_own_elements_inside(const Gemm& g, int n0, const F& f) {
   for_own_elements<kGroups>([&](int t, int token, int of) {
@@ -291,7 +296,8 @@ __device__ __forceinline__ void for_own_elements_inside(const Gemm& g, int n0, c
   });
 }
 
-// What becomes of a block's sums, of which the first team's threads have one for each part: they are stored,
+// The two endings of a kernel. The threads of the first team call finish() with the block's sums of each
+// part. This one stores them.
 struct StoreEnding {
   template <int kGroups>
   __device__ __forceinline__ void finish(const Gemm& g, const PerThread<kGroups> (&own_sums)[1],
@@ -305,7 +311,7 @@ struct StoreEnding {
     report_amax(g, seen);
   }
 };
-// or those of the gate and of up are multiplied and cast.
+// This one casts silu(gate) * up.
 struct GatedEnding {
   const GatedCast& to;
 
@@ -380,7 +386,7 @@ __device__ __forceinline__ void compute(const Gemm& g, Prefetcher<kGroups, From,
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     for (int team = 0; team < stride / kWarps; ++team) {
-      if (part + team > 0) __syncthreads();  // the team before has been added
+      if (part + team > 0) __syncthreads();  // the sums of the preceding team have been added
       if (warp / kWarps == team) {
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
@@ -433,7 +439,7 @@ __global__ void __launch_bounds__(kMostTeams* kThreads) grouped_stream(const __g
   compute<Element::e4m3, kGroupsOfExpert, kInside>(g, prefetcher, RawActivations(), StoreEnding());
 }
 
-// A kernel, and the shared memory that a warp of it needs.
+// A kernel, and the bytes of dynamic shared memory that each of its warps needs.
 template <class Kernel>
 struct Launched {
   Kernel* kernel;
@@ -457,9 +463,9 @@ auto casting_kernel_for(int m) {
   return Kernel{gemm_stream_casting<8>, Prefetcher<8, CastActivations>::kBytes};
 }
 
-// Threads of a block: two teams where there are fewer than three blocks a multiprocessor, K is long enough
-// for both, and the chip has the shared memory (not Ada and sm_120). The number of tokens does not matter: it
-// must not change the order of a sum.
+// Returns the threads of a block: two teams if there are fewer than three blocks per multiprocessor, K is
+// long enough for both teams, and the chip has enough shared memory (not Ada and sm_120). The number of
+// tokens has no influence, because it must not change the order of a sum.
 int threads_for(const Gemm& g, const OnDevice& device) {
   const int64_t blocks = ceil_over(g.n, kRows), steps = ceil_over(ceil_over(g.k, kScaleBlock), kWarps);
   constexpr int kMost = kMostTeams * kWarps * Prefetcher<2, RawActivations>::kBytes + int{sizeof(Sums<2>)};

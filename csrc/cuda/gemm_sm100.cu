@@ -1,5 +1,5 @@
 // Blackwell data centre chips: tcgen05, two blocks to a multiplication (SASS: UTCQMMA). Sums are full FP32.
-// The formats of the operands are fields of the instruction's descriptor: one kernel serves every mix.
+// The instruction's descriptor holds the formats of the operands, so one kernel serves every pair of formats.
 #include "cuda/gemm_grouped_cutlass.h"
 
 namespace {

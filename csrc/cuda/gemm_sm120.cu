@@ -1,6 +1,6 @@
-// Blackwell workstation chips: warp-level mma fed by TMA (SASS: QMMA.16832.F32). No clusters there. The mma
-// kernel (gemm_sm89.cu) has the same instruction, so what is rare is left to it: E4M3 x E5M2, FP32 with block
-// scales.
+// Blackwell workstation chips: warp-level mma fed by TMA (SASS: QMMA.16832.F32). These chips have no
+// clusters. The mma kernel (gemm_sm89.cu) uses the same instruction, so it takes the rare cases, such as E4M3
+// x E5M2, and FP32 output with block scales.
 #include "cuda/gemm_cutlass.h"
 
 namespace {

@@ -1,14 +1,15 @@
-// The GEMM that answers everything: any formats, any scales, any sizes, on every chip from Ada on.
+// The GEMM that takes every product: any formats, any scales, any sizes, on every chip from Ada on.
 //
-// A block computes 128 x 128 of the output with 8 warps of 64 x 32, from 128-byte rows of both operands that
-// three stages of cp.async keep coming. Rows lie in shared memory with their 16-byte pieces xor-ed by the row
-// number, so neither the copies nor ldmatrix meet a bank conflict. 128 values are also one scale block:
-// partial sums live in registers of their own for 128 of K, are scaled (block scales) and added to the total
-// in FP32, which is what makes the sum accurate on chips whose tensor cores keep few bits of it. Ada and
-// sm_120 have the FP8 instruction (SASS: QMMA); Hopper and sm_100 convert to FP16 first, exactly, at half the
-// rate or less: there this kernel is the fallback.
+// A block computes a tile of 128 x 128 with 8 warps of 64 x 32 each. cp.async copies 128-byte rows of both
+// operands into three stages of shared memory. There the position of a row's 16-byte piece is its number xor
+// the row's number modulo 8, so that neither the copies nor ldmatrix have bank conflicts. The 128 values of a
+// row are also one scale block: the partial sums of 128 of K have registers of their own, are multiplied by
+// the block scales, if there are any, and are added to the total in FP32. This keeps the sum accurate on
+// chips whose tensor cores keep few bits of it. Ada and sm_120 have the FP8 instruction (SASS: QMMA). Hopper
+// and sm_100 convert to FP16 first, exactly, at half the rate or less: there this kernel is the fallback.
 //
-// Products of experts are the same tiles: a block finds out whose tile it has, and stops if there is none.
+// Products of experts use the same tiles: a block looks up the expert of its tile, and returns if the expert
+// has no such tile.
 #include "cuda/gemm_grouped.h"
 
 namespace fp8serve {
@@ -22,7 +23,8 @@ constexpr int kPiece = 16;                     // bytes of one asynchronous copy
 constexpr int kPieces = kTileK / kPiece;       // per row
 constexpr int kPanel = kTileM * kTileK;        // bytes of one operand in one stage
 constexpr int kShared = kStages * 2 * kPanel;  // 96 KiB
-// sm_100 converts its operands to FP16 in registers, of which four steps at once would take too many.
+// On sm_100 the operands are converted to FP16 in registers; unrolling four steps would need too many of
+// them.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr int kStepsAtOnce = 1;
 #else
@@ -30,14 +32,15 @@ constexpr int kStepsAtOnce = 4;
 #endif
 constexpr int kWarpM = 64, kWarpN = 32;
 constexpr int kFragsM = kWarpM / 16, kFragsN = kWarpN / 8;
-constexpr int kBand =
-    8;  // tile rows that run together, to meet each other's columns in the second-level cache
+// Tile rows that run at the same time, so that they share columns in the second-level cache.
+constexpr int kBand = 8;
 
 __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kTileK + ((piece ^ (row & 7)) * kPiece);
 }
 
-// 128 rows x 128 values into shared memory; zeros outside the matrix, whose rows are `stride` bytes apart.
+// Copies 128 rows x 128 values of a matrix [rows, k], whose rows are `stride` bytes apart, to shared memory;
+// zeros outside the matrix.
 __device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* bytes, int first, int rows,
                                            int k0, int k, int stride) {
 #pragma unroll
@@ -51,8 +54,8 @@ __device__ __forceinline__ void load_panel(unsigned char* panel, const uint8_t* 
 }
 
 struct Place {
-  int m0, n0;          // of the block
-  int warp_m, warp_n;  // of the warp in the block
+  int m0, n0;          // first row and column of the block's tile in the output
+  int warp_m, warp_n;  // first row and column of the warp's part in the tile
   int lane;
 };
 
@@ -62,7 +65,7 @@ __device__ __forceinline__ Place place_at(int tile_m, int tile_n) {
           static_cast<int>(threadIdx.x) % 32};
 }
 
-// Blocks in bands of kBand tile rows, column by column.
+// Blocks are numbered in bands of kBand tile rows, and column by column in a band.
 __device__ __forceinline__ Place place_of(const Gemm& g, int index) {
   const int tiles_m = (g.m + kTileM - 1) / kTileM, tiles_n = (g.n + kTileN - 1) / kTileN;
   const int per_band = kBand * tiles_n, band = index / per_band;
@@ -100,8 +103,8 @@ __device__ __forceinline__ void multiply(Sums& part, const unsigned char* a_pane
   }
 }
 
-// Row of the output of sum element e of fragment i, and column of fragment j (elements come in pairs of
-// columns).
+// The output's row of fragment i (`half` is 1 for its elements 2 and 3), and the first of the two
+// neighbouring columns of fragment j.
 __device__ __forceinline__ int row_of(const Place& p, int i, int half) {
   return p.m0 + p.warp_m + i * 16 + half * 8 + p.lane / 4;
 }
@@ -138,7 +141,8 @@ __device__ __forceinline__ void promote(Sums& total, const Sums& part, const Gem
   }
 }
 
-// Two neighbouring values, as one access where the row allows it; returns the largest magnitude seen so far.
+// Stores two neighbouring values, in one access if the row's alignment allows it. Returns the largest of
+// `seen` and their magnitudes.
 __device__ __forceinline__ float put_pair(const Gemm& g, int row, int column, float low, float high,
                                           float seen) {
   const int64_t at = static_cast<int64_t>(row) * g.n + column;
@@ -180,7 +184,7 @@ __device__ __forceinline__ void finish(const Sums& total, const Gemm& g, const P
   report_amax(g, seen);
 }
 
-// The block's tile; rows of both operands are `stride` bytes apart.
+// Computes and stores the block's tile. Rows of both operands are `stride` bytes apart.
 template <Element kA, Element kB, bool kInside>
 __device__ __forceinline__ void compute(const Gemm& g, const Place& p, int stride) {
   unsigned char* shared = dynamic_shared();
@@ -191,7 +195,7 @@ __device__ __forceinline__ void compute(const Gemm& g, const Place& p, int strid
       load_panel(stage, g.a, p.m0, g.m, step * kTileK, g.k, stride);
       load_panel(stage + kPanel, g.b, p.n0, g.n, step * kTileK, g.k, stride);
     }
-    copy_commit();  // also when there is nothing: the count of pending groups stays the same
+    copy_commit();  // also an empty group, so that the number of pending groups stays the same
   };
   for (int step = 0; step < kStages - 1; ++step) load_stage(step);
   Sums total = {};

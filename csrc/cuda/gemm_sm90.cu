@@ -1,15 +1,15 @@
 // Hopper: wgmma with TMA and warp specialisation (SASS: QGMMA).
 //
-// Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels move partial sums to FP32 registers
-// every 128 of K ("accurate"), always. A fast mode (larger tiles, sums left in the tensor core) is a known
-// 5-10 % for forward passes and was left out: every sum is an FP32 sum (docs/cuda.md, Choices).
+// Hopper's tensor cores keep about 14 bits of an FP8 sum. These kernels always add partial sums to FP32
+// registers every 128 of K ("accurate"). A fast mode (larger tiles, sums left in the tensor core) would make
+// forward passes 5-10 % faster. It was left out, so that every sum is an FP32 sum (docs/cuda.md, Choices).
 #include "cuda/gemm_grouped_cutlass.h"
 
 namespace {
 
 using namespace cute;
 
-struct Medium {  // two consumer warpgroups share a tile; two tiles share the columns of b
+struct Medium {  // two consumer warpgroups share a tile; the two blocks of a cluster share b's tile
   static constexpr auto kTile = fp8serve::Tile::medium;
   using Arch = cutlass::arch::Sm90;
   using Tile = Shape<_128, _128, _128>;
@@ -37,9 +37,10 @@ struct Small {  // each consumer warpgroup has a tile of its own and hides the o
   using GroupedEpilogueSchedule = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
-// Few rows: the operands change places, so that the 128 rows of a tile are weights and its columns as many
-// activations as there are. Such a product has fewer tiles than the chip has multiprocessors, and is bound by
-// reading the weights: tiles are cut along K until every multiprocessor has the same share (stream-K).
+// Tiles for few rows of activations. The operands are exchanged: the 128 rows of a tile are weights, and its
+// 128, 64 or 32 columns are rows of activations. Such a product has fewer tiles than the chip has
+// multiprocessors, and is bound by reading the weights. Stream-K splits the tiles along K so that every
+// multiprocessor has the same share.
 struct Thin128 {
   static constexpr auto kTile = fp8serve::Tile::thin128;
   static constexpr bool kSwapped = true;

@@ -1,5 +1,5 @@
-// The kernels of matrix products and of attention that can be switched off, by name: the self-check
-// (fp8/selfcheck) does so with one that gave wrong results on this machine, and the next one takes over.
+// Switches, by name, for the kernels of matrix products and of attention. The self-check (fp8/selfcheck)
+// switches off a kernel that gave wrong results on this machine, and the next one is used instead.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,19 @@
 
 namespace fp8serve {
 
-// In the order in which they take over from each other. `cublaslt` multiplies by one scale a tensor,
-// `cublaslt_rows` by one a row; `grouped_cutlass` is that of products of experts. Of attention, without
-// `attention_wgmma` warps take prompts, too, and without `attention_mma` no tensor core takes any row.
-// Without `gated` the product of gate and up is cast by a launch of its own. `overlap` is no kernel: with it
-// off, no launch begins before those before it have ended (early.h). Nor is `early_weights`: with it off, no
-// product reads stored weights before those before it have ended.
+// In the order in which they replace each other:
+//
+//   skinny            gemm_skinny.cu
+//   large ... thin32  CUTLASS, by tile
+//   mma               gemm_sm89.cu
+//   cublaslt          torch's product with a scale per tensor
+//   cublaslt_rows     torch's product with a scale per row of one operand or of both
+//   grouped_cutlass   CUTLASS, for products of experts
+//   attention_mma     attention on tensor cores; if off, attention uses no tensor cores at all
+//   attention_wgmma   attention on warpgroups; if off, attention_mma takes prompts, too
+//   overlap           no kernel; if off, no launch begins before the preceding ones have ended (early.h)
+//   early_weights     no kernel; if off, no product reads stored weights before preceding launches have ended
+//   gated             product and cast of gate and up in one launch; if off, a second launch casts
 enum class GemmKernel : uint8_t {
   skinny,
   large,
@@ -46,7 +53,7 @@ class GemmSwitches {
     return (off_.load(std::memory_order_relaxed) >> static_cast<int>(kernel) & 1) == 0;
   }
 
-  // Those that are off, joined by "+".
+  // Returns the names of the kernels that are off, joined by "+".
   std::string off() const {
     std::string names;
     for (size_t i = 0; i < kGemmKernels.size(); ++i) {
@@ -55,7 +62,8 @@ class GemmSwitches {
     return names;
   }
 
-  // Switches these off, joined by "+", and all others on; false, and no change, for an unknown name.
+  // Switches off the kernels that `names` lists, joined by "+", and all others on. Returns false and changes
+  // nothing if a name is unknown.
   bool turn_off(std::string_view names) {
     uint32_t off = 0;
     while (!names.empty()) {

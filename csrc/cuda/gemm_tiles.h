@@ -2,9 +2,10 @@
 // shape.
 //
 // `python -m benchmarks.gpu_measure tiles --tune --out OUT.json` times every compiled tile, the skinny kernel
-// and cuBLASLt on the GPU that is there and writes that chip's lines anew ("measured" with its date); without
-// a GPU the lines come from a model of waves ("predicted"). gemm_sm90.cu ... define the tiles; a tile that
-// was not compiled for a type is skipped.
+// and cuBLASLt on this machine's GPU and replaces that chip's lines ("measured", with the date). The lines of
+// chips that were not measured come from a model that counts waves of tiles ("predicted"). gemm_sm90.cu,
+// gemm_sm100.cu and gemm_sm120.cu define the tiles; gemm.cu skips a tile that is not compiled for the types
+// of a product.
 #pragma once
 
 #include <array>
@@ -144,15 +145,15 @@ inline constexpr TileEntry kTileTable[] = {
     // end of the table
 };
 
-// 16 log2(value), between powers of two on a straight line.
+// Returns 16 log2(value), interpolated linearly between powers of two.
 constexpr int sixteenths(int value) {
   int octave = 0;
   while (value >> octave > 1) ++octave;
   return 16 * octave + static_cast<int>((static_cast<int64_t>(value) << 4 >> octave) - 16);
 }
 
-// A shape as a point among which "nearest" has a meaning. m and n count twice as much as k: they make the
-// tiles.
+// A shape as a point on logarithmic axes, for the distance between shapes. m and n count twice as much as k,
+// because the number of tiles depends on them.
 struct TilePoint {
   int m, n, k;
 
@@ -174,9 +175,10 @@ inline constexpr auto kTilePoints = [] {
   return points;
 }();
 
-// The tile for a shape whose entry's kernel does not take it. Up to 128 rows: thin tiles of half as many
-// columns as there are rows, which are cut along K until every multiprocessor has the same share. Beyond: the
-// larger tile where tiles of 128x128 fill the multiprocessors, else the smaller one.
+// Returns a tile for a shape without an entry, or whose entry's kernel does not take the product. On Hopper
+// up to 128 rows: a thin tile of half as many columns as there are rows, which stream-K splits along K so
+// that every multiprocessor has the same share. Else: the larger tile if tiles of 128x128 fill the
+// multiprocessors, and the smaller one if not.
 constexpr TileChoice tile_by_shape(int chip, int m, int n, int multiprocessors) {
   if (chip == 90 && m <= kThinRows) return {m <= kThinRows / 2 ? Tile::thin32 : Tile::thin64, 1};
   const int64_t tiles = static_cast<int64_t>((m + 127) / 128) * ((n + 127) / 128);
@@ -184,10 +186,10 @@ constexpr TileChoice tile_by_shape(int chip, int m, int n, int multiprocessors) 
   return {tiles >= multiprocessors ? larger : Tile::small, 1};
 }
 
-// The choice of the entry nearest to a shape. Where a chip has no entries for a kind: those of scales by row
-// for mixed scales, because the tiles are the same and cuBLASLt takes either (up to 128 rows it would need a
-// launch more for mixed scales than it was measured with, so the shape decides there), and those of one scale
-// for rows.
+// Returns the choice of the entry nearest to a shape. If a chip has no entries for a kind of scales, the same
+// tiles' entries for another kind decide: those of row scales for mixed scales, and those of tensor scales
+// for row scales. cuBLASLt takes mixed scales, too, but with one launch more than it was measured with for
+// row scales: up to 128 rows tile_by_shape then decides instead.
 constexpr TileChoice tile_for(int chip, Scales scales, int m, int n, int k, int multiprocessors) {
   const TilePoint point(m, n, k);
   const TileEntry* best = nullptr;

@@ -1,4 +1,5 @@
-// scaled_mm by torch: aten::_scaled_mm, which on a GPU is cuBLASLt, and the reference.
+// scaled_mm through torch's dispatcher: gemm_cublaslt calls aten::_scaled_mm, which uses cuBLASLt on a GPU,
+// and gemm_reference calls the reference of fp8/ops/gemm.py.
 #pragma once
 
 #include "cuda/gemm.h"
@@ -24,17 +25,28 @@ Tensor call(const char* op, const char* overload, std::array<StableIValue, n> st
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// cuBLASLt reads vectors of scales from 16 bytes on; those of an expert's rows begin anywhere.
+// Returns whether `scale` is [rows, 1] and begins at a multiple of 16 bytes, as cuBLASLt requires of a vector
+// of scales. A slice, such as the scales of one expert's rows, may begin at any element.
 inline bool scaled_by_rows(const Tensor& scale, int64_t rows) {
   return scale.dim() == 2 && scale.size(0) == rows && scale.size(1) == 1 && aligned(scale.data_ptr(), 16);
 }
 
 }  // namespace by_torch
 
-// Which of cuBLASLt's kernels multiplies this; none for products outside torch's contract: two operands in
-// E5M2, scales by blocks, rows of the output that are no multiple of 16 elements, a bias of another type than
-// the output or beside FP32; with scales by row of one operand or both, an output that is not BF16, and
-// scales that do not begin on 16 bytes.
+// Returns the switch of cuBLASLt's kernel for this product: `cublaslt` if each operand has one scale, and
+// `cublaslt_rows` if one operand or both have a scale per row. Returns nullopt for what cuBLASLt or torch
+// does not take:
+//
+//   N is not a multiple of 16
+//   the output is FP8
+//   both operands are E5M2
+//   there is a bias, and the output is FP32 or of another type than the bias
+//   K is 0
+//   an operand is not contiguous
+//   an operand or the bias does not begin at a multiple of 16 bytes
+//   an operand has block scales (unless there is only one block)
+//   an operand has a scale per row, and the output is not BF16
+//   an operand has a scale per row, and its scales do not begin at a multiple of 16 bytes
 inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
   const int64_t m = p.out.size(0), n = p.out.size(1);
   const ScalarType type = p.out.scalar_type();
@@ -53,9 +65,10 @@ inline std::optional<GemmKernel> cublaslt_for(const Product& p) {
   return std::nullopt;
 }
 
-// With sums in FP32 ("accurate"), as our own kernels. Where torch itself refuses, its exception comes out.
-// Of mixed scales, the single one is repeated for every row: cuBLASLt takes a vector for both operands or for
-// neither.
+// Writes the product to p.out, with sums in FP32 ("accurate", use_fast_accum is false) as in our own kernels.
+// If torch refuses the product, its exception reaches the caller. If only one operand has a scale per row,
+// the other's single scale is repeated for every row, because cuBLASLt takes vectors of scales for both
+// operands or for neither.
 inline void gemm_cublaslt(const Product& p, const OnDevice& device) {
   using by_torch::from;
   const Tensor b = torch::stable::transpose(p.b, 0, 1);
@@ -69,7 +82,7 @@ inline void gemm_cublaslt(const Product& p, const OnDevice& device) {
        from(std::optional(p.out.scalar_type())), from(false), from(p.out)});
 }
 
-// Everything, by the reference of fp8/ops/gemm.py; slow.
+// Writes the product to p.out by the reference of fp8/ops/gemm.py, which takes every product but is slow.
 inline void gemm_reference(const Product& p) {
   using by_torch::from;
   Tensor out = p.out;
@@ -79,7 +92,8 @@ inline void gemm_reference(const Product& p) {
   torch::stable::copy_(out, found);
 }
 
-// The composition of scaled_mm_quantize: an FP32 product, cast by a scale [].
+// The second half of scaled_mm_quantize if no kernel casts its own product: returns the FP32 product times
+// `scale` [], cast to `dtype`, and the product's amax [].
 inline std::tuple<Tensor, Tensor> quantized(const Tensor& product, const Tensor& scale, ScalarType dtype) {
   using by_torch::from;
   std::array<StableIValue, 3> stack{from(product), from(scale), from(dtype)};

@@ -1,22 +1,23 @@
 // sample: logits become one token each, after temperature, top_k, top_p and min_p.
 //
-// A row is divided into parts, of which each has a block: as many as the chip has room for. Six launches read
-// it. The first finds the largest logit. Two for top_k and two for top_p find where what is kept ends, and
-// end at once for rows that do not want the filter. The last weighs what is kept, and the block that ends
-// last in a row draws from it.
+// A row of logits is divided into parts, with a block for each; the blocks of all rows together fill the
+// chip. Six launches read the row. The first finds the largest logit. Two for top_k and two for top_p find
+// the border of the tokens that the filter keeps, and return at once for rows without this filter. The last
+// one adds up the weights of the kept tokens, and the last of a row's blocks to arrive draws the token.
 //
-// Nothing is sorted. top_k and top_p each end at a border: a logit and, among equal ones, how many by their
-// ids. One launch counts, and weighs for top_p, what lies in each of 1024 bins of the distance from the
-// largest logit; the next lists the tokens in the bin that holds the border, which are few; and every block
-// of the launch after it finds the border among those. top_p sees only what top_k left. (min_p is a
-// comparison of weights, and needs no search.) The draw is the inverse of the cumulative distribution of what
-// is kept: the sums of the parts give the part, those of its threads the token.
+// Nothing is sorted. The border of top_k or top_p is a logit and, of the tokens with exactly this logit, how
+// many are kept, in the order of their ids. The filter's first launch counts the tokens in each of 1024 bins
+// by distance from the largest logit, and for top_p adds up their weights. The second lists the tokens in the
+// bin that contains the border, which are few. Every block of the launch after it finds the border among
+// those. top_p sees only the tokens that top_k keeps. (min_p compares weights, and needs no search.) The draw
+// inverts the cumulative distribution of the kept tokens: the parts' sums select the part, the sums of
+// threads the token.
 //
-// Weights are FP64 as in the reference, their sums integers (sample_mass.h), which are exact in any order: so
-// neither the division into parts nor the order of atomics shows, and a row gives the same token in any
-// batch. A token differs from the reference's only where its random number is within some 1e-15 of a border.
-// (Logits too close for FP64 to give them two weights are told apart here, as on the CPU; the reference takes
-// them for equal.)
+// Weights are FP64 as in the reference. Their sums are integers (sample_mass.h), which are exact in any
+// order: neither the division into parts nor the order of atomic operations changes the result, and a row
+// gives the same token in any batch. A token differs from the reference's only if the random number is within
+// some 1e-15 of the boundary between two tokens. (Two logits may be so close that their FP64 weights are
+// equal. Here and on the CPU the larger logit still comes first; the reference treats the two as equal.)
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/sample_row.h"
@@ -29,7 +30,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr uint32_t kLeastPart = 2048;  // tokens, unless the row is shorter
 
-// All with a block for each part of each row: blockIdx.y, blockIdx.x.
+// All kernels have a block for each part (blockIdx.y) of each row (blockIdx.x).
 __global__ void __launch_bounds__(kThreads) find_ranges(const __grid_constant__ Draws draws) {
   after_earlier_kernels();
   __shared__ Shared shared;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) draw(const __grid_constant__ Draw
   if (threadIdx.x == 0) draws.out[blockIdx.x] = token;
 }
 
-// Two blocks for each multiprocessor, if there are tokens enough.
+// Returns the tokens of a part: few enough for two blocks per multiprocessor, but at least kLeastPart.
 uint32_t part_of(int64_t rows, int64_t vocab, int multiprocessors) {
   const int64_t parts = std::clamp<int64_t>(2 * multiprocessors / rows, 1, kMostParts);
   const int64_t tokens = 32 * ceil_over(ceil_over(vocab, parts), 32);

@@ -1,4 +1,4 @@
-// What tokens weigh, and exact sums of it. sample.cu says why.
+// The weights of tokens, and their exact sums. sample.cu says why they are exact.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace fp8serve {
 namespace sampling {
 
-// The order of the logits as integers; 0 and -0 are one.
+// key_of maps logits to integers of the same order, and logit_of maps them back; 0 and -0 have the same key.
 __device__ __forceinline__ int key_of(float x) {
   const int bits = __float_as_int(x);
   return bits < 0 ? -(bits & 0x7fffffff) : bits;
@@ -28,7 +28,7 @@ class Weights {
   }
 
  private:
-  // x / temperature in three operations: what the product with the inverse leaves over corrects it.
+  // Returns x / temperature in three operations: the product with the inverse, corrected by its remainder.
   __device__ __forceinline__ double quotient(float x) const {
     const double wide = x, near = wide * inverse_;
     return fma(fma(-near, temperature_, wide), inverse_, near);
@@ -37,7 +37,8 @@ class Weights {
   double temperature_, inverse_, top_;
 };
 
-// A multiple of 2^-80: high * 2^-40 + low * 2^-80. Sums are exact, in whatever order; `low` may run over.
+// A multiple of 2^-80: high * 2^-40 + low * 2^-80. Sums are exact in any order. `low` may exceed its kLow
+// bits; carried() moves the excess to `high`.
 struct Mass {
   long long high, low;
 };
@@ -60,12 +61,13 @@ __device__ __forceinline__ double wide(const Mass& a) {
   const Mass whole = carried(a);
   return static_cast<double>(whole.high) * 0x1p-40 + static_cast<double>(whole.low) * 0x1p-80;
 }
-// Rounded down; up to 2^22.
+// Returns x, at most 2^22, rounded down to a multiple of 2^-80.
 __device__ __forceinline__ Mass mass_of(double x) {
   const auto high = static_cast<long long>(x * 0x1p40);
   return {high, static_cast<long long>((x - static_cast<double>(high) * 0x1p-40) * 0x1p80)};
 }
-// Of a weight: what is not 0 does not become 0, so that it can be drawn. NaN weighs nothing.
+// Returns the mass of a weight. A weight above 0 has a mass above 0, so that its token can be drawn. NaN has
+// the mass 0.
 __device__ __forceinline__ Mass mass_of_weight(double weight) {
   return weight > 0.0 ? mass_of(fmax(weight, 0x1p-80)) : Mass{0, 0};
 }
@@ -81,7 +83,7 @@ __device__ __forceinline__ Sum operator-(const Sum& a, const Sum& b) {
   return {a.mass - b.mass, a.count - b.count};
 }
 
-// What is added to another thread's sum, in shared or global memory.
+// Atomic additions to sums in shared or global memory.
 __device__ __forceinline__ void add(long long* to, long long value) {
   if (value != 0) {
     atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));

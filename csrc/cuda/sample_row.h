@@ -1,5 +1,5 @@
-// A block's work on its part of a row of logits: the largest logit, what lies in bins, the borders of top_k
-// and top_p, what is kept, and the draw. sample.cu says in which order.
+// A block's work on its part of a row of logits: the largest logit, the sums of bins, the borders of top_k
+// and top_p, the kept tokens, and the draw. sample.cu describes the order.
 #pragma once
 
 #include "cuda/amax_scratch.h"
@@ -9,19 +9,19 @@ namespace fp8serve {
 namespace sampling {
 
 constexpr uint32_t kMostParts = 256;  // of a row
-constexpr uint32_t kListed = 2048;    // tokens of a bin that are listed
+constexpr uint32_t kListed = 2048;    // at most so many tokens of a bin are listed
 constexpr uint32_t kAny = 0xffffffffu;
 constexpr int kLowest = -0x7fffffff;
-constexpr double kNothing = 750.0;  // nats below the largest logit where a weight is 0 in FP64
+constexpr double kNothing = 750.0;  // nats below the largest logit at which a weight is 0 in FP64
 
 enum Filter { kTopK, kTopP };
 
-// The largest logit, and the largest -x where x is not -inf.
+// The largest logit, and the largest -x of logits x other than -inf.
 struct Range {
   float largest, depth;
 };
 
-// The first sum with which one of the two is reached.
+// The goal of a search: a sum reaches it if its mass or its count does.
 struct Goal {
   Mass mass;
   uint32_t count;
@@ -29,28 +29,29 @@ struct Goal {
   __device__ bool reached(const Sum& sum) const { return sum.count >= count || !(sum.mass < mass); }
 };
 
-// Where the kept tokens end: larger logits are in, and the first `room` equal ones by their ids.
+// Where the kept tokens end: all larger keys are kept, and of those with this key the first `room` by their
+// ids.
 struct Border {
   int key;
   uint32_t room;
-  Mass spare;  // of the equal ones that are out
+  Mass spare;  // of the tokens with this key that are not kept
 };
 
-// What is known of a filter's border: the bin that holds it, and the tokens there.
+// A filter's sums by bin, the bin that contains its border, and the tokens in this bin.
 struct Step {
   Sum bins[kBins];
   Goal goal;
   Found found;
-  int lowest;  // smaller ones are out already
+  int lowest;  // earlier filters keep no smaller key
   uint32_t listed;
-  float members[kListed];  // in any order; if there are more, the row is read again
+  float members[kListed];  // logits in any order; if `listed` is more, the row is read again
 };
 
-// What the blocks tell each other of a row.
+// The results that the blocks of a row share.
 struct Work {
   Range ranges[kMostParts];
   Step steps[2];  // of top_k and top_p
-  Border border;  // of top_k, where top_p is wanted
+  Border border;  // of top_k, for top_p
   Sum parts[kMostParts];
   unsigned arrived;
 };
@@ -70,12 +71,13 @@ struct Draws {
   }
 };
 
-// What is kept of a row: a sum counts those on the border, of which only the first have room.
+// The kept tokens of a row. take() adds a token to a sum: tokens above the border to its mass, tokens at the
+// border to its count. Of the latter only the first `border.room` are kept.
 struct Kept {
   Weights weight;
   Border border;
-  double least;  // weight
-  Mass tie, at;  // of one on the border; the goal
+  double least;  // the smallest weight that min_p keeps
+  Mass tie, at;  // of one token at the border; the goal of the draw
 
   __device__ __forceinline__ void take(float x, Sum& sum) const {
     const int key = key_of(x);
@@ -89,7 +91,8 @@ struct Kept {
   __device__ bool reached(const Sum& sum) const { return !(mass(sum) < at); }
 };
 
-// f(x) for this thread's of the values [begin, end); and for some -inf.
+// Calls f(x) for this thread's share of the values [begin, end), filled up with -inf to a multiple of
+// kAtOnce.
 template <class F>
 __device__ __forceinline__ void for_each(const float* values, uint32_t begin, uint32_t end, const F& f) {
   constexpr int kAtOnce = 4;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void for_each(const float* values, uint32_t begin, ui
   }
 }
 
-// The range of what `each` calls a function with.
+// Returns the range of the values that each(f) passes to f, in all threads of the block.
 template <class Each>
 __device__ Range find_range(Shared& shared, const Each& each) {
   float largest = -INFINITY, depth = -INFINITY;
@@ -121,7 +124,7 @@ __device__ Range find_range(Shared& shared, const Each& each) {
   return {logit_of(shared.largest), logit_of(shared.depth)};
 }
 
-// The range of the block's row, from its parts.
+// Returns the range of the block's row, from the ranges of its parts.
 __device__ __forceinline__ Range range_of_parts(const Work& work) {
   float largest = -INFINITY, depth = -INFINITY;
   for (uint32_t p = threadIdx.x % 32; p < gridDim.y; p += 32) {
@@ -146,7 +149,7 @@ class Row {
     per_unit_ = reach > 0.0f ? (kBins - 1) / reach : 0.0f;
   }
 
-  // What lies in each bin of all that the filters before this one keep, in this part.
+  // Adds this part's tokens, as far as earlier filters keep them, to the row's bins.
   template <int kFilter>
   __device__ void count() {
     const Border border = before<kFilter>();
@@ -162,7 +165,7 @@ class Row {
     }
   }
 
-  // Finds the bin that holds the border, and lists what lies there, in this part.
+  // Finds the bin that contains the border, and lists this part's tokens in it.
   template <int kFilter>
   __device__ void collect() {
     Step& step = work_.steps[kFilter];
@@ -183,7 +186,7 @@ class Row {
     });
   }
 
-  // What is kept, by all filters.
+  // Returns the tokens that all filters keep.
   __device__ Kept kept() {
     const Border border = draws_.wants(kTopP)   ? refined<kTopP>()
                           : draws_.wants(kTopK) ? refined<kTopK>()
@@ -192,7 +195,8 @@ class Row {
     return {weight_, border, least, tie >= least ? mass_of_weight(tie) : Mass{0, 0}, {0, 0}};
   }
 
-  // Whether this is the last part of the row to be weighed: then all of them are known to it.
+  // Adds up the kept weights of this part. Returns whether this block is the row's last to do so: it then
+  // sees the sums of all parts.
   __device__ bool weigh(const Kept& kept) {
     Sum mine{{0, 0}, 0};
     for_each(logits_, begin_, end_, [&](float x) { kept.take(x, mine); });
@@ -205,7 +209,7 @@ class Row {
     return shared_.last;
   }
 
-  // The token at `uniform` of the cumulative distribution: always one that weighs something.
+  // Returns the token at `uniform` (0 to 1) of the cumulative distribution. Its weight is above 0.
   __device__ uint32_t draw(Kept kept, double uniform) {
     Found found = search(
         shared_, gridDim.y, {{0, 0}, 0}, [&](uint32_t p) { return work_.parts[p]; },
@@ -238,19 +242,19 @@ class Row {
   __device__ static Border everything() { return {kLowest, 0, {0, 0}}; }
   __device__ static bool is_first() { return blockIdx.y == 0 && threadIdx.x == 0; }
 
-  // Where a filter finds the row cut already.
+  // Returns the border of the filters before this one.
   template <int kFilter>
   __device__ Border before() {
     return kFilter == kTopP && draws_.wants(kTopK) ? refined<kTopK>() : everything();
   }
 
-  // By its distance from the largest logit; none where nothing weighs anything.
+  // Returns a logit's bin, by its distance from the largest one; kNone if its weight is 0.
   __device__ __forceinline__ uint32_t bin_of(float x) const {
     const float at = (range_.largest - x) * per_unit_;
     return at < static_cast<float>(kBins) ? static_cast<uint32_t>(at) : kNone;  // NaN: none
   }
 
-  // top_p of it.
+  // Returns the share top_p of a mass.
   __device__ Mass share_of(const Mass& all) const {
     const Mass share = mass_of(draws_.top_p[blockIdx.x] * wide(all));
     return share < all ? share : all;
@@ -265,7 +269,7 @@ class Row {
     add(&shared_.bins[bin], {kFilter == kTopP ? mass_of_weight(weight_(x)) : Mass{0, 0}, 1});
   }
 
-  // f(x) for this thread's tokens of the step's bin.
+  // Calls f(x) for this thread's tokens of the step's bin.
   template <class F>
   __device__ void for_members(const Step& step, const F& f) const {
     if (step.listed <= kListed) return for_each(step.members, 0, step.listed, f);
@@ -274,8 +278,8 @@ class Row {
     });
   }
 
-  // The border in the step's bin: its range is cut into bins, and the one that holds the border again, until
-  // one token or one value is left.
+  // Finds the border in the step's bin: divides the bin's range into bins, then the one of these that
+  // contains the border, until one token or one value is left.
   template <int kFilter>
   __device__ Border refined() {
     const Step& step = work_.steps[kFilter];
@@ -319,7 +323,7 @@ class Row {
   Work& work_;
   Range range_;
   Weights weight_;
-  float per_unit_;
+  float per_unit_;  // bins per unit of a logit
 };
 
 }  // namespace sampling

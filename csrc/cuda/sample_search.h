@@ -1,5 +1,5 @@
-// How a block finds where a sum of many items reaches a goal: every thread adds up its items, neighbours in a
-// row, and the one whose items hold the goal goes through them again.
+// How a block finds the item at which a running sum reaches a goal: every thread adds up its own consecutive
+// items, and the thread whose items reach the goal goes through them again.
 #pragma once
 
 #include "cuda/sample_mass.h"
@@ -9,7 +9,7 @@ namespace sampling {
 
 constexpr uint32_t kBins = 1024, kNone = 0xffffffffu;
 
-// An item, with what lies before it.
+// An item's index, its own sum (`inside`), and the sum of all items before it.
 struct Found {
   uint32_t index;  // kNone: no sum reaches the goal
   Sum before, inside;
@@ -23,7 +23,7 @@ struct Shared {
   bool last;
 };
 
-// What the threads before this one have, and all of them.
+// The sum of the preceding threads' items, and the sum of all threads' items.
 struct Scan {
   Sum before, total;
 };
@@ -51,8 +51,8 @@ __device__ inline Scan scan(Shared& shared, const Sum& mine) {
   return found;
 }
 
-// The first of `count` items with which the sum, from `before` on, reaches the goal that `goal_of` makes of
-// the items' total.
+// Returns the first of `count` items with which the running sum, which starts at `before`, reaches the goal.
+// goal_of(total of the items) returns the goal.
 template <class Item, class GoalOf>
 __device__ Found search(Shared& shared, uint32_t count, const Sum& before, const Item& item,
                         const GoalOf& goal_of) {

@@ -2,9 +2,9 @@
 // scaling").
 //
 // State per tensor: scale FP32 [], amax_history FP32 [N] (0 staging, 1 oldest, N-1 newest), nonfinite and
-// steps int64 []. A block takes a state. The states are scattered over memory; their addresses travel as
-// kernel arguments, up to 800 in a launch (32 KB, what a kernel may take), so nothing is copied to the device
-// and nothing waits for the host.
+// steps int64 []. A block updates one state. The states are scattered over memory. Their addresses are passed
+// as kernel arguments, up to 800 in a launch (32 KB, the limit for arguments), so that nothing is copied to
+// the device and nothing waits for the host.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -33,12 +33,12 @@ struct States {
   bool most_recent;
 };
 
-// new[0] = 0, new[N-1] = staged, the rest one place older; in place, kThreads at a time.
+// In place, kThreads at a time: new[0] = 0, new[N-1] = staged, new[i] = old[i+1].
 __device__ __forceinline__ void rotate(float* history, int length, float staged) {
   for (int base = 1; base < length - 1; base += kThreads) {
     const int to = base + static_cast<int>(threadIdx.x);
     const float value = to + 1 < length ? history[to + 1] : 0.0f;
-    __syncthreads();  // every place that is written here or later has been read
+    __syncthreads();  // all slots that are written here or in later iterations have been read
     if (to + 1 < length) history[to] = value;
   }
   if (threadIdx.x == 0) {
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ State
   const float staged = s.history[0];
   float amax = 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < s.length; i += kThreads) amax = fmaxf(amax, s.history[i]);
-  amax = block_max(amax, memory);  // everybody has read what is written below
-  if (!isfinite(staged) ||
-      !(staged > 0.0f)) {  // steps 6 and 5: dropped and counted, or the module did not run
+  amax = block_max(amax, memory);  // all threads have read what is written below
+  // An amax that is not finite is dropped and counted; without one (0) the module did not run.
+  if (!isfinite(staged) || !(staged > 0.0f)) {
     if (first && !isfinite(staged)) *s.nonfinite += 1;
     if (first) s.history[0] = 0.0f;
     return;

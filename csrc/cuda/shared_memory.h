@@ -1,5 +1,6 @@
-// Shared memory beyond 48 KiB of a block, which a kernel has to be allowed: what it declares itself counts,
-// too. Apart from device.h and without CUDA's headers, so that a test runs it without a GPU.
+// Allows kernels more than 48 KiB of shared memory per block, static and dynamic together, which CUDA
+// requires before the launch. In a header of its own without CUDA's headers, so that a test can run it
+// without a GPU.
 #pragma once
 
 #include <map>
@@ -8,14 +9,14 @@
 
 namespace fp8serve {
 
-// What every kernel was allowed so far, on every device. `Runtime`: device(), static_bytes(kernel) and
-// allow(kernel, dynamic bytes), which a test counts.
+// Remembers how much every kernel is allowed on every device. `Runtime` has the functions device(),
+// static_bytes(kernel) and allow(kernel, dynamic bytes); a test passes one that counts the calls.
 template <class Runtime>
 class SharedMemory {
  public:
-  static constexpr int kFree = 48 * 1024;  // a block's, without asking
+  static constexpr int kFree = 48 * 1024;  // of a block, allowed to every kernel
 
-  // To be called before a launch with that much dynamic shared memory.
+  // The caller calls this before a launch with so much dynamic shared memory.
   void need(const void* kernel, int dynamic_bytes) {
     if (dynamic_bytes == 0) return;
     const std::lock_guard guard(mutex_);

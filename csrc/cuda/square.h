@@ -1,4 +1,4 @@
-// A square of 128 x 128 bytes that a block writes along its lines and reads along its columns.
+// A square of 128 x 128 bytes in shared memory that a block writes by lines (rows) and reads by columns.
 #pragma once
 
 #include "cuda/cast.h"
@@ -7,7 +7,8 @@ namespace fp8serve {
 
 constexpr int kSquare = 128, kSquareThreads = 256;
 
-// Four words with a byte of each of four columns become a word of each column.
+// Transposes 4 x 4 bytes: a word of `line` holds a byte of each column, a word of `column` a byte of each
+// line.
 __device__ __forceinline__ void transpose_bytes(const uint32_t (&line)[4], uint32_t (&column)[4]) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
@@ -17,23 +18,23 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&line)[4], uint3
   }
 }
 
-// A line's pieces of 16 bytes lie xor-ed by the line's sixteenth, so that the 32 words that a warp reads, of
-// eight lines sixteen apart, are in 32 banks.
+// Piece p (16 bytes) of a line is stored at piece p ^ line / 16, so that the 32 words that a warp reads at
+// once, of eight lines sixteen apart, are in 32 different banks.
 struct Square {
   uint8_t bytes[kSquare][kSquare];
 
-  // Where a value of up to 16 bytes lies, which begins at a multiple of its size.
+  // Returns the value of up to 16 bytes at a column that is a multiple of the value's size.
   template <class V>
   __device__ __forceinline__ V& at(int line, int column) {
     return *reinterpret_cast<V*>(&bytes[line][(column / 16 ^ line / 16) * 16 + column % 16]);
   }
 
-  // use(column, first line, bytes of sixteen lines) for all columns, by kSquareThreads: eight neighbouring
-  // lanes have a whole column of 128 bytes.
+  // Calls use(column, first line, bytes of sixteen lines) for all columns. kSquareThreads threads call this
+  // together; eight neighbouring lanes have the 128 bytes of a column.
   template <class Use>
   __device__ __forceinline__ void for_columns(const Use& use) {
     const int first = static_cast<int>(threadIdx.x) % 8 * 16, column = static_cast<int>(threadIdx.x) / 8 * 4;
-    uint32_t turned[4][4];  // of column and quarter
+    uint32_t turned[4][4];  // [column][quarter of the sixteen lines]
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
       uint32_t line[4], of_column[4];

@@ -30,7 +30,7 @@ __device__ __forceinline__ void store(float x, float* out) { *out = x; }
 __device__ __forceinline__ void store(float x, BF16* out) { out->bits = float_to_bfloat(x); }
 __device__ __forceinline__ void store(float x, F16* out) { out->bits = float_to_half(x); }
 
-// An element type as a value, for kernels that look at it once per element they write.
+// An element type as a value, for kernels that branch on it for every element that they write.
 enum class Number { fp32, bf16, fp16 };
 
 inline Number number_of(ScalarType dtype) {

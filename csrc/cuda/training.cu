@@ -1,11 +1,12 @@
-// The casts of training under delayed scaling, each in one read with the operation before it:
-// rms_norm_quantize_delayed, silu_mul_quantize_delayed and, in the backward pass,
-// silu_mul_backward_quantize_delayed. Each does what its parts do (fp8/ops/fused_casts.py): the values are
-// rounded to the dtype of activations before they are cast, and the amax raises the history.
+// The casts of training under delayed scaling, fused with the operation before the cast, so that its input is
+// read once: rms_norm_quantize_delayed, silu_mul_quantize_delayed and, in the backward pass,
+// silu_mul_backward_quantize_delayed. Each gives the results of its parts (fp8/ops/fused_casts.py): the
+// values are rounded to the dtype of activations before they are cast, and the amax raises the history's
+// staging slot.
 //
-// A GEMM of the backward pass contracts the rows, so every cast also writes the transposed data. Elementwise
-// operations do so from a square in shared memory. A norm needs whole rows, so its data are transposed by a
-// second kernel, which moves a byte an element.
+// A GEMM of the backward pass sums over the rows, so every cast also writes the transposed data. Elementwise
+// operations transpose a square in shared memory. A norm needs whole rows, so a second kernel transposes its
+// data, which reads and writes one byte per element.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -22,14 +23,14 @@ using Casts = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;  // of
 
 constexpr int kThreads = kSquareThreads;
 
-// A cast to be written by blocks that have a square each.
+// The output of a cast, of which every block writes one square.
 struct Target {
   uint8_t *q, *q_t;  // [rows, cols], [cols, rows]; q_t is null if the transposed data are not needed
   const float* scale;
   CastCounters counters;
 };
 
-// The part of a matrix [rows, cols] that a block has.
+// The square of a matrix [rows, cols] on which a block works.
 struct SquareRange {
   int64_t r0, c0, rows, cols;
 
@@ -39,8 +40,8 @@ struct SquareRange {
         rows(rows),
         cols(cols) {}
 
-  // f(line of the square, column of the square, row, first element) for this thread's chunks. Past the last
-  // row the first element is past the row's end, so that a load gives zeros.
+  // Calls f(line of the square, column of the square, row, first element in the row) for this thread's
+  // chunks. Past the last row the first element is `cols`, the end of the row, so that a load returns zeros.
   template <class F>
   __device__ __forceinline__ void for_lines(const F& f) const {
     constexpr int kLanes = kSquare / kChunk, kRows = kThreads / kLanes;
@@ -61,10 +62,11 @@ __device__ __forceinline__ void write(const Target& to, Square& square, const Ch
   store_chunk<kAligned>(bytes, to.q + row * cols, at, cols);
 }
 
-// Whole blocks call this when the square is written.
+// Reports the amax and stores the transposed square. All threads of a block call this after they have written
+// the square.
 __device__ __forceinline__ void finish(const Target& to, Square& square, float seen, float* memory,
                                        const SquareRange& range) {
-  seen = block_max(seen, memory);  // also: the square is whole
+  seen = block_max(seen, memory);  // its barrier also ends the writes to the square
   if (threadIdx.x == 0) report_amax(to.counters, seen);
   if (to.q_t != nullptr) square.store_turned(to.q_t, range.r0, range.c0, range.rows, range.cols);
 }
@@ -136,7 +138,7 @@ dim3 squares_of(const Rows& rows) {
           static_cast<unsigned>(ceil_over(rows.count, kSquare))};
 }
 
-// The tensors that one cast writes. An amax that holds zero is raised by all blocks.
+// The tensors that one cast writes. The amax is set to zero, and all blocks raise it.
 struct Result {
   Tensor q, q_t, amax;
 

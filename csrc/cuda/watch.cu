@@ -1,5 +1,5 @@
-// quantize_watched: the cast of a served layer's input, which also keeps the largest magnitude and counts
-// what was cut off, in one launch. The kernels are those of the unwatched casts (casts.h).
+// quantize_watched: the cast of a served layer's input. The same launch records the largest magnitude and
+// counts the values that saturate. The kernels are those of the unwatched casts (casts.h).
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/casts.h"

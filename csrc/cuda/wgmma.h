@@ -1,11 +1,13 @@
-// Hopper's products of warpgroups (wgmma) in BF16 with FP32 sums, and what orders their asynchronous reads
-// and writes. Four warps give a matrix of 64 rows together; each has 16 of them, in the fragments of mma.
+// Hopper's products of warpgroups (wgmma) in BF16 with FP32 sums, and the fences and waits that order their
+// asynchronous reads and writes. Four warps compute a matrix of 64 rows together; each holds 16 rows of it,
+// in the fragments of mma.
 //
-// A product is issued and goes on by itself. Before it, wgmma_fence() orders what the threads did to its
-// registers; what they wrote to its shared memory they show with fence_async_proxy(), and then meet at a
-// barrier. wgmma_commit() makes a group of what was issued, and until wgmma_wait<>() has waited for the
-// group, neither the registers of sums and of left operands nor the shared memory may be touched. `hold`
-// tells the compiler so of registers, which it would else move past an instruction that does not name them.
+// wgmma() issues a product, which then runs asynchronously. Before it, the threads call wgmma_fence(), which
+// orders their accesses to the product's registers. If they have written its shared memory, they first make
+// the writes visible with fence_async_proxy(), and then pass a barrier. wgmma_commit() makes a group of the
+// products issued so far. Until wgmma_wait<>() has waited for the group, the threads must not touch the
+// registers of sums and of left operands, nor the shared memory. `hold` keeps the compiler from moving
+// accesses to these registers past an instruction that does not name them.
 #pragma once
 
 #include "cuda/device.h"
@@ -62,7 +64,7 @@ __device__ __forceinline__ void hold(uint32_t (&words)[kSteps][4]) {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// c[64 x 64] (+)= a[64 x 16] b[64 x 16]^T, both in shared memory; kAdd: onto what c holds.
+// c[64 x 64] (+)= a[64 x 16] b[64 x 16]^T, both in shared memory; kAdd: adds to c instead of replacing it.
 template <bool kAdd>
 __device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b) {
   asm volatile(

@@ -1,9 +1,8 @@
-// write_kv: new keys and values into their slots of the paged caches, cast on the way when the caches are
+// write_kv: writes new keys and values to their slots of the paged caches, and casts them if the caches are
 // FP8.
 //
-// A block per token, keys and values in one launch. Slots live on the device, so they are judged there: a
-// negative one skips its token (padding), one beyond the cache is skipped too rather than written out of
-// bounds.
+// One launch writes both; a block writes the keys or the values of one token. The slots are on the device, so
+// the kernel checks them: it skips tokens whose slot is negative (padding) or beyond the cache.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/cast.h"
@@ -22,10 +21,10 @@ struct Side {
 struct Write {
   Side side[2];  // keys, values
   const int64_t* slots;
-  int64_t row, capacity;  // elements of a token; slots of the cache
+  int64_t row, capacity;  // elements of a token; slots in the cache
 };
 
-// U: the cache's element, or its format.
+// U: the element type of the cache, or its format if kFp8.
 template <class T, class U, bool kFp8, bool kAligned>
 __global__ void __launch_bounds__(kThreads) write_rows(const __grid_constant__ Write w) {
   after_earlier_kernels();

@@ -35,9 +35,9 @@ void load(Load work) {
 }
 
 struct WarpgroupProduct {
-  const unsigned char* memory;  // what the shared memory is to hold
+  const unsigned char* memory;  // the contents of shared memory
   size_t bytes;
-  const uint32_t (*left)[4];  // or null: the left operand is in the shared memory
+  const uint32_t (*left)[4];  // [128][4]; null if the left operand is in shared memory
   uint64_t a, b;
   float* c;  // [128][4 * kEights]
 };
@@ -76,7 +76,7 @@ auto kernel_of(const std::string& name) {
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// c += the product, by `name`; by lane: a [32][4], b [32][2], c [32][4].
+// c += a b by the instruction `name`. The registers by lane: a [32][4], b [32][2], c [32][4].
 EXPORTED void emulator_mma(const char* name, const uint32_t (*a)[4], const uint32_t (*b)[2], float (*c)[4]) {
   launch(kernel_of(name), dim3(1), 32, 0, nullptr, Product{a, b, c});
 }
@@ -86,8 +86,9 @@ EXPORTED void emulator_ldmatrix(bool transposed, const unsigned char (*rows)[16]
   launch(transposed ? load<true> : load<false>, dim3(1), 32, 0, nullptr, Load{rows, out});
 }
 
-// c = the product of a warpgroup with 64 or 128 columns, by thread, of matrices in so much shared memory,
-// which begins at address 1024. `left`: [128][4] by thread, or null.
+// c = a warpgroup's product with 64 or 128 columns, by thread. `memory`: the contents of shared memory, which
+// begins at address 1024. `a`, `b`: descriptors of matrices there. `left`: registers [128][4] by thread, or
+// null if `a` is the left operand.
 EXPORTED void emulator_wgmma(int columns, const unsigned char* memory, size_t bytes,
                              const uint32_t (*left)[4], uint64_t a, uint64_t b, float* c) {
   const auto kernel = columns == 64 ? multiply_by_warpgroup<8> : multiply_by_warpgroup<16>;
@@ -95,7 +96,7 @@ EXPORTED void emulator_wgmma(int columns, const unsigned char* memory, size_t by
          WarpgroupProduct{memory, bytes, left, a, b, c});
 }
 
-// What is said of a kernel that is launched early and never waits; "" for nothing.
+// Returns the error when a kernel is launched early and never waits for earlier kernels; "" if there is none.
 EXPORTED const char* emulator_launch_impatient() {
   static std::string said;
   said.clear();

@@ -11,7 +11,7 @@ namespace fp8serve::emulator {
 
 namespace {
 
-// The last answer: the threads of a block come to the same site one after the other.
+// The last answer, cached because the threads of a block come to the same site one after the other.
 struct Answer {
   const char* file = nullptr;
   unsigned line = 0;
@@ -45,8 +45,9 @@ EXPORTED void emulator_be(int capability, int multiprocessors, int shared_bytes)
 
 EXPORTED void emulator_run_backwards(bool backwards) { settings.backwards = backwards; }
 
-// From now on, before each kernel that is launched early, it is as if another had written there, for which it
-// has to wait; ThreadSanitizer reports one that does not. Of null: nowhere any more.
+// From now on a simulated kernel writes this memory before each kernel that is launched early.
+// ThreadSanitizer reports a kernel that accesses the memory without waiting for earlier kernels. If `at` is
+// null, no memory is written any more.
 EXPORTED void emulator_wrote_earlier(void* at, size_t bytes) {
   at == nullptr ? settings.earlier.clear() : settings.earlier.push_back({at, bytes});
 }
@@ -58,16 +59,16 @@ EXPORTED void emulator_leave_out(const char* site) {
   last = {};
 }
 
-// Static shared memory of some kernel, `offset` from the start of the library.
+// Registers static shared memory of a kernel, `offset` bytes from the start of the library.
 EXPORTED void emulator_declare(size_t offset, size_t bytes) {
   Dl_info library;
   dladdr(reinterpret_cast<const void*>(&emulator_declare), &library);
   settings.declared.push_back({static_cast<char*>(library.dli_fbase) + offset, bytes});
 }
 
-// The kernels launched since the last call, one a line: where in the library its code is, in hexadecimal, or
-// 0 where memory was set to zero, the bytes of dynamic shared memory, whether it was launched early, and its
-// blocks.
+// Returns the kernels launched since the last call, one per line: the offset of the kernel's code in the
+// library in hexadecimal (0 for a memset), its bytes of dynamic shared memory, whether it was launched early,
+// and its number of blocks.
 EXPORTED const char* emulator_launches() {
   static std::string lines;
   Dl_info library;
@@ -83,7 +84,7 @@ EXPORTED const char* emulator_launches() {
   return (lines = out.str()).c_str();
 }
 
-// The barriers and waits that kernels came to since the last call, one a line.
+// Returns the barriers and waits that kernels have reached since the last call, one per line.
 EXPORTED const char* emulator_met() {
   static std::string lines;
   std::ostringstream out;

@@ -1,4 +1,4 @@
-// The switch of stacks of cuda/stack.h, by the calling convention of System V.
+// The switch between stacks for cuda/stack.h, by the System V calling convention.
 #ifdef __x86_64__
 asm(R"(
     .text

@@ -1,11 +1,11 @@
-// A GPU made of C++: stands in for csrc/cuda/device.h so that the kernels run, unchanged, where there is no
-// GPU.
+// A GPU emulated in C++: replaces csrc/cuda/device.h, so that the unchanged kernels run on a machine without
+// a GPU.
 //
 // A block's threads take turns on one processor (threads.h). Asynchronous copies land when they are waited
 // for and not before, warp instructions have the register layouts of the PTX manual, and shared memory is
-// poisoned before each block, so that a missing wait, a wrong lane or an unwritten word shows. Data races
-// between barriers show when it is compiled with ThreadSanitizer (races.h); nothing here shows speed. It is
-// slow: tens of milliseconds for a tile of a GEMM.
+// poisoned before each block, so that a missing wait, a wrong lane or an unwritten word changes the result.
+// Compiled with ThreadSanitizer (races.h), the emulator also finds data races between barriers. It says
+// nothing about a kernel's speed, and is slow itself: tens of milliseconds for a tile of a GEMM.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -189,8 +189,8 @@ inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits);
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
-// A product that the compiler must not make one operation of with a sum. FP8SERVE_CARELESS: as if a kernel
-// did not ask for that.
+// A product that the compiler must not contract with an addition to an fma. With FP8SERVE_CARELESS it may, as
+// if the kernel had written a * b.
 inline float __fmul_rn(float a, float b) {
   float product = a * b;
 #if defined(__FMA__) && !defined(FP8SERVE_CARELESS)
@@ -207,7 +207,8 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-// As the GPU's: any NaN yields to a number, signalling ones (which C++ would propagate) included.
+// As on the GPU: of a NaN and a number the result is the number, also for signalling NaNs, which C++ would
+// propagate.
 inline float fmaxf(float a, float b) { return std::isnan(a) ? b : std::isnan(b) || b < a ? a : b; }
 inline float fminf(float a, float b) { return -fmaxf(-a, -b); }
 using std::isfinite;
@@ -293,9 +294,13 @@ inline void load_matrices(uint32_t (&r)[4], const void* shared_row) {
   std::memcpy(r, &words, sizeof(r));
 }
 
-// The warp's product m16n8k(8 E) of words that hold E elements each. Lane 4g + t holds a: rows g, g + 8,
-// columns E t.. and 4 E + E t..; b: column g; c: rows g, g + 8, columns 2t.. `of_a(word, i)`, `of_b(word,
-// i)`: the i-th element of a word.
+// The warp's product m16n8k(8 E) of words that hold E elements each. Lane 4g + t holds
+//
+//   of a: rows g and g + 8, E columns from E t on, and E columns from 4 E + E t on
+//   of b: column g, the same rows as a's columns
+//   of c: rows g and g + 8, columns 2t and 2t + 1
+//
+// of_a(word, i) and of_b(word, i) return the i-th element of a word.
 template <int E, class A, class B>
 void multiply_words(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const A& of_a,
                     const B& of_b) {

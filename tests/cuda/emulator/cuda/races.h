@@ -1,11 +1,10 @@
-// What ThreadSanitizer is told of an emulated GPU: its threads are fibers, barriers order what they do, and
-// the emulator's own bookkeeping is nobody's memory. Compiled without -fsanitize=thread all of it is nothing.
+// Describes the emulated GPU to ThreadSanitizer: its threads are fibers, barriers order their accesses, and
+// accesses of the emulator itself are ignored. Without -fsanitize=thread all these functions do nothing.
 //
-// Two accesses of one block race unless a barrier that both threads pass lies between them: __syncthreads(),
-// or
-// __syncwarp() within a warp. Shuffles and matrix instructions order nothing. An asynchronous copy writes
-// when it is issued and again when it is waited for, because it may land at any time between. Blocks run one
-// after the other here, so races between blocks do not show.
+// Two accesses of one block race unless there is a barrier between them that both threads pass:
+// __syncthreads(), or __syncwarp() within a warp. Shuffles and matrix instructions order nothing. An
+// asynchronous copy counts as a write when it is issued and again when the thread waits for it, because it
+// may land at any time between. Blocks run one after the other here, so races between blocks are not found.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +26,8 @@ namespace fp8serve::emulator::races {
 #ifdef __SANITIZE_THREAD__
 inline void* this_fiber() { return __tsan_get_current_fiber(); }
 inline void* new_fiber() { return __tsan_create_fiber(0); }
-// Without synchronization: what orders fibers is said by happens_before and happens_after alone. Inlined
-// always, because a function that is entered on one fiber must be left on it.
+// Does not synchronize: only happens_before and happens_after order fibers. Always inlined, because a
+// function has to return on the fiber on which it was called.
 __attribute__((always_inline)) inline void before_switch_to(void* fiber) {
   __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
 }
@@ -50,7 +49,7 @@ inline void stop_watching() {}
 inline void watch() {}
 #endif
 
-// The emulator's own accesses, while one of these lives.
+// ThreadSanitizer ignores accesses while an object of this type exists: for those of the emulator itself.
 struct Unwatched {
   Unwatched() { stop_watching(); }
   ~Unwatched() { watch(); }

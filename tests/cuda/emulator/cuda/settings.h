@@ -1,6 +1,6 @@
-// What a test sets on the emulated GPU before it runs a kernel (settings.cpp gives it to Python): which chip
-// it is, in which order the threads of a block run, and a barrier or a wait that is left out, as a mistake in
-// a kernel would.
+// The settings of the emulated GPU that a test makes before it runs a kernel (settings.cpp exports them to
+// Python), such as the chip, the order in which the threads of a block run, and a barrier or wait to leave
+// out, which simulates a mistake in a kernel.
 #pragma once
 
 #include <cstddef>
@@ -31,13 +31,13 @@ struct Launch {
 
 struct Settings {
   Chip chip;
-  bool backwards = false;        // the last thread runs first
+  bool backwards = false;        // the last thread of a block runs first
   bool capturing = false;        // a graph is captured
   std::string left_out;          // "file.cu:line" of a barrier or wait
-  std::set<std::string> met;     // those that a kernel came to
+  std::set<std::string> met;     // barriers and waits that kernels have reached
   std::vector<Memory> declared;  // static shared memory, of all kernels
-  std::vector<Memory> earlier;   // what is written by a kernel before each that is launched early
-  std::vector<Launch> launches;  // since a test has asked for them
+  std::vector<Memory> earlier;   // a simulated kernel writes this before each kernel launched early
+  std::vector<Launch> launches;  // since a test last read them
 };
 
 inline Settings settings;

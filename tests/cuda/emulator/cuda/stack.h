@@ -1,6 +1,6 @@
-// The stack of an emulated thread, and the switch from one to another. A kernel switches some million times:
-// on x86-64 a switch saves the registers that a function must preserve, in a few nanoseconds; swapcontext()
-// also asks the operating system for the signal mask, twice.
+// The stack of an emulated thread, and the switch from one to another. A kernel switches a million times or
+// more: on x86-64 a switch saves the registers that a function must preserve, in a few nanoseconds;
+// swapcontext() also asks the operating system for the signal mask, twice.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Stack {
 #endif
   static constexpr size_t kBytes = 256 * 1024;
   std::unique_ptr<char[]> memory = std::make_unique_for_overwrite<char[]>(kBytes);
-  Place place;  // where to go on
+  Place place;  // where the thread continues
 
   // The first switch to this stack calls `function`, which never returns.
   void begin_with(void (*function)()) {
@@ -42,7 +42,7 @@ struct Stack {
   }
 };
 
-// Goes on at `to`, and returns when another switch goes on at `from`.
+// Saves this position in `from` and continues at `to`. Returns when another switch continues at `from`.
 #ifdef __x86_64__
 extern "C" void emulator_switch_stack(void** from, void* to);  // stack.cpp
 inline void switch_stack(Stack::Place& from, const Stack::Place& to) { emulator_switch_stack(&from, to); }

@@ -1,6 +1,6 @@
 // The threads of an emulated GPU: fibers on one processor, and the barriers at which they wait for each
-// other. A thread runs until it meets a barrier or a warp-wide instruction, and goes on when the others have
-// come. Blocks run one after the other.
+// other. A thread runs until it reaches a barrier or a warp-wide instruction, and continues when the other
+// threads have reached it. Blocks run one after the other.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Product {
   const uint32_t* left;  // the left operand's registers, or null for a matrix in shared memory
   uint64_t a, b;         // descriptors
   int count;
-  bool adds, columns_of_k;  // onto what the sums hold; b's columns, not its rows, are the dimension K
+  bool adds, columns_of_k;  // adds to the sums; b's columns, not its rows, are the dimension K
   std::vector<float> held;  // what the sums held, if this is the first product in flight that writes them
 };
 struct Products {
@@ -51,12 +51,12 @@ struct Thread {
   void* fiber = nullptr;  // as ThreadSanitizer knows it
   State state = State::done;
   std::vector<std::vector<Copy>> copies;  // by group; the last one is open
-  alignas(16) unsigned char slot[96];     // what this lane gives to its warp
+  alignas(16) unsigned char slot[96];     // the value that this lane passes to its warp
   unsigned block_barriers = 0, warp_barriers = 0;
   bool has_waited = false;         // for earlier kernels
   std::vector<Products> products;  // by group; the last one is open
   bool fenced = false;             // wgmma_fence() was called
-  // What goes on by itself in the thread's name: accesses of products to its registers, and to shared memory.
+  // Fibers for the asynchronous accesses of the thread's products: to its registers, and to shared memory.
   void *of_registers = nullptr, *of_memory = nullptr;
   char fence, proxy_fence;  // points in time
 };
@@ -66,16 +66,16 @@ struct Machine {
   std::vector<unsigned char> shared = std::vector<unsigned char>(kMostShared + 1024);
   Stack::Place scheduler;
   void *scheduler_fiber = nullptr, *earlier_fiber = nullptr;
-  char start, finish, earlier;  // points in time, for ThreadSanitizer; `earlier`: what kernels before wrote
-  bool early = false;           // the kernel was launched while those before it run
+  char start, finish, earlier;  // points in time, for ThreadSanitizer; `earlier`: writes of preceding kernels
+  bool early = false;           // the kernel was launched while preceding ones run
   char block_barrier[2],
-      warp_barrier[32][2];  // two by turns: a thread may reach the next before another leaves this
-  char proxy_barrier[2];    // as block_barrier, for what products see of shared memory
+      warp_barrier[32][2];  // two in turn: a thread may reach the next barrier before another leaves this one
+  char proxy_barrier[2];    // as block_barrier, for the products' accesses to shared memory
   int running = 0, count = 0;
   std::function<void()> body;
-  bool did_not_wait = false;  // some thread of the launch, for the kernels before it
+  bool did_not_wait = false;  // some thread of the launch did not wait for preceding kernels
   bool has_products = false;  // some thread ended with products that it had not waited for
-  std::string refused;        // why a thread may not go on; nothing can be thrown out of a fiber
+  std::string refused;        // the error that stopped a thread; a fiber cannot throw it out of itself
   dim3 thread_index, block_index, block_size, grid_size;
   Thread& self() { return threads[static_cast<size_t>(running)]; }
 };
@@ -87,7 +87,7 @@ inline void to_scheduler() {
   switch_stack(machine.self().stack.place, machine.scheduler);
 }
 
-// The launch ends with this error: the thread does not go on.
+// Ends the launch with this error. The thread never continues.
 [[noreturn]] inline void refuse(const char* why) {
   races::stop_watching();
   machine.refused = std::string("emulator: ") + why;
@@ -113,7 +113,7 @@ inline void enter() {
   to_scheduler();
 }
 
-// A wait that is left out is noted, but orders nothing.
+// If the wait is left out (not `obeyed`), it counts as called, but orders nothing.
 inline void wait_for_earlier_kernels(bool obeyed) {
   races::stop_watching();
   machine.self().has_waited = true;
@@ -121,8 +121,8 @@ inline void wait_for_earlier_kernels(bool obeyed) {
   if (obeyed) races::happens_after(&machine.earlier);
 }
 
-// As a kernel of another fiber, which nothing but `earlier` orders before those that come. What it needs is
-// in registers: it must not read what the host wrote.
+// Writes this memory as a preceding kernel would, on a fiber of its own, which only `earlier` orders before
+// later kernels. Its variables have to be in registers, because the fiber must not read what the host wrote.
 inline void write_earlier(void* at, size_t bytes) {
   void *const here = races::this_fiber(), *const other = machine.earlier_fiber;
   races::before_switch_to(other);
@@ -137,7 +137,7 @@ inline void run_earlier_kernel() {
   for (const Memory& memory : settings.earlier) write_earlier(memory.at, memory.bytes);
 }
 
-// Lets others run until all have come to such a barrier. It orders no memory.
+// Suspends the thread until all others have reached such a barrier. Orders no accesses to memory.
 inline void wait(State barrier) {
   races::stop_watching();
   machine.self().state = barrier;
@@ -145,8 +145,8 @@ inline void wait(State barrier) {
   to_scheduler();
 }
 
-// Does something as another fiber, in whose order it happens. What it needs is in registers: it must not read
-// what the thread wrote.
+// Calls f on the fiber `other`, so that its accesses are in that fiber's order. f's variables have to be in
+// registers, because the fiber must not read what the thread wrote.
 template <class F>
 __attribute__((always_inline)) inline void as(void* other, const F& f) {
   void* const here = races::this_fiber();
@@ -158,7 +158,7 @@ __attribute__((always_inline)) inline void as(void* other, const F& f) {
 inline void wait_for_block() {
   const unsigned turn = machine.self().block_barriers++ % 2;
   char *const point = &machine.block_barrier[turn], *const proxy = &machine.proxy_barrier[turn];
-  void* const memory = machine.self().of_memory;  // it sees what all threads showed before the barrier
+  void* const memory = machine.self().of_memory;  // products see what all threads fenced before the barrier
   races::happens_before(point);
   if (memory != nullptr) as(memory, [&]() __attribute__((always_inline)) { races::happens_before(proxy); });
   wait(State::at_block_barrier);
@@ -180,7 +180,8 @@ inline void resume(int i) {
   switch_stack(machine.scheduler, machine.self().stack.place);
 }
 
-// Lets threads [begin, end) pass if all that still run wait at `barrier`.
+// Lets threads [begin, end) pass if all that are not done wait at `barrier`; at a warp's barrier only if none
+// is done. Returns whether they pass.
 inline bool release(int begin, int end, State barrier) {
   int waiting = 0, live = 0;
   for (int i = begin; i < end; ++i) {
@@ -210,7 +211,7 @@ inline void start_thread(int i) {
   thread.stack.begin_with(enter);
 }
 
-// Every thread that can run runs once; whether one did.
+// Runs every ready thread once. Returns whether there was one.
 inline bool run_ready() {
   bool ran = false;
   for (int turn = 0; turn < machine.count; ++turn) {
@@ -236,7 +237,7 @@ inline bool any_alive() {
 }
 
 [[noreturn]] inline void give_up(const std::string& why) {
-  for (Thread& thread : machine.threads) thread.fiber = nullptr;  // those that wait are never left
+  for (Thread& thread : machine.threads) thread.fiber = nullptr;  // a waiting fiber cannot be used again
   machine.has_products = machine.did_not_wait = false;
   throw std::runtime_error(why);
 }
@@ -266,7 +267,7 @@ inline void run_block() {
 
 inline Thread& lane(int i) { return machine.threads[static_cast<size_t>(machine.running / 32 * 32 + i)]; }
 
-// Every lane gives a value; f reads those of the others.
+// Every lane of the warp passes its value. Returns f(of), where of(i) is the value of lane i.
 template <class T, class F>
 auto exchange(const T& mine, const F& f) {
   static_assert(sizeof(T) <= sizeof(Thread::slot));

@@ -1,14 +1,14 @@
 // The emulated counterpart of csrc/cuda/wgmma.h.
 //
-// A product is computed when it is waited for, from what the registers and the shared memory hold then; until
-// then its sums are poisoned. So a missing wait, and registers or memory that are written too early, show in
-// the result. Matrices are found as the hardware finds them, by the 64 bits of the descriptor.
+// A product is computed when the thread waits for it, from the contents of registers and shared memory at
+// that time; until then its sums are poisoned. So a missing wait, and a write to registers or memory that is
+// too early, change the result. As on the hardware, the 64 bits of a descriptor address a matrix.
 //
-// For ThreadSanitizer (races.h), a thread's products touch its registers as one fiber and the shared memory
-// as another. The first knows what the thread did until its last wgmma_fence(). The second knows what the
-// thread had seen at its last fence_async_proxy(), and meets those of other threads at the block's barriers:
-// what was written into shared memory is ordered before a product by a fence and a barrier, and not by one of
-// them alone. A thread knows of both when it has waited for the group.
+// For ThreadSanitizer (races.h), one fiber of a thread makes its products' accesses to registers, another
+// their accesses to shared memory. The first is ordered after the thread's last wgmma_fence(). The second is
+// ordered after the thread's last fence_async_proxy(), and synchronizes with the second fibers of other
+// threads at the block's barriers. So a write to shared memory is ordered before a product only by a fence
+// and a barrier together. The thread is ordered after both fibers when it has waited for the group.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ inline const char* at_address(uint32_t address) {
   return reinterpret_cast<const char*>(dynamic_shared()) + (address - kDynamicShared);
 }
 
-// Where 16 bytes of a matrix lie. `outer`: of M or N for a matrix with columns of K, then `chunk` counts
-// eights of K; else a row of K, and `chunk` counts eights of N.
+// Finds a chunk of 16 bytes of a matrix. With columns of K, `outer` is a row of M or N, and `chunk` counts
+// eights of K; else `outer` is a row of K, and `chunk` counts eights of N.
 class Matrix {
  public:
   Matrix(uint64_t descriptor, bool columns_of_k)
@@ -46,7 +46,7 @@ class Matrix {
   const char* at(uint32_t outer, uint32_t chunk) const {
     const uint32_t across = columns_of_k_ ? 16 * chunk : chunk / 8 * leading_ + chunk % 8 * 16;
     const uint32_t address = start_ + outer / 8 * stride_ + outer % 8 * 128 + across;
-    return at_address(address ^ (address >> 7 & 7) << 4);  // the chip exchanges by bits of the address
+    return at_address(address ^ (address >> 7 & 7) << 4);  // the chip swizzles by bits of the address
   }
 
  private:
@@ -68,7 +68,7 @@ inline bool is_poisoned(const Product& product) {
                      [](float sum) { return __float_as_uint(sum) == kPoison; });
 }
 
-// From now on the sums are the product's. Those of a product that is in flight are already.
+// Saves and poisons the product's sums, unless another product in flight has done so already.
 inline void take_sums(Product& product, const std::vector<Products>& others) {
   for (const Products& group : others) {
     for (const Product& other : group.issued) {
@@ -79,7 +79,7 @@ inline void take_sums(Product& product, const std::vector<Products>& others) {
   std::fill_n(product.sums, product.count, __uint_as_float(kPoison));
 }
 
-// The left operand's 16 elements of the thread's rows g and g + 8.
+// Returns the left operand's 16 elements of the thread's rows g and g + 8 (g is lane / 4).
 inline std::array<std::array<float, 16>, 2> left_rows(const Product& product, size_t group, size_t at) {
   const int self = machine.running % 32, warp = machine.running / 32 % 4;
   std::array<std::array<float, 16>, 2> rows;
@@ -88,7 +88,7 @@ inline std::array<std::array<float, 16>, 2> left_rows(const Product& product, si
       if (product.left == nullptr) {
         const uint32_t row = static_cast<uint32_t>(16 * warp + self / 4) + 8 * r;
         rows[r][k] = bfloat_at(Matrix(product.a, true).at(row, k / 8), k % 8);
-      } else {  // another lane of the quad has it: elements 2t, 2t + 1 of eight, rows g, g + 8, both again
+      } else {  // lane t of the quad holds elements 2t and 2t + 1 of both eights, of both rows
         const Thread& owner = lane(self / 4 * 4 + static_cast<int>(k % 8 / 2));
         const uint32_t word = owner.products[group].issued[at].left[r + 2 * (k / 8)];
         rows[r][k] = __uint_as_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
@@ -116,7 +116,7 @@ inline std::vector<float> sums_of(const Product& product, size_t group, size_t a
   return sums;
 }
 
-// Gives the sums their result, or to the next product that goes on with them.
+// Writes the result to the sums, or passes it to the next product in flight that has the same sums.
 inline void finish(Thread& self, size_t group, size_t at, const std::vector<float>& sums) {
   Product& product = self.products[group].issued[at];
   if (!is_poisoned(product)) {
@@ -134,8 +134,8 @@ inline void finish(Thread& self, size_t group, size_t at, const std::vector<floa
   std::copy(result.begin(), result.end(), product.sums);
 }
 
-// What a thread's part of a product reads of shared memory, 16 bytes at a time: the warp's lanes divide the
-// 16 rows of a and all of b.
+// Calls f(address) for each 16 bytes of shared memory that a thread's part of a product reads: the lanes of a
+// warp share the warp's 16 rows of a, and all of b.
 template <class F>
 void for_memory(const Product& product, const F& f) {
   const uint32_t lane = static_cast<uint32_t>(machine.running % 32);
@@ -178,10 +178,10 @@ inline void issue(Product product) {
   self.products.back().issued.push_back(std::move(product));
 }
 
-// Of the oldest group, by all lanes of the warp together.
+// Finishes the oldest group. All lanes of the warp call this together.
 inline void finish_group() {
   Thread& self = machine.self();
-  wait(State::at_warp_barrier);  // all have come, and nobody writes what the others still read
+  wait(State::at_warp_barrier);  // all lanes are here, and none has written what others still read
   std::vector<std::vector<float>> sums;
   for (size_t i = 0; i < self.products[0].issued.size(); ++i) {
     sums.push_back(sums_of(self.products[0].issued[i], 0, i));
