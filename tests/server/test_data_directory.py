@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -39,6 +40,17 @@ async def test_a_failed_start_removes_what_it_made(start: Start, tmp_path: Path)
         everything(tmp_path) - before
         == {str(tmp_path / "tiny" / name) for name in os.listdir(tmp_path / "tiny")} - before
     )
+
+
+async def test_an_unexpected_error_while_the_model_loads_ends_the_start(start: Start) -> None:
+    def raise_an_error() -> NoReturn:
+        raise AttributeError("a defect")
+
+    async with start(Launcher(raise_an_error), wait=False) as server:
+        await eventually(server.state.failed.is_set)
+        problem = server.state.models.default.problem
+    assert isinstance(problem, MachineError)
+    assert str(problem) == "Loading failed unexpectedly (AttributeError); the log has the traceback."
 
 
 async def test_a_failed_start_leaves_what_was_there(start: Start, tmp_path: Path) -> None:
