@@ -8,6 +8,7 @@ import torch
 from fp8serve.fp8.ops import cases, reference
 from fp8serve.fp8.ops.grouped import expert_row_ranges, wgrad_case
 from fp8serve.fp8.ops.registry import Case
+from fp8serve.fp8.selfcheck.candidates import gpu_cases
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
 from tests.csrc.test_gemm import E4M3, E5M2
 from tests.csrc.test_grouped import COUNTS, SCALES, offsets_of, operands
@@ -43,7 +44,7 @@ def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets,
         assert_within_accumulation(found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device)
 
 
-CASES = [case for case in cases("grouped_mm") if "bfloat16 packed" not in case.name and "packed True" not in case.name]
+CASES = gpu_cases("grouped_mm")
 
 
 @pytest.mark.pairwise

@@ -128,8 +128,8 @@ def gpu_candidates(ops: Any) -> Iterator[Candidate]:
 
 
 def gpu_cases(op: str) -> list[Case]:
-    """Returns the cases of an op that a GPU supports: none with packed weights, nor with BF16 next to packed FP8."""
-    cpu_only = ("bfloat16 packed", "packed True") if op == "grouped_mm" else ()
+    """Returns the cases of an op that a GPU supports: of grouped_mm not packed weights, BF16 inputs and MX blocks."""
+    cpu_only = ("bfloat16 packed", "packed True", ", mx,") if op == "grouped_mm" else ()
     return [case for case in cases(op) if not any(words in case.name for words in cpu_only)]
 
 
