@@ -86,7 +86,7 @@ def test_a_child_runs_nothing_of_the_current_directory(module: str, hostile: Pat
 
 
 def test_every_child_is_known() -> None:
-    assert len(child_modules()) == 11
+    assert len(child_modules()) == 10
 
 
 def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
