@@ -6,9 +6,9 @@
   together (a tail and a format), hardly ever on three. The parts of the name of a `Case` count as parameters. With
   `pairwise(strength=1)`, every single value occurs in at least one selected case. This is enough for parameters that
   other tests cover one by one, such as recipes and architectures.
-* With `--changed-since REF`, all tests of a family (FAMILIES) run if one of its files, or a helper of the tests, differs
-  from the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare them, every
-  family runs.
+* With `--changed-since REF`, all tests of a family (FAMILIES) run if one of its files, or a helper of the tests, has
+  changed since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare them,
+  every family runs.
 * With `--within SECONDS`, the fastest functions run, as many as fit by their recorded seconds (tests/durations.json).
   Tests marked `smoke`, and functions without recorded seconds, always run.
 
@@ -39,8 +39,10 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def name_axes(names: Sequence[str]) -> list[list[str]]:
-    """Returns the parts of every case's name, such as "67x300, e4m3, scale 1.0"; the whole names if their numbers of parts
-    differ."""
+    """Splits names such as "67x300, e4m3, scale 1.0" at their commas and spaces.
+
+    If the names do not have equal numbers of parts, each whole name is one part.
+    """
     for separator in (r"[,:]? ", r"[,:] "):
         parts = [re.split(separator, name) for name in names]
         if len({len(words) for words in parts}) == 1:

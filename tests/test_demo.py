@@ -57,9 +57,7 @@ def test_the_figures_are_measured(short_run: tuple[Path, dict[str, Any], list[st
 
 
 @pytest.mark.slow
-def test_a_kept_checkpoint_can_be_served_again(
-    short_run: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
-) -> None:
+def test_a_kept_checkpoint_can_be_served(short_run: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
     place, figures, _ = short_run
     with RunningServer(place / "calibrated", ["--data-dir", str(tmp_path)], log=tmp_path / "log") as server:
         body = {"inputs": "The expression", "parameters": {"max_new_tokens": 64, "ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""States that are created, calibrated, loaded or monitored in torch.inference_mode() can be trained as after no_grad."""
+"""States that are created, calibrated, loaded or monitored in torch.inference_mode() train as after no_grad."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
