@@ -7,7 +7,7 @@
   `pairwise(strength=1)`, every single value occurs in at least one selected case. This is enough for parameters that
   other tests cover one by one, such as recipes and architectures.
 * With `--changed-since REF`, all tests of a family (FAMILIES) run if one of its files, or a helper of the tests, has
-  changed since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare them,
+  changed since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare,
   every family runs.
 * With `--within SECONDS`, the fastest functions run, as many as fit by their recorded seconds (tests/durations.json).
   Tests marked `smoke`, and functions without recorded seconds, always run.

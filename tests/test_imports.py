@@ -110,7 +110,7 @@ def imported_names(module: str, path: Path) -> set[str]:
 
 
 def part(name: str, of: str = "fp8serve") -> str:
-    """Returns the direct child of package `of` that a name lies in; "" for attributes such as __version__ and other names."""
+    """Returns the child of package `of` that a name lies in, or "" if it lies in none, such as `__version__`."""
     first = name.removeprefix(f"{of}.").split(".")[0] if name.startswith(f"{of}.") else ""
     return "" if first.startswith("__") else first
 
@@ -145,7 +145,7 @@ def test_families_of_routes_do_not_import_each_other() -> None:
 
 
 def test_independent_modules_and_restricted_packages() -> None:
-    """Some modules import nothing else of ours; only the server imports FastAPI, and one module imports torch.library."""
+    """Some modules import nothing else of ours; FastAPI is for the server, torch.library for the registry of ops."""
     wrong = {}
     for module, names in imports().items():
         ours = {name for name in names if name.startswith("fp8serve")}

@@ -1,7 +1,7 @@
 """Error messages for users do not present another library's text as our own.
 
-The tests read the source. A message may quote an exception of Python or of a library if it names the source and shortens
-the text to one line (`errors.one_line`, `json_fault`, `os_reason`).
+The tests read the source. A message may quote an exception of Python or of a library if it names the source and
+shortens the text to one line (`errors.one_line`, `json_fault`, `os_reason`).
 """
 
 import ast

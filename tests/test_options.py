@@ -1,4 +1,4 @@
-"""An option is declared once, in a dataclass that checks it; the command line, the HTTP API and the docs derive from it."""
+"""An option is declared once, in a dataclass that checks it; command line, HTTP API and docs derive from it."""
 
 import subprocess
 import sys

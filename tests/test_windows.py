@@ -38,7 +38,7 @@ def calibrated(directory: Path) -> Tensor:
 
 
 def served(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Tensor:
-    """Serves in chunks of 24 tokens at most, on cached prefixes; returns the logits of each sequence's last 32 tokens."""
+    """Serves in chunks of 24 tokens at most, on cached prefixes; returns the logits of the last 32 tokens."""
     engine = Engine(directory, recipe="bf16", max_batch_tokens=24, max_num_seqs=4, **options)
     run, seen = engine.loaded.runner.run, []
 

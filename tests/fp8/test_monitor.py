@@ -58,7 +58,7 @@ def test_headroom_is_that_of_the_scale_of_the_step() -> None:
     for magnitude in (1.0, 1.0, 4.0, 4.0):
         train(module, batch(magnitude))
         monitor.step()
-        headrooms.append(at(monitor, "0", "input").headroom)
+        headrooms.append(reading_of(monitor, "0", "input").headroom)
     assert headrooms == [pytest.approx(math.log2(448)), 0.0, -2.0, 0.0]
 
 

@@ -145,7 +145,7 @@ def test_an_adapter_reads_its_matrices_once(dora: bool) -> None:
 
 
 def test_a_copy_has_its_own_states() -> None:
-    """An EMA copy that runs does not move the scales of its original, and its converted follow what it sees."""
+    """An EMA copy that runs updates its own scales, and not those of its original."""
     linear, _, _ = layer()
     with autocast(recipe=SHORT):
         linear(torch.randn(4, 32)).sum().backward()

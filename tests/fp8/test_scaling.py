@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Model:
-    """The state of one tensor by the rules of docs/numerics.md, in Python numbers, rounded to FP32 as that page requires."""
+    """The state of one tensor by the rules of docs/numerics.md, in Python numbers, rounded to FP32 where required."""
 
     length: int
     fp8_max: float
@@ -36,7 +36,7 @@ class Model:
         self.history = [0.0] * self.length
 
     def step(self, amaxes: list[float]) -> None:
-        """Runs one step, in which the tensor is quantized once for each amax; if `amaxes` is empty, the module does not run."""
+        """Runs a step in which the tensor is quantized once for each amax; with no amax, its module does not run."""
         for amax in amaxes:
             self.history[0] = max(self.history[0], float(np.float32(amax)))
         staged = self.history[0]

@@ -243,7 +243,7 @@ def test_switching_off_unknown_kernels_changes_nothing() -> None:
 
 
 def test_a_verdict_is_stored_for_its_machine_only() -> None:
-    stored = of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
+    stored = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
     assert verdict.load(stored.machine) is None
     path = verdict.save(stored)
     assert verdict.load(stored.machine) == stored
@@ -267,7 +267,7 @@ def test_a_verdict_is_stored_for_its_machine_only() -> None:
     ],
 )
 def test_a_file_that_is_no_verdict_is_reported_and_ignored(change: Any, warnings_log: pytest.LogCaptureFixture) -> None:
-    stored = of({"quantize": KernelResult("hangs", "no answer")})
+    stored = verdict_of({"quantize": KernelResult("hangs", "no answer")})
     path = verdict.save(stored)
     path.write_text(change(path.read_text()))
     with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
@@ -277,7 +277,7 @@ def test_a_file_that_is_no_verdict_is_reported_and_ignored(change: Any, warnings
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
-    """A machine with a GPU whose check finds this; the list grows with every check, and with what is switched changed."""
+    """Fakes a GPU whose check returns this verdict; returns a list that gets every check and switched-off kernel."""
     seen: list[str] = []
 
     def check(device: torch.device, machine: Machine, progress: check_runner.KernelCallback) -> Verdict:
@@ -293,7 +293,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
 def test_a_gpu_is_checked_at_its_first_use_and_never_again(
     monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
+    found = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)
     selfcheck.prepare_device(GPU)
@@ -320,7 +320,7 @@ def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytes
 
 
 def test_a_cpu_is_not_checked_automatically(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = fake_gpu(monkeypatch, of({OP: KernelResult("agrees")}, kind="cpu"))
+    seen = fake_gpu(monkeypatch, verdict_of({OP: KernelResult("agrees")}, kind="cpu"))
     selfcheck.prepare_device(CPU)
     assert seen == []
 
@@ -339,7 +339,7 @@ def test_a_verdict_that_cannot_be_stored_is_still_used(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
     own_cache.write_text("a file where the directory should be")
-    seen = fake_gpu(monkeypatch, of({"quantize": KernelResult("crashes", "signal 9")}))
+    seen = fake_gpu(monkeypatch, verdict_of({"quantize": KernelResult("crashes", "signal 9")}))
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
     messages = [record.message for record in warnings_log.records]
@@ -350,7 +350,7 @@ def test_a_verdict_that_cannot_be_stored_is_still_used(
 def test_an_unfinished_check_is_reported_and_used_and_not_stored(
     monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": KernelResult("hangs", "no answer")})
+    found = verdict_of({"quantize": KernelResult("hangs", "no answer")})
     found = Verdict(found.machine, found.date, found.kernels, unfinished="it took longer than 900 s")
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)

@@ -1,4 +1,4 @@
-"""`served_attention`, for training, has the bits of the server's attention on every instruction set, and the gradient of
+"""`served_attention`, for training, has the bits of a server's attention on every instruction set, and the gradient of
 plain attention."""
 
 from collections.abc import Iterator

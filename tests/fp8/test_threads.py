@@ -1,4 +1,4 @@
-"""Contexts that are nested in themselves, left in the wrong order or entered by several threads; training in threads."""
+"""Contexts nested in themselves, left in the wrong order or entered by several threads; training in threads."""
 
 import sys
 import threading
