@@ -1,4 +1,4 @@
-"""grouped_mm has the bits of a loop of scaled_mm, and grouped_quantize those of a loop of quantize, on experts level."""
+"""grouped_mm and grouped_quantize have the bits of a loop of scaled_mm or quantize, on every level."""
 
 from itertools import product
 

@@ -1,5 +1,5 @@
-"""The thread pool of the CPU kernels: idle threads sleep, a forked child has its own threads, and several callers may use
-it at once."""
+"""The thread pool of the CPU kernels: idle threads sleep, a forked child has its own threads, and several callers may
+use it at once."""
 
 import os
 import subprocess
@@ -51,8 +51,8 @@ until(is_idle, "idle threads")
 
 
 def test_idle_threads_sleep():
-    """Runs in a process of its own, so that its CPU time is that of the pool. Threads that polled for work would use CPU
-    time in every interval of 0.2 seconds, whatever else runs on the machine."""
+    """Runs in a process of its own, so that its CPU time is that of the pool. Threads that polled for work would use
+    CPU time in every interval of 0.2 seconds, whatever else runs on the machine."""
     subprocess.run([sys.executable, "-c", IDLE], check=True)
 
 

@@ -19,8 +19,8 @@ def counters_after(cast, *args):
 
 
 def assert_counts(ops, args, expected):
-    """Checks that the data, and the amax of the first `rows` rows, have the bits of the op without counters, and that the
-    count is that of the reference."""
+    """Checks that the data, and the amax of the first `rows` rows, have the bits of the op without counters, and that
+    the count is that of the reference."""
     x, other, eps, scale, seen, saturated, rows = args
     before = seen.clone()
     q = ops.quantize_watched(*args)

@@ -1,8 +1,8 @@
 """The CUDA kernels on an emulated GPU: the same sources, compiled by the C++ compiler (emulator/cuda/device.h).
 
-`ops()` returns them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. device.h states
-what the emulator can show and what it cannot. A library is in build/NAME; one process at a time rebuilds it if a source
-has changed.
+`ops()` returns them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. device.h
+states what the emulator can show and what it cannot. A library is in build/NAME; one process at a time rebuilds it if a
+source has changed.
 """
 
 import ctypes
@@ -124,8 +124,8 @@ class Emulator:
         return set(self._library.emulator_met().decode().split())
 
     def launches(self) -> list[tuple[str, int]]:
-        """Returns (kernel, bytes of shared memory of a block, declared and dynamic) for every launch since the last call,
-        in order. A memset is listed as the kernel "memset"."""
+        """Returns (kernel, declared and dynamic bytes of shared memory of a block) for every launch since the last
+        call, in order. A memset is listed as the kernel "memset"."""
         found = []
         for kernel, dynamic, _, _ in self._launched():
             declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
@@ -133,7 +133,7 @@ class Emulator:
         return found
 
     def starts(self) -> list[tuple[str, bool]]:
-        """Returns (kernel, whether it may start before earlier launches have ended) for every launch, like `launches`."""
+        """Returns (kernel, whether it may start before earlier ones end) for every launch, like `launches`."""
         return [(kernel, early) for kernel, _, early, _ in self._launched()]
 
     def blocks(self) -> list[int]:
@@ -171,8 +171,8 @@ class Emulator:
     def wgmma(self, columns: int, memory: torch.Tensor, left: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
         """Runs a wgmma instruction with 64 rows and 64 or 128 columns; returns FP32 [128, columns / 2], by thread.
 
-        `memory` is the shared memory from address 1024 on. `a` and `b` are descriptors; if `left` (int32 [128, 4], by
-        thread) is given, it replaces `a`.
+        `memory` is the shared memory from address 1024 on. `a` and `b` are descriptors; if `left` (int32 [128, 4],
+        by thread) is given, it replaces `a`.
         """
         c = torch.zeros(128, columns // 2)
         words = ctypes.c_void_p(None if left is None else left.data_ptr())

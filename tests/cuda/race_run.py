@@ -71,8 +71,8 @@ STORED_WEIGHTS = {
     "scaled_mm_add": 1,
     "watched_mm_add": 5,
 }  # index of the argument
-# Exit statuses. RACE is ThreadSanitizer's own. REFUSED: the emulator found threads that wait for ever, or an instruction
-# that is used against its rules.
+# Exit statuses. RACE is ThreadSanitizer's own. REFUSED: the emulator found threads that wait for ever, or an
+# instruction that is used against its rules.
 RACE, WRONG, REFUSED = 66, 65, 64
 CHIP, HOPPER = (120, 4, 99 * 1024), (90, 4, 227 * 1024)
 LONG, RESIDUAL = torch.ones(2, 32776), torch.ones(70, 72)

@@ -1,7 +1,7 @@
 """Records parity vectors: python -m tests.cuda.record_vectors, on a CPU with the CPU library.
 
-vectors.safetensors has inputs and the results of CPU kernels. CPU and GPU kernels are tested against it, so that data and
-scales do not depend on the machine that runs the tests. It is recorded again only if docs/numerics.md changes.
+vectors.safetensors has inputs and the results of CPU kernels. CPU and GPU kernels are tested against it, so that data
+and scales do not depend on the machine that runs the tests. It is recorded again only if docs/numerics.md changes.
 """
 
 import json

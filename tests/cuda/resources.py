@@ -1,7 +1,7 @@
 """Compares the resources of every CUDA kernel with a record: python tests/cuda/resources.py LIBRARY [--record]
 
-The resources are registers of a thread, bytes of its stack, and bytes of declared shared memory, for every instance of a
-kernel and every architecture. The assembler (ptxas) counts them, and cuobjdump reads them from the library. Registers
+The resources are registers of a thread, bytes of its stack, and bytes of declared shared memory, for every instance of
+a kernel and every architecture. The assembler (ptxas) counts them, and cuobjdump reads them from the library. Registers
 spill to the stack, so a kernel without a stack does not spill. Exits with status 1 if a kernel needs more than the
 record (csrc/cuda/resources.json), has another number of instances, or is new. --record writes a new record.
 

@@ -1,4 +1,4 @@
-"""rms_norm, silu_mul, rotary and their gradients on the device equal the reference up to roundings; rotary has its bits."""
+"""rms_norm, silu_mul and their gradients on the device equal the reference up to roundings; rotary has its bits."""
 
 import pytest
 import torch

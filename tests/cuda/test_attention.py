@@ -39,7 +39,7 @@ class Paged:
     def attend(self, kernels, parts, *options):
         """Runs attention, compares it with the reference, and returns the output of each part.
 
-        `parts` are triples (sequence, first query token, end of the query tokens); `options` are window, softcap, sinks.
+        `parts` are triples (sequence, first query token, end of query tokens); `options` are window, softcap, sinks.
         """
         chosen = [self.queries[s][first:last] for s, first, last in parts]
         starts = torch.tensor([0] + [len(q) for q in chosen]).cumsum(0).int()

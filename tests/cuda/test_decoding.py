@@ -1,4 +1,4 @@
-"""Decoding and training on a GPU that has only torch, without model files. The same tests on the CPU check the tests."""
+"""Decoding and training on a GPU that has only torch, without model files. On the CPU, the tests are tested."""
 
 import math
 from collections.abc import Callable
@@ -42,8 +42,8 @@ CONFIG = {
 }  # fmt: skip
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [300] * 20]
 # If sums are rounded differently, some FP8 values change, and the noise of the result is another sample of the same
-# distribution. Its size, measured against the BF16 model, must not exceed that of the CPU's FP8 result by more than these
-# ratios. A single parameter has as few as 64 elements, so its ratio is less certain.
+# distribution. Its size, measured against the BF16 model, must not exceed that of the CPU's FP8 result by more than
+# these ratios. A single parameter has as few as 64 elements, so its ratio is less certain.
 MORE_NOISE = 1.25  # ratio of the noise power of logits, and of the RMS noise of all gradients together
 MORE_NOISE_OF_ONE = 1.5  # ratio of the RMS noise of the gradient of one parameter
 
@@ -80,7 +80,7 @@ class Tiny:
         budget: int = 64,
         seed: int = 0,
     ) -> None:
-        """`recipe` is None for the BF16 model. `budget` is tokens in a step; 64 tokens fit all prompts in the first step."""
+        """`recipe` is None for the BF16 model. `budget` is tokens in a step; 64 tokens fit all prompts in one step."""
         one = torch.ones((), device=device)
         decoder = frozen(device, recipe, seed) if recipe else model(seed=seed).requires_grad_(False).to(device)
         decoder.join()

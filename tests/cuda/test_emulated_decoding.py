@@ -70,8 +70,8 @@ def launches_of_a_step(layers: int, monkeypatch: pytest.MonkeyPatch) -> list[str
 
 @pytest.mark.emulator
 def test_a_decoder_layer_takes_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residuals are added inside products, counters are updated inside casts, and no memset is needed. If a change needs
-    fewer launches, set LAUNCHES_OF_A_LAYER to the new number."""
+    """Residuals are added inside products, counters are updated inside casts, and no memset is needed. If a change
+    needs fewer launches, set LAUNCHES_OF_A_LAYER to the new number."""
     on_emulated_kernels(monkeypatch)
     two, three = (launches_of_a_step(layers, monkeypatch) for layers in (2, 3))
     layer = Counter(three) - Counter(two)

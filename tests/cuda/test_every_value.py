@@ -1,4 +1,4 @@
-"""Casts on the device equal the reference on FP32 values of every sign, exponent and rounding boundary, as in tests/csrc.
+"""Casts on the device equal the reference on FP32 values of every sign, exponent and rounding boundary.
 
 A GPU gets all 2^24 values and every BF16 value. The emulated GPU gets every 61st value, which covers all signs and
 exponents, and fewer for ops that use a thread block for each row, which takes the emulator a millisecond.
@@ -18,7 +18,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 def check(kernels, values, probe, stride):
-    """Compares the probe on every `stride`-th value (a GPU: all), in chunks that can be split into tiles of 128 x 128."""
+    """Compares the probe on every `stride`-th value (on a GPU: all), in chunks of a multiple of 1024 values."""
     x = values if kernels.device == "cuda" else values[::stride].contiguous()
     chunk = min(1 << 14, len(x) // 1024 * 1024)
     whole = x[: len(x) // chunk * chunk]

@@ -1,4 +1,4 @@
-"""Grouped ops on the device: on the emulated GPU, each expert's product has the bits of scaled_mm by the same kernel."""
+"""Grouped ops on the device; on the emulated GPU, each product has the bits of scaled_mm by the same kernel."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 
 def product(kernels, a, b, a_scale, b_scale, bias, out, few):
-    """Runs scaled_mm by the kernel that grouped_mm should select on the emulated GPU; a GPU may select CUTLASS instead."""
+    """Runs scaled_mm by the kernel that grouped_mm should select on the emulated GPU; a GPU may select CUTLASS."""
     args = a, b, a_scale, b_scale, bias, out
     return kernels.run("scaled_mm_by", *args, "skinny" if few else "mma", 1)
 

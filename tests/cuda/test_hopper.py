@@ -22,8 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PRODUCTS = ("scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "grouped_mm", "grouped_wgrad")
 Arguments = tuple[Any, ...]
 
-# Absolute errors of three products of CUTLASS on an NVIDIA H200: the first and last three elements of the first row, the
-# first element of the second row, and the first and last three elements of the last row.
+# Absolute errors of three products of CUTLASS on an NVIDIA H200: the first and last three elements of the first row,
+# the first element of the second row, and the first and last three elements of the last row.
 H200 = {
     f"(128, 128, 256) ({E4M3}, {E4M3}) ('tensor', 'tensor') torch.float32":
         "1.5057e+00 5.1002e+00 4.2289e+00 1.1404e-02 7.8129e-03 2.6517e-03 1.1182e+00"

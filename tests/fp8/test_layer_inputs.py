@@ -84,7 +84,7 @@ def test_complex_layers_stay_as_they_are_in_high_precision() -> None:
 
 def nested(layout: torch.layout) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's converted: nested tensors may change
+        warnings.simplefilter("ignore")  # torch's own: nested tensors may change
         return torch.nested.nested_tensor([x(3, 32), x(5, 32)], layout=layout)
 
 

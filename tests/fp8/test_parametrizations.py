@@ -34,7 +34,7 @@ class DropConnect(nn.Module):
 
 
 def layer(bias: bool = True) -> tuple[Linear, list[Tensor], list[Tensor]]:
-    """Returns a layer with DropConnect on its weight and bias, and the lists of the masks mask for each."""
+    """Returns a layer with DropConnect on its weight and bias, and the lists of the masks drawn for each."""
     torch.manual_seed(0)
     linear = convert(nn.Linear(32, 16, bias=bias))
     assert isinstance(linear, Linear)

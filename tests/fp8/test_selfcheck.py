@@ -143,9 +143,7 @@ def test_a_child_that_checks_no_kernel_leaves_the_check_unfinished(
 
 def test_a_child_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_runner, "CHILD_COMMAND", ("/nonexistent/python",))
-    assert (
-        check_runner.check(CPU, machine()).unfinished == "its process cannot be start_child (No such file or directory)"
-    )
+    assert check_runner.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
 
 
 def test_a_silent_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +224,7 @@ def test_an_op_whose_variants_are_all_broken_runs_the_reference() -> None:
     assert not is_correct()
     switch_off(CPU, step_names(all_variants()))
     assert is_correct()
-    assert ops.backends()[OP] == "reference; its cpu kernel is switched changed"
+    assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
     assert ops.cpu_isa() == BEST, "the other ops keep their variants"
     registry.restore_library_kernels("cpu")
     assert ops.backends()[OP].startswith("cpu kernel (")
@@ -299,7 +297,7 @@ def test_a_gpu_is_checked_at_its_first_use_and_never_again(
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "scaled_mm.large"]
     assert [record.message for record in warnings_log.records] == [
-        "1 kernel is switched changed, because the check of 2026-11-25 on Test 1 found it wrong, and others take over:"
+        "1 kernel is switched off, because the check of 2026-11-25 on Test 1 found it wrong, and others take over:"
         " scaled_mm.large (throws); see `fp8serve doctor`."
     ]
     monkeypatch.setattr(selfcheck, "_prepared", set())  # as in another process
@@ -331,7 +329,7 @@ def test_a_stored_verdict_of_this_cpu_is_used_by_later_processes(warnings_log: p
     bad = dict.fromkeys(step_names(all_variants()), KernelResult("disagrees", "3 of 4 values"))
     verdict.save(Verdict(here, "2026-11-25T01:02:03+00:00", bad))
     selfcheck.prepare_device(CPU)
-    assert ops.backends()[OP] == "reference; its cpu kernel is switched changed"
+    assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
     assert len(warnings_log.records) == 1
 
 
@@ -344,7 +342,7 @@ def test_a_verdict_that_cannot_be_stored_is_still_used(
     assert seen == ["checked cuda:0", "quantize"]
     messages = [record.message for record in warnings_log.records]
     assert any("cannot be stored" in message for message in messages)
-    assert messages[-1].startswith("1 kernel is switched changed")
+    assert messages[-1].startswith("1 kernel is switched off")
 
 
 def test_an_unfinished_check_is_reported_and_used_and_not_stored(

@@ -99,9 +99,7 @@ def run_twice(module: nn.Module, session: Session | None) -> None:
     step(module, session)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # torch's owner, in twin_session tracer
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
 @pytest.mark.parametrize("use", [run_twice, train_compiled, fail_backward])
 def test_a_deleted_model_frees_its_session_states_and_rules(use: Callable[[nn.Module, Session | None], None]) -> None:
     owner, plain = model(), model()
@@ -118,7 +116,7 @@ def test_a_deleted_model_frees_its_session_states_and_rules(use: Callable[[nn.Mo
     gc.collect()
     assert [ref() for ref in references] == [None] * len(references)
     assert [MODULES.get(key) for key in keys] == [None] * 4
-    assert len(UPDATE_CONFIGS) == rules - 1  # the rule of the model's owner session
+    assert len(UPDATE_CONFIGS) == rules - 1  # the rule of the model's own session
 
 
 def test_a_backward_pass_runs_after_its_model_is_deleted() -> None:
@@ -189,5 +187,5 @@ def test_a_state_dict_can_be_loaded_in_another_session() -> None:
 def test_scaling_state_of_a_module_without_states_is_refused() -> None:
     assert scaling_state(DotProductAttention()) == {}
     for module in (nn.Linear(8, 8), model(), NormLinear(nn.LayerNorm(8), Linear(8, 8))):
-        with pytest.raises(TypeError, match=f"A {type(module).__name__} has no scaling state of twin_session owner"):
+        with pytest.raises(TypeError, match=f"A {type(module).__name__} has no scaling state of its own"):
             scaling_state(module)

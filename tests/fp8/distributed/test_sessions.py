@@ -28,7 +28,7 @@ def run(layer: torch.nn.Module, rank: int, session: Session | None = None) -> No
 
 
 def copying(rank: int) -> Any:
-    """Rank 0 local_recipe copies the model, more often than the collective has slots."""
+    """Rank 0 alone copies the model, more often than the collective has slots."""
     layer = Linear(8, 8)
     for _ in range(1100 if rank == 0 else 0):
         copied = copy.deepcopy(layer)
