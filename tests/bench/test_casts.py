@@ -75,8 +75,8 @@ def test_the_command_writes_its_findings_and_fails_on_a_difference(capsys, tmp_p
     found = json.loads((tmp_path / "casts.json").read_text())["findings"]
     assert {f["differing"] for f in found} == {0}
     assert {f["source"] for f in found} == {"float32", "bfloat16", "float16"}
-    monkeypatch.setitem(casts.PROBES, "quantize", lambda ops, x, dtype: OneWrongCode().quantize(x, torch.tensor(1.0), dtype)
-                        if ops is reference else ops.quantize(x, torch.tensor(1.0), dtype))  # fmt: skip
+    monkeypatch.setitem(casts.PROBES, "quantize", lambda ops, x, dtype: (
+        OneWrongCode() if ops is reference else ops).quantize(x, torch.tensor(1.0), dtype))  # fmt: skip
     assert main(["bench", "casts", "--op", "quantize", "--json"]) == 1
     assert all(f["differing"] >= 1 for f in json.loads(capsys.readouterr().out)["findings"])
 

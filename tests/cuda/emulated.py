@@ -156,7 +156,7 @@ class Emulator:
             self._library.emulator_wrote_earlier(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Runs an mma instruction of one warp. a is int32 [32, 4], b int32 [32, 2], the result FP32 [32, 4], by lane."""
+        """Runs an mma instruction of one warp. By lane: a int32 [32, 4], b int32 [32, 2], result FP32 [32, 4]."""
         c = torch.zeros(32, 4)
         self._library.emulator_mma(name.encode(), *(ctypes.c_void_p(t.data_ptr()) for t in (a, b, c)))
         return c

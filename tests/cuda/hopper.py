@@ -1,10 +1,10 @@
 """A bit-exact model, on a CPU, of the products of Hopper's FP8 tensor cores.
 
 One instruction (wgmma) adds 32 products to a sum. Each of these 33 numbers has a power of two: a product has the
-product of its factors' powers (so 1.5 times 1.5 has 1), the sum its own. Bits below 2^-13 of the largest power are truncated,
-first in each of the 33 numbers and then in the new sum. After every 128 elements of K, the sum is added to an FP32 sum
-and starts at 0 again. CUTLASS does this for its finer scales, and CUTLASS and cuBLASLt if fast accumulation is off.
-This model gives all recorded digits of an H200's errors (tests/cuda/test_hopper.py).
+product of its factors' powers (so 1.5 times 1.5 has 1), the sum its own. Bits below 2^-13 of the largest power are
+truncated, first in each of the 33 numbers and then in the new sum. After every 128 elements of K, the sum is added to
+an FP32 sum and starts at 0 again. CUTLASS does this for its finer scales, and CUTLASS and cuBLASLt if fast accumulation
+is off. This model gives all recorded digits of an H200's errors (tests/cuda/test_hopper.py).
 """
 
 from collections.abc import Iterator

@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels, rows):
 @pytest.mark.parametrize("m", [3, 80])
 @pytest.mark.parametrize("k", [256, 250])
 def test_transposed_and_strided_operands_have_the_same_bits(kernels, m, k):
-    """Transposed views, as in the backward pass, and strided ones; with a K that needs padding and one that does not."""
+    """Transposed views, as in the backward pass, and strided ones; one K needs padding, the other does not."""
     a, b, a_scale, b_scale = operands(m, 48, k)
     contiguous = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
     a_t, b_t = (kernels.here(x.t().contiguous()).t() for x in (a, b))

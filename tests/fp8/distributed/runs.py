@@ -1,8 +1,8 @@
 """Data-parallel training of a small network on several ranks, and the same training in one process.
 
-The single process runs the batches of all ranks in one autocast, runs one backward pass of the sum of their losses,
-and divides the gradients by the number of ranks. So its amaxes are maxima over all batches and its gradients are
-averages, as on the ranks. Only the order in which the ranks' gradients are added may differ. Two ranks have only one order, so
+The single process runs the batches of all ranks in one autocast, runs one backward pass of the sum of their losses, and
+divides the gradients by the number of ranks. So its amaxes are maxima over all batches and its gradients are averages,
+as on the ranks. Only the order in which the ranks' gradients are added may differ. Two ranks have only one order, so
 they have the bits of one process (`assert_same`). With four ranks, the last bits of a sum depend on the algorithm of
 the collective (`assert_close`).
 """

@@ -3,10 +3,10 @@
 Scales have the same bits if they are computed from the same bits, which is always so for a single layer. Results are
 sums of the same FP32 products in another order (over the ranks, and in a BLAS whose order depends on the size). This
 changes a sum of K terms by at most K * 2^-24 of the largest term, so `CLOSE` = 1e-5 bounds one layer. In a run of
-several steps, such a difference can round a value to another FP8 value, up to 1/16 away; in the mean over a loss this is about
-1e-3, and `RUN` = 5e-3 bounds losses and scales of a run. Recipes with a scale for each row or block compute it on each
-rank from its own part. So two different quantizations are compared, each with the error of E5M2 gradients (about 7 %);
-`QUANTIZED` bounds their difference.
+several steps, such a difference can round a value to another FP8 value, up to 1/16 away; in the mean over a loss this
+is about 1e-3, and `RUN` = 5e-3 bounds losses and scales of a run. Recipes with a scale for each row or block compute it
+on each rank from its own part. So two different quantizations are compared, each with the error of E5M2 gradients
+(about 7 %); `QUANTIZED` bounds their difference.
 """
 
 from typing import Any, Literal
