@@ -192,7 +192,7 @@ def test_every_stage_runs_on_the_chosen_device(monkeypatch: pytest.MonkeyPatch, 
 def test_a_disk_without_room_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(4 << 30, 3 << 30, 1 << 30))  # type: ignore[attr-defined]
     with pytest.raises(MachineError, match=r"writes up to 3\.0 GiB in .*, where 1\.0 GiB are free; name a directory"):
-        OnSmolLM2("a test", tmp_path / "short_run", print_line=lambda line: None).run()
+        OnSmolLM2("a test", tmp_path / "kept", print_line=lambda line: None).run()
     assert list((tmp_path / "kept").iterdir()) == []
 
 
