@@ -226,7 +226,7 @@ SANITIZERS = {
 
 def sanitize(options: argparse.Namespace) -> Result:
     """Runs every tool of SANITIZERS on the small inputs of every op."""
-    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, "tests/cuda", "-k", "test_cases"]
+    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, "tests/cuda", "-k", "test_registered_cases"]
     if options.dry_run:
         return run([*over, "--collect-only"], LIMITS["sanitize"])
     if tool is None:

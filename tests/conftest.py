@@ -1,12 +1,13 @@
 """The common setup of all tests.
 
-One thread for torch here and in every process that a test starts, set before torch is imported: the suite also runs
-beside other work, where threads that wait for each other cost minutes. Results do not depend on it.
+torch uses one thread, here and in every process that a test starts. This is set before torch is imported. The suite
+often shares its machine with other work, where threads that wait for each other cost minutes. The number of threads
+does not change any result.
 
-Hypothesis draws the same examples in every run and keeps none between runs, so a test passes or fails whoever runs it
-and whenever. `make test-random` loads the profile "random" instead, which draws new examples.
+Hypothesis draws the same examples in every run and stores none, so that every run of a test has the same result.
+`make test-random` sets the profile "random" instead, which draws new examples.
 
-tests/selection.py says which of the collected tests run.
+tests/selection.py selects which of the collected tests run.
 """
 
 import os
@@ -37,7 +38,7 @@ else:
 DRIVER, VISIBLE_GPUS = "libcuda.so.1", os.environ.get("CUDA_VISIBLE_DEVICES")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and its children
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -48,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without the mark `gpu`, `device="auto"` is the CPU, in this process and in those that the test starts."""
+    """Hides all GPUs from a test without the mark `gpu`, and from its child processes: `device="auto"` is the CPU."""
     import torch
 
     from fp8serve.fp8 import cuda_support
@@ -56,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not torch.cuda.is_available():
         return
     torch.cuda.init()
-    torch.cuda.device_count()  # remembered, so that this process keeps its GPUs
+    torch.cuda.device_count()  # torch caches the count, so that this process keeps its GPUs
     is_hidden = item.get_closest_marker("gpu") is None
     cuda_support.DRIVER = "no driver" if is_hidden else DRIVER
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -79,5 +80,5 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Where `async def test_...` runs."""
+    """The event loop that runs `async def test_...`."""
     return "asyncio"

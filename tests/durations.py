@@ -1,8 +1,8 @@
-"""How long tests take: `--durations-file FILE` records it, and prints the slowest files.
+"""With `--durations-file FILE`, records how long tests take, and prints the slowest files.
 
-`make durations` runs everything and writes tests/durations.json: of each file its seconds and, of test functions that
-take long, the mean seconds of one case, fixtures included. tests/test_durations.py reads the first and
-tests/selection.py the second. Seconds depend on what else the machine did: compare files, not machines.
+`make durations` runs all tests and writes tests/durations.json. Its "files" are the seconds of every file, which
+tests/test_durations.py checks. Its "cases" are the mean seconds of one case, fixtures included, of every slow test
+function, which tests/selection.py uses. All seconds depend on the machine and its load: compare files, not machines.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 SHOWN = 40
-MIN_SECONDS = 0.1  # mean seconds of a case from which on a function is listed
+MIN_SECONDS = 0.1  # functions with fewer mean seconds a case are not listed
 
 
 class Durations:
-    """A plugin of pytest, registered in the process that reports."""
+    """A pytest plugin; under xdist it is registered in the controller only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seconds: Counter[str] = Counter()  # by function
-        self.cases: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()  # by test function
+        self.cases: Counter[str] = Counter()  # by test function
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         function = report.nodeid.partition("[")[0]
@@ -47,6 +47,6 @@ class Durations:
 
 
 def too_slow(files: dict[str, float], most: float) -> dict[str, float]:
-    """Returns the files that take more than the share `most` of the whole, with their shares."""
+    """Returns the files whose share of the total seconds is above `most`, with their shares."""
     total = sum(files.values())
     return {file: seconds / total for file, seconds in files.items() if seconds > most * total}

@@ -1,4 +1,4 @@
-"""Waiting for what must come, on a machine of any speed: only a hang takes as long as PATIENCE."""
+"""Waiting for a condition on a machine of any speed: only a hang reaches the limit PATIENCE."""
 
 import asyncio
 import inspect
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 600.0
-"""Seconds. Less than pytest's own limit (pyproject.toml), so that the test itself says what did not come."""
+"""Seconds. Less than pytest's own limit (pyproject.toml), so that the test itself says what it waited for."""
 
 
 def until(condition: Callable[[], object], what: str = "what this test waits for") -> None:
-    """Return once `condition()` holds. AssertionError when it does not within PATIENCE."""
+    """Returns once `condition()` is true. Raises AssertionError, which names `what`, after PATIENCE."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"{what} did not come within {PATIENCE:.0f} s"
@@ -18,7 +18,7 @@ def until(condition: Callable[[], object], what: str = "what this test waits for
 
 
 async def eventually(condition: Callable[[], object], what: str = "what this test waits for") -> None:
-    """`until` on an event loop, which goes on meanwhile. What `condition()` returns is awaited where it can be."""
+    """`until` for coroutines: other tasks run meanwhile. If `condition()` returns an awaitable, it is awaited."""
     end = time.monotonic() + PATIENCE
     while not (await held if inspect.isawaitable(held := condition()) else held):
         assert time.monotonic() < end, f"{what} did not come within {PATIENCE:.0f} s"

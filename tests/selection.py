@@ -1,16 +1,18 @@
-"""Which of the collected tests run, for `make test` and for the build server; tests/conftest.py has pytest call it.
+"""Selects which of the collected tests run, for `make test` and for the build server, through hooks of pytest.
 
 * Without a CUDA device, tests marked `gpu` are deselected. `-m gpu` still collects them.
-* With `--pairwise`, a function marked `pairwise` runs on as few of its parameters as hold every pair of values of every
-  two axes: a fault of a kernel needs a value, or two at once (a tail and a format), hardly ever three. A `Case` of an
-  op's registry has the parts of its name as axes. With `pairwise(strength=1)` every value of every axis: where the
-  tests of each axis alone are elsewhere, such as recipes and architectures.
-* With `--changed-since REF`, a family of FAMILIES runs in full only where a file of it, or a helper of the tests,
-  differs from the common ancestor with REF; else its tests marked `smoke`. If git cannot tell, every family runs.
-* With `--within SECONDS`, tests run in the order of their recorded seconds (tests/durations.json) while their sum fits;
-  tests marked `smoke`, and functions that nothing is recorded of, always run.
+* With `--pairwise`, a function marked `pairwise` runs on a subset of its cases (pairwise testing): every pair of values
+  of two different parameters occurs in at least one selected case. A fault of a kernel depends on one value, or on two
+  together (a tail and a format), hardly ever on three. The parts of the name of a `Case` count as parameters. With
+  `pairwise(strength=1)`, every single value occurs in at least one selected case. This is enough for parameters that
+  other tests cover one by one, such as recipes and architectures.
+* With `--changed-since REF`, all tests of a family (FAMILIES) run if one of its files, or a helper of the tests, has
+  changed since the common ancestor of HEAD and REF; otherwise only its tests marked `smoke`. If git cannot compare,
+  every family runs.
+* With `--within SECONDS`, the fastest functions run, as many as fit by their recorded seconds (tests/durations.json).
+  Tests marked `smoke`, and functions without recorded seconds, always run.
 
-The summary has the number of tests that each rule left out, and of those that -m left out, by their mark.
+The summary states how many tests each rule left out and, for tests that -m left out, how many of each mark.
 """
 
 import itertools
@@ -37,7 +39,10 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def name_axes(names: Sequence[str]) -> list[list[str]]:
-    """The parts of the names of cases, such as "67x300, e4m3, scale 1.0", where all have as many; else the names."""
+    """Splits names such as "67x300, e4m3, scale 1.0" at their commas and spaces.
+
+    If the names do not have equal numbers of parts, each whole name is one part.
+    """
     for separator in (r"[,:]? ", r"[,:] "):
         parts = [re.split(separator, name) for name in names]
         if len({len(words) for words in parts}) == 1:
@@ -46,7 +51,7 @@ def name_axes(names: Sequence[str]) -> list[list[str]]:
 
 
 def axes(items: Sequence[pytest.Function]) -> list[tuple[object, ...]]:
-    """The value of every axis of one function's parameters, by item."""
+    """Returns a row of values for every item of one test function, with one value for each parameter (axis)."""
     from fp8serve.fp8.ops.registry import Case  # not above: tests/conftest.py sets the threads of torch first
 
     columns: list[Iterable[object]] = []
@@ -60,8 +65,8 @@ def axes(items: Sequence[pytest.Function]) -> list[tuple[object, ...]]:
 
 
 def covering(rows: Sequence[tuple[object, ...]], strength: int = 2) -> list[int]:
-    """Indices of few rows that hold every combination of values, in `strength` columns, that any row holds. Of equal
-    rows it takes the one whose values were chosen least."""
+    """Returns indices of a few rows (a greedy covering): each combination of values that any row has in `strength`
+    columns is in at least one of them. With `strength` 1, ties go to the row whose values were chosen least often."""
     columns = list(itertools.combinations(range(len(rows[0])), strength))
     groups = [{(at, tuple(row[column] for column in at)) for at in columns} for row in rows]
     if not columns:
@@ -81,8 +86,11 @@ def covering(rows: Sequence[tuple[object, ...]], strength: int = 2) -> list[int]
 
 
 def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The items of sweeps that pairwise covering does without. `each` of the mark names arguments with a covering for
-    every value, such as the op that the cases belong to. An item marked `skip` covers nothing and stays."""
+    """Returns the items of sweeps that the pairwise coverings leave out.
+
+    The mark's `each` names arguments, such as the op of a case; every value of them gets a covering of its own. An item
+    marked `skip` covers no pair and is not left out.
+    """
     sweeps: dict[tuple[Any, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("pairwise")
@@ -97,7 +105,7 @@ def outside_pairs(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return left_out
 
 
-# --- what a person waits for ------------------------------------------------------------------------------------------
+# --- time limit ------------------------------------------------------------------------------------------------------
 
 
 def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[str, float]) -> list[pytest.Item]:
@@ -114,7 +122,7 @@ def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[s
     others.sort(key=cost)
     fixed = sum(map(cost, items)) - sum(map(cost, others))
     sums = itertools.accumulate(map(cost, others), initial=fixed)
-    total_at = dict(zip([0.0, *map(cost, others)], sums, strict=True))  # by cost, with everything that costs no more
+    total_at = dict(zip([0.0, *map(cost, others)], sums, strict=True))  # items that cost at most so much
     most = max((each for each, total in total_at.items() if total <= seconds), default=0.0)
     return [item for item in others if cost(item) > most]
 
@@ -124,7 +132,7 @@ def too_expensive(items: Sequence[pytest.Item], seconds: float, means: Mapping[s
 
 @dataclass(frozen=True)
 class Family:
-    """Tests that take long, in these folders and files, and patterns of what they test; `*` crosses folders."""
+    """Slow tests (folders and files), and patterns of the source files that they test; `*` also matches slashes."""
 
     tests: tuple[str, ...]
     sources: tuple[str, ...]
@@ -175,8 +183,10 @@ FAMILIES = {
 
 
 def changed_files(reference: str) -> list[str] | None:
-    """Files that differ from the common ancestor of HEAD and `reference`. None where git cannot tell, and on that
-    ancestor itself, where nothing says which change is to be tested."""
+    """Returns the files that differ from the common ancestor of HEAD and `reference`.
+
+    Returns None if git cannot compare them, and if HEAD is that ancestor: then it is unknown which change to test.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -195,7 +205,7 @@ def matches(files: Iterable[str], patterns: Iterable[str]) -> bool:
 
 
 def unchanged_families(changed: Sequence[str]) -> list[str]:
-    """Names of the families none of whose files changed."""
+    """Returns the names of the families whose files did not change."""
     if matches(changed, EVERYTHING):
         return []
     helpers = [path for path in changed if path.startswith("tests/") and not Path(path).name.startswith("test_")]
@@ -209,8 +219,8 @@ def unchanged_families(changed: Sequence[str]) -> list[str]:
 
 
 def outside_sample(items: Sequence[pytest.Item], families: Iterable[str]) -> list[pytest.Item]:
-    """The items of these families without their samples, which are marked `smoke` and need no emulated GPU: it takes
-    90 seconds of a core to compile."""
+    """Returns the items of these families except their samples: tests marked `smoke` that need no emulated GPU. The
+    emulator takes 90 seconds to compile on one core."""
     folders = tuple(str(ROOT / path) for name in families for path in FAMILIES[name].tests)
 
     def is_sample(item: pytest.Item) -> bool:
@@ -243,7 +253,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available() and "gpu" not in config.option.markexpr:
         leave_out([item for item in items if item.get_closest_marker("gpu")], "need a CUDA device (make gpu)")
     if config.option.pairwise:
-        leave_out(outside_pairs(items), "of sweeps, every pair of whose values is tested")
+        leave_out(outside_pairs(items), "covered by other cases of their sweep")
     if config.option.within and RECORD.exists():
         means = json.loads(RECORD.read_text())["cases"]
         leave_out(too_expensive(items, config.option.within, means), "take longest")
@@ -264,11 +274,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Takes the numbers of a worker; those of the others are the same."""
+    """Takes the counts of one worker; all workers have the same counts."""
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     left_out = config.stash.get(LEFT_OUT, Counter())
     if numbers := [f"{count:,} {why}" for why, count in left_out.items() if count]:
-        terminalreporter.write_line(f"Left out: {', '.join(numbers)}. `make test-all` runs all that this machine can.")
+        terminalreporter.write_line(f"Left out: {', '.join(numbers)}. `make test-all` runs all that can run here.")

@@ -1,4 +1,4 @@
-"""Bad input from the command line: one sentence that names it, status 1, nothing half-written."""
+"""Bad input to a command: one sentence that names the input, status 1, and no partial output."""
 
 import io
 import json
@@ -23,7 +23,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(original: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -35,7 +35,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
-    """The one sentence of a command that must fail."""
+    """Runs a command that must fail, and returns its only error message."""
     assert main([str(a) for a in args]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -89,8 +89,8 @@ def test_a_damaged_model(
         "generate": ("Hello", "--recipe", "bf16"),
     }
     assert SPOILERS[spoil] in failure(capsys, command, model, *rest[command])
-    kept = out / "tokenized"  # of the data, which are right: the next start uses it
-    assert not [p for p in model.parent.rglob("*.safetensors") if p.parent not in (model, kept)]
+    cache = out / "tokenized"  # the data are valid, so their tokenized cache is kept for the next run
+    assert not [p for p in model.parent.rglob("*.safetensors") if p.parent not in (model, cache)]
     assert not (out / "model").exists()
 
 
@@ -111,21 +111,21 @@ def test_bad_data(
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(text)
-    said = failure(capsys, command, original, "--data", data, "--out", tmp_path / "out")
-    assert "data.jsonl" in said
-    assert expected in said.replace(":2", " line 2").replace(":1", " line 1")
+    message = failure(capsys, command, original, "--data", data, "--out", tmp_path / "out")
+    assert "data.jsonl" in message
+    assert expected in message.replace(":2", " line 2").replace(":1", " line 1")
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_data_that_does_not_exist(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = failure(capsys, "calibrate", original, "--data", tmp_path / "none.jsonl", "--out", tmp_path / "out")
-    assert "none.jsonl" in said
+    message = failure(capsys, "calibrate", original, "--data", tmp_path / "none.jsonl", "--out", tmp_path / "out")
+    assert "none.jsonl" in message
 
 
-def test_an_output_directory_that_is_taken(original: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_directory_that_is_not_empty(original: Path, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(chats.parent.iterdir())
-    said = failure(capsys, "calibrate", original, "--out", chats.parent, "--data", chats)
-    assert "not empty" in said
+    message = failure(capsys, "calibrate", original, "--out", chats.parent, "--data", chats)
+    assert "not empty" in message
     assert sorted(chats.parent.iterdir()) == before
 
 
@@ -143,26 +143,26 @@ def test_scales_of_another_model(original: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_a_prompt_longer_than_the_context(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = failure(capsys, "generate", original, "word " * 1000, "--recipe", "bf16")
-    assert "256" in said
+    message = failure(capsys, "generate", original, "word " * 1000, "--recipe", "bf16")
+    assert "256" in message
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "expected"),
     [("margin", "NAME=VALUE"), ("margins=1", "no parameter 'margins'"), ("margin=x", "margin must be a whole number")],
 )
-def test_a_recipe_option_that_is_none(
-    original: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, says: str
+def test_an_invalid_recipe_option(
+    original: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, expected: str
 ) -> None:
     args = ("finetune", original, "--data", chats, "--out", tmp_path / "run", "--recipe-option", option)
-    assert says in failure(capsys, *args)
+    assert expected in failure(capsys, *args)
     assert not (tmp_path / "run").exists()
 
 
-def test_no_scales_and_no_recipe(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = failure(capsys, "generate", original, "Hello")
-    assert "calibrate" in said
-    assert "recipe" in said
+def test_generate_without_scales_and_recipe_suggests_both(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = failure(capsys, "generate", original, "Hello")
+    assert "calibrate" in message
+    assert "recipe" in message
 
 
 def test_a_port_in_use(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,31 +174,31 @@ def test_a_port_in_use(original: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_an_open_port_without_a_key(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = failure(capsys, "serve", original, "--host", "0.0.0.0", "--port", "0", "--data-dir", tmp_path / "data")
-    assert "--api-key" in said
+    message = failure(capsys, "serve", original, "--host", "0.0.0.0", "--port", "0", "--data-dir", tmp_path / "data")
+    assert "--api-key" in message
 
 
-def test_inspect_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_refuses_files_that_are_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "config.json" in failure(capsys, "inspect", tmp_path)
     (tmp_path / "scales.safetensors").write_bytes(b"nonsense")
     assert "scales.safetensors" in failure(capsys, "inspect", tmp_path / "scales.safetensors")
 
 
-def test_a_demonstration_does_not_write_over_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demonstration_does_not_overwrite_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert "not empty" in failure(capsys, "demo", "--keep", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 TOKENIZERS = ["precompiled map short", "template names an unknown token", "unknown token missing in WordLevel"]
-"""Two that fail by a panic of Rust, when the file or when a text is read, and one by an Exception."""
+"""Two panic in Rust (one while the file is read, one while a text is tokenized); one raises an Exception."""
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
     model: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """The report that Rust writes of a panic may stand above it."""
+    """Rust may print its own report of the panic above our message."""
     CASES[name].write(model)
     out = tmp_path / "out"
     texts = tmp_path / "texts.jsonl"
@@ -217,7 +217,7 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("source", "count"),  # the endless one takes each command five seconds of a processor
+    ("source", "count"),  # the endless template costs every command five seconds of CPU time
     [pytest.param(HOSTILE[0], 1, id="endless", marks=pytest.mark.slow), pytest.param(HOSTILE[2], 4, id="huge")],
 )
 def test_a_template_that_runs_away_is_one_sentence(

@@ -1,4 +1,4 @@
-"""Standalone SVGs: well formed, inside their frame, right way up, gaps where there is nothing."""
+"""Standalone SVGs: well formed, curves inside their frame, larger values higher, gaps at non-finite values."""
 
 import math
 from xml.etree import ElementTree
@@ -11,8 +11,8 @@ NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 def lines(text: str) -> list[list[tuple[float, float]]]:
-    found = ElementTree.fromstring(text).findall(f"{NAMESPACE}polyline")
-    pairs = [[p.split(",") for p in line.attrib["points"].split()] for line in found]
+    polylines = ElementTree.fromstring(text).findall(f"{NAMESPACE}polyline")
+    pairs = [[p.split(",") for p in line.attrib["points"].split()] for line in polylines]
     return [[(float(x), float(y)) for x, y in line] for line in pairs]
 
 
@@ -24,7 +24,7 @@ def test_curves_lie_inside_and_larger_is_higher(log: bool) -> None:
     assert FILE_TOP <= y1 < y2 < y0
 
 
-def test_what_is_not_finite_is_a_gap() -> None:
+def test_non_finite_values_are_gaps() -> None:
     points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 1.0), (4, math.inf), (5, 2.0), (6, 1.0)]
     assert [len(line) for line in lines(svg_file("t", [Panel("y", {"a": points})], "x"))] == [2, 1, 2]
 

@@ -31,7 +31,7 @@ HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "to
 
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """What standard error holds: exactly one line, the error, and nothing on standard output."""
+    """Returns the error message: the only line on standard error, with nothing on standard output."""
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
@@ -104,7 +104,7 @@ def test_options_of_another_recipe_are_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 class Failing:
-    """Stands in for `doctor.examine`: raises an error that is to be handled."""
+    """Replaces a function such as `doctor.examine` and raises `error`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -126,7 +126,7 @@ class Failing:
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_failures(
+def test_an_error_becomes_a_status_and_a_message(
     error: BaseException, status: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fp8serve.doctor.examine", Failing(error))
@@ -184,16 +184,16 @@ def test_a_directory_is_found_without_asking_the_hub(tmp_path: Path, monkeypatch
 def test_a_hub_name_is_downloaded_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.update(name=name, allow_patterns=allow_patterns)
+        arguments.update(name=name, allow_patterns=allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_model("org/name") == tmp_path
-    assert asked["name"] == "org/name"
-    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["allow_patterns"])
+    assert arguments["name"] == "org/name"
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in arguments["allow_patterns"])
 
 
 def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "a/b/c", "name", "../x/y", "org/name/"])
-def test_what_cannot_be_a_hub_name_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_not_asked_for_a_name_that_it_cannot_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8serve.hub._download", Failing(AssertionError("asked the hub")))
     with pytest.raises(ModelError, match="is not a directory"):
         find_model(name)
@@ -227,14 +227,14 @@ def test_a_mistyped_model_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "tiny-Q8_0.gguf").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fp8serve.hub._download", Failing(AssertionError("asked the hub")))
-    for name, meant in {
+    for name, expected in {
         "lama-fp8": "llama-fp8",
         "./llama-fp9": "llama-fp8",
         str(tmp_path / "LLAMA-fp8"): str(tmp_path / "llama-fp8"),
         "tiny-q8_0.gguf": "tiny-Q8_0.gguf",
         "smolm2": "smollm2",
     }.items():
-        with pytest.raises(ModelError, match=rf"Did you mean {re.escape(meant)}\?$"):
+        with pytest.raises(ModelError, match=rf"Did you mean {re.escape(expected)}\?$"):
             find_model(name)
     for name in ("something-else", str(tmp_path / "no" / "llama-fp8")):
         with pytest.raises(ModelError) as refused:
@@ -242,6 +242,6 @@ def test_a_mistyped_model_gets_a_suggestion(tmp_path: Path, monkeypatch: pytest.
         assert "Did you mean" not in str(refused.value)
 
 
-def test_several_values_behind_one_option_are_answered_with_the_right_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_values_after_one_option_are_refused_with_the_right_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "model", "--served-model-name", "a", "b"]) == 2
     assert "'b' belongs to no option; repeat an option for each of its values: --served" in capsys.readouterr().err

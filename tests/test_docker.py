@@ -1,4 +1,4 @@
-"""The container files: parsed, and held against the application they start."""
+"""The container files parse, and agree with the application that they start."""
 
 import os
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 YAML_FILES = sorted(DOCKER.rglob("*.yaml"))
-ALERTS = ROOT / "tests" / "alerts.yaml"  # series of numbers, and which alerts they raise
+ALERTS = ROOT / "tests" / "alerts.yaml"  # example time series, and the alerts that they must raise
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -34,7 +34,7 @@ def deployment() -> dict[str, Any]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """The compose services that are ours."""
+    """The compose services that run fp8serve."""
     return [s for s in documents(DOCKER / "compose.yaml")[0]["services"].values() if "build" in s]
 
 
@@ -45,7 +45,7 @@ def container() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def routes() -> set[str]:
-    """Paths of the routes that the application includes for what a server says about itself."""
+    """Paths of the application's routes for health, status and metrics, and of its pages."""
     from fastapi.routing import APIRoute
 
     from fp8serve.server.api.native import status_routes
@@ -79,7 +79,7 @@ def test_images_are_multi_stage_and_run_as_nobody(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_what_an_image_copies_exists(path: Path) -> None:
+def test_files_that_an_image_copies_exist(path: Path) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for name, rest in instructions(path):
         if name == "COPY" and not rest.startswith("--from"):
@@ -90,7 +90,7 @@ def test_what_an_image_copies_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_images_are_built_by_the_targets_that_ci_runs(path: Path) -> None:
-    """So that what builds them cannot rot unseen: no compiler, no pip wheel and no package list of their own."""
+    """An image calls no compiler and no pip wheel, and has no package list, so that CI tests all that builds it."""
     built = [rest for name, rest in instructions(path) if name == "RUN" and "apt-get" not in rest]
     targets = [word for rest in built for word in re.findall(r"\bmake (?!&)([\w./]+)", rest)]
     assert targets == [".venv/packages", "wheel"]
@@ -103,14 +103,14 @@ def test_images_are_built_by_the_targets_that_ci_runs(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_health_check_asks_a_route_that_exists(path: Path, routes: set[str]) -> None:
+def test_health_check_requests_a_route_that_exists(path: Path, routes: set[str]) -> None:
     check = next(rest for name, rest in instructions(path) if name == "HEALTHCHECK")
     found = re.search(r"127\.0\.0\.1:8000(/[\w/]+)", check)
     assert found
     assert found[1] in routes
 
 
-def test_kubernetes_probes_ask_routes_that_exist(routes: set[str]) -> None:
+def test_kubernetes_probes_request_routes_that_exist(routes: set[str]) -> None:
     probes = {name: container()[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {p["path"] for p in probes.values()} <= routes
     assert probes["livenessProbe"]["path"] == "/health/live"
@@ -156,8 +156,8 @@ def prometheus() -> dict[str, Any]:
     return found
 
 
-def test_what_is_observed_is_what_a_server_shows(routes: set[str]) -> None:
-    """Targets are services of the file. What is asked of them: tests/server/test_observability.py."""
+def test_prometheus_scrapes_the_metrics_route_of_the_compose_services(routes: set[str]) -> None:
+    """tests/server/test_observability.py tests the queries."""
     service = documents(DOCKER / "compose.yaml")[0]["services"]["prometheus"]
     (job,) = prometheus()["scrape_configs"]
     assert job["metrics_path"] in routes
@@ -168,7 +168,7 @@ def test_what_is_observed_is_what_a_server_shows(routes: set[str]) -> None:
 
 
 def test_prometheus_finds_the_key_where_its_container_writes_it(tmp_path: Path) -> None:
-    """Its entrypoint is run by this machine's shell, with a program that shows its arguments for Prometheus."""
+    """This machine's shell runs the entrypoint; a script that prints its arguments replaces Prometheus."""
     service = documents(DOCKER / "compose.yaml")[0]["services"]["prometheus"]
     key = prometheus()["scrape_configs"][0]["authorization"]["credentials_file"]
     assert str(Path(key).parent) in service["tmpfs"]
@@ -182,8 +182,8 @@ def test_prometheus_finds_the_key_where_its_container_writes_it(tmp_path: Path) 
     assert ran.stdout.split() == service["command"]
 
 
-def test_nothing_is_written_into_a_read_only_container() -> None:
-    """Compose refuses a configuration or a secret of such a service unless it is a file that it can mount."""
+def test_read_only_containers_mount_their_configurations_from_files() -> None:
+    """Compose cannot write an inline configuration or secret into a read-only container; it can only mount files."""
     compose = documents(DOCKER / "compose.yaml")[0]
     for service in compose["services"].values():
         for kind in ("configs", "secrets"):

@@ -1,4 +1,4 @@
-"""Runs what the documentation says: docs/commands.md on a tiny model, links, the tree of folders."""
+"""Runs the commands of docs/commands.md on a tiny model, and checks links, names and the tree of folders."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which ./model and chats.jsonl are what docs/commands.md says they are."""
+    """A directory with ./model and chats.jsonl, as docs/commands.md describes them."""
     place = tmp_path_factory.mktemp("commands")
     write_tiny_model(place / "model")
     (place / "chats.jsonl").write_text(CHATS)
@@ -41,7 +41,7 @@ def run(place: Path, *command: str) -> str:
 
 @pytest.mark.slow
 def test_shell_commands_run_in_their_order(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which has imported torch, where nothing is left to a shell."""
+    """Commands that need no shell run in this process, which has imported torch already."""
     commands = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     assert {c.split()[1] for c in commands} >= {"calibrate", "inspect", "eval", "generate", "finetune", "doctor"}
     monkeypatch.chdir(workplace)

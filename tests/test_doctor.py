@@ -1,4 +1,4 @@
-"""doctor reports the facts about this machine."""
+"""`fp8serve doctor` reports the kernels, hardware, disk and problems of this machine."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_recipe_is_native_when_all_its_ops_have_kernels(monkeypatch: pytest.Mo
     assert recipes["block"] == {"runs": "on the reference", "why": "no compiled kernel for quantize_block"}
 
 
-def test_a_model_that_nobody_computes_is_a_problem(tmp_path: Path) -> None:
+def test_a_model_of_an_unknown_type_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
     report = doctor.examine(tmp_path, str(tmp_path))
     assert report["model"] is None
@@ -70,7 +70,7 @@ def test_disk_of_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def test_memory_is_what_the_system_says() -> None:
+def test_memory_is_within_what_the_system_reports() -> None:
     memory = doctor.examine(Path("/tmp"))["memory"]
     assert 0 < memory["available"] <= memory["total"] <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -118,7 +118,7 @@ def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "checkpoints will not fit" in capsys.readouterr().out
 
 
-def test_the_cuda_library_says_what_it_was_built_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_architectures_are_read_from_the_cuda_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     library = tmp_path / "libfp8serve_cuda.so"
     library.write_bytes(b"\x7fELF" + bytes(5000) + b"fp8serve-cuda-architectures=sm_89+sm_90a;\0" + bytes(99))
     monkeypatch.setattr(cuda_support, "library_path", lambda stem: library)
@@ -201,13 +201,13 @@ def test_the_command_shows_the_state_of_the_cuda_kernels(capsys: pytest.CaptureF
     assert f"CUDA     kernels {state}" in capsys.readouterr().out
 
 
-def checked(
+def replace_check(
     monkeypatch: pytest.MonkeyPatch, *findings: tuple[str, selfcheck.KernelResult], unfinished: str = ""
 ) -> None:
-    """Any check of the CPU's kernels finds this."""
+    """Replaces the check of the kernels by one that returns these results."""
 
     def check(device: torch.device, machine: selfcheck.Machine, progress: Callable[[str], None]) -> selfcheck.Verdict:
-        progress("what is being tried")
+        progress("the kernel being checked")
         return selfcheck.Verdict(machine, "2026-11-25T01:02:03+00:00", dict(findings), unfinished)
 
     monkeypatch.setattr(selfcheck.check_runner, "check", check)
@@ -234,7 +234,7 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
     assert (
         "check    cpu: the kernels have not been checked on this machine; run doctor --check" in capsys.readouterr().out
     )
-    checked(
+    replace_check(
         monkeypatch, ("quantize.avx2", selfcheck.KernelResult("agrees")), ("mm.avx2", selfcheck.KernelResult("agrees"))
     )
     assert main(["doctor", "--check", *where]) == 0
@@ -245,12 +245,12 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
 
 
 @needs_kernels
-def test_a_kernel_that_a_check_finds_wrong_is_named_and_fails_the_check_only(
+def test_a_kernel_that_fails_its_check_is_named_and_fails_only_doctor_check(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     where = ["--data-dir", str(tmp_path)]
     bad = selfcheck.KernelResult("disagrees", "3 of 4 values")
-    checked(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.KernelResult("agrees")))
+    replace_check(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.KernelResult("agrees")))
     assert main(["doctor", "--check", *where]) == 1
     shown = capsys.readouterr().out
     assert "problem: 1 kernel is switched off" in shown
@@ -266,6 +266,6 @@ def test_a_kernel_that_a_check_finds_wrong_is_named_and_fails_the_check_only(
 def test_a_check_that_could_not_run_is_a_problem(
     own_cache: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    checked(monkeypatch, unfinished="its process cannot be started (no memory)")
+    replace_check(monkeypatch, unfinished="its process cannot be started (no memory)")
     assert main(["doctor", "--check", "--data-dir", str(tmp_path)]) == 1
     assert "did not finish: its process cannot be started (no memory)." in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""No file of tests takes more than 3 % of the whole, as the last `make durations` recorded it."""
+"""No test file takes more than 3 % of the total seconds that the last `make durations` recorded."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""A worker's end: what it printed is out, its status is right, and nothing is taken apart first. A server's, before it
-has begun: quiet."""
+"""How processes end. A worker flushes its output, returns its status and runs no exit handlers. A command that is
+interrupted before it has begun ends without a message."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 PROGRAM = """
 import atexit
 from fp8serve.processes import end_process
-atexit.register(print, "taken apart")
+atexit.register(print, "exit handler ran")
 print("printed", end="")
 end_process(3)
 """
@@ -28,7 +28,7 @@ def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "printed", "")
 
 
-ASKED = """
+SIGNAL = """
 import signal, sys
 from fp8serve.processes import ends_at_signals
 before = signal.getsignal(signal.SIGINT)
@@ -44,30 +44,30 @@ with ends_at_signals():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_has_nothing_to_finish_ends_at_once_when_it_is_asked_to(number: int) -> None:
+def test_ends_at_signals_exits_at_once_with_status_0(number: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ASKED, str(int(number))], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [sys.executable, "-c", SIGNAL, str(int(number))], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-INTERRUPTED = """
+IMPORT_SIGNAL = """
 import signal
 signal.raise_signal(signal.SIGTERM)
 print("went on")
 """
 
 
-def test_a_command_that_is_still_imported_ends_by_the_signal_itself(tmp_path: Path) -> None:
-    """Nothing has begun, so that whoever sent SIGTERM sees the usual status, and no word."""
-    (tmp_path / "typer.py").write_text(INTERRUPTED)  # found before the package that the command line imports
+def test_a_command_that_is_still_importing_dies_by_the_signal(tmp_path: Path) -> None:
+    """Nothing has begun yet, so the sender of SIGTERM gets the default exit status and no message."""
+    (tmp_path / "typer.py").write_text(IMPORT_SIGNAL)  # found before the package that the command line imports
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(fp8serve.__file__).parents[1]}"}
     command = [sys.executable, "-m", "fp8serve", "serve", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
 
 
-SPARED = """
+SHIELD = """
 import subprocess, sys
 from fp8serve.processes import without_interrupts
 raised = "import signal; signal.raise_signal(signal.SIGINT); print('went on', flush=True)"
@@ -77,13 +77,13 @@ subprocess.run([sys.executable, "-c", raised], stderr=subprocess.DEVNULL)
 """
 
 
-def test_processes_that_begin_are_spared_interrupts_and_others_are_not() -> None:
-    done = subprocess.run([sys.executable, "-c", SPARED], capture_output=True, text=True, timeout=PATIENCE, check=False)
+def test_only_children_started_without_interrupts_ignore_sigint() -> None:
+    done = subprocess.run([sys.executable, "-c", SHIELD], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.stdout, done.stderr) == ("went on\n", "")
 
 
 @pytest.mark.parametrize("worker", ["engine/worker.py", "train/job_process.py"])
-def test_workers_end_so(worker: str) -> None:
-    """Their owners wait for them while the server goes down."""
+def test_workers_end_through_end_process(worker: str) -> None:
+    """The server waits for its workers while it shuts down, so they must end fast."""
     lines = (Path(fp8serve.__file__).parent / worker).read_text().rstrip().splitlines()
     assert lines[-1].startswith("    end_process(main(")

@@ -20,7 +20,7 @@ ALLOWED = {
     "server": {"server", "engine", "train", "model", "fp8", "errors", "options", "processes", "logs"},
 }
 MORE = {"fp8serve.train.methods.grpo.rollouts": {"engine"}}
-"""A policy is trained on what a server says, so that one module of training runs one."""
+"""GRPO generates its rollouts with an engine."""
 FOUNDATION = {
     "faults", "named_models", "settings", "metrics", "vllm_metrics", "tracing", "usage",
 }  # fmt: skip
@@ -43,12 +43,13 @@ ALLOWED_IN_SERVER = {
 ALLOWED_IN_MODEL = {
     "storage": {"storage"},
     "text": {"text", "storage"},
-    "config": {"config", "storage", "transformers_backend"},  # which describes what has no family
+    "config": {"config", "storage", "transformers_backend"},  # which describes architectures without a family
     "network": {"network", "config", "storage"},
     "transformers_backend": {"transformers_backend", "network", "config", "storage"},
     "formats": {"formats", "config", "storage"},
 }
-"""What a room of `model/` may import of it. Modules that lie in no room, `gguf` and `verify` may import any."""
+"""What a subpackage of `model/` may import from it. Modules that lie directly in `model/`, `gguf` and `verify` may
+import all of them."""
 API_FAMILIES = ("native", "openai", "anthropic_messages", "responses")
 NOTHING_OF_OURS = {
     "fp8serve.fp8.spec",
@@ -62,7 +63,7 @@ NOTHING_OF_OURS = {
     "fp8serve.processes",
 }
 FOUNDATIONS = ("fp8serve.errors", "fp8serve.options")
-MADE_OF = ("fp8serve.fp8.spec", "fp8serve.fp8.amax_rules")  # what a recipe is made of; NOTHING_OF_OURS, too
+MADE_OF = ("fp8serve.fp8.spec", "fp8serve.fp8.amax_rules")  # imported by recipe.py; both are in NOTHING_OF_OURS
 NO_TORCH = {
     "fp8serve.fp8.spec",
     "fp8serve.fp8.recipe",
@@ -92,7 +93,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Absolute names of all that each module imports, inside functions too."""
+    """The absolute names that each module imports, including imports inside functions."""
     return {module: imported_names(module, path) for module, path in sources().items()}
 
 
@@ -109,13 +110,13 @@ def imported_names(module: str, path: Path) -> set[str]:
 
 
 def part(name: str, of: str = "fp8serve") -> str:
-    """The part of a package that a name lies in; attributes of the package itself, such as __version__, lie in none."""
+    """Returns the child of package `of` that a name lies in, or "" if it lies in none, such as `__version__`."""
     first = name.removeprefix(f"{of}.").split(".")[0] if name.startswith(f"{of}.") else ""
     return "" if first.startswith("__") else first
 
 
 def wrong_imports(package: str, allowed: dict[str, set[str]]) -> dict[str, list[str]]:
-    """By module of `package`: what it imports from parts of the package that its own part may not import."""
+    """Returns the forbidden imports of every module of `package`: names in parts that its own part may not import."""
     wrong = {}
     for module, names in imports().items():
         if (own := part(module, package)) in allowed:
@@ -137,14 +138,14 @@ def test_arrows_in_models_point_one_way() -> None:
     assert not wrong_imports("fp8serve.model", ALLOWED_IN_MODEL)
 
 
-def test_neither_family_of_routes_knows_the_other() -> None:
+def test_families_of_routes_do_not_import_each_other() -> None:
     api = "fp8serve.server.api"
     everything = {part(name, api) for names in imports().values() for name in names}
     assert not wrong_imports(api, {family: everything - set(API_FAMILIES) | {family} for family in API_FAMILIES})
 
 
-def test_special_rules() -> None:
-    """Modules that need nothing else stay so; FastAPI belongs to the server, and the registry of ops to one module."""
+def test_independent_modules_and_restricted_packages() -> None:
+    """Some modules import nothing else of ours; FastAPI is for the server, torch.library for the registry of ops."""
     wrong = {}
     for module, names in imports().items():
         ours = {name for name in names if name.startswith("fp8serve")}

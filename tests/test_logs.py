@@ -14,7 +14,7 @@ import pytest
 from fp8serve import logs
 from tests.server.fakes import model_dir
 
-BAD_STATE = """
+PROGRAM = """
 import logging, sys, threading, warnings
 from fp8serve import logs
 logs.configure(sys.argv[1], "test")
@@ -33,13 +33,13 @@ raise KeyError("outer")
 """
 
 
-def written(form: str) -> tuple[str, int]:
-    done = subprocess.run([sys.executable, "-c", BAD_STATE, form], capture_output=True, text=True)
+def run_program(log_format: str) -> tuple[str, int]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True)
     return done.stderr, done.returncode
 
 
 def test_json_is_one_object_a_line_whatever_happens() -> None:
-    text, status = written("json")
+    text, status = run_program("json")
     assert status == 1
     records: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     assert [record["message"].split(" ")[0] for record in records] == [
@@ -57,8 +57,8 @@ def test_json_is_one_object_a_line_whatever_happens() -> None:
     assert all(record["traceback"].startswith("Traceback (most recent call last):\n") for record in records[3:])
 
 
-def test_plain_is_the_default_form_of_old() -> None:
-    text, status = written("plain")
+def test_plain_records_are_text_with_a_level() -> None:
+    text, status = run_program("plain")
     assert status == 1
     assert " INFO two\nlines" in text
     assert "{" not in text.splitlines()[0]
@@ -71,8 +71,8 @@ def test_plain_is_the_default_form_of_old() -> None:
         "fp8serve.server.parsing.parser_process",
     ],
 )
-def test_our_other_processes_write_the_same(module: str, tmp_path: Path) -> None:
-    """One that cannot begin, for want of a socket, says so in a record."""
+def test_child_processes_log_json_too(module: str, tmp_path: Path) -> None:
+    """Each fails to start, because its socket is missing, and logs the failure as one record."""
     command = [sys.executable, "-m", *module.split(), "json"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     (record,) = [json.loads(line) for line in done.stderr.splitlines()]

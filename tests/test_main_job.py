@@ -49,14 +49,14 @@ def fp8serve(*arguments: object) -> dict[str, Any]:
     return result
 
 
-def finished(server: RunningServer, job: str) -> dict[str, Any]:
+def wait_for_job(server: RunningServer, job: str) -> dict[str, Any]:
     def ended() -> bool:
-        found.update(server.get(f"/finetune/{job}"))
-        return found["status"] in ("succeeded", "failed", "cancelled")
+        job_state.update(server.get(f"/finetune/{job}"))
+        return job_state["status"] in ("succeeded", "failed", "cancelled")
 
-    found: dict[str, Any] = {}
+    job_state: dict[str, Any] = {}
     until(ended, "the end of the job")
-    return found
+    return job_state
 
 
 def complete(server: RunningServer) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def complete(server: RunningServer) -> dict[str, Any]:
 @pytest.mark.slow  # test_demo.py has the same stages
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody outside of this machine is asked for anything."""
+    """No process contacts another machine."""
     watch_sockets(monkeypatch, tmp_path / "sockets")
     source = write_model(tmp_path / family, family)
     assert len(list(source.glob("*.safetensors"))) > 1
@@ -77,7 +77,7 @@ def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with RunningServer(tmp_path / "fp8", options, log=tmp_path / "log") as server:
         before = complete(server)
         job = server.post("/finetune", {"data": ROWS, "epochs": 40, "batch_size": 2, "learning_rate": 3e-3})
-        done = finished(server, job["id"])
+        done = wait_for_job(server, job["id"])
         assert done["status"] == "succeeded", done
         events = server.get(f"/finetune/{job['id']}/events")["events"]
         losses = [e["data"]["train_loss"] for e in events if e["type"] == "metrics"]
@@ -97,7 +97,7 @@ def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 9))",
     ],
 )
-def test_who_asks_another_machine_is_seen(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_other_machines_are_logged(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_sockets(monkeypatch, tmp_path / "sockets")
     subprocess.run([sys.executable, "-c", f"import socket; {call}"], capture_output=True, check=False)
     assert "socket." in (tmp_path / "sockets").read_text()

@@ -1,7 +1,7 @@
-"""What every sentence for a user keeps to: it does not continue in another library's words as if they were ours.
+"""Error messages for users do not present another library's text as our own.
 
-The rules read the source: an exception that Python or a library raised may be quoted where the sentence says who
-speaks, and must be shortened to one line (`errors.one_line`, `json_fault`, `os_reason`).
+The tests read the source. A message may quote an exception of Python or of a library if it names the source and
+shortens the text to one line (`errors.one_line`, `json_fault`, `os_reason`).
 """
 
 import ast
@@ -28,7 +28,7 @@ def caught(handler: ast.ExceptHandler) -> set[str]:
 
 
 def raw_quotations(tree: ast.AST) -> Iterator[str]:
-    """Sentences that hold an exception of another library as it is, by what they raise."""
+    """Yields every message of ours that contains the unshortened text of another library's exception."""
     for handler in ast.walk(tree):
         if not isinstance(handler, ast.ExceptHandler) or handler.name is None or caught(handler) & OURS:
             continue
@@ -46,47 +46,47 @@ def raw_quotations(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_sentence_holds_the_words_of_another_library_as_they_are(path: Path) -> None:
+def test_no_message_contains_a_raw_exception_of_another_library(path: Path) -> None:
     assert list(raw_quotations(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
-def test_the_rule_notices_what_it_forbids() -> None:
+def test_raw_quotations_finds_raw_exceptions() -> None:
     source = "try: f()\nexcept {} as e: raise DataError(f'It failed: {{{}}}.') from None"
     for kind, quoted, count in (
         ("ValueError", "e", 1),
         ("(OSError, KeyError)", "str(e)", 1),
         ("ValueError", "one_line(e)", 0),
-        ("ModelError", "e", 0),  # a sentence of ours
+        ("ModelError", "e", 0),  # an exception of ours
     ):
         assert len(list(raw_quotations(ast.parse(source.format(kind, quoted))))) == count, (kind, quoted)
 
 
 @pytest.mark.parametrize("value", [None, True, False, 1, 1.5, "a", [1], (1,), {"a": 1}])
 def test_values_are_named_as_json_names_them(value: object) -> None:
-    said = f"{json_kind(value)} {shown(value)}"
+    text = f"{json_kind(value)} {shown(value)}"
     for word in ("NoneType", "None", "True", "False", "dict", "str", "tuple", "float"):
-        assert word not in said
+        assert word not in text
 
 
 ROW = '{"messages": [{"role": "user", "content": 1}]}'
 
 
 @pytest.mark.parametrize("length", range(1, len(ROW)))
-def test_a_text_of_json_that_ends_too_early_is_said_to_be_cut_off(length: int) -> None:
+def test_truncated_json_is_reported_as_cut_off(length: int) -> None:
     with pytest.raises(json.JSONDecodeError) as caught_error:
         json.loads(ROW[:length])
     assert json_fault(caught_error.value).startswith("it is cut off ")
     assert json_fault(caught_error.value, located=False).startswith("it is cut off")
 
 
-def test_a_text_of_json_with_a_fault_before_its_end_is_not_said_to_be_cut_off() -> None:
+def test_a_json_fault_before_the_end_is_not_reported_as_cut_off() -> None:
     with pytest.raises(json.JSONDecodeError) as caught_error:
         json.loads('{"a": 1 "b": 2}')
     assert json_fault(caught_error.value) == "a comma is missing at character 9"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1,", "{'a': 1}", '{"a" 1}', '"a', "[1] 2", "[" * 100_000, "9" * 5000])
-def test_what_is_wrong_with_json_is_said_without_pythons_words(text: str) -> None:
+def test_json_faults_are_described_without_pythons_words(text: str) -> None:
     with pytest.raises((ValueError, RecursionError)) as caught_error:
         json.loads(text)
     fault = json_fault(caught_error.value)

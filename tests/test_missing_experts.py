@@ -1,4 +1,4 @@
-"""A mixture that lacks a part of an expert: every command says which in one sentence, and leaves nothing behind."""
+"""If a part of an expert is missing, every command names it in one sentence and leaves no output."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def nan_in_one(tensors: Tensors) -> Tensors:
     return tensors
 
 
-SPOILT: list[tuple[Callable[[Tensors], Tensors], str]] = [
+DAMAGES: list[tuple[Callable[[Tensors], Tensors], str]] = [
     (separate, f"lacks the tensor {EXPERT}; the checkpoint is incomplete"),
     (whole_stack, "lacks the tensor model.layers.1.mlp.experts.0.down_proj.weight and"),
     (short_stack, f"{STACK} holds"),
@@ -69,7 +69,7 @@ def spoil(model: Path, change: Callable[[Tensors], Tensors]) -> None:
         (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-@pytest.mark.parametrize(("change", "message"), SPOILT)
+@pytest.mark.parametrize(("change", "message"), DAMAGES)
 @pytest.mark.parametrize("command", ["generate", "calibrate", "serve"])
 def test_a_missing_part_of_an_expert_is_named(
     command: str,
@@ -88,9 +88,9 @@ def test_a_missing_part_of_an_expert_is_named(
     }
     before = {path.name for path in tmp_path.iterdir()}
     assert main([command, str(model), *options[command]]) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
     assert {path.name for path in tmp_path.iterdir()} - {"data"} == before
 
 
@@ -110,9 +110,9 @@ def test_a_configuration_of_other_experts_is_refused(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {field: value}))
     assert main(["generate", str(model), "a", "--recipe", "bf16"]) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
 
 
 def test_an_expert_that_is_not_finite_ends_an_answer_with_a_sentence(
@@ -121,6 +121,6 @@ def test_an_expert_that_is_not_finite_ends_an_answer_with_a_sentence(
     model = write_model(tmp_path / "model", "qwen3_moe", num_experts_per_tok=6)
     spoil(model, nan_in_one)
     assert main(["generate", str(model), "a", "--recipe", "rowwise"]) == 1
-    said = capsys.readouterr().err
-    assert "is not finite" in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert "is not finite" in stderr
+    assert "Traceback" not in stderr

@@ -1,4 +1,4 @@
-"""An option is stated once: its dataclass checks it, and every surface is made from it."""
+"""An option is declared once, in a dataclass that checks it; command line, HTTP API and docs derive from it."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ class Oven:
 
 @pytest.mark.parametrize("error_type", get_args(core_schema.ErrorType))
 def test_no_type_of_pydantics_errors_leaks_its_words(error_type: str) -> None:
-    """Also those that no option can cause yet."""
+    """Also for error types that no option can cause yet."""
     context = {
         "error": "the reason", "gt": 1, "ge": 1, "lt": 1, "le": 1, "multiple_of": 2, "field_type": "List",
         "min_length": 1, "max_length": 1, "actual_length": 3, "pattern": "a", "expected": "'a' or 'b'", "class": "Path",
@@ -101,24 +101,24 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def run(*args: str) -> tuple[int, str, list[Any]]:
-    """Exit status and output of a command that takes an Oven, and what it made of its options."""
-    made: list[Any] = []
+    """Runs a command that takes an Oven; returns its exit status, its output and the parsed arguments."""
+    parsed: list[Any] = []
 
     @with_options(heat=200.0)
     def bake(where: str, oven: OptionValues[Oven], loud: bool = False) -> None:
         """Bake."""
-        made.extend((where, oven(), loud))
+        parsed.extend((where, oven(), loud))
 
     app = typer.Typer(rich_markup_mode=None)
     app.command()(bake)
     done = CliRunner().invoke(app, list(args))
-    return done.exit_code, done.output, made
+    return done.exit_code, done.output, parsed
 
 
 def test_a_command_gets_an_option_for_each_field() -> None:
     assert run("home") == (0, "", ["home", Oven(heat=200.0), False])
-    status, _, made = run("home", "--heat", "90", "--trays", "2", "--cake", "a", "--cake", "b", "--light", "--loud")
-    assert (status, made) == (0, ["home", Oven(90.0, 2, ("a", "b"), light=True), True])
+    status, _, parsed = run("home", "--heat", "90", "--trays", "2", "--cake", "a", "--cake", "b", "--light", "--loud")
+    assert (status, parsed) == (0, ["home", Oven(90.0, 2, ("a", "b"), light=True), True])
 
 
 def test_help_comes_from_the_field() -> None:
@@ -140,33 +140,33 @@ def test_a_value_out_of_bounds_is_wrong_usage(args: list[str]) -> None:
 
 
 def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    made: list[Any] = []
+    parsed: list[Any] = []
 
     @with_options()
     def train(job: OptionValues[TrainConfig]) -> None:
-        made.append(job(model="m"))
+        parsed.append(job(model="m"))
 
     app = typer.Typer()
     app.command()(train)
-    given = ["--data", "d", "--out", "o", "--recipe-option", "margin=1", "--recipe-option", "fp8_format=E4M3"]
-    assert CliRunner().invoke(app, given).exit_code == 0
-    assert made[0].recipe_options == {"margin": 1, "fp8_format": "E4M3"}
-    refused = CliRunner().invoke(app, [*given, "--recipe-option", "margin"]).exception
+    arguments = ["--data", "d", "--out", "o", "--recipe-option", "margin=1", "--recipe-option", "fp8_format=E4M3"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert parsed[0].recipe_options == {"margin": 1, "fp8_format": "E4M3"}
+    refused = CliRunner().invoke(app, [*arguments, "--recipe-option", "margin"]).exception
     assert isinstance(refused, RecipeError)
     assert "--recipe-option needs NAME=VALUE" in str(refused)
 
 
 @pytest.mark.parametrize(
-    ("body", "otherwise"),
+    ("body", "renamed"),
     [
         (GenerateParameters, generation_bodies.RENAMED_FIELDS),
         (CompletionBody, openai_bodies.RENAMED_FIELDS),
         (ChatBody, openai_bodies.RENAMED_FIELDS),
     ],
 )
-def test_every_sampling_parameter_is_on_the_wire(body: Any, otherwise: tuple[str, ...]) -> None:
+def test_every_sampling_parameter_is_on_the_wire(body: Any, renamed: tuple[str, ...]) -> None:
     """A parameter that is added to SamplingParams is in both APIs."""
-    wanted = {o.name for o in options_of(SamplingParams)} - set(otherwise)
+    wanted = {o.name for o in options_of(SamplingParams)} - set(renamed)
     assert wanted <= body.model_fields.keys()
 
 
@@ -174,7 +174,7 @@ def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
     body = FinetuneBody(file_id="f")
     for option in options_of(TrainConfig):
         name = API_NAMES.get(option.name, option.name)
-        if option.name not in (*NOT_IN_API, "seq_len"):  # left out, seq_len is the context where that is shorter
+        if option.name not in (*NOT_IN_API, "seq_len"):  # the default of seq_len over HTTP is at most the context
             found = getattr(body, name)
             assert (tuple(found) if isinstance(found, list) else found) == option.default, name
             if option.minimum is not None:
@@ -182,7 +182,7 @@ def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
                     FinetuneBody(file_id="f", **{name: option.minimum - 1})
 
 
-def test_stop_strings_are_as_many_as_the_engine_takes_and_four_where_openai_says_so() -> None:
+def test_stop_strings_are_limited_by_the_engine_and_to_four_in_openais_api() -> None:
     assert GenerateParameters(stop=["x"] * MAX_STOP_STRINGS)  # type: ignore[call-arg]  # from SamplingParams
     for body, most in ((GenerateParameters, MAX_STOP_STRINGS), (CompletionBody, OPENAI_MAX_STOP_STRINGS)):
         prompt = {} if body is GenerateParameters else {"prompt": "a"}
@@ -190,12 +190,12 @@ def test_stop_strings_are_as_many_as_the_engine_takes_and_four_where_openai_says
             body(stop=["x"] * (most + 1), **prompt)  # type: ignore[arg-type]
 
 
-def test_the_page_of_options_is_what_the_code_says() -> None:
+def test_the_page_of_options_is_up_to_date() -> None:
     assert page() == (ROOT / "docs/options.md").read_text(), "run: make options"
-    assert "``" not in page()  # an empty default, which the site would show as these two marks
+    assert "``" not in page()  # an empty default; the site would show two backquotes
 
 
-def test_pydantic_comes_with_the_first_value_that_is_checked() -> None:
+def test_pydantic_is_imported_with_the_first_value_that_is_checked() -> None:
     code = (
         "import sys, fp8serve, fp8serve.cli; assert 'pydantic' not in sys.modules\n"
         "fp8serve.engine.sampling_params.SamplingParams(); assert 'pydantic' in sys.modules"

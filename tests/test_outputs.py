@@ -1,4 +1,4 @@
-"""An output that cannot be written is refused before the work, by every command; and what calibration compares with."""
+"""Every command refuses an output that it cannot write before it starts to work."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def blocked(tmp_path: Path) -> Path:
-    """A place below a file: root, too, cannot write there."""
+    """A path below a file, where even root cannot write."""
     (tmp_path / "file").touch()
     return tmp_path / "file" / "out"
 
@@ -75,7 +75,7 @@ def test_a_full_disk_is_noticed_before_the_work(model: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("command", ["finetune", "convert", "gguf"])
-def test_every_command_that_writes_a_model_compares_the_room(
+def test_every_command_that_writes_a_model_checks_the_free_disk_space(
     command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (data := tmp_path / "rows.txt").write_text("some text to learn " * 100)

@@ -1,4 +1,4 @@
-"""Every child process is started through fp8serve/processes.py, and none runs what lies in the current directory."""
+"""fp8serve/processes.py starts every child process, and none imports modules from the current directory."""
 
 import ast
 import os
@@ -29,7 +29,7 @@ OTHER_STARTS = {
     "fp8serve.model.device": "torch/version.py, which it runs in its own process",
     "fp8serve.server.finetuning.job_runner": "the command that job_runner makes",
 }
-"""Modules that start a process and do not make its command by `module_command`."""
+"""Modules that start a process without `module_command`, and the program that they run."""
 START = re.compile(
     r"(subprocess|pty|multiprocessing)(\..*)?|concurrent\.futures\.ProcessPoolExecutor|asyncio\.(subprocess|create_sub.*)"
     r"|os\.(system|popen|fork|forkpty|exec.*|spawn.*|posix_spawn.*)|torch\.multiprocessing(\.spawn|\.start_processes)?"
@@ -39,7 +39,7 @@ MARK = "run from the current directory"
 
 
 def names(module: str) -> Iterator[str]:
-    """Dotted names that a module imports or mentions, such as os.system."""
+    """Dotted names that a module imports or uses, such as os.system."""
     for node in ast.walk(tree(sources()[module])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,18 +78,18 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("module", sorted(child_modules()))
-def test_a_child_runs_nothing_of_the_current_directory(module: str, hostile: Path) -> None:
+def test_a_child_imports_nothing_from_the_current_directory(module: str, hostile: Path) -> None:
     done = subprocess.run(
         module_command(module), cwd=hostile, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
     )
     assert MARK not in done.stderr
 
 
-def test_every_child_is_known() -> None:
+def test_all_child_modules_are_found() -> None:
     assert len(child_modules()) == 10
 
 
-def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
+def test_describing_a_config_imports_nothing_from_the_current_directory(
     hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child of `POST /finetune/validate`."""
@@ -100,7 +100,7 @@ def test_the_question_about_a_config_runs_nothing_of_the_current_directory(
     assert "no such type" in str(refused.value)
 
 
-def test_a_reward_file_finds_its_neighbours_and_nothing_of_the_current_directory(
+def test_a_reward_file_imports_its_neighbours_and_nothing_from_the_current_directory(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "neighbour.py").write_text("VALUE = 0.5")
@@ -116,7 +116,7 @@ def test_a_reward_file_finds_its_neighbours_and_nothing_of_the_current_directory
 
 @pytest.mark.parametrize("name", ["typer", "logging", "traceback", "torch"])
 def test_the_package_as_a_program_leaves_the_current_directory(name: str, tmp_path: Path) -> None:
-    """As far as it can: processes.py says what Python imports before."""
+    """processes.py states which modules Python imports before it can."""
     (tmp_path / f"{name}.py").write_text(f"import os; os.write(2, b'{MARK}'); os._exit(97)")
     command = [sys.executable, "-m", "fp8serve", "--version"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
@@ -132,7 +132,7 @@ def test_the_modules_of_this_process_are_found_without_the_current_directory(
     for first in ("", str(tmp_path)):
         monkeypatch.setattr(sys, "path", [first, "/a", "/b"])
         assert module_path() == "/a:/b"
-    monkeypatch.setattr(flags, "safe_path", True)  # it is there because somebody put it there
+    monkeypatch.setattr(flags, "safe_path", True)  # with safe_path, the user has added this directory
     assert module_path() == f"{tmp_path}:/a:/b"
 
 
@@ -140,7 +140,7 @@ def test_the_modules_of_this_process_are_found_without_the_current_directory(
     ("status", "words"),
     [(0, "exit status 0"), (-signal.SIGKILL, "killed by SIGKILL"), (-40, "killed by signal 40"), (None, "unknown")],
 )
-def test_the_end_of_a_process_in_words(status: int | None, words: str) -> None:
+def test_describe_exit_names_the_status_or_the_signal(status: int | None, words: str) -> None:
     assert words in describe_exit(status)
 
 
@@ -150,7 +150,7 @@ def test_a_class_that_is_not_built_in_time_is_refused_with_the_reason(monkeypatc
         describe_in_child_process({"model_type": "never"}, {}, "config.json")
 
 
-def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_sum_the_seconds_of_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 12.25, 15.0])
     monkeypatch.setattr("fp8serve.processes.time.monotonic", lambda: next(clock))
     phases = Phases()
@@ -160,7 +160,7 @@ def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert phases_text(phases.seconds) == "read 4.8, check 0.2"
 
 
-def test_the_age_of_a_process_is_what_the_system_says() -> None:
+def test_a_child_is_younger_than_this_process() -> None:
     code = "from fp8serve.processes import process_seconds; print(process_seconds())"
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0 < age < process_seconds()

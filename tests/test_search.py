@@ -1,5 +1,5 @@
-"""The site in a real browser: the first hit of its search answers ten questions that users ask, and a phone shows pages
-whole.
+"""The site in a real browser: the first hit of its search answers ten questions of users, and pages fit the screen of a
+phone.
 
 The site is built with the packages of `make docs`; without them, or without a browser, the tests are skipped.
 """
@@ -36,7 +36,7 @@ QUESTIONS = {
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """A server of files that logs nothing."""
+    """Serves files without logging."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -81,8 +81,8 @@ def test_the_first_hit_answers(question: str, answer: str, site: str, browser: B
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_a_phone_shows_what_an_option_means(site: str, browser: Browser) -> None:
-    """No table of the longest page is wider than the screen, and no page is."""
+def test_the_page_of_options_fits_the_screen_of_a_phone(site: str, browser: Browser) -> None:
+    """Neither the longest page nor any of its tables is wider than the screen."""
     browser.size(390, 844)
     browser.open(f"{site}/options.html")
     wider = """return [...document.querySelectorAll(".table-wrapper, html")]

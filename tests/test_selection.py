@@ -1,4 +1,4 @@
-"""What `--pairwise` and `--changed-since` leave out: nothing that was the only test of a pair, or of a changed file."""
+"""`--pairwise` and `--changed-since` never leave out the only test of a pair of values or of a changed file."""
 
 import itertools
 import subprocess
@@ -50,19 +50,19 @@ def test_a_covering_of_strength_1_has_every_value_in_turn() -> None:
     assert Counter(c for *_, c in chosen) == dict.fromkeys(range(2), 4)
 
 
-def test_a_covering_holds_what_only_one_row_has() -> None:
+def test_a_covering_includes_the_only_row_with_a_value() -> None:
     rows = [(a, b, c) for a in range(3) for b in range(3) for c in range(3) if (a, b) != (1, 1)] + [(1, 1, 7)]
     assert rows[covering(rows)[-1]] == (1, 1, 7)
 
 
-def test_names_of_cases_are_parted_where_all_have_as_many_parts() -> None:
+def test_case_names_are_split_if_all_have_the_same_number_of_parts() -> None:
     assert name_axes(["(3, 64) plain scale 1.0", "(3, 65) norm scale 2.0"])[0] == ["(3", "64)", "plain", "scale", "1.0"]
     assert name_axes(["tiles 67x300, e4m3", "hostile, e5m2"]) == [["tiles 67x300", "e4m3"], ["hostile", "e5m2"]]
     assert name_axes(["a, b", "c"]) == [["a, b"], ["c"]]
 
 
-def test_pairwise_runs_less_of_a_sweep_and_never_what_is_skipped_instead(tmp_path: Path) -> None:
-    """A level that this machine lacks covers no pair."""
+def test_pairwise_does_not_count_skipped_cases_as_covered(tmp_path: Path) -> None:
+    """Such as the cases of an instruction set that this machine lacks."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
@@ -100,7 +100,7 @@ def test_the_quickest_functions_run_with_all_their_cases() -> None:
         assert chosen == sorted(left_out, key=lambda name: name == "slow")
 
 
-def test_a_family_runs_where_one_of_its_files_changed() -> None:
+def test_a_family_runs_if_one_of_its_files_changed() -> None:
     assert unchanged_families(["README.md", "tests/test_docs.py"]) == list(FAMILIES)
     for everything in (EVERYTHING[0], "tests/conftest.py", "tests/tiny.py"):
         assert unchanged_families([everything, "README.md"]) == []
@@ -109,7 +109,7 @@ def test_a_family_runs_where_one_of_its_files_changed() -> None:
             assert name not in unchanged_families([path])
 
 
-def test_of_an_unchanged_family_its_sample_runs() -> None:
+def test_the_sample_of_an_unchanged_family_runs() -> None:
     @dataclass
     class Test:
         path: Path
@@ -127,7 +127,7 @@ def test_of_an_unchanged_family_its_sample_runs() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_family_names_exists_and_has_a_sample(name: str) -> None:
+def test_the_files_of_a_family_exist_and_it_has_a_sample(name: str) -> None:
     for source in FAMILIES[name].sources:
         assert any(fnmatch(str(path.relative_to(ROOT)), source) for path in files()), source
     tests = [path for path in files() if str(path.relative_to(ROOT)).startswith(FAMILIES[name].tests)]
@@ -141,7 +141,7 @@ def files() -> list[Path]:
     return [path for folder in folders for path in folder.rglob("*") if path.is_file()]
 
 
-def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_files_are_those_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -152,7 +152,7 @@ def test_what_changed_is_what_git_says(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-m", "a")
-    assert changed_files("main") is None  # which change is meant cannot be known
+    assert changed_files("main") is None  # HEAD is the common ancestor
     assert changed_files("origin/main") is None  # no such branch
     git("checkout", "-b", "change")
     (tmp_path / "b").write_text("2")

@@ -34,7 +34,7 @@ def pages_of(*folders: str) -> list[Path]:
 
 @cache
 def messages() -> str:
-    """Every text in the code, a line each, with an ellipsis for every inserted value."""
+    """Every string of the code on a line of its own; "…" replaces each inserted value."""
     found = []
     for path in [*(ROOT / "fp8serve").rglob("*.py"), *(ROOT / "calibrate").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -51,7 +51,7 @@ def quoted_messages() -> list[str]:
 
 
 @pytest.mark.parametrize("message", quoted_messages())
-def test_a_message_that_is_explained_is_one_of_the_code(message: str) -> None:
+def test_an_explained_message_occurs_in_the_code(message: str) -> None:
     parts = [re.escape(part) for part in message.split(UNKNOWN)]
     assert re.search("[^\n]*?".join(parts), messages()), message
 
@@ -70,7 +70,7 @@ def excerpts() -> list[tuple[str, Path, str]]:
 
 
 @pytest.mark.parametrize(("page", "file", "code"), excerpts(), ids=lambda value: getattr(value, "name", None))
-def test_an_excerpt_stands_in_its_file(page: str, file: Path, code: str) -> None:
+def test_an_excerpt_is_part_of_its_file(page: str, file: Path, code: str) -> None:
     assert code in file.read_text()
 
 
@@ -80,7 +80,7 @@ def test_every_way_to_extend_shows_code_that_is_run() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_in_a_page_is_python(page: Path) -> None:
+def test_python_in_a_page_compiles(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S):
         compile(textwrap.dedent(block), str(page), "exec")
 
@@ -107,7 +107,7 @@ def _words(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda page: page.stem)
 def test_commands_and_their_options_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is parsed as the program would parse it, options and their values included, and not run."""
+    """The command line parses each with its options and values, and does not run it."""
     monkeypatch.chdir(tmp_path)
     root: Any = typer.main.get_command(app)
     for words in commands(page):
@@ -122,7 +122,7 @@ def test_commands_and_their_options_exist(page: Path, tmp_path: Path, monkeypatc
 # -- pages made from code ----------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_routes_is_what_the_code_says() -> None:
+def test_the_page_of_routes_is_up_to_date() -> None:
     assert routes_page.page() == (DOCS / "routes.md").read_text(), "run: make routes"
 
 
@@ -131,8 +131,8 @@ def test_the_python_reference_names_everything_that_is_public() -> None:
     assert sorted(named) == sorted(set(fp8serve.__all__) - {"__version__"})
 
 
-def test_the_pictures_of_the_concepts_are_those_that_are_drawn(tmp_path: Path) -> None:
-    """The same words and curves, and places that differ by a pixel at most, however a processor adds."""
+def test_the_pictures_of_the_concepts_are_up_to_date(tmp_path: Path) -> None:
+    """Text and curves are equal; coordinates may differ by one pixel, since sums depend on the processor."""
     concepts.draw(tmp_path)
     number = re.compile(r"-?\d+\.\d+")
     for path in tmp_path.iterdir():
@@ -143,12 +143,12 @@ def test_the_pictures_of_the_concepts_are_those_that_are_drawn(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(DOCS / "concepts"))
 
 
-# -- what has run on a GPU, and other counts ---------------------------------------------------------------------------
+# -- GPU status, and counts --------------------------------------------------------------------------------------------
 
 GPU_STATUS = "cuda.md"
 HISTORY = ("performance-log.md", "CHANGELOG.md")
 STATUS = re.compile(
-    r"\b[AHB][12]00\b"  # a chip that was used
+    r"\b[AHB][12]00\b"  # the name of a GPU
     r"|(?i:emulator here|only on an emulator|needs a GPU"
     r"|(?:has|have|had|was|were|been|nothing)\s+(?:(?:not|never|yet|been|has|since)\s+)*(?:run|ran|tried|tested)\s+on\s+an?\s+(?:real\s+)?"
     r"(?:GPU|one\b|NVIDIA)"
@@ -157,7 +157,7 @@ STATUS = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("text", "states"),
+    ("text", "matches"),
     [
         ("Its kernels have run on an\nH200.", True),
         ("nothing has run on a GPU", True),
@@ -170,8 +170,8 @@ STATUS = re.compile(
         ("`--device cuda` runs it on a GPU.", False),
     ],
 )
-def test_statements_of_gpu_status_are_recognized(text: str, states: bool) -> None:
-    assert bool(STATUS.search(text)) == states
+def test_statements_of_gpu_status_are_recognized(text: str, matches: bool) -> None:
+    assert bool(STATUS.search(text)) == matches
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_statements_of_gpu_status_are_recognized(text: str, states: bool) -> Non
     [page for page in [*PAGES, *ROOT.glob("*.md")] if page.name not in {GPU_STATUS, *HISTORY}],
     ids=lambda page: page.stem,
 )
-def test_one_page_says_what_has_run_on_which_gpu(page: Path) -> None:
-    """Others link to its table: statements on five pages contradicted each other."""
+def test_only_one_page_states_what_has_run_on_which_gpu(page: Path) -> None:
+    """All other pages link to its table, so that pages cannot contradict each other."""
     assert not STATUS.findall(page.read_text()), f"say it in docs/{GPU_STATUS}, and link to #what-has-run-where"
 
 
@@ -208,7 +208,7 @@ def test_the_readme_counts_the_families_and_is_short() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub, and the site, give to headings."""
+    """The anchors that GitHub and the site give to the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.+)$", text, flags=re.M)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
@@ -225,8 +225,8 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_nothing_gets_lost_on_the_site(page: Path) -> None:
-    """The site copies no picture of raw HTML, and takes a line that begins with % for a comment."""
+def test_the_site_shows_every_picture_and_line(page: Path) -> None:
+    """The site omits pictures in raw HTML, and treats a line that begins with % as a comment."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     assert not re.findall(r"<img\b|^\s*%.*", prose, flags=re.M)
 

@@ -1,4 +1,4 @@
-"""What a process of ours must not load before it serves."""
+"""Packages that our processes must not import at their start."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ for module in {MODULES}:
 
 
 def test_no_compiler_is_imported_to_load_a_model(tmp_path: Path) -> None:
-    """Neither to generate nor to calibrate, in this order in one process."""
+    """One process generates and then calibrates."""
     code = """
 import sys
 from fp8serve.calibration.pipeline import calibrate
@@ -44,7 +44,7 @@ print("calibration", *[m for m in ("torch._dynamo", "torch._inductor", "sympy") 
 
 
 def without_torch(code: str, *arguments: str) -> Any:
-    """What `code` prints as JSON, in a process that must end without torch."""
+    """Runs `code` in a process that must not import torch; returns the JSON that it prints."""
     code = f"import json, sys\n{code}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -53,7 +53,7 @@ def without_torch(code: str, *arguments: str) -> Any:
 WINDOWS = {"model_type": "exaone4", **SIZES, "pad_token_id": 2, "sliding_window": 8, "layer_types": None}
 
 
-def test_a_process_without_torch_asks_another_what_transformers_class_makes_of_a_model() -> None:
+def test_a_process_without_torch_gets_a_transformers_config_from_a_child() -> None:
     code = """
 from dataclasses import asdict
 from fp8serve.model.config.decoder import parse_config
@@ -64,7 +64,7 @@ print(json.dumps(repr(config)))
     assert without_torch(code, json.dumps(WINDOWS)) == repr(parse_config(WINDOWS))
 
 
-def test_a_refusal_comes_back_as_the_same_sentence() -> None:
+def test_the_childs_error_message_is_raised_unchanged() -> None:
     code = """
 from fp8serve.errors import ModelError
 from fp8serve.model.config.decoder import parse_config
@@ -77,7 +77,7 @@ except ModelError as error:
     assert found.startswith("'granitemoe' is a mixture of experts")
 
 
-def test_the_front_takes_a_job_for_such_a_model_without_torch(tmp_path: Path) -> None:
+def test_the_front_end_accepts_a_job_for_a_transformers_model_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WINDOWS))
     code = """
 from pathlib import Path

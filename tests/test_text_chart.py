@@ -14,7 +14,7 @@ def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:
     assert lines[5].split()[1] == "training"
 
 
-def test_further_curves_are_letters_on_top() -> None:
+def test_further_curves_are_drawn_as_letters_over_the_first() -> None:
     curves = {"training": [(1, 2.0), (2, 1.0)], "validation": [(1, 2.0), (2, 2.0)]}
     lines = text_chart(curves, width=10, height=5).splitlines()
     top = lines[0].split("│")[1]

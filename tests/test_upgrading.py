@@ -1,4 +1,4 @@
-"""docs/upgrading.md states the layouts of files that the code writes."""
+"""docs/upgrading.md states the layout version of every file that the code writes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model gives transformers' logits in every room, and beyond the windows of its layers."""
+"""Training, calibration and serving give transformers' logits, also beyond the sliding windows of the layers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def calibrated(directory: Path) -> Tensor:
 
 
 def served(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Tensor:
-    """In chunks of 24 tokens at most, on cached prefixes; the logits of the last 32 tokens of each sequence."""
+    """Serves in chunks of 24 tokens at most, on cached prefixes; returns the logits of the last 32 tokens."""
     engine = Engine(directory, recipe="bf16", max_batch_tokens=24, max_num_seqs=4, **options)
     run, seen = engine.loaded.runner.run, []
 
@@ -53,7 +53,7 @@ def served(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Ten
     return torch.cat([logits for logits in seen if len(logits)])
 
 
-ROOMS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
+PATHS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
     "training": (trained, max(LENGTHS)),
     "calibration": (calibrated, max(LENGTHS)),
     "serving": (served, 32),
@@ -62,33 +62,33 @@ ROOMS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    ("kind", "room"), [(k, r) for k in MODELS for r in ROOMS if (k, r) != ("phi3-long", "serving")]
+    ("kind", "path"), [(k, r) for k in MODELS for r in PATHS if (k, r) != ("phi3-long", "serving")]
 )
-def test_logits_equal_transformers_beyond_the_window(kind: str, room: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_beyond_the_window(kind: str, path: str, tmp_path: Path) -> None:
     theirs = make_model(kind, tmp_path, overrides=MODELS[kind])
-    compute, newest = ROOMS[room]
+    compute, newest = PATHS[path]
     with torch.no_grad():
         found = compute(tmp_path)
         expected = torch.cat([theirs(ids[None]).logits[0, -newest:].float() for ids in IDS.split(LENGTHS)])
-    apart = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert apart < 8 * torch.finfo(torch.bfloat16).eps
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(("length", "max_model_len"), [(100, None), (60, 64)])
-def test_frequencies_that_depend_on_the_length_are_served_for_the_longest(
+def test_length_dependent_frequencies_are_those_of_the_longest_sequence(
     length: int, max_model_len: int | None, tmp_path: Path
 ) -> None:
-    """transformers chooses for every call, and computes what was cached anew; the trained context is 64 tokens."""
+    """transformers chooses the frequencies in every call and caches nothing; the trained context is 64 tokens."""
     theirs = make_model("phi3-long", tmp_path)
     with torch.no_grad():
         found = served(tmp_path, [length], max_model_len=max_model_len)
         expected = torch.cat([theirs(IDS[None, : end + 1]).logits[0, -1:] for end in range(length - 32, length)])
-    apart = (found - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
-    assert apart < 8 * torch.finfo(torch.bfloat16).eps
+    error = (found - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
+    assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 
-def test_the_window_matters(tmp_path: Path) -> None:
-    """What the test above would see of a room that ignored it."""
+def test_ignoring_the_window_changes_the_logits(tmp_path: Path) -> None:
+    """The test above would notice a path that ignores the window."""
     windowed = make_model("mistral-window", tmp_path)
     ids = IDS[None, :100]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the hosted workflows do, held against the Makefile, the marks of the tests and the pinned packages."""
+"""The hosted workflows agree with the Makefile, the marks of the tests and the pinned packages."""
 
 import itertools
 import re
@@ -32,12 +32,12 @@ def test_every_test_runs_in_exactly_one_job() -> None:
     assert quick
     jobs = [quick[1], *workflow("tests")["jobs"]["long"]["strategy"]["matrix"]["marks"]]
     for bits in itertools.product([False, True], repeat=len(MARKS)):
-        carried = dict(zip(MARKS, bits, strict=True))
-        runs = [job for job in jobs if eval(job, {"__builtins__": {}}, carried)]
-        assert len(runs) == 1, (carried, runs)
+        has_mark = dict(zip(MARKS, bits, strict=True))
+        runs = [job for job in jobs if eval(job, {"__builtins__": {}}, has_mark)]
+        assert len(runs) == 1, (has_mark, runs)
 
 
-def test_cuda_kernels_are_compiled_when_a_file_of_theirs_changed() -> None:
+def test_cuda_kernels_are_compiled_when_one_of_their_files_changed() -> None:
     """`.ci/run` compares these files with main; the hosted workflow starts for each of them."""
     files = re.search(r"^cuda_files=\((.+)\)$", (ROOT / ".ci/run").read_text(), flags=re.M)
     assert files

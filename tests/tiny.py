@@ -17,7 +17,7 @@ CHATS = "".join(
 
 
 def write_tiny_model(out: Path) -> Path:
-    """A random Llama of 2 layers with a byte-pair tokenizer and a chat template; some 150,000 parameters."""
+    """Writes a random Llama of 2 layers (150,000 parameters) with a byte-pair tokenizer and a chat template."""
     from fp8serve.train.scratch import write_random_model
 
     sizes = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 128}

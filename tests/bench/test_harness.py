@@ -1,4 +1,4 @@
-"""lm-eval on the engine: scores against the decoder's own log-probabilities, answers, and three tasks made offline."""
+"""lm-eval on the engine: scores equal the decoder's log-probabilities; generation; three tasks that run offline."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from fp8serve.model.checkpoint import load_servable
 from tests.calibration.conftest import write_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'fp8serve[lm-eval]'")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and its packages
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of lm-eval and its packages
 
 TASKS = Path(__file__).resolve().parents[2] / "benchmarks/tasks"
 
@@ -30,7 +30,7 @@ def harness(model: Path) -> Any:
     return EngineLM(str(model), recipe="bf16")
 
 
-def test_the_device_that_nobody_named_is_one_that_is_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_device_is_the_cpu_without_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8serve.bench.harness import EngineLM
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -44,7 +44,7 @@ def log_probabilities(model: Path, ids: list[int]) -> torch.Tensor:
         return decoder.logits(forward(decoder, batch)).float().log_softmax(-1)
 
 
-def asked(*args: Any) -> Any:
+def request(*args: Any) -> Any:
     return SimpleNamespace(args=args)
 
 
@@ -53,12 +53,12 @@ def test_a_continuation_is_scored_token_by_token(harness: Any, model: Path) -> N
     ids, before = harness.tok_encode(context + continuation), len(harness.tok_encode(context))
     log_p = log_probabilities(model, ids)
     expected = sum(float(log_p[i - 1, ids[i]]) for i in range(before, len(ids)))
-    ((found, greedy),) = harness.loglikelihood([asked(context, continuation)], disable_tqdm=True)
-    assert found == pytest.approx(expected, abs=0.05)  # another order of attention's sums, in BF16
+    ((found, greedy),) = harness.loglikelihood([request(context, continuation)], disable_tqdm=True)
+    assert found == pytest.approx(expected, abs=0.05)  # attention sums in another order, in BF16
     assert greedy == all(int(log_p[i - 1].argmax()) == ids[i] for i in range(before, len(ids)))
 
 
-def test_scores_depend_on_nothing_else_that_is_asked(harness: Any) -> None:
+def test_scores_do_not_depend_on_other_requests(harness: Any) -> None:
     context, *texts = (harness.tok_encode(text) for text in ("The city lies", " by", " a river"))
     pairs = [(None, context, text) for text in (*texts, [])]
     alone = [harness._loglikelihood_tokens([pair])[0] for pair in pairs]
@@ -67,13 +67,13 @@ def test_scores_depend_on_nothing_else_that_is_asked(harness: Any) -> None:
     assert harness._loglikelihood_tokens([]) == []
 
 
-def test_a_continuation_longer_than_the_context_is_scored_as_far_as_it_fits(harness: Any) -> None:
+def test_a_continuation_longer_than_the_context_is_truncated(harness: Any) -> None:
     long = harness.tok_encode("river and hill and town " * 40)
     ((found, _),) = harness._loglikelihood_tokens([(None, [long[0]], long)])
     assert found < 0
 
 
-def test_the_greedy_answer_is_greedy(harness: Any) -> None:
+def test_a_greedy_answer_is_scored_as_greedy(harness: Any) -> None:
     prompt = harness.tok_encode("The city lies")
     (done,) = harness.engine.generate([prompt], max_new_tokens=4, temperature=0.0, ignore_eos=True)
     scored = harness._loglikelihood_tokens([(None, prompt, list(done.token_ids))])
@@ -83,14 +83,14 @@ def test_the_greedy_answer_is_greedy(harness: Any) -> None:
 def test_rolling_covers_a_text_longer_than_the_context(harness: Any) -> None:
     words = "river and hill and town " * 40
     assert len(harness.tok_encode(words)) > harness.max_prompt_tokens
-    short, long = harness.loglikelihood_rolling([asked("river and hill"), asked(words)])
+    short, long = harness.loglikelihood_rolling([request("river and hill"), request(words)])
     assert long < short < 0
 
 
 def test_answers_end_before_a_stop_text(harness: Any) -> None:
-    (free,) = harness.generate_until([asked("The city lies", {"max_gen_toks": 8})])
+    (free,) = harness.generate_until([request("The city lies", {"max_gen_toks": 8})])
     assert free
-    (cut,) = harness.generate_until([asked("The city lies", {"max_gen_toks": 8, "until": [free[2:4]]})])
+    (cut,) = harness.generate_until([request("The city lies", {"max_gen_toks": 8, "until": [free[2:4]]})])
     assert free.startswith(cut)
     assert free[2:4] not in cut
 

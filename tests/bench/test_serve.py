@@ -1,4 +1,4 @@
-"""`bench serve` counts and computes its figures correctly; speed is not tested."""
+"""`bench serve` counts requests and computes its figures correctly; speed is not tested."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from fp8serve.bench.options import Load
 from fp8serve.bench.serve import Outcome, Prompt, body, prompts, send_times
 from fp8serve.cli import main
 from fp8serve.errors import DataError, Fp8ServeError, JobError, ServerError
-from tests.client.fake import FakeServer, Said, delta, says, streams
+from tests.client.fake import Answer, FakeServer, delta, json_answer, stream_answer
 from tests.tiny import write_tiny_model
 
 ROUTE, CHAT = "POST /v1/completions", "POST /v1/chat/completions"
@@ -36,25 +36,25 @@ def text(value: str, finish: str | None = None) -> dict[str, Any]:
 
 
 def ignore(what: str, done: int, total: int) -> None:
-    """No progress to show."""
+    """A progress callback that does nothing."""
 
 
 def test_figures_of_a_server(fake: FakeServer) -> None:
-    fake.routes[ROUTE] = streams(text("a"), text(""), text("b"), text("c", "length"), USAGE, "[DONE]")
-    told: list[int] = []
+    fake.routes[ROUTE] = stream_answer(text("a"), text(""), text("b"), text("c", "length"), USAGE, "[DONE]")
+    progress: list[int] = []
     load = Load(num_prompts=4, max_concurrency=2, input_len=3, output_len=5)
-    found = serve.measure(fake.url + "/v1", load, lambda what, done, total: told.append(done))
-    asked = fake.bodies(ROUTE)
-    assert len(asked) == 5  # the first is not counted
-    assert {(len(b["prompt"]), b["max_tokens"], b["ignore_eos"], b["model"]) for b in asked} == {(3, 5, True, "fake")}
-    assert told == [1, 2, 3, 4]
+    found = serve.measure(fake.url + "/v1", load, lambda what, done, total: progress.append(done))
+    bodies = fake.bodies(ROUTE)
+    assert len(bodies) == 5  # the first is a warm-up
+    assert {(len(b["prompt"]), b["max_tokens"], b["ignore_eos"], b["model"]) for b in bodies} == {(3, 5, True, "fake")}
+    assert progress == [1, 2, 3, 4]
     assert (found["completed"], found["failed"], found["input_tokens"], found["output_tokens"]) == (4, 0, 28, 20)
     assert found["output_throughput"] == pytest.approx(20 / found["duration_seconds"])
     assert found["total_token_throughput"] == pytest.approx(48 / found["duration_seconds"])
     assert 0 < found["ttft_ms"]["mean"] <= found["e2el_ms"]["mean"]
 
 
-def test_the_arithmetic() -> None:
+def test_figures_of_known_outcomes() -> None:
     outcomes = [
         Outcome([1.0, 2.0, 4.0], 4.0, input_tokens=10, output_tokens=4),
         Outcome([3.0], 3.0, input_tokens=2, output_tokens=1),  # no time between tokens
@@ -75,33 +75,33 @@ def test_the_arithmetic() -> None:
 
 def test_chat_without_usage_counts_events(fake: FakeServer, tmp_path: Path) -> None:
     events = (delta(role="assistant", content=""), delta(content="a"), delta(reasoning="b"), delta("stop"), "[DONE]")
-    fake.routes[CHAT] = streams(*events)
+    fake.routes[CHAT] = stream_answer(*events)
     (tmp_path / "a.jsonl").write_text('{"prompt": "Hello"}')
     load = Load(num_prompts=1, dataset="jsonl", dataset_path=str(tmp_path / "a.jsonl"), api="chat")
     found = serve.measure(fake.url, load, ignore)
     assert (found["input_tokens"], found["output_tokens"]) == (0, 2)
-    asked = fake.bodies(CHAT)[0]
-    assert asked["messages"] == [{"role": "user", "content": "Hello"}]
-    assert "ignore_eos" not in asked
+    request = fake.bodies(CHAT)[0]
+    assert request["messages"] == [{"role": "user", "content": "Hello"}]
+    assert "ignore_eos" not in request
     assert body(Prompt("Hello", 9), Load(ignore_eos=True), "m")["ignore_eos"] is True
 
 
-def test_requests_that_fail_are_counted_and_the_others_go_on(fake: FakeServer) -> None:
-    good = streams(text("a"), text("b", "stop"), "[DONE]")
-    busy = says({"error": {"message": "Too many requests."}}, 429)
-    broken = streams(text("a"), cut=True)
-    fake.routes[ROUTE] = [good, good, busy, broken, streams(text("a"), "[DONE]"), streams({"choices": 7})]
+def test_failed_requests_are_counted_and_the_others_continue(fake: FakeServer) -> None:
+    good = stream_answer(text("a"), text("b", "stop"), "[DONE]")
+    busy = json_answer({"error": {"message": "Too many requests."}}, 429)
+    broken = stream_answer(text("a"), cut=True)
+    fake.routes[ROUTE] = [good, good, busy, broken, stream_answer(text("a"), "[DONE]"), stream_answer({"choices": 7})]
     found = serve.measure(fake.url, Load(num_prompts=5, max_concurrency=1, output_len=2), ignore)
     assert (found["completed"], found["failed"], found["output_tokens"]) == (1, 4, 2)
     assert found["errors"][0] == "The server answered 429: Too many requests."
 
 
-@pytest.mark.parametrize("said", [says({"error": {"message": "No."}}, 400), streams(text("a"))])
-def test_a_server_that_answers_nothing_is_an_error(said: Said, fake: FakeServer) -> None:
-    fake.routes[ROUTE] = said
+@pytest.mark.parametrize("answer", [json_answer({"error": {"message": "No."}}, 400), stream_answer(text("a"))])
+def test_a_server_that_answers_no_request_is_an_error(answer: Answer, fake: FakeServer) -> None:
+    fake.routes[ROUTE] = answer
     with pytest.raises(ServerError, match=r"answered 400: No|closed the"):
         serve.measure(fake.url, Load(num_prompts=2), ignore)
-    fake.routes[ROUTE] = [streams(text("a", "stop"), "[DONE]"), *[says({}, 500)] * 2]
+    fake.routes[ROUTE] = [stream_answer(text("a", "stop"), "[DONE]"), *[json_answer({}, 500)] * 2]
     with pytest.raises(ServerError, match=r"No request was answered: The server answered 500"):
         serve.measure(fake.url, Load(num_prompts=2), ignore)
 
@@ -111,7 +111,7 @@ def test_no_server_is_an_error() -> None:
         serve.measure("http://127.0.0.1:9", Load(), ignore)
 
 
-def test_times_at_which_requests_are_sent() -> None:
+def test_send_times_follow_the_rate_and_the_burstiness() -> None:
     assert send_times(3, Load()) == [0.0] * 3
     for burstiness in (0.1, 1.0, 1000.0):
         found = send_times(100, Load(request_rate=4.0, burstiness=burstiness))
@@ -123,11 +123,11 @@ def test_times_at_which_requests_are_sent() -> None:
     assert max(b - a for a, b in pairwise(bursty)) > 1.0
 
 
-def test_random_prompts_are_those_of_the_seed() -> None:
+def test_random_prompts_depend_on_the_seed() -> None:
     assert prompts(Load(seed=1), None) == prompts(Load(seed=1), None) != prompts(Load(seed=2), None)
 
 
-def test_lines_of_prompts(tmp_path: Path) -> None:
+def test_prompts_from_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "One"}\n\n{"prompt": "Two", "output_tokens": 3}\n')
     load = Load(num_prompts=5, dataset="jsonl", dataset_path=str(path))
@@ -137,7 +137,7 @@ def test_lines_of_prompts(tmp_path: Path) -> None:
     assert {p.output_len for p in prompts(Load(dataset="jsonl", dataset_path=str(path), output_len=2), None)} == {2}
 
 
-def test_conversations_of_sharegpt(tmp_path: Path) -> None:
+def test_prompts_from_sharegpt(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     path = tmp_path / "a.json"
     talks = [["The scale of a tensor", "is the largest number"], ["Why?" * 2000, "is the largest"], ["One turn"], []]
@@ -167,9 +167,7 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
         ("sharegpt", None, "cannot be read"),
     ],
 )
-def test_files_that_are_not_what_they_should_be(
-    dataset: Any, content: str | None, sentence: str, tmp_path: Path
-) -> None:
+def test_invalid_data_files_are_refused(dataset: Any, content: str | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "data"
     if content is not None:
         path.write_text(content)
@@ -178,26 +176,31 @@ def test_files_that_are_not_what_they_should_be(
 
 
 @pytest.mark.parametrize("load", [Load(api="chat"), Load(dataset="jsonl")])
-def test_what_is_missing_is_said(load: Load) -> None:
+def test_missing_options_are_named(load: Load) -> None:
     with pytest.raises(Fp8ServeError, match=r"use a|provide it"):
         prompts(load, None)
 
 
-def test_the_command(fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake.routes[ROUTE] = streams(text("a"), text("b", "stop"), USAGE, "[DONE]")
+def test_the_command_prints_and_writes_its_figures(
+    fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.routes[ROUTE] = stream_answer(text("a"), text("b", "stop"), USAGE, "[DONE]")
     args = ["bench", "serve", "--server", fake.url, "--model", "mine", "--num-prompts", "2", "--request-rate", "1000"]
     assert main([*args, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "mine: 2 requests answered, 0 failed" in shown
     assert "time to first token (TTFT)" in shown
-    kept = json.loads((tmp_path / "serve.json").read_text())
-    assert (kept["load"]["request_rate"], kept["output_tokens"]) == (1000.0, 10)
+    saved = json.loads((tmp_path / "serve.json").read_text())
+    assert (saved["load"]["request_rate"], saved["output_tokens"]) == (1000.0, 10)
     assert main(["bench", "serve"]) == main(["bench", "serve", "m", "--model", "x"]) == 2
 
 
-def test_ctrl_c_ends_it(fake: FakeServer) -> None:
-    pause = threading.Event()
-    fake.routes[ROUTE] = [streams(text("a", "stop"), "[DONE]"), *[streams(text("a"), text("b"), until=pause)] * 3]
+def test_ctrl_c_ends_the_command(fake: FakeServer) -> None:
+    resume = threading.Event()
+    fake.routes[ROUTE] = [
+        stream_answer(text("a", "stop"), "[DONE]"),
+        *[stream_answer(text("a"), text("b"), until=resume)] * 3,
+    ]
     command = [sys.executable, "-m", "fp8serve.cli", "bench", "serve", "--server", fake.url, "--num-prompts", "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         from tests.patience import until
@@ -207,4 +210,4 @@ def test_ctrl_c_ends_it(fake: FakeServer) -> None:
         assert process.wait() == 130
         assert process.stderr is not None
         assert process.stderr.read() == b""
-    pause.set()
+    resume.set()

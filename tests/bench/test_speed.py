@@ -1,4 +1,4 @@
-"""`bench ops | engine` measure what they claim to measure; speed is not tested."""
+"""`bench ops`, `engine`, `monitor`, `step` and `speculation` compute their figures correctly; speed is not tested."""
 
 import json
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from tests.engine.tiny import write_model
 
 
 def ignore(what: str, done: int, total: int) -> None:
-    """No progress to show."""
+    """A progress callback that does nothing."""
 
 
 def known_peaks(seconds: float) -> Peaks:
-    """Instead of some seconds of measuring, which `test_figures_of_one_op` does."""
+    """Replaces the measurement of peaks, which takes seconds; `test_figures_of_one_op` runs it."""
     return Peaks(1e10, 1e11)
 
 
-def test_candidates_take_turns_and_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_alternate_and_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now, order = [0.0], []
     costs = {"a": iter((9.0, 3.0, 1.0, 2.0)), "b": iter((9.0, 5.0, 6.0, 4.0))}
 
@@ -48,9 +48,9 @@ def test_every_op_is_measured() -> None:
     entries = [maker.__doc__ for maker in MAKERS]
     assert all(entries)
     source = Path(ops.__file__).with_name("ops.py").read_text()
-    own = {name for name in OPS if f"OPS.{name}" in source}
-    assert own | {entry.op for entry in others(own)} == set(OPS)
-    assert len(own) >= 26
+    with_entry = {name for name in OPS if f"OPS.{name}" in source}
+    assert with_entry | {entry.op for entry in others(with_entry)} == set(OPS)
+    assert len(with_entry) >= 26
 
 
 def test_an_op_without_an_entry_is_measured_at_its_largest_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,24 +79,24 @@ def test_the_monitors_share_of_a_step() -> None:
     assert (found["fastest_with_ms"], found["median_without_ms"]) == pytest.approx((101.0, 110.0))
 
 
-def test_the_monitor_is_on_in_every_other_round(
+def test_the_monitor_runs_in_every_other_round(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counted: list[int] = []
+    num_counted: list[int] = []
 
     class Watched(training.Monitor):
         def step(self) -> list[Any]:
             readings = super().step()
-            counted.append(len([r for r in readings if r.zeros is not None]))
+            num_counted.append(len([r for r in readings if r.zeros is not None]))
             return readings
 
     monkeypatch.setattr(training, "Monitor", Watched)
     assert main(["bench", "monitor", "--hidden-size", "64", "--layers", "1", "--every", "2", "--rounds", "2"]) == 0
-    assert counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
+    assert num_counted == [7 * 3] * 4  # input, weight and gradient of seven linears; counted in the first of two steps
     assert "fastest" in capsys.readouterr().out
 
 
-def test_steps_against_bf16() -> None:
+def test_steps_are_compared_with_bf16() -> None:
     found = training.step_summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
     assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
     assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
@@ -122,7 +122,7 @@ def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPa
     assert losses[-1] < losses[0]
 
 
-def test_drafts_are_measured_beside_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculation_is_compared_with_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path, max_position_embeddings=1024)
     args = ["--recipe", "bf16", "--new", "24", "--rounds", "2", "--speculative-tokens", "3", "--out", str(tmp_path)]
     assert main(["bench", "speculation", str(model), *args]) == 0
@@ -135,7 +135,7 @@ def test_drafts_are_measured_beside_plain_decoding(tmp_path: Path, capsys: pytes
         assert row["accepted"] <= row["drafted"]
 
 
-def test_speculation_counts_by_pairs() -> None:
+def test_speculation_is_the_median_over_pairs_of_runs() -> None:
     def runs(tokens: list[int], *seconds: float) -> list[dict[str, Any]]:
         return [{"tokens": tokens, "seconds": s, "drafted": 8, "accepted": 4, "steps": 6} for s in seconds]
 
@@ -148,7 +148,7 @@ def test_speculation_counts_by_pairs() -> None:
     assert not engine.summary(pairs)["same_answer"]
 
 
-def test_goals_stand_beside_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_compared_with_their_goals(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def passes(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""`fp8serve chat` as a shell and a terminal see it."""
+"""`fp8serve chat` with a pipe and at a terminal."""
 
 import io
 import json
@@ -17,7 +17,7 @@ import pytest
 from fp8serve.chat.models import ChatOptions, LocalModel
 from fp8serve.cli import main
 from fp8serve.errors import ModelError, RequestError
-from tests.client.fake import CHAT, FakeServer, delta, says, streams
+from tests.client.fake import CHAT, FakeServer, delta, json_answer, stream_answer
 from tests.patience import until
 from tests.tiny import write_tiny_model
 
@@ -25,6 +25,8 @@ ROUTE = "POST /v1/chat/completions"
 
 
 class Stdin(io.TextIOWrapper):
+    """Standard input with these bytes."""
+
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
 
@@ -35,41 +37,43 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def ask(text: bytes, *args: str) -> tuple[int, str, str]:
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command with this standard input; returns (status, stdout, stderr)."""
+
+    def run(text: bytes, *args: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.stdin", Stdin(text))
         status = main(["chat", *args])
         return status, *capsys.readouterr()
 
-    return ask
+    return run
 
 
-def test_a_pipe_gets_the_answer_and_nothing_else(fake: FakeServer, asks: Any) -> None:
-    fake.routes[ROUTE] = streams(delta(reasoning="Hm."), *CHAT)
+def test_a_pipe_gets_the_answer_and_nothing_else(fake: FakeServer, chat: Any) -> None:
+    fake.routes[ROUTE] = stream_answer(delta(reasoning="Hm."), *CHAT)
     options = ["--system", "Be brief.", "--seed", "3", "--temperature", "0", "--max-tokens", "9", "--model", "mine"]
-    assert asks(b"Hello\nyou \xff\n", "--server", fake.url, *options) == (0, "Good day.\n", "")
+    assert chat(b"Hello\nyou \xff\n", "--server", fake.url, *options) == (0, "Good day.\n", "")
     (body,) = fake.bodies(ROUTE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello\nyou \ufffd"}]
     sampling = {"temperature": 0, "max_tokens": 9, "seed": 3}
     assert body == {"model": "mine", "messages": messages, "stream": True, **sampling}
 
 
-def test_each_line_is_a_question_of_one_conversation(fake: FakeServer, asks: Any) -> None:
-    fake.routes[ROUTE] = streams(*CHAT)
-    assert asks(b"Hello\n\nAgain", "--server", fake.url, "--by-line") == (0, "Good day.\nGood day.\n", "")
+def test_each_line_is_a_question_in_one_conversation(fake: FakeServer, chat: Any) -> None:
+    fake.routes[ROUTE] = stream_answer(*CHAT)
+    assert chat(b"Hello\n\nAgain", "--server", fake.url, "--by-line") == (0, "Good day.\nGood day.\n", "")
     contents = [message["content"] for message in fake.bodies(ROUTE)[1]["messages"]]
     assert contents == ["Hello", "Good day.", "Again"]
 
 
 @pytest.mark.parametrize("text", [b"", b" \n\n"])
-def test_no_question(text: bytes, fake: FakeServer, asks: Any) -> None:
-    status, out, err = asks(text, "--server", fake.url)
+def test_an_empty_input_is_refused(text: bytes, fake: FakeServer, chat: Any) -> None:
+    status, out, err = chat(text, "--server", fake.url)
     assert (status, out, err) == (1, "", "fp8serve: There is no question on standard input.\n")
 
 
-def test_a_failure_is_a_status(fake: FakeServer, asks: Any) -> None:
-    fake.routes[ROUTE] = says({"error": {"message": "The model is not there."}}, 404)
-    assert asks(b"Hi", "--server", fake.url) == (1, "", "fp8serve: The server answered 404: The model is not there.\n")
+def test_an_error_of_the_server_is_status_1(fake: FakeServer, chat: Any) -> None:
+    fake.routes[ROUTE] = json_answer({"error": {"message": "The model is not there."}}, 404)
+    assert chat(b"Hi", "--server", fake.url) == (1, "", "fp8serve: The server answered 404: The model is not there.\n")
 
 
 @pytest.mark.parametrize(
@@ -83,15 +87,15 @@ def test_a_failure_is_a_status(fake: FakeServer, asks: Any) -> None:
         (["--server", "http://a", "--no-cuda-graphs"], "--cuda-graphs is for a local MODEL"),
     ],
 )
-def test_wrong_usage(args: list[str], sentence: str, asks: Any) -> None:
-    status, _, err = asks(b"Hi", *args)
+def test_wrong_usage(args: list[str], sentence: str, chat: Any) -> None:
+    status, _, err = chat(b"Hi", *args)
     assert status == 2
     assert sentence in err
 
 
-def test_a_model_in_this_process(tiny: Path, asks: Any) -> None:
+def test_a_local_model_gives_the_engines_answer(tiny: Path, chat: Any) -> None:
     args = (str(tiny), "--recipe", "current", "--temperature", "0", "--max-tokens", "8")
-    status, out, err = asks(b"Once upon a time", *args)
+    status, out, err = chat(b"Once upon a time", *args)
     assert (status, err) == (0, "")
     from fp8serve.engine.engine import Engine
 
@@ -102,21 +106,21 @@ def test_a_model_in_this_process(tiny: Path, asks: Any) -> None:
     assert out == expected.text + "\n"
 
 
-def test_a_model_that_is_interrupted_or_overfilled_can_be_asked_again(tiny: Path) -> None:
+def test_a_local_model_answers_again_after_an_interrupt_or_an_error(tiny: Path) -> None:
     model = LocalModel(tiny, {"recipe": "bf16"})
-    asked, hello = ChatOptions(temperature=0, max_tokens=4), [{"role": "user", "content": "Hello"}]
-    whole = [piece.text for piece in model.answer(hello, asked)]
-    interrupted = model.answer(hello, asked)
+    options, hello = ChatOptions(temperature=0, max_tokens=4), [{"role": "user", "content": "Hello"}]
+    whole = [piece.text for piece in model.answer(hello, options)]
+    interrupted = model.answer(hello, options)
     next(interrupted)
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         next(interrupted)
     with pytest.raises(RequestError, match="tokens, and the context holds 256"):
         list(model.answer([{"role": "user", "content": "x y " * 500}], ChatOptions()))
-    assert [piece.text for piece in model.answer(hello, asked)] == whole
+    assert [piece.text for piece in model.answer(hello, options)] == whole
 
 
-def test_a_model_without_a_template(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_is_refused(tiny: Path, tmp_path: Path) -> None:
     without = shutil.copytree(tiny, tmp_path / "without", ignore=shutil.ignore_patterns("chat_template.jinja"))
     settings = json.loads((without / "tokenizer_config.json").read_text())
     (without / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
@@ -125,16 +129,16 @@ def test_a_model_without_a_template(tiny: Path, tmp_path: Path) -> None:
 
 
 class Terminal:
-    """`fp8serve chat ARGS` at a terminal of its own."""
+    """Runs `fp8serve chat ARGS` in a pseudo-terminal."""
 
     def __init__(self, *args: str) -> None:
-        self.master, side = pty.openpty()
+        self.master, slave = pty.openpty()
         command = [sys.executable, "-m", "fp8serve.cli", "chat", *args]
         environment = os.environ | {"TERM": "dumb"}
         self.process = subprocess.Popen(
-            command, stdin=side, stdout=side, stderr=side, start_new_session=True, env=environment
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment
         )
-        os.close(side)
+        os.close(slave)
         self.text = ""
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -142,7 +146,7 @@ class Terminal:
         try:
             while data := os.read(self.master, 4096):
                 self.text += data.decode(errors="replace")
-        except OSError:  # the other side is closed
+        except OSError:  # the process has closed the terminal
             return
 
     def type(self, text: str) -> None:
@@ -152,16 +156,16 @@ class Terminal:
         until(lambda: self.text.count(text) >= times, repr(text))
 
 
-def test_at_a_terminal(fake: FakeServer) -> None:
-    pause = threading.Event()
-    fake.routes[ROUTE] = [streams(*CHAT[:2], CHAT[2], until=pause), streams(*CHAT)]
+def test_ctrl_c_at_a_terminal_stops_the_answer_and_ctrl_d_quits(fake: FakeServer) -> None:
+    resume = threading.Event()  # the server waits for it before the last part of its answer
+    fake.routes[ROUTE] = [stream_answer(*CHAT[:2], CHAT[2], until=resume), stream_answer(*CHAT)]
     terminal = Terminal("--server", fake.url)
     terminal.wait_for("> ")
     terminal.type("Hello\r")
     terminal.wait_for("Good ")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("(stopped)")
-    pause.set()
+    resume.set()
     terminal.wait_for("> ", 2)
     terminal.type("Hello\r")
     terminal.wait_for("day.")
@@ -171,9 +175,9 @@ def test_at_a_terminal(fake: FakeServer) -> None:
     assert "Traceback" not in terminal.text
 
 
-def test_sigterm_ends_it(fake: FakeServer) -> None:
-    pause = threading.Event()
-    fake.routes[ROUTE] = streams(*CHAT[:2], CHAT[2], until=pause)
+def test_sigterm_ends_the_command(fake: FakeServer) -> None:
+    resume = threading.Event()  # the server waits for it before the last part of its answer
+    fake.routes[ROUTE] = stream_answer(*CHAT[:2], CHAT[2], until=resume)
     command = [sys.executable, "-m", "fp8serve.cli", "chat", "--server", fake.url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -185,4 +189,4 @@ def test_sigterm_ends_it(fake: FakeServer) -> None:
         process.terminate()
         assert process.wait() == 128 + signal.SIGTERM
         assert process.stderr.read() == b""
-    pause.set()
+    resume.set()

@@ -1,4 +1,4 @@
-"""Lines typed in a chat, and their effects."""
+"""A chat session: typed lines, commands and interrupts."""
 
 import json
 import signal
@@ -17,7 +17,10 @@ HELLO = [Piece("text", "Good "), Piece("text", "day.")]
 
 
 class Scripted:
-    """Gives each answer in its turn; an exception in it is raised. `seen`: the messages and the sampling."""
+    """A model with prepared answers, used one after the other; an exception in an answer is raised.
+
+    `seen` gets the messages and options of every call.
+    """
 
     name = "fake\033[31m"
 
@@ -25,8 +28,8 @@ class Scripted:
         self.answers = list(answers)
         self.seen: list[tuple[list[dict[str, Any]], ChatOptions]] = []
 
-    def answer(self, messages: list[dict[str, Any]], asked: ChatOptions) -> Iterator[Piece]:
-        self.seen.append((messages, asked))
+    def answer(self, messages: list[dict[str, Any]], options: ChatOptions) -> Iterator[Piece]:
+        self.seen.append((messages, options))
         for item in self.answers.pop(0):
             if isinstance(item, BaseException):
                 raise item
@@ -34,7 +37,7 @@ class Scripted:
 
 
 def talk(model: Scripted, *lines: Any, system: str = "", seed: int | None = None) -> Session:
-    """A session that has read the lines and then the end of the input."""
+    """Runs a session that reads these lines and then the end of the input; an exception in `lines` is raised."""
     script = iter(lines)
 
     def read(prompt: str) -> str:
@@ -52,7 +55,7 @@ def roles(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in messages]
 
 
-def test_a_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_question_is_sent_with_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     model = Scripted(HELLO, [Piece("text", "Fine.")])
     talk(model, "Hello", "", "  How are you?  ", system="Be kind.")
     assert roles(model.seen[1][0]) == [
@@ -60,10 +63,10 @@ def test_a_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     shown = capsys.readouterr().out.replace(PLAIN, "")
     assert "Good day.\nFine.\n" in shown
-    assert "\033" not in shown  # the name of the model steers no terminal
+    assert "\033" not in shown  # escape sequences in the model's name are removed
 
 
-def test_thoughts_and_calls_are_shown_and_not_sent_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasoning_and_tool_calls_are_shown_and_not_sent_back(capsys: pytest.CaptureFixture[str]) -> None:
     first = [Piece("reasoning", "Hm. "), Piece("reasoning", "So:"), Piece("text", "Yes.")]
     calls = [
         Piece("tool", "look_up", starts_call=True),
@@ -79,14 +82,14 @@ def test_thoughts_and_calls_are_shown_and_not_sent_back(capsys: pytest.CaptureFi
     assert expected in capsys.readouterr().out
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(capsys: pytest.CaptureFixture[str]) -> None:
     model = Scripted([Piece("text", "Good "), KeyboardInterrupt()], [KeyboardInterrupt()], HELLO)
     session = talk(model, "One", "Two", KeyboardInterrupt(), "Three")
     assert session.conversation.turns == [("One", "Good "), ("Three", "Good day.")]
     assert "(type ctrl-D or /quit to quit)" in capsys.readouterr().out
 
 
-def test_a_failure_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_keeps_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     long = RequestError("The prompt has 9 tokens, but the context holds 8.")
     session = talk(Scripted(HELLO, [long], [Piece("text", "Go"), RequestError("It died.")]), "One", "Two", "Three")
     assert session.conversation.turns == [("One", "Good day.")]
@@ -95,7 +98,7 @@ def test_a_failure_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "It died.\n" in shown
 
 
-def test_reset_and_system(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_clears_the_conversation_and_system_sets_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     model = Scripted(HELLO, HELLO, HELLO)
     talk(model, "One", "/system Be brief.", "/reset", "Two", "/system", "Three")
     assert roles(model.seen[1][0]) == [("system", "Be brief."), ("user", "Two")]
@@ -106,15 +109,15 @@ def test_regenerate_asks_again_with_another_seed() -> None:
     model = Scripted(HELLO, [Piece("text", "Good night.")], [RequestError("It died.")], [KeyboardInterrupt()])
     session = talk(model, "Hello", "/regenerate", "/regenerate", "/regenerate", seed=5)
     assert [roles(messages) for messages, _ in model.seen] == [[("user", "Hello")]] * 4
-    assert [asked.seed for _, asked in model.seen] == [5, 6, 7, 8]
-    assert session.conversation.turns == [("Hello", "Good night.")]  # what failed takes no answer away
+    assert [options.seed for _, options in model.seen] == [5, 6, 7, 8]
+    assert session.conversation.turns == [("Hello", "Good night.")]  # an error or interrupt keeps the last answer
 
 
 def test_saved_conversations_are_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "chat one.jsonl"
     talk(Scripted(HELLO), "/save x", "Hello", f"/save {file}", f"/save {file}", "/save", "/save /no/such/place")
-    said = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}
-    assert json.loads(file.read_text()) == said
+    expected = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}
+    assert json.loads(file.read_text()) == expected
     shown = capsys.readouterr().out
     for sentence in ("nothing to save", f"saved to {file}", "File exists; use another name", "Name a file", "No such"):
         assert sentence in shown
@@ -130,7 +133,7 @@ def test_help_names_every_command_and_others_are_refused(capsys: pytest.CaptureF
     assert "There is no message to answer again" in shown
 
 
-def test_ctrl_c_between_steps_of_the_engine() -> None:
+def test_a_deferred_interrupt_is_raised_at_the_second_ctrl_c() -> None:
     from fp8serve.chat.models import deferred_interrupt
 
     with deferred_interrupt() as interrupted:

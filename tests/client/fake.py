@@ -1,4 +1,4 @@
-"""A server whose answers a test sets."""
+"""A fake HTTP server with prepared answers."""
 
 import json
 import sys
@@ -13,9 +13,12 @@ EVENTS = "text/event-stream"
 
 
 @dataclass
-class Said:
-    """One answer. `parts` are sent one by one; `cut`: the connection ends where more was promised; `until`: before the
-    last part, the server waits for that."""
+class Answer:
+    """A prepared answer, whose parts are sent one by one.
+
+    `cut` closes the connection before the end of the body. If `until` is given, the server waits for that event before
+    it sends the last part.
+    """
 
     parts: Iterable[bytes]
     status: int = 200
@@ -25,27 +28,28 @@ class Said:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def says(value: Any, status: int = 200) -> Said:
-    return Said([json.dumps(value).encode()], status)
+def json_answer(value: Any, status: int = 200) -> Answer:
+    """Returns an answer with a JSON body."""
+    return Answer([json.dumps(value).encode()], status)
 
 
-def streams(*events: Any, **options: Any) -> Said:
-    """Server-sent events; a string is sent as it is."""
+def stream_answer(*events: Any, **options: Any) -> Answer:
+    """Returns an answer with server-sent events: strings as they are, other values as JSON."""
     texts = [event if isinstance(event, str) else json.dumps(event) for event in events]
-    return Said([f"data: {text}\n\n".encode() for text in texts], kind=EVENTS, **options)
+    return Answer([f"data: {text}\n\n".encode() for text in texts], kind=EVENTS, **options)
 
 
 def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
-    """An event of a chat's stream."""
+    """Returns an event of a chat completion stream."""
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
 CHAT = (delta(role="assistant", content=""), delta(content="Good "), delta(content="day."), delta("stop"), "[DONE]")
-MODELS = says({"object": "list", "data": [{"id": "fake", "object": "model"}, {"id": "other"}]})
+MODELS = json_answer({"object": "list", "data": [{"id": "fake", "object": "model"}, {"id": "other"}]})
 
 
 class Quiet(ThreadingHTTPServer):
-    """Writes nothing when a client hangs up, because tests compare standard error."""
+    """Prints nothing if a client disconnects, because tests compare standard error."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):
@@ -53,10 +57,10 @@ class Quiet(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """`routes`: the answers by method and path; a list gives each answer once. `seen`: requests, bodies as JSON."""
+    """`routes` has the answers by method and path; a list has one answer for each request. `seen` gets all requests."""
 
     def __init__(self, **routes: Any) -> None:
-        self.routes: dict[str, Said | list[Said]] = {"GET /v1/models": MODELS}
+        self.routes: dict[str, Answer | list[Answer]] = {"GET /v1/models": MODELS}
         self.seen: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
@@ -68,7 +72,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def bodies(self, route: str) -> list[Any]:
-        return [body for asked, body in self.seen if asked == route]
+        return [body for request, body in self.seen if request == route]
 
     @contextmanager
     def running(self) -> "Iterator[FakeServer]":
@@ -92,9 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(raw) if self.headers.get("Content-Type") == "application/json" else raw
         self.owner.seen.append((route, body))
         self.owner.headers.append(dict(self.headers))
-        said = self.owner.routes.get(route, says({"error": {"message": "No such route."}}, 404))
-        with suppress(ConnectionError):  # the client may leave when it likes
-            self._say(said.pop(0) if isinstance(said, list) else said)
+        answer = self.owner.routes.get(route, json_answer({"error": {"message": "No such route."}}, 404))
+        with suppress(ConnectionError):  # the client may disconnect at any time
+            self._send(answer.pop(0) if isinstance(answer, list) else answer)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -108,21 +112,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815 - http.server names them so
 
-    def _say(self, said: Said) -> None:
-        self.send_response(said.status)
-        for name, value in {"Content-Type": said.kind, "Transfer-Encoding": "chunked", **said.headers}.items():
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        for name, value in {"Content-Type": answer.kind, "Transfer-Encoding": "chunked", **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        parts = list(said.parts)
+        parts = list(answer.parts)
         for index, part in enumerate(parts):
-            if said.until is not None and index == len(parts) - 1:
-                said.until.wait()
+            if answer.until is not None and index == len(parts) - 1:
+                answer.until.wait()
             self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             self.wfile.flush()
-        if said.cut:
+        if answer.cut:
             self.close_connection = True
         else:
             self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, *args: Any) -> None:
-        """Quiet."""
+        """Logs nothing."""

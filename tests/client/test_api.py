@@ -1,4 +1,4 @@
-"""A client's message about a server that is away, refuses, breaks off or sends nonsense: one sentence each."""
+"""The client's error messages: one sentence if a server is unreachable, refuses, disconnects or sends nonsense."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ import pytest
 from fp8serve.client.api import Api, base_url
 from fp8serve.client.completions import Piece, chat_pieces
 from fp8serve.errors import DataError, Fp8ServeError, RequestError, ServerError
-from tests.client.fake import CHAT, FakeServer, Said, delta, says, streams
+from tests.client.fake import CHAT, Answer, FakeServer, delta, json_answer, stream_answer
 
 ROUTE = "POST /v1/chat/completions"
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def chat(fake: FakeServer, said: Said) -> list[Piece]:
-    fake.routes[ROUTE] = said
+def chat(fake: FakeServer, answer: Answer) -> list[Piece]:
+    fake.routes[ROUTE] = answer
     with Api(fake.url) as api:
         return list(chat_pieces(api, BODY))
 
@@ -27,13 +27,13 @@ def test_the_v1_of_a_url_may_be_left_out(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "a:1", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://a?b", "/a"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(RequestError, match="is not the URL of a server"):
         Api(url)
 
 
 @pytest.mark.parametrize("key", ["", "a\nb", "clé"])
-def test_a_key_that_no_header_can_carry(key: str) -> None:
+def test_a_key_that_is_no_valid_header_is_refused(key: str) -> None:
     with pytest.raises(RequestError, match="printable ASCII"):
         Api("http://a", key)
 
@@ -44,7 +44,7 @@ def test_the_key_is_sent(fake: FakeServer) -> None:
     assert fake.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_server_is_named() -> None:
     with (
         Api("http://127.0.0.1:9") as api,
         pytest.raises(ServerError, match=r"There is no server at http://127\.0\.0\.1:9"),
@@ -52,42 +52,50 @@ def test_nobody_listens() -> None:
         api.first_model()
 
 
-def test_no_proxy_stands_before_this_machine(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_this_machine_is_reached_without_the_proxy(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with Api(fake.url) as api:
         assert api.first_model() == "fake"
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("answer", "sentence"),
     [
-        (says({"error": {"message": "Too long.", "code": "context"}}, 400), "The server answered 400: Too long."),
-        (says({"error": "No job.", "hint": "List them."}, 404), "The server answered 404: No job. List them."),
-        (says({"object": "error", "message": "vLLM says so"}, 422), "The server answered 422: vLLM says so."),
-        (says({"detail": "Not Found"}, 404), "The server answered 404: Not Found."),
-        (says({"detail": [{"loc": ["body"]}]}, 422), "The server answered 422: [{'loc': ['body']}]."),
-        (says(["odd"], 500), "The server answered 500 Internal Server Error."),
-        (Said([b"<html>"], 502), "The server answered 502 Bad Gateway."),
-        (Said([b"<html>"], 404), "The server answered 404 Not Found; check the URL of the server ("),
         (
-            says({"error": {"message": "Bad key"}}, 401),
+            json_answer({"error": {"message": "Too long.", "code": "context"}}, 400),
+            "The server answered 400: Too long.",
+        ),
+        (json_answer({"error": "No job.", "hint": "List them."}, 404), "The server answered 404: No job. List them."),
+        (
+            json_answer({"object": "error", "message": "vLLM says so"}, 422),
+            "The server answered 422: vLLM says so.",
+        ),
+        (json_answer({"detail": "Not Found"}, 404), "The server answered 404: Not Found."),
+        (json_answer({"detail": [{"loc": ["body"]}]}, 422), "The server answered 422: [{'loc': ['body']}]."),
+        (json_answer(["odd"], 500), "The server answered 500 Internal Server Error."),
+        (Answer([b"<html>"], 502), "The server answered 502 Bad Gateway."),
+        (Answer([b"<html>"], 404), "The server answered 404 Not Found; check the URL of the server ("),
+        (
+            json_answer({"error": {"message": "Bad key"}}, 401),
             "The server refuses the API key or requires one (Bad key); provide",
         ),
-        (Said([], 403), "The server refuses the API key or requires one (403); provide"),
-        (Said([], 308, headers={"Location": "https://b/"}), "The server responded with a redirect (308) to 'https"),
-        (Said([b"<html>"]), "is not JSON; check the URL"),
-        (says({"data": [{"name": "x"}]}), "/v1/models did not return a list of models"),
-        (says([]), "/v1/models did not return a list of models"),
-        (says({"data": []}), "serves no model now"),
+        (Answer([], 403), "The server refuses the API key or requires one (403); provide"),
+        (Answer([], 308, headers={"Location": "https://b/"}), "The server responded with a redirect (308) to 'https"),
+        (Answer([b"<html>"]), "is not JSON; check the URL"),
+        (json_answer({"data": [{"name": "x"}]}), "/v1/models did not return a list of models"),
+        (json_answer([]), "/v1/models did not return a list of models"),
+        (json_answer({"data": []}), "serves no model now"),
     ],
 )
-def test_refusals(fake: FakeServer, said: Said, sentence: str) -> None:
-    fake.routes["GET /v1/models"] = said
+def test_an_error_response_becomes_one_sentence(fake: FakeServer, answer: Answer, sentence: str) -> None:
+    fake.routes["GET /v1/models"] = answer
     with Api(fake.url) as api, pytest.raises(ServerError) as refused:
         api.first_model()
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert refused.value.status in (None, said.status)
+    assert refused.value.status in (None, answer.status)
 
 
 def test_pieces_of_an_answer(fake: FakeServer) -> None:
@@ -103,7 +111,7 @@ def test_pieces_of_an_answer(fake: FakeServer) -> None:
         {"choices": [{"delta": None, "finish_reason": "stop"}], "surprise": True},
         "[DONE]",
     ]
-    assert chat(fake, streams(*events)) == [
+    assert chat(fake, stream_answer(*events)) == [
         Piece("reasoning", "Hm."),
         Piece("reasoning", "So."),
         Piece("text", "Yes"),
@@ -114,36 +122,36 @@ def test_pieces_of_an_answer(fake: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("answer", "sentence"),
     [
-        (streams(*CHAT[:3]), "closed the stream before the end of its response"),
-        (streams(*CHAT[:3], cut=True), "closed the connection: "),
-        (streams(*CHAT[:2], {"error": {"message": "It died.\nSorry."}}), "with an error: It died. Sorry."),
-        (streams(*CHAT[:2], {"error": "It died."}), "with an error: It died."),
-        (streams("nonsense"), "an event that is not a JSON object: 'nonsense'"),
-        (streams([1]), "an event that is not a JSON object: '[1]'"),
-        (streams({"choices": [1]}), "an event unknown to OpenAI's API"),
-        (streams({"choices": 7}), "an event unknown to OpenAI's API"),
-        (streams({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event unknown to OpenAI's API"),
-        (says({"choices": [{"message": {"content": "whole"}}]}), "text/event-stream"),
-        (says({"error": {"message": "No."}}, 400), "The server answered 400: No."),
+        (stream_answer(*CHAT[:3]), "closed the stream before the end of its response"),
+        (stream_answer(*CHAT[:3], cut=True), "closed the connection: "),
+        (stream_answer(*CHAT[:2], {"error": {"message": "It died.\nSorry."}}), "with an error: It died. Sorry."),
+        (stream_answer(*CHAT[:2], {"error": "It died."}), "with an error: It died."),
+        (stream_answer("nonsense"), "an event that is not a JSON object: 'nonsense'"),
+        (stream_answer([1]), "an event that is not a JSON object: '[1]'"),
+        (stream_answer({"choices": [1]}), "an event unknown to OpenAI's API"),
+        (stream_answer({"choices": 7}), "an event unknown to OpenAI's API"),
+        (stream_answer({"choices": [{"delta": {"tool_calls": ["x"]}}]}), "an event unknown to OpenAI's API"),
+        (json_answer({"choices": [{"message": {"content": "whole"}}]}), "text/event-stream"),
+        (json_answer({"error": {"message": "No."}}, 400), "The server answered 400: No."),
     ],
 )
-def test_streams_that_go_wrong(fake: FakeServer, said: Said, sentence: str) -> None:
+def test_a_broken_stream_becomes_one_sentence(fake: FakeServer, answer: Answer, sentence: str) -> None:
     with pytest.raises(ServerError) as failed:
-        chat(fake, said)
+        chat(fake, answer)
     assert sentence in str(failed.value)
     assert "\n" not in str(failed.value)
 
 
-def test_a_text_that_is_no_unicode_is_for_the_server_to_refuse(fake: FakeServer) -> None:
-    fake.routes[ROUTE] = says({"error": {"message": "Not Unicode."}}, 400)
+def test_invalid_unicode_is_sent_for_the_server_to_refuse(fake: FakeServer) -> None:
+    fake.routes[ROUTE] = json_answer({"error": {"message": "Not Unicode."}}, 400)
     with Api(fake.url) as api, pytest.raises(Fp8ServeError, match="Not Unicode"):
         list(chat_pieces(api, {"messages": "\udcff"}))
 
 
 def test_uploads(fake: FakeServer, tmp_path: Path) -> None:
-    fake.routes["POST /v1/files"] = says({"id": "file-1"})
+    fake.routes["POST /v1/files"] = json_answer({"id": "file-1"})
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"text": "a"}))
     with Api(fake.url) as api:
@@ -156,9 +164,9 @@ def test_uploads(fake: FakeServer, tmp_path: Path) -> None:
     assert b"fine-tune" in sent
 
 
-def test_an_answer_without_the_field_that_counts(fake: FakeServer, tmp_path: Path) -> None:
-    said: Any = {"object": "file"}
-    fake.routes["POST /v1/files"] = says(said)
+def test_an_upload_answer_without_an_id_is_refused(fake: FakeServer, tmp_path: Path) -> None:
+    answer: Any = {"object": "file"}
+    fake.routes["POST /v1/files"] = json_answer(answer)
     (tmp_path / "a.jsonl").write_text("{}")
     with Api(fake.url) as api, pytest.raises(ServerError, match="response has no file"):
         api.upload(tmp_path / "a.jsonl")

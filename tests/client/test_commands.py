@@ -1,4 +1,4 @@
-"""`models`, `jobs` and `generate --server` against a server whose answers a test sets."""
+"""The commands `models`, `jobs` and `generate --server` with a fake server."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ import pytest
 
 from fp8serve.cli import main
 from fp8serve.commands import jobs
-from tests.client.fake import EVENTS, FakeServer, Said, says
+from tests.client.fake import EVENTS, Answer, FakeServer, json_answer
 
 JOB: dict[str, Any] = {
     "id": "ftjob-1", "status": "succeeded", "base_model": "m", "fine_tuned_model": "ft:m", "error": None,
@@ -56,8 +56,8 @@ def history(status: str) -> list[bytes]:
     return [b": keep-alive\n\n", event(step, "metrics"), event({"status": status}, "end")]
 
 
-def test_models_of_ours(fake: FakeServer, call: Any) -> None:
-    fake.routes["GET /models"] = says(OURS)
+def test_models_of_an_fp8serve_server(fake: FakeServer, call: Any) -> None:
+    fake.routes["GET /models"] = json_answer(OURS)
     status, out, _ = call("models", "list")
     assert (status, [line.split() for line in out.splitlines()[1:]]) == (
         0,
@@ -79,35 +79,35 @@ def test_models_of_ours(fake: FakeServer, call: Any) -> None:
     assert [entry["base"] for entry in listed] == ["m", "m", None, "small", None, "bad", "m", None, None]
 
 
-@pytest.mark.parametrize("said", [says({"detail": "Not Found"}, 404), says({"data": []})])
-def test_models_of_another_server(said: Said, fake: FakeServer, call: Any) -> None:
-    fake.routes["GET /models"] = said
+@pytest.mark.parametrize("answer", [json_answer({"detail": "Not Found"}, 404), json_answer({"data": []})])
+def test_models_of_another_server(answer: Answer, fake: FakeServer, call: Any) -> None:
+    fake.routes["GET /models"] = answer
     assert [line.split() for line in call("models", "list")[1].splitlines()[1:]] == [
         ["fake", "-", "yes", "-", "-", "-"],
         ["other", "-", "yes", "-", "-", "-"],
     ]
 
 
-def test_activation(fake: FakeServer, call: Any) -> None:
-    swapped = says({"served": {"model": "ft:m"}})
-    fake.routes |= {"GET /models": says(OURS), "POST /finetune/ftjob-1/activate": swapped}
+def test_models_activate_sends_the_source_and_the_options(fake: FakeServer, call: Any) -> None:
+    swapped = json_answer({"served": {"model": "ft:m"}})
+    fake.routes |= {"GET /models": json_answer(OURS), "POST /finetune/ftjob-1/activate": swapped}
     assert call("models", "activate", "ftjob-1") == (0, "ft:m is served.\n", "")
     chosen = "--step", "4", "--max-perplexity-ratio", "1.5"
     assert call("models", "activate", "ftjob-1", *chosen) == (0, "ft:m is served.\n", "")
     assert fake.bodies("POST /finetune/ftjob-1/activate") == [{}, {"step": 4, "max_perplexity_ratio": 1.5}]
     assert "leave --step or --model out" in call("models", "activate", "ftjob-1", "--step", "4", "--model", "m")[2]
-    fake.routes["POST /models/m/activate"] = says({"served": {"model": "m"}})
+    fake.routes["POST /models/m/activate"] = json_answer({"served": {"model": "m"}})
     assert call("models", "activate", "base") == (0, "m is served.\n", "")
     assert fake.bodies("POST /models/m/activate") == [{"source": "base"}]
-    fake.routes["POST /models/small/activate"] = says([])
+    fake.routes["POST /models/small/activate"] = json_answer([])
     answer = call("models", "activate", "ftjob-1", "--model", "small")
     assert answer == (1, "", "fp8serve: The server's response has no model; is it an fp8serve server?\n")
     assert fake.bodies("POST /models/small/activate") == [{"source": "ftjob-1"}]
 
 
-def test_loading_unloading_and_other_names(fake: FakeServer, call: Any) -> None:
+def test_models_load_unload_and_alias(fake: FakeServer, call: Any) -> None:
     for change in ("load", "unload", "alias"):
-        fake.routes[f"POST /models/small/{change}"] = says({"name": "small"})
+        fake.routes[f"POST /models/small/{change}"] = json_answer({"name": "small"})
     assert call("models", "load", "small", "more", "--option", "recipe=bf16", "--option", "max_num_seqs=2") == (
         0, "small is served.\n", "",
     )  # fmt: skip
@@ -125,20 +125,22 @@ def test_loading_unloading_and_other_names(fake: FakeServer, call: Any) -> None:
 
 def test_jobs_are_listed_page_by_page(fake: FakeServer, call: Any) -> None:
     waiting = {**JOB, "id": "ftjob-0", "status": "queued", "fine_tuned_model": None, "progress": {}}
-    fake.routes["GET /finetune?limit=2"] = says({"jobs": [JOB], "has_more": True})
-    fake.routes["GET /finetune?limit=1&after=ftjob-1"] = says({"jobs": [waiting], "has_more": True})
+    fake.routes["GET /finetune?limit=2"] = json_answer({"jobs": [JOB], "has_more": True})
+    fake.routes["GET /finetune?limit=1&after=ftjob-1"] = json_answer({"jobs": [waiting], "has_more": True})
     rows = [line.split() for line in call("jobs", "list", "--limit", "2")[1].splitlines()[1:]]
     assert rows == [["ftjob-1", "succeeded", "2/2", "1.235", "ft:m"], ["ftjob-0", "queued", "-", "-", "m"]]
 
 
-def test_a_job_is_submitted_with_what_was_given_and_followed(fake: FakeServer, call: Any, tmp_path: Path) -> None:
+def test_a_job_is_submitted_with_only_the_given_options_and_followed(
+    fake: FakeServer, call: Any, tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')
     fake.routes |= {
-        "POST /v1/files": [says({"id": "file-1"}), says({"id": "file-2"})],
-        "POST /finetune": says({**JOB, "status": "queued"}, 202),
-        "GET /finetune/ftjob-1/events": Said(history("succeeded"), kind=EVENTS),
-        "GET /finetune/ftjob-1": says(JOB),
+        "POST /v1/files": [json_answer({"id": "file-1"}), json_answer({"id": "file-2"})],
+        "POST /finetune": json_answer({**JOB, "status": "queued"}, 202),
+        "GET /finetune/ftjob-1/events": Answer(history("succeeded"), kind=EVENTS),
+        "GET /finetune/ftjob-1": json_answer(JOB),
     }
     options = ["--lr", "0.001", "--epochs", "1", "--recipe-option", "margin=1", "--suffix", "s"]
     status, out, err = call("jobs", "submit", str(data), "--validation", str(data), *options, "--follow", "--json")
@@ -150,11 +152,11 @@ def test_a_job_is_submitted_with_what_was_given_and_followed(fake: FakeServer, c
     ]
 
 
-def test_a_job_that_fails_is_a_status(fake: FakeServer, call: Any) -> None:
+def test_following_a_failed_job_is_status_1(fake: FakeServer, call: Any) -> None:
     failed = {**JOB, "status": "failed", "error": {"message": "The disk is full."}}
     fake.routes |= {
-        "GET /finetune/ftjob-1/events": Said(history("failed"), kind=EVENTS),
-        "GET /finetune/ftjob-1": says(failed),
+        "GET /finetune/ftjob-1/events": Answer(history("failed"), kind=EVENTS),
+        "GET /finetune/ftjob-1": json_answer(failed),
     }
     status, out, _ = call("jobs", "follow", "ftjob-1")
     assert status == 1
@@ -164,21 +166,21 @@ def test_a_job_that_fails_is_a_status(fake: FakeServer, call: Any) -> None:
 @pytest.mark.parametrize("action", ["show", "cancel", "pause", "resume"])
 def test_actions_on_a_job(action: str, fake: FakeServer, call: Any) -> None:
     route = "GET /finetune/a%2Fb" if action == "show" else f"POST /finetune/a%2Fb/{action}"
-    fake.routes[route] = says(JOB)
+    fake.routes[route] = json_answer(JOB)
     status, out, _ = call("jobs", action, "a/b")
     assert (status, out.splitlines()[1].split()) == (0, ["status", "succeeded"])
     assert json.loads(call("jobs", action, "a/b", "--json")[1]) == JOB
-    fake.routes[route] = says({"error": "The job has ended already.", "code": "job_state"}, 409)
+    fake.routes[route] = json_answer({"error": "The job has ended already.", "code": "job_state"}, 409)
     assert call("jobs", action, "a/b")[2] == "fp8serve: The server answered 409: The job has ended already.\n"
-    fake.routes[route] = says({"hello": 1})
+    fake.routes[route] = json_answer({"hello": 1})
     assert "is it an fp8serve server?" in call("jobs", action, "a/b")[2]
 
 
 def test_a_job_is_deleted(fake: FakeServer, call: Any) -> None:
-    fake.routes["DELETE /finetune/a%2Fb"] = says({"id": "a/b", "deleted": True})
+    fake.routes["DELETE /finetune/a%2Fb"] = json_answer({"id": "a/b", "deleted": True})
     assert call("jobs", "delete", "a/b") == (0, "a/b was deleted.\n", "")
     assert json.loads(call("jobs", "delete", "a/b", "--json")[1]) == {"id": "a/b", "deleted": True}
-    fake.routes["DELETE /finetune/a%2Fb"] = says({"error": "The job has not ended.", "code": "job_state"}, 409)
+    fake.routes["DELETE /finetune/a%2Fb"] = json_answer({"error": "The job has not ended.", "code": "job_state"}, 409)
     assert call("jobs", "delete", "a/b")[2] == "fp8serve: The server answered 409: The job has not ended.\n"
 
 
@@ -189,7 +191,7 @@ SERIES = [
 
 
 def test_the_metrics_of_a_job(fake: FakeServer, call: Any, tmp_path: Path) -> None:
-    fake.routes["GET /finetune/j/metrics"] = says({"metrics": SERIES})
+    fake.routes["GET /finetune/j/metrics"] = json_answer({"metrics": SERIES})
     lines = call("jobs", "metrics", "j")[1].splitlines()
     assert lines[0].split()[:5] == ["step", "total_steps", "epoch", "train_loss", "valid_loss"]
     assert lines[2].split()[:5] == ["2", "2", "-", "1.25", "2"]
@@ -210,13 +212,13 @@ def test_the_metrics_of_a_job(fake: FakeServer, call: Any, tmp_path: Path) -> No
 
 
 def test_metrics_of_a_job_without_a_step(fake: FakeServer, call: Any) -> None:
-    fake.routes["GET /finetune/j/metrics"] = says({"metrics": []})
+    fake.routes["GET /finetune/j/metrics"] = json_answer({"metrics": []})
     assert len(call("jobs", "metrics", "j")[1].splitlines()) == 1
     assert len(call("jobs", "metrics", "j", "--csv")[1].splitlines()) == 1
     assert call("jobs", "plot", "j") == (
         1, "", "fp8serve: No step has been reported yet; there is nothing to draw.\n"
     )  # fmt: skip
-    fake.routes["GET /finetune/j/metrics"] = says({"hello": 1})
+    fake.routes["GET /finetune/j/metrics"] = json_answer({"hello": 1})
     assert "is it an fp8serve server?" in call("jobs", "metrics", "j")[2]
 
 
@@ -227,7 +229,7 @@ def test_a_dry_run_on_the_server_starts_no_job(fake: FakeServer, call: Any, tmp_
         "ok": True, "bad_lines": [], "bad_line_count": 0, "data": {"rows": 1, "tokens": 2}, "trainable_fraction": 1.0,
         "steps": 3, "memory_bytes": {"total": 1 << 30}, "sample": [["a", True]],
     }  # fmt: skip
-    fake.routes |= {"POST /v1/files": says({"id": "file-1"}), "POST /finetune/validate": says(report)}
+    fake.routes |= {"POST /v1/files": json_answer({"id": "file-1"}), "POST /finetune/validate": json_answer(report)}
     status, out, _ = call("jobs", "submit", str(data), "--epochs", "3", "--dry-run")
     assert (status, out.splitlines()[0]) == (
         0,
@@ -235,23 +237,27 @@ def test_a_dry_run_on_the_server_starts_no_job(fake: FakeServer, call: Any, tmp_
     )
     assert fake.bodies("POST /finetune/validate") == [{"epochs": 3, "file_id": "file-1"}]
     bad = {"line": 1, "message": "line 1 is\033 bad"}
-    fake.routes["POST /finetune/validate"] = says(report | {"ok": False, "bad_lines": [bad], "bad_line_count": 2})
+    fake.routes["POST /finetune/validate"] = json_answer(
+        report | {"ok": False, "bad_lines": [bad], "bad_line_count": 2}
+    )
     status, out, _ = call("jobs", "submit", str(data), "--dry-run")
     assert (status, out.splitlines()[:2]) == (1, ["line 1 is\ufffd bad", "... and 1 more invalid rows"])
     assert json.loads(call("jobs", "submit", str(data), "--dry-run", "--json")[1])["bad_lines"] == [bad]
 
 
-@pytest.mark.parametrize("said", [Said(history("x")[:2], kind=EVENTS), Said(history("x")[:2], kind=EVENTS, cut=True)])
-def test_a_server_that_goes_away_while_it_is_watched(said: Said, fake: FakeServer, call: Any) -> None:
-    fake.routes["GET /finetune/j/events"] = said
+@pytest.mark.parametrize(
+    "answer", [Answer(history("x")[:2], kind=EVENTS), Answer(history("x")[:2], kind=EVENTS, cut=True)]
+)
+def test_a_server_that_disconnects_during_follow_is_reported(answer: Answer, fake: FakeServer, call: Any) -> None:
+    fake.routes["GET /finetune/j/events"] = answer
     status, out, err = call("jobs", "follow", "j")
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("fp8serve: The server")
 
 
 def test_ctrl_c_leaves_the_job_running(fake: FakeServer) -> None:
-    pause = threading.Event()
-    fake.routes["GET /finetune/j/events"] = Said(history("succeeded"), kind=EVENTS, until=pause)
+    resume = threading.Event()
+    fake.routes["GET /finetune/j/events"] = Answer(history("succeeded"), kind=EVENTS, until=resume)
     command = [sys.executable, "-m", "fp8serve.cli", "jobs", "follow", "j", "--server", fake.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -259,18 +265,18 @@ def test_ctrl_c_leaves_the_job_running(fake: FakeServer) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
         assert process.stderr.read() == "The job is still running; fp8serve jobs cancel j ends it.\n"
-    pause.set()
+    resume.set()
 
 
 def test_generate(fake: FakeServer, call: Any) -> None:
     choices = [{"index": 1, "text": " two", "finish_reason": "stop"}, {"index": 0, "text": " one"}]
-    fake.routes["POST /v1/completions"] = says({"choices": choices})
+    fake.routes["POST /v1/completions"] = json_answer({"choices": choices})
     options = ["--json-schema", '{"a": 1}', "--regex", "a+", "--stop", "x", "--top-k", "3"]
     assert call("generate", "First", "Second", "--stop", "x")[:2] == (0, "First one\nSecond two\n")
     assert fake.bodies("POST /v1/completions")[0] == {
         "model": "fake", "prompt": ["First", "Second"], "max_tokens": 64, "temperature": 0.0, "stop": ["x"],
     }  # fmt: skip
-    assert call("generate", "First", *options)[0] == 1  # a schema and a regular expression
+    assert call("generate", "First", *options)[0] == 1  # a schema and a regular expression exclude each other
     status, out, _ = call("generate", "First", "--json-schema", '{"a": 1}', "--model", "mine", "--json")
     assert (status, json.loads(out)) == (0, [{"prompt": "First", "text": " one", "finish_reason": None}])
     body = fake.bodies("POST /v1/completions")[1]
@@ -279,8 +285,8 @@ def test_generate(fake: FakeServer, call: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [7]}, [], {"choices": [{"index": 0}]}])
-def test_a_completion_that_is_none(answer: Any, fake: FakeServer, call: Any) -> None:
-    fake.routes["POST /v1/completions"] = says(answer)
+def test_an_invalid_completion_is_refused(answer: Any, fake: FakeServer, call: Any) -> None:
+    fake.routes["POST /v1/completions"] = json_answer(answer)
     assert "did not return one completion" in call("generate", "First")[2]
 
 
@@ -289,7 +295,7 @@ def test_wrong_usage(args: list[str]) -> None:
     assert main(args) == 2
 
 
-def test_losses_are_drawn_for_a_person_at_a_terminal(
+def test_losses_are_drawn_only_at_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs.print_loss_chart(SERIES)
@@ -300,7 +306,7 @@ def test_losses_are_drawn_for_a_person_at_a_terminal(
     assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["training", "o", "validation"]
 
 
-def test_as_many_metrics_as_are_named_are_drawn() -> None:
+def test_all_named_metrics_are_drawn() -> None:
     names = [f"metric {n}" for n in range(7)]
     drawn = jobs.terminal_chart([{"step": step, **dict.fromkeys(names, step)} for step in range(3)], names)
     assert [name for name in names if name in drawn] == names

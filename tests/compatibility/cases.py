@@ -1,6 +1,6 @@
-"""Every architecture that is served, as a tiny random model written by transformers' own class.
+"""A tiny random model of every supported architecture, written by transformers' own class.
 
-A family without a row here fails its tests, so a new row of `families.py` comes with one.
+Every family of `families.py` needs an entry in KINDS; its tests fail without one.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.model import test_wrappers
 from tests.model.oracle import SIZES, class_of, make_model, make_random
 from tests.model.published import CONFIGS
 
-# By model_type, the kind of `oracle.MODELS` with most of what the family has of its own.
+# model_type -> the entry of `oracle.MODELS` with most of the family's features.
 KINDS = {
     "llama": "llama", "mistral": "mistral-window", "qwen2": "qwen2-window", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3-stretched", "granite": "granite", "smollm3": "smollm3", "phi3": "phi3-long",
@@ -25,7 +25,7 @@ KINDS = {
 }  # fmt: skip
 MIXTURE = {"num_experts_per_tok": 2, "pad_token_id": 2}
 OLD_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
-# By model_type: what transformers' own class computes; its name, the options of its configuration, who published one.
+# Architectures that transformers' own class computes: model_type -> (class prefix, config options, a published model).
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_neox": (
         "GPTNeoX",
@@ -53,17 +53,17 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "helium": ("Helium", {"head_dim": 16}, "kyutai/helium-1-2b"),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}, "baidu/ERNIE-4.5-0.3B-PT"),
 }
-# By the wrapper's model_type, the language model in it.
+# model_type of a wrapper -> model_type of its language model.
 TEXTS = {"mistral3": "ministral3", "gemma3": "gemma3_text"}
 PUBLISHED = {"mistral3": "mistralai/Mistral-Small-3.1-24B-Instruct-2503", "gemma3": "google/gemma-3-4b-it"}
-# Their files hold experts stacked, and transformers reads no other; ours hold them one by one.
+# transformers reads only stacked experts of these families; our files have one tensor for each expert.
 NOT_READ_BY_TRANSFORMERS = {"gpt_oss"}
 NAMES = [*FAMILIES, *WRAPPERS, *BY_TRANSFORMERS]
-Make = Callable[..., Any]  # (directory, **of save_pretrained) -> transformers' model, in the type that is asked for
+Make = Callable[..., Any]  # (directory, **options of save_pretrained) -> transformers' model
 
 
 def make(name: str, out: Path, **save: Any) -> Any:
-    """Write the model to `out` in BF16 and return transformers' own."""
+    """Writes the model to `out` in BF16; returns transformers' model."""
     if name in WRAPPERS:
         return test_wrappers.make(TEXTS[name], out, **save)
     if name in BY_TRANSFORMERS:
@@ -73,14 +73,14 @@ def make(name: str, out: Path, **save: Any) -> Any:
 
 
 def repository(name: str) -> str:
-    """One that holds such a model."""
+    """Returns the repository of a published model of this architecture."""
     if name in BY_TRANSFORMERS:
         return BY_TRANSFORMERS[name][2]
     return PUBLISHED.get(name) or next(repository for repository, raw in CONFIGS.items() if raw["model_type"] == name)
 
 
 def architecture(name: str) -> str:
-    """transformers' class."""
+    """Returns the name of transformers' class."""
     if name in BY_TRANSFORMERS:
         return str(class_of(BY_TRANSFORMERS[name][0]).__name__)
     return WRAPPERS[name][0] if name in WRAPPERS else FAMILIES[name].architecture

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, made by running the tests of every architecture: `make compatibility`."""
+"""Generates docs/compatibility.md by running the tests of every architecture: `make compatibility`."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from tests.compatibility.cases import BY_TRANSFORMERS, NAMES, NOT_READ_BY_TRANSFORMERS, architecture, repository
 
 TESTS = Path(__file__).with_name("test_compatibility.py")
-# By the name of a test: the column that it fills, and what is done.
+# Name of a test -> (title of its column, description).
 CHECKS = {
     "test_logits": ("logits", "equal transformers' to rounding, in BF16 and in FP32, from one file and from several"),
     "test_greedy_tokens": (
@@ -49,7 +49,7 @@ Outcomes = Mapping[tuple[str, str], bool]  # (test, name of the model) -> whethe
 
 
 def page(outcomes: Outcomes) -> str:
-    """The whole text."""
+    """Returns the text of the page."""
     titles = ["architecture, `model_type`", "such as", "computed by", *(title for title, _ in CHECKS.values())]
     rows = [titles, ["---"] * len(titles), *(_row(name, outcomes) for name in NAMES)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -64,13 +64,13 @@ def _row(name: str, outcomes: Outcomes) -> list[str]:
 
 
 def complete() -> Outcomes:
-    """The contents of the page if every test that runs passes."""
+    """Returns the outcomes if every test that is not skipped passes."""
     left_out = {("test_transformers_reads_what_is_written", name) for name in NOT_READ_BY_TRANSFORMERS}
     return {(check, name): (check, name) not in left_out for check in CHECKS for name in NAMES}
 
 
 def tested() -> Outcomes:
-    """The present outcome of every test."""
+    """Runs the tests; returns the outcome of every test and model."""
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

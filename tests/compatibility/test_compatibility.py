@@ -1,4 +1,4 @@
-"""Every architecture through every stage, against transformers; docs/compatibility.md is made from these tests."""
+"""Runs every architecture through every stage, compared with transformers; docs/compatibility.md shows the results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +30,11 @@ CONTEXT: int = SIZES["max_position_embeddings"]  # type: ignore[assignment]
 NEW = 64
 IDS = torch.randint(3, 256, (CONTEXT,), generator=torch.Generator().manual_seed(1))
 RECIPES = ("delayed", "current", "rowwise", "block")
-# In the quick selection: a dense family, a mixture, latent attention, and one that transformers computes.
+# Smoke tests: a dense family, a mixture, latent attention, and one that transformers computes.
 SAMPLES = ("llama", "qwen3_moe", "deepseek_v3", "gpt2")
 pytestmark = [
     pytest.mark.slow,
-    # of the module, so that one model is tested after the other
+    # scope="module" runs all tests of one model before the next model
     pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=pytest.mark.smoke) if name in SAMPLES else name for name in NAMES],
@@ -45,37 +45,37 @@ ModelDir = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
-    """By name: a directory with a tokenizer, and transformers' model in FP32. Read only."""
-    known: dict[str, tuple[Path, Any]] = {}
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
+    """Returns (directory with a tokenizer, transformers' model) by name; tests must not change them."""
+    cache: dict[str, tuple[Path, Any]] = {}
 
     def get(name: str) -> tuple[Path, Any]:
-        if name not in known:
-            known.clear()
+        if name not in cache:
+            cache.clear()
             out = tmp_path_factory.mktemp(name)
-            known[name] = out, make(name, out)
+            cache[name] = out, make(name, out)
             write_tokenizer(out)
-        return known[name]
+        return cache[name]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def calibrated(made: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    known: dict[str, Path] = {}
+def calibrated(model_of: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    cache: dict[str, Path] = {}
 
     def get(name: str) -> Path:
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp("out") / name
+        if name not in cache:
+            cache[name] = tmp_path_factory.mktemp("out") / name
             recipe, sizes = DelayedScaling(amax_history_len=4), {"samples": 4, "seq_len": 48, "batch_size": 4}
-            calibrate(made(name)[0], out=known[name], recipe=recipe, kv_cache=True, all_experts=True, **sizes)
-        return known[name]
+            calibrate(model_of(name)[0], out=cache[name], recipe=recipe, kv_cache=True, all_experts=True, **sizes)
+        return cache[name]
 
     return get
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """The root mean squared difference relative to the expected values."""
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Returns the root mean square of the difference, relative to that of the expected values."""
     return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
@@ -97,11 +97,14 @@ def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> No
     theirs = make(name, tmp_path, **({"max_shard_size": "50KB"} if files == "sharded" else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "sharded")
     found = ours(tmp_path, "bf16", dtype)
-    assert apart(found, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs)) < 8 * torch.finfo(dtype).eps
+    assert (
+        relative_error(found, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs))
+        < 8 * torch.finfo(dtype).eps
+    )
 
 
-def test_greedy_tokens(name: str, made: ModelDir) -> None:
-    directory, theirs = made(name)
+def test_greedy_tokens(name: str, model_of: ModelDir) -> None:
+    directory, theirs = model_of(name)
     engine = Engine(directory, recipe="bf16", max_batch_tokens=48, max_num_seqs=2)
     prompt = IDS[: CONTEXT - NEW].tolist()
     tokens = engine.generate([prompt], max_new_tokens=NEW, temperature=0.0, ignore_eos=True)[0].token_ids
@@ -111,20 +114,22 @@ def test_greedy_tokens(name: str, made: ModelDir) -> None:
     assert ((expected.amax(-1) - chosen) < 0.15 * expected.std(-1)).all()
 
 
-def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[str], Path]) -> None:
-    (source, theirs), out = made(name), calibrated(name)
+def test_calibrate_and_serve(name: str, model_of: ModelDir, calibrated: Callable[[str], Path]) -> None:
+    (source, theirs), out = model_of(name), calibrated(name)
     state = load_scales(out / "scales.safetensors", out)
     names = load_servable(source, "bf16").linear_names()
     assert {f"{linear}.input" for linear in names} <= set(state.tensors)
-    assert apart(ours(out), logits_of(theirs)) < 0.5
+    assert relative_error(ours(out), logits_of(theirs)) < 0.5
     engine = Engine(out, max_num_seqs=2, kv_cache_dtype="fp8")
     info = engine.loaded.info()
     assert (info["fp8_layers"], info["input_scales"]) == (len(names), "stored")
-    told: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
-    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **told)[0]
+    sampling: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
+    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **sampling)[0]
     assert len(done.token_ids) == 8
     row = [*IDS[:100].tolist(), *done.token_ids]
-    if engine.loaded.differences == [FP8_CACHE_DIFFERS]:  # training, too, has these bits, of a prompt and of an answer
+    if engine.loaded.differences == [
+        FP8_CACHE_DIFFERS
+    ]:  # training has the bits of the server's log-probabilities, for prompt and answer
         found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
         assert found == parity.training(out, "delayed", "fp8")([row])[0].tolist()
     else:
@@ -134,8 +139,8 @@ def test_calibrate_and_serve(name: str, made: ModelDir, calibrated: Callable[[st
 
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
-    decoder = load_trainable(made(name)[0])
+def test_training_step(name: str, recipe: str, model_of: ModelDir) -> None:
+    decoder = load_trainable(model_of(name)[0])
     convert(decoder, skip=(decoder.head_name,))
     forward, ids = Forward(decoder, from_name(recipe)), IDS[:64]
     positions = torch.arange(32).repeat(2)
@@ -147,7 +152,7 @@ def test_training_step(name: str, recipe: str, made: ModelDir) -> None:
     optimizer.step()
     assert loss.isfinite()
     assert sum(isinstance(module, Linear) for module in decoder.modules()) == len(decoder.linear_names())
-    rows = expert_row_counts(decoder)  # by linear; an expert that no token reached stays what it was
+    rows = expert_row_counts(decoder)  # by linear; an expert without tokens does not change
     for parameter, weight in decoder.named_parameters():
         assert weight.isfinite().all(), parameter
         has_moved = not torch.equal(weight, before[parameter])
@@ -166,17 +171,22 @@ def test_formats(name: str, calibrated: Callable[[str], Path], tmp_path: Path) -
 
 
 def test_transformers_reads_what_is_written(
-    name: str, made: ModelDir, calibrated: Callable[[str], Path], tmp_path: Path
+    name: str, model_of: ModelDir, calibrated: Callable[[str], Path], tmp_path: Path
 ) -> None:
     if name in NOT_READ_BY_TRANSFORMERS:
         pytest.skip("transformers reads the experts of this family stacked only, and they are written one by one")
-    source, theirs = made(name)
+    source, theirs = model_of(name)
     auto: Any = transformers.AutoModelForCausalLM
     write_hf_directory(tmp_path / "bf16", read_text_config(source), open_checkpoint(source))
     how = {f"{part}_implementation": getattr(theirs.config, f"_{part}_implementation") for part in ("attn", "experts")}
     again = auto.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16, **how).eval()
     assert torch.equal(logits_of(again), logits_of(theirs))
-    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    quantization = transformers.CompressedTensorsConfig(dequantize=True)
     with pytest.warns(UserWarning, match="loading attributes .* will be overwritten"):
-        fp8 = auto.from_pretrained(calibrated(name), dtype=torch.float32, quantization_config=asked, **how).eval()
-    assert apart(ours(calibrated(name), "bf16", torch.float32), logits_of(fp8)) < 32 * torch.finfo(torch.float32).eps
+        fp8 = auto.from_pretrained(
+            calibrated(name), dtype=torch.float32, quantization_config=quantization, **how
+        ).eval()
+    assert (
+        relative_error(ours(calibrated(name), "bf16", torch.float32), logits_of(fp8))
+        < 32 * torch.finfo(torch.float32).eps
+    )

@@ -1,4 +1,4 @@
-"""docs/compatibility.md is what `make compatibility` writes when every test passes, and no test is left out of it."""
+"""docs/compatibility.md is the output of `make compatibility` if all tests pass, and has a column for every test."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from tests.compatibility.page import CHECKS, complete, page
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
 
-def test_the_page_is_what_the_tests_say() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert page(complete()) == PAGE.read_text(), "run: make compatibility"
 
 
-def test_a_test_that_fails_is_a_no() -> None:
+def test_a_failed_test_changes_the_page() -> None:
     key = ("test_logits", "phi3")
     assert page(complete() | {key: False}) != page(complete())
 

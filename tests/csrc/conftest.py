@@ -1,4 +1,4 @@
-"""The CPU library at every instruction set: `level` runs a test once per level this machine has, by forcing it."""
+"""Fixtures for the CPU library. `level` runs a test with the kernels of every instruction set of this machine."""
 
 from collections.abc import Iterator
 
@@ -19,9 +19,9 @@ def is_present(level: str) -> bool:
     """Whether this machine has the instructions of `level`."""
     if ops.LIBRARIES["cpu"] is None:
         return False
-    in_force = torch.ops.fp8serve.cpu_isa(level)
+    active = torch.ops.fp8serve.cpu_isa(level)
     torch.ops.fp8serve.cpu_isa("best")
-    return bool(in_force == level)
+    return bool(active == level)
 
 
 ABSENT = [level for level in LEVELS if not is_present(level)]

@@ -9,14 +9,14 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def assert_fp8_equal(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit; NaN must be the same NaN."""
+    """Checks that all bits are equal, including those of NaN."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def assert_bits_equal(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit, except that one NaN is as good as another."""
+    """Checks that all bits are equal, except that any NaN equals any other NaN."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     nan = found.float().isnan()
@@ -27,7 +27,7 @@ def assert_bits_equal(found: Tensor, expected: Tensor) -> None:
 
 
 def all_bf16() -> Tensor:
-    """Every one of the 65536 BF16 values."""
+    """Returns all 65536 BF16 values."""
     return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
@@ -36,7 +36,8 @@ def all_fp16() -> Tensor:
 
 
 def stratified_fp32() -> Tensor:
-    """Every sign and exponent with mantissas at, just below and just above every rounding boundary of both formats."""
+    """Returns FP32 values of every sign and exponent. Mantissas are random, or at, just below and just above every
+    rounding boundary of both FP8 formats."""
     eighths = torch.arange(64, dtype=torch.int64) << 17
     near = (eighths.unsqueeze(1) + torch.tensor([-1, 0, 1])).flatten() & 0x7FFFFF
     random = torch.randint(0, 1 << 23, (64,), generator=torch.Generator().manual_seed(1))
@@ -47,19 +48,20 @@ def stratified_fp32() -> Tensor:
 
 
 def hostile(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A matrix whose every 128 x 128 tile has another magnitude, salted with zeros, subnormals, maxima, inf and NaN."""
+    """Returns a random matrix with another magnitude in every 128 x 128 tile, and 1 % of special values: zeros,
+    subnormals, maxima, infinities and NaN."""
     make = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=make)
     magnitude = torch.randint(-40, 40, (-(-rows // 128), -(-cols // 128)), generator=make).float().exp2()
     x = x * magnitude.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-    salt = torch.tensor([0.0, -0.0, 1e-45, 6e-8, 448.0, 57344.0, FLOAT_MAX, torch.inf, -torch.inf, torch.nan])
-    picks = torch.randint(0, len(salt), (rows, cols), generator=make)
-    salted = torch.rand(rows, cols, generator=make) < 0.01
-    return torch.where(salted, salt[picks], x).to(dtype)
+    special = torch.tensor([0.0, -0.0, 1e-45, 6e-8, 448.0, 57344.0, FLOAT_MAX, torch.inf, -torch.inf, torch.nan])
+    picks = torch.randint(0, len(special), (rows, cols), generator=make)
+    is_special = torch.rand(rows, cols, generator=make) < 0.01
+    return torch.where(is_special, special[picks], x).to(dtype)
 
 
 def tame(rows: int, cols: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Random numbers, a different magnitude in every 128 x 128 tile, nothing hostile."""
+    """Returns a random matrix with another magnitude in every 128 x 128 tile, without special values."""
     make = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, cols, generator=make)
     magnitude = torch.randint(-6, 6, (-(-rows // 128), -(-cols // 128)), generator=make).float().exp2()

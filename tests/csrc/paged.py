@@ -1,4 +1,4 @@
-"""Batches for paged attention, and the yardstick of its error."""
+"""Batches for paged attention, and a naive implementation whose error bounds that of a kernel."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ CACHES = [
 
 
 class PagedBatch:
-    """Sequences of (context, new tokens) with shuffled blocks and random q, k, v.
+    """Sequences with random q, k and v in a shuffled paged cache.
 
-    options: window, softcap and sinks of the op.
+    `sequences` are pairs (context length, new tokens). `options` are window, softcap and sinks of the op.
     """
 
     def __init__(self, sequences, heads, kv_heads, dim, q_dtype, cache_dtype, seed=0, **options):
@@ -44,7 +44,7 @@ class PagedBatch:
         return OPS.paged_attention(*self.args(), **self.options)
 
     def truth(self) -> Tensor:
-        """In FP64."""
+        """Returns the result of the reference in FP64."""
         return reference.paged_attention(self.q.double(), *self.args()[1:], **self.options)
 
     def args(self):
@@ -52,7 +52,7 @@ class PagedBatch:
         return (self.q, self.k, self.v, self.tables, self.lengths, self.starts, self.k_scale, self.v_scale, scale)
 
     def part(self, sequence: int, first: int, last: int) -> Tensor:
-        """Query tokens [first, last) of one sequence, alone, as if the later ones were not there yet."""
+        """Runs query tokens [first, last) of one sequence as a batch of their own, without the later tokens."""
         start, end = (int(s) for s in self.starts[sequence : sequence + 2])
         context = self.lengths[sequence : sequence + 1] - (end - start - last)
         starts = torch.tensor([0, last - first], dtype=torch.int32)
@@ -63,7 +63,7 @@ class PagedBatch:
 
 
 def naive(batch: PagedBatch) -> Tensor:
-    """Softmax attention in the dtype of q, the way torch does it: the yardstick."""
+    """Returns softmax attention computed with plain torch ops in the dtype of q."""
     high = batch.q.dtype
     out = torch.empty_like(batch.q)
     for i, length in enumerate(batch.lengths.tolist()):
@@ -88,4 +88,4 @@ def naive(batch: PagedBatch) -> Tensor:
     return out
 
 
-LONG = [(1400, 1), (53, 53), (513, 40), (1024, 1), (1025, 2), (300, 1)]  # parts of 512 keys begin within and beside
+LONG = [(1400, 1), (53, 53), (513, 40), (1024, 1), (1025, 2), (300, 1)]  # kernels split sequences after every 512 keys

@@ -1,4 +1,4 @@
-"""Paged attention and the KV write: right, and the same bits however the work is batched, cut or threaded."""
+"""Paged attention and write_kv: accurate, and with the same bits for every batch, chunking and number of threads."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_neighbours_and_chunks_do_not_change_a_bit(level, q_dtype, cache_dtype, 
 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
-    """With more threads than there is work for, the parts of a long sequence go to several."""
+    """If there are more threads than sequences and heads, several threads share a long sequence."""
     batch, results = PagedBatch(LONG, 4, 1, 24, q_dtype, cache_dtype), []
     for count in (1, 2, 7, 64):
         torch.set_num_threads(count)
@@ -52,7 +52,9 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype):
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 2), (11, 1), (5, 8)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, kv_heads, group, count):
+def test_heads_computed_together_have_the_bits_of_single_heads(
+    threads, level, q_dtype, cache_dtype, kv_heads, group, count
+):
     torch.set_num_threads(count)
     batch = PagedBatch([(700, 1), (70, 1), (90, 1), (200, 3)], kv_heads * group, kv_heads, 40, q_dtype, cache_dtype)
     q, k, v, *rest = batch.args()
@@ -64,7 +66,7 @@ def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache
 
 
 @pytest.mark.parametrize(("q_dtype", "cache_dtype"), CACHES)
-def test_long_sequences_are_right(level, q_dtype, cache_dtype):
+def test_error_of_long_sequences_is_at_most_twice_the_naive_one(level, q_dtype, cache_dtype):
     batch = PagedBatch(LONG, 4, 2, 24, q_dtype, cache_dtype)
     args = list(batch.args())
     truth = reference.paged_attention(args[0].double(), *args[1:])
@@ -73,7 +75,7 @@ def test_long_sequences_are_right(level, q_dtype, cache_dtype):
     assert error <= 2 * naive_error + torch.finfo(q_dtype).eps * truth.abs().max()
 
 
-def test_values_beyond_the_query_are_never_seen(level):
+def test_keys_after_the_query_are_not_used(level):
     batch = PagedBatch([(20, 20)], 4, 2, 16, torch.float32, torch.float32)
     before = OPS.paged_attention(*batch.args())
     block, offset = int(batch.tables[0, 1]), 3  # position 19, the last
@@ -85,14 +87,14 @@ def test_values_beyond_the_query_are_never_seen(level):
 
 def test_blocks_may_have_any_size(level):
     batch = PagedBatch([(64, 40)], 4, 2, 16, torch.float32, torch.float32)
-    kept = OPS.paged_attention(*batch.args())
+    expected = OPS.paged_attention(*batch.args())
     order = batch.tables[0].long()
     batch.k, batch.v = (c[order].flatten(0, 1)[:75].reshape(-1, 5, 2, 16) for c in (batch.k, batch.v))
     batch.tables = torch.arange(15, dtype=torch.int32).unsqueeze(0)
-    assert_bits_equal(OPS.paged_attention(*batch.args()), kept)
+    assert_bits_equal(OPS.paged_attention(*batch.args()), expected)
 
 
-def test_sequences_without_new_tokens(level):
+def test_sequences_without_new_tokens_are_skipped(level):
     batch = PagedBatch([(20, 0), (7, 7), (30, 0)], 4, 2, 16, torch.float32, torch.float32)
     assert_bits_equal(OPS.paged_attention(*batch.args()), batch.part(1, 0, 7))
 
@@ -107,7 +109,7 @@ def test_sequences_without_new_tokens(level):
         ({5: torch.tensor([0, 19], dtype=torch.int32)}, "query_starts: must run from 0 to the 20 rows of q"),
     ],
 )
-def test_attention_errors(change, message):
+def test_wrong_arguments_are_refused(change, message):
     args = dict(enumerate(PagedBatch([(20, 20)], 4, 2, 16, torch.float32, torch.float32).args()))
     with pytest.raises(RuntimeError, match=message):
         OPS.paged_attention(*(args | change).values())
@@ -131,7 +133,7 @@ def test_write_kv_equals_the_reference(level, high, stored, scale):
     compare(found[1], expected[1])
 
 
-def test_write_kv_refuses_what_it_cannot_store():
+def test_write_kv_refuses_invalid_slots_and_caches():
     k, cache = torch.zeros(2, 2, 8), torch.zeros(3, 4, 2, 8)
     with pytest.raises(RuntimeError, match="slots: slot 12 is beyond the cache's 12"):
         OPS.write_kv(k, k, cache, cache.clone(), torch.tensor([0, 12]), None, None)

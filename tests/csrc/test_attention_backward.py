@@ -1,4 +1,4 @@
-"""Gradients of attention and of thin weights: independent of neighbours and threads, and refusals."""
+"""Attention gradients do not depend on other sequences or threads; wrong arguments of them and of wgrad are refused."""
 
 from typing import Any
 
@@ -21,19 +21,19 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def inputs(tokens: int = sum(LENGTHS), dim: int = 40) -> list[Tensor]:
-    """The upstream gradient, q, k and v: six heads over two."""
-    noise = torch.Generator().manual_seed(tokens)
-    return [torch.randn(tokens, heads, dim, generator=noise).bfloat16() for heads in (6, 6, 2, 2)]
+    """Returns the gradient of the output, q, k and v, with six query heads and two KV heads."""
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(tokens, heads, dim, generator=generator).bfloat16() for heads in (6, 6, 2, 2)]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_sequence_has_the_gradients_that_it_has_alone(options: tuple[Any, ...]) -> None:
-    together, given = backward(*inputs(), LENGTHS, 0.3, *options), inputs()
-    parts = zip(*(torch.split(t, LENGTHS) for t in given), strict=True)
+def test_gradients_of_a_sequence_do_not_depend_on_the_batch(options: tuple[Any, ...]) -> None:
+    batched, arguments = backward(*inputs(), LENGTHS, 0.3, *options), inputs()
+    parts = zip(*(torch.split(t, LENGTHS) for t in arguments), strict=True)
     alone = [backward(*part, [len(part[0])], 0.3, *options) for part in parts]
-    for found, *single in zip(together[:3], *(one[:3] for one in alone), strict=True):
+    for found, *single in zip(batched[:3], *(one[:3] for one in alone), strict=True):
         assert_bits_equal(found, torch.cat(single))
-    torch.testing.assert_close(together[3], torch.stack([one[3] for one in alone]).sum(0))
+    torch.testing.assert_close(batched[3], torch.stack([one[3] for one in alone]).sum(0))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -46,31 +46,31 @@ def test_threads_change_no_bit(threads: None, options: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("dim", [1, 64, 130])
-def test_a_long_sequence_has_the_reference_gradients(dim: int) -> None:
-    given = inputs(700, dim)
+def test_gradients_of_a_long_sequence_are_those_of_the_reference(dim: int) -> None:
+    arguments = inputs(700, dim)
     for found, exact in zip(
-        backward(*given, [700], 0.1), reference.attention_backward(*given, [700], 0.1), strict=True
+        backward(*arguments, [700], 0.1), reference.attention_backward(*arguments, [700], 0.1), strict=True
     ):
         assert (found.double() - exact.double()).norm() <= 0.005 * exact.double().norm()
 
 
-def test_a_view_that_is_not_contiguous_is_read_as_it_is() -> None:
-    given = inputs()
-    turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in given]
-    for found, one in zip(backward(*turned, LENGTHS, 0.3), backward(*given, LENGTHS, 0.3), strict=True):
+def test_non_contiguous_arguments_give_the_same_bits() -> None:
+    arguments = inputs()
+    transposed = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in arguments]
+    for found, one in zip(backward(*transposed, LENGTHS, 0.3), backward(*arguments, LENGTHS, 0.3), strict=True):
         assert_bits_equal(found, one)
 
 
-def test_nan_is_not_hidden() -> None:
-    given = inputs()
-    given[0][3, 1, 0] = torch.nan
-    d_q, *_ = backward(*given, LENGTHS, 0.3)
+def test_nan_reaches_the_gradients_of_its_own_sequence_only() -> None:
+    arguments = inputs()
+    arguments[0][3, 1, 0] = torch.nan
+    d_q, *_ = backward(*arguments, LENGTHS, 0.3)
     assert d_q[3, 1].isnan().any()
-    assert not d_q[sum(LENGTHS[:2]) :].isnan().any()  # of other sequences
+    assert not d_q[sum(LENGTHS[:2]) :].isnan().any()  # other sequences
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"lengths": [70, 1]}, "lengths: add up to 71, must be T = 266"),
         ({"lengths": [300, -34]}, "lengths: holds -34, must not be negative"),
@@ -82,13 +82,13 @@ def test_nan_is_not_hidden() -> None:
         ({"sinks": torch.zeros(2)}, "sinks: dim 0 is 2, must be heads = 6"),
     ],
 )
-def test_wrong_arguments_get_a_sentence(change: dict[str, Any], said: str) -> None:
-    given = dict(zip(("grad", "q", "k", "v"), inputs(), strict=True))
-    given |= {"lengths": LENGTHS, "softmax_scale": 0.3, "window": None, "softcap": None, "sinks": None} | change
-    with pytest.raises(RuntimeError, match=said):
-        backward(*given.values())
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments = dict(zip(("grad", "q", "k", "v"), inputs(), strict=True))
+    arguments |= {"lengths": LENGTHS, "softmax_scale": 0.3, "window": None, "softcap": None, "sinks": None} | change
+    with pytest.raises(RuntimeError, match=message):
+        backward(*arguments.values())
 
 
-def test_the_sum_over_tokens_of_a_weights_gradient_needs_as_many_of_both() -> None:
+def test_wgrad_requires_equal_numbers_of_tokens() -> None:
     with pytest.raises(RuntimeError, match="wgrad: x: dim 0 is 4, must be T = 5"):
         torch.ops.fp8serve.wgrad(torch.zeros(5, 8).bfloat16(), torch.zeros(4, 9).bfloat16())

@@ -1,4 +1,5 @@
-"""Windows, soft caps and sinks of paged attention: right, the same bits however the work is divided, and masked."""
+"""Windows, soft caps and sinks of paged attention: accurate, with the same bits however the work is divided, and keys
+outside of the window unused."""
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_error_is_at_most_twice_the_naive_one(level, kv_heads, dim, q_dtype, cac
 @pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("window", [1, 100, 512, 600])
-def test_windows_in_long_sequences_are_right(level, q_dtype, cache_dtype, window):
+def test_error_of_windows_in_long_sequences_is_at_most_twice_the_naive_one(level, q_dtype, cache_dtype, window):
     assert_accurate(PagedBatch([*LONG, (1500, 700)], 4, 2, 24, q_dtype, cache_dtype, window=window))
 
 
@@ -75,7 +76,7 @@ def test_threads_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, optio
 @pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("count", [1, 3])
-def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache_dtype, count):
+def test_heads_computed_together_have_the_bits_of_single_heads(threads, level, q_dtype, cache_dtype, count):
     torch.set_num_threads(count)
     batch = PagedBatch([(700, 1), (70, 1), (200, 3)], 10, 5, 40, q_dtype, cache_dtype, window=90)
     sinks = torch.arange(10.0)
@@ -88,7 +89,7 @@ def test_heads_taken_together_do_not_change_a_bit(threads, level, q_dtype, cache
 
 
 @every_cache
-def test_options_that_change_nothing_change_no_bit(level, q_dtype, cache_dtype):
+def test_options_without_effect_change_no_bit(level, q_dtype, cache_dtype):
     batch = PagedBatch([*SHORT, (600, 2)], 4, 2, 40, q_dtype, cache_dtype)
     plain = batch.run()
     for options in ({"window": 600}, {"window": 2**62}, {"sinks": torch.full((4,), -torch.inf)}):
@@ -111,26 +112,26 @@ def test_levels_without_bf16_products_agree_bit_for_bit(q_dtype, options):
 @pytest.mark.pairwise
 @every_cache
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
-def test_what_lies_before_the_window_is_never_seen(level, q_dtype, cache_dtype, window):
-    """Keys and values there may be NaN."""
+def test_keys_before_the_window_are_not_used(level, q_dtype, cache_dtype, window):
+    """NaN in keys and values before the window does not change the result."""
     context, new = 700, 5
     batch = PagedBatch([(context, new)], 4, 1, 40, q_dtype, cache_dtype, window=window)
     before = batch.run()
-    spoil(batch, range(context - new - window + 1))
+    write_nan(batch, range(context - new - window + 1))
     assert_bits_equal(batch.run(), before)
-    spoil(batch, range(context - new - window + 2))
+    write_nan(batch, range(context - new - window + 2))
     assert batch.run()[0].isnan().all()
     assert_bits_equal(batch.run()[1:], before[1:])
 
 
-def spoil(batch: PagedBatch, positions: range) -> None:
+def write_nan(batch: PagedBatch, positions: range) -> None:
     for p in positions:
         for cache in (batch.k, batch.v):
             cache[batch.tables[0, p // BLOCK_SIZE].long(), p % BLOCK_SIZE] = torch.nan
 
 
 def test_blocks_before_the_window_are_not_read(level):
-    """A table may hold any block of the cache there."""
+    """The table may have any block of the cache for positions before the window."""
     batch = PagedBatch([(900, 3)], 4, 2, 64, torch.bfloat16, torch.bfloat16, window=100)
     before = batch.run()
     batch.tables[0, : (900 - 3 - 100) // BLOCK_SIZE - 4] = 0

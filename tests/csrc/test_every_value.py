@@ -1,6 +1,7 @@
-"""2^24 FP32 values of every sign, exponent and rounding boundary, and all of BF16 and FP16: every kernel that casts.
+"""Every kernel that casts equals the reference on 2^24 FP32 values of every sign, exponent and rounding boundary, and
+on all BF16 and FP16 values.
 
-`fp8serve bench casts --all` is the same comparison on all 2^32; docs/numerics.md records a run.
+`fp8serve bench casts --all` compares all 2^32 FP32 values; docs/numerics.md has its results.
 """
 
 import pytest
@@ -16,29 +17,31 @@ def values():
     return casts.stratified()
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """Nobody watches."""
+def no_progress(what: str, done: int, total: int) -> None:
+    """A progress callback that does nothing."""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_2_24_values_like_the_reference(level, values, probe):
-    found = casts.compare(iter(values.split(casts.CHUNK_VALUES)), values.numel(), silent, probes=[probe], at=[level])
+    found = casts.compare(
+        iter(values.split(casts.CHUNK_VALUES)), values.numel(), no_progress, probes=[probe], at=[level]
+    )
     assert [f.values for f in found] == [2**23 if probe in casts.SCALES else 2**24] * len(found)
     assert [f for f in found if f.differing] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_kernel_casts_every_short_value_like_the_reference(level, dtype):
-    found = casts.compare(casts.all_values(dtype), 2**16, silent, at=[level])
+    found = casts.compare(casts.all_values(dtype), 2**16, no_progress, at=[level])
     assert {f.probe for f in found} == set(casts.PROBES)
     assert {f.values for f in found} == {2**16, 2**15}
     assert [f for f in found if f.differing] == []
 
 
 @pytest.mark.parametrize(("limit", "margin"), [(448.0, 0), (57344.0, 3)])
-def test_delayed_scales_of_every_bf16_amax(limit, margin):
-    """One state of one slot for each of the 32768 magnitudes, updated by the kernel and by the reference."""
+def test_delayed_scales_of_every_bf16_amax_equal_the_reference(limit, margin):
+    """Updates 32768 states with a history of one slot, one for each magnitude, by the kernel and by the reference."""
     amaxes = next(casts.all_values(torch.bfloat16)).float()
     results = []
     for ops in (torch.ops.fp8serve, reference):

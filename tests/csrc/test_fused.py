@@ -1,4 +1,4 @@
-"""Fused ops equal the composition of their parts: bit for bit, or by the last bit of a sum or an exponential."""
+"""Fused ops have the bits of their separate parts, except for the last bit of a sum or an exponential."""
 
 import pytest
 import torch
@@ -13,15 +13,13 @@ E4M3, E5M2 = FORMATS
 
 
 def assert_fp8_close(found: Tensor, expected: Tensor) -> None:
-    """At most one code apart, and nearly all equal; NaN in the same places."""
+    """Checks that codes differ by at most one, that fewer than 2 % differ, and that the same elements are NaN."""
     assert found.dtype == expected.dtype
     a, b = found.float(), expected.float()
     assert torch.equal(a.isnan(), b.isnan())
-    signed = [
-        (t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)
-    ]
-    apart = (signed[0] - signed[1]).abs()[~a.isnan()]
-    assert not apart.numel() or (apart.max() <= 1 and (apart > 0).float().mean() < 0.02)
+    codes = [(t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)]
+    difference = (codes[0] - codes[1]).abs()[~a.isnan()]
+    assert not difference.numel() or (difference.max() <= 1 and (difference > 0).float().mean() < 0.02)
 
 
 @pytest.mark.smoke
@@ -42,8 +40,8 @@ def test_rms_norm_quantize(level, shape, dtype, high):
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (40, 513), (0, 16)])
 def test_silu_mul_quantize(level, shape, high):
-    both = torch.cat([tame(*shape, high), tame(*shape, high, 1)], 1)
-    gate, up = both.chunk(2, 1)  # slices of a fused projection
+    projection = torch.cat([tame(*shape, high), tame(*shape, high, 1)], 1)
+    gate, up = projection.chunk(2, 1)  # views of a fused projection
     q, amax = OPS.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
     expected, expected_amax = reference.silu_mul_quantize(gate, up, torch.tensor(0.7), E4M3)
     assert_fp8_close(q, expected)
@@ -53,8 +51,8 @@ def test_silu_mul_quantize(level, shape, high):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("shape", [(1, 7), (33, 64), (3, 300), (5, 1536)])
-def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
-    """In whatever order a kernel adds, and however it finds an exponential: the plain op, then the cast."""
+def test_a_fused_op_has_the_bits_of_the_plain_op_and_a_cast(level, shape, high):
+    """The fused and the plain kernel must use the same order of additions and the same exponential."""
     x, y, weight = tame(*shape, high), tame(*shape, high, 1), tame(1, shape[1], high, 2)[0]
     scale = torch.tensor(37.0)
     for dtype in FORMATS:
@@ -69,12 +67,12 @@ def test_a_fused_op_casts_the_bits_of_the_plain_op(level, shape, high):
 
 
 @pytest.mark.parametrize("name", ["rms_norm_quantize_rows", "silu_mul_quantize_rows"])
-def test_rows_are_cast_as_the_plain_op_leaves_them(level, name):
+def test_rowwise_fused_ops_have_the_bits_of_the_plain_op_and_a_cast(level, name):
     plain = OPS.rms_norm if name.startswith("rms") else OPS.silu_mul
     for case in cases(name):
-        *given, width, power_2 = case.make()
-        q, scale_inv = getattr(OPS, name)(*given, width, power_2)
-        expected, expected_scale_inv = cast_rows(OPS, plain(*given), width, power_2)
+        *arguments, width, power_2 = case.make()
+        q, scale_inv = getattr(OPS, name)(*arguments, width, power_2)
+        expected, expected_scale_inv = cast_rows(OPS, plain(*arguments), width, power_2)
         assert_fp8_equal(q, expected)
         assert_bits_equal(scale_inv, expected_scale_inv)
 
@@ -86,8 +84,8 @@ def test_silu_of_extremes(level):
     assert_fp8_equal(q, reference.silu_mul_quantize(gate, up, torch.tensor(1.0), E5M2)[0])
 
 
-def at_every_level(op, *arguments) -> None:
-    """The op gives the bits of the portable level at every other one. For BF16: its NaN is always the same one."""
+def assert_same_at_every_level(op, *arguments) -> None:
+    """Checks that an op has the same bits on every instruction set. For BF16, whose NaN is unique."""
     OPS.cpu_isa(LEVELS[0])
     expected = op(*arguments)
     for cap in LEVELS[1:]:
@@ -97,28 +95,30 @@ def at_every_level(op, *arguments) -> None:
 
 
 def test_silu_of_every_bf16_is_the_same_at_every_level(library):
-    """Levels may find it in different ways: all agree once it is rounded."""
+    """Instruction sets may compute the exponential differently, but the rounded results are equal."""
     gate = all_bf16().reshape(64, 1024)
-    ordinary = gate.nan_to_num(1.0).clamp(-80.0, 80.0)  # nothing that a fast path leaves to a slow one
+    ordinary = gate.nan_to_num(1.0).clamp(-80.0, 80.0)  # values that take the fast path
     for x in (gate, ordinary):
-        at_every_level(OPS.silu_mul, x, torch.ones_like(x))
+        assert_same_at_every_level(OPS.silu_mul, x, torch.ones_like(x))
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 100, 2048])
 def test_bf16_is_the_same_at_every_level(library, width):
     for make in (hostile, tame):
         x, y = make(5, 2 * width, torch.bfloat16), make(5, width, torch.bfloat16, 1)
-        at_every_level(OPS.silu_mul, x[:, :width], x[:, width:])
-        at_every_level(OPS.silu_mul, y, x[:, 1 : width + 1])
-        at_every_level(OPS.rms_norm, x[:, width:], y[0], 1e-5)
+        assert_same_at_every_level(OPS.silu_mul, x[:, :width], x[:, width:])
+        assert_same_at_every_level(OPS.silu_mul, y, x[:, 1 : width + 1])
+        assert_same_at_every_level(OPS.rms_norm, x[:, width:], y[0], 1e-5)
         heads = torch.stack([x, x.flip(1)], 1)  # dim 2 * width
-        at_every_level(OPS.rotary, heads, make(5, 2 * width, torch.bfloat16, 2)[:, None], x.flip(0)[:, None])
+        assert_same_at_every_level(
+            OPS.rotary, heads, make(5, 2 * width, torch.bfloat16, 2)[:, None], x.flip(0)[:, None]
+        )
 
 
 def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
     make = torch.Generator().manual_seed(0)
     width = (heads + 2 * kv_heads) * dim
-    fused_row = torch.randn(tokens, width, generator=make).to(high)  # q, k and v side by side, as one projection writes
+    fused_row = torch.randn(tokens, width, generator=make).to(high)  # q, k and v of one fused projection
     q, k, v = fused_row.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
     angle = torch.randn(tokens, 1, dim // 2, generator=make).repeat(1, 1, 2)
     caches = [torch.zeros(4, 8, kv_heads, dim).to(stored) for _ in range(2)]
@@ -146,11 +146,11 @@ def test_rotary_write_kv(level, shape, stored, high):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(level, case):
-    """Data, scale and what it leaves in the history."""
+    """Compares the data, the scale and the history."""
     found, expected = case.make(), case.make()
     results = OPS.quantize_delayed(*found), reference.quantize_delayed(*expected)
-    for one, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(one.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+    for actual, reference_result in zip(*results, strict=True):
+        torch.testing.assert_close(actual.float(), reference_result.float(), rtol=0, atol=0, equal_nan=True)
     if expected[2] is not None:
         assert torch.equal(found[2], expected[2])
 
@@ -160,10 +160,10 @@ def test_quantize_delayed(level, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_transpose_half(level, dtype, shape):
     x = hostile(*shape, dtype)
-    for given in (x, hostile(shape[0], 2 * shape[1], dtype)[:, ::2], hostile(*reversed(shape), dtype).t()):
-        found = OPS.transpose_half(given)
+    for matrix in (x, hostile(shape[0], 2 * shape[1], dtype)[:, ::2], hostile(*reversed(shape), dtype).t()):
+        found = OPS.transpose_half(matrix)
         assert found.is_contiguous()
-        assert_bits_equal(found, given.t().contiguous())
+        assert_bits_equal(found, matrix.t().contiguous())
 
 
 @pytest.mark.pairwise

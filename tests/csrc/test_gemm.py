@@ -1,4 +1,4 @@
-"""scaled_mm: exact where it must be, close where rounding decides, the same bits whoever shares the batch."""
+"""scaled_mm: exact for small integers, accurate otherwise, with the same bits in every batch and on every level."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def exact(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
 
 
 def assert_as_good_as_naive(found: Tensor, naive: Tensor, truth: Tensor) -> None:
-    """At most twice the naive computation's error, each against float64; half a unit of output rounding is free."""
+    """Checks that the error is at most twice that of the naive computation, plus a rounding of the output."""
     spacing = torch.finfo(found.dtype).eps * truth.abs().max()
     assert (found.double() - truth).abs().max() <= 2 * (naive.double() - truth).abs().max() + spacing
 
@@ -53,7 +53,7 @@ def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
 @pytest.mark.parametrize("b_dtype", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_integers_multiply_exactly(level, shape, a_dtype, b_dtype):
-    """Sums of small integers are exact in FP32 whatever their order, so nothing may differ."""
+    """Sums of small integers are exact in FP32 in every order."""
     m, n, k = shape
     make = torch.Generator().manual_seed(0)
     a = torch.randint(-4, 5, (m, k), generator=make).float()
@@ -66,7 +66,7 @@ def test_integers_multiply_exactly(level, shape, a_dtype, b_dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_code_is_decoded(level, dtype):
-    """value x 1 for all 256 FP8 values, in every position of a chunk of 64."""
+    """Multiplies all 256 FP8 values by 1, at several positions of a chunk of 64."""
     bits = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     one = torch.tensor(1.0)
     for place in (0, 1, 7, 8, 31, 32, 63):
@@ -83,7 +83,7 @@ def test_every_code_is_decoded(level, dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
-    """All 256 FP8 values as weights, bit for bit: one and two rows need no panel of them, five do."""
+    """All 256 FP8 values as weights. One and two rows read the weights directly, five rows use an unpacked panel."""
     bits = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     one = torch.tensor(1.0)
     for place in (0, 1, 6, 9, 31, 64, 65, 67):
@@ -98,8 +98,8 @@ def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_inputs_in_bf16(level, shape, b_by):
-    """An input that is not quantized: sums as those of two BF16 operands, then the weight's scale."""
+def test_bf16_inputs_with_fp8_weights(level, shape, b_by):
+    """The input is not quantized; the result is a BF16 product that is multiplied by the weight's scale."""
     m, n, k = shape
     a, one = tame(m, k, seed=1).bfloat16(), torch.tensor(1.0)
     b, b_scale = quantized(tame(n, k, seed=2), b_by)
@@ -112,7 +112,7 @@ def test_inputs_in_bf16(level, shape, b_by):
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
 def test_inputs_in_bf16_give_the_same_bits_everywhere(library, b_by, rows):
-    """On every level, packed or not, and whoever shares the batch."""
+    """On every level, packed or not, and in every batch."""
     a, one = tame(rows, 2304, seed=1).bfloat16(), torch.tensor(1.0)
     b, b_scale = quantized(tame(160, 2304, seed=2), b_by)
     packed = torch.empty_like(b).view(packing.packed_shape(*b.shape))
@@ -131,7 +131,7 @@ def test_inputs_in_bf16_give_the_same_bits_everywhere(library, b_by, rows):
 @pytest.mark.parametrize(("a_by", "b_by"), PAIRS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
 def test_every_level_gives_the_same_bits(library, a_by, b_by, rows):
-    """Few rows read the weights themselves: one and two at most levels, eight at the best; nine need a panel."""
+    """Few rows (two at most levels, eight at the best) read the weights directly; nine rows use an unpacked panel."""
     a, a_scale = quantized(tame(rows, 2300, seed=1), a_by, E5M2)
     b, b_scale = quantized(tame(150, 2300, seed=2), b_by)
     results = []
@@ -200,7 +200,7 @@ def test_empty(level, shape):
     assert torch.equal(found, torch.zeros(m, n) + bias)
 
 
-def test_nan_and_infinity_stay_in_their_row(level):
+def test_nan_and_infinity_affect_only_their_row(level):
     a = tame(6, 130, seed=1).clamp(-400, 400)
     a[2, 64], a[4, 129] = torch.nan, torch.inf
     one = torch.tensor(1.0)
@@ -230,7 +230,7 @@ def test_non_contiguous_operands(level):
         ({"out": torch.int32}, "out_dtype: is Int, must be Float, BFloat16 or Half"),
     ],
 )
-def test_errors_name_the_size_that_is_wrong(change, message):
+def test_wrong_arguments_are_named(change, message):
     good = {"a": torch.zeros(4, 200).to(E4M3), "b": torch.zeros(6, 200).to(E4M3), "a_scale": torch.tensor(1.0)}
     good |= {"b_scale": torch.tensor(1.0), "bias": None, "out": torch.float32}
     with pytest.raises(RuntimeError, match=message):
@@ -241,7 +241,8 @@ FAR = [(3e38, 1e-6), (1e-6, 3e38), (1e-30, 2e28), (2.0**-140, 2.0**120), (2e38, 
 
 
 def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FP8 of small integers, whose sums are exact, and scales far from one that all but cancel."""
+    """Returns small integers in FP8, whose sums are exact, and very large and very small scales whose products are
+    moderate."""
     a, b = tame(rows, 64, seed=1).round().to(E4M3), tame(48, 64, seed=2).round().to(E4M3)
     pairs = torch.tensor([FAR[i % len(FAR)] for i in range(max(rows, 48))])
     if not by_row:
@@ -249,14 +250,14 @@ def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
     return a, b, pairs[:rows, :1], pairs[:48, 1:]
 
 
-def assert_of_far_scales(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
-    """Bit-equal to the reference, and the truth to its roundings."""
+def assert_exact_bits(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
+    """Checks the bits of the reference, and that its only errors are roundings."""
     assert_bits_equal(found, reference.scaled_mm(*operands, extra, torch.float32))
     assert_true_to_roundings(found, operands, extra)
 
 
 def assert_true_to_roundings(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
-    """The truth to the roundings of its factors, where FP32 holds it as a normal number."""
+    """Checks that errors against FP64 are roundings only, for all results that are normal FP32 numbers."""
     a, b, a_scale, b_scale = (t.double() for t in operands)
     truth = (a @ b.t()) * a_scale * b_scale.t() + extra.double()
     normal = (truth.abs() < 3.4e38) & (truth.abs() > 1.2e-38)
@@ -266,20 +267,20 @@ def assert_true_to_roundings(found: Tensor, operands: tuple[Tensor, Tensor, Tens
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 130])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_scales_far_from_one_that_cancel(level, rows, by_row):
-    """3e38 and 1e-6: the sum times the first alone would be infinite."""
+def test_scales_far_from_one_that_cancel_do_not_overflow(level, rows, by_row):
+    """With scales such as 3e38 and 1e-6, the sum times the first scale would be infinite."""
     operands, bias = far_operands(rows, by_row), torch.arange(48.0)
-    assert_of_far_scales(OPS.scaled_mm(*operands, bias, torch.float32), operands, bias)
+    assert_exact_bits(OPS.scaled_mm(*operands, bias, torch.float32), operands, bias)
     packed = torch.empty(operands[1].numel(), dtype=torch.uint8).view(E4M3).view(packing.packed_shape(48, 64))
     OPS.pack_weight(operands[1], packed)
     found = OPS.packed_mm(operands[0], packed, *operands[2:], bias, None, torch.float32)
-    assert_of_far_scales(found, operands, bias)
+    assert_exact_bits(found, operands, bias)
     residual = torch.ones(rows, 48, dtype=torch.bfloat16)
     product = OPS.scaled_mm(*operands, bias, torch.bfloat16)
     assert_bits_equal(OPS.scaled_mm_add(*operands, bias, residual), residual + product)
 
 
-def test_far_scales_of_blocks_or_of_nothing_are_left_alone(level):
+def test_far_scales_of_blocks_and_of_empty_sums(level):
     a, b = tame(3, 200, seed=1).to(E4M3), tame(48, 200, seed=2).to(E4M3)
     far = torch.full((), 1e30)
     found = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)

@@ -1,4 +1,4 @@
-"""grouped_mm is a loop of scaled_mm, and grouped_quantize one of quantize, to the last bit and at every level."""
+"""grouped_mm and grouped_quantize have the bits of a loop of scaled_mm or quantize, on every level."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equa
 
 OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
-COUNTS = {  # rows of each expert: a panel's worth, streams, none, and more than a tile
+COUNTS = {  # rows of each expert: none, few (weights read directly), a panel, and more than a tile
     "decoding": [0, 1, 0, 0, 1, 1, 0, 2],
     "prefill": [40, 0, 7, 130, 1, 0, 64, 9],
     "one expert": [0, 0, 0, 33, 0, 0, 0, 0],
@@ -27,7 +27,7 @@ def offsets_of(counts: list[int]) -> Tensor:
 
 
 def operands(counts: list[int], n: int, k: int, scales: str, a: torch.dtype) -> tuple[Tensor, ...]:
-    """(a, b, a_scale_inv, b_scale_inv) of experts that have so many rows."""
+    """Returns (a, b, a_scale_inv, b_scale_inv) for experts with these numbers of rows."""
     make, rows, experts = torch.Generator().manual_seed(7), sum(counts), len(counts)
     shapes = {
         "expert": ((experts,), (experts,)),
@@ -79,16 +79,16 @@ def test_packed_weights_give_the_same_bits(level, counts, scales):
 
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("rank", [5, 64])
-def test_matrices_in_bf16_give_the_bits_of_mm_however_far_they_are_filled_up(level, counts, rank):
-    """As served adapters are multiplied: A [rank, 200], then B [33, rank] with columns of zeros behind."""
+def test_zero_padded_bf16_matrices_give_the_bits_of_mm(level, counts, rank):
+    """As for served adapters: first A [rank, 200], then B [33, rank] with padding columns of zeros."""
     rows, offsets = COUNTS[counts], offsets_of(COUNTS[counts])
     one, ones = torch.ones(()), torch.ones(len(rows))
-    for (n, k), filled in (((rank, 200), 200), ((33, rank), 70)):
-        a, b = (torch.nn.functional.pad(tame(m, k, seed=m).bfloat16(), (0, filled - k)) for m in (sum(rows), n))
-        every = torch.stack([b * (e + 1) for e in range(len(rows))])
-        found = OPS.grouped_mm(a, every, one, ones, offsets, None, torch.float32)
+    for (n, k), padded in (((rank, 200), 200), ((33, rank), 70)):
+        a, b = (torch.nn.functional.pad(tame(m, k, seed=m).bfloat16(), (0, padded - k)) for m in (sum(rows), n))
+        experts = torch.stack([b * (e + 1) for e in range(len(rows))])
+        found = OPS.grouped_mm(a, experts, one, ones, offsets, None, torch.float32)
         parts = [
-            OPS.mm(a[i:j, :k], every[e, :, :k], None, torch.float32)
+            OPS.mm(a[i:j, :k], experts[e, :, :k], None, torch.float32)
             for e, (i, j) in enumerate(expert_row_ranges(offsets))
         ]
         assert_bits_equal(found, torch.cat(parts))
@@ -104,8 +104,8 @@ def test_threads_change_nothing(level, threads, count):
     assert_bits_equal(found, looped(*args, offsets_of(rows), None, torch.bfloat16))
 
 
-def test_scales_that_cancel_do_not_overflow_on_the_way(level):
-    """One expert's lie far apart, its neighbours' do not."""
+def test_scales_that_cancel_do_not_overflow_in_between(level):
+    """One expert has a very large and a very small scale; the others have moderate scales."""
     rows = [3, 2, 4]
     a, b, *_ = operands(rows, 48, 64, "expert", E4M3)
     scales = torch.tensor([1.0, 3e38, 0.5]), torch.tensor([1.0, 1e-6, 2.0])
@@ -129,14 +129,14 @@ def test_casts_are_those_of_each_expert(level, case):
 
 
 @pytest.mark.parametrize(("dtype", "format_"), list(product(HIGH, FORMATS)))
-def test_hostile_values_are_cast_as_by_quantize(level, dtype, format_):
+def test_special_values_are_cast_as_by_quantize(level, dtype, format_):
     x, scale = hostile(70, 300, dtype), torch.tensor([0.5, 7.3, 1e-3])
     q, _ = OPS.grouped_quantize(x, scale, offsets_of([30, 0, 40]), format_)
     assert_fp8_equal(q[30:], OPS.quantize(x[30:], scale[2], format_)[0])
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"offsets": torch.tensor([1, 3, 2, 5], dtype=torch.int32)}, "falls from 3 to 2"),
         ({"offsets": torch.tensor([1, 2, 3, 4], dtype=torch.int32)}, "ends at 4, must end at the number of rows, 5"),
@@ -147,8 +147,8 @@ def test_hostile_values_are_cast_as_by_quantize(level, dtype, format_):
         ({"a": torch.zeros(5, 63).to(E4M3)}, "dim 2 is 64, must be K = 63"),
     ],
 )
-def test_a_bad_argument_gets_a_sentence(change, said):
+def test_wrong_arguments_are_refused(change, message):
     a, b, a_scale, b_scale = operands([1, 1, 1, 2], 32, 64, "expert", E4M3)
-    given = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": offsets_of([1, 1, 1, 2])} | change
-    with pytest.raises(RuntimeError, match=said):
-        OPS.grouped_mm(*given.values(), None, torch.bfloat16)
+    arguments = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": offsets_of([1, 1, 1, 2])} | change
+    with pytest.raises(RuntimeError, match=message):
+        OPS.grouped_mm(*arguments.values(), None, torch.bfloat16)

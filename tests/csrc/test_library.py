@@ -1,4 +1,4 @@
-"""What the library needs and registers: torch's stable surface only, and a kernel for every op."""
+"""The CPU library uses only torch's stable ABI, and registers a kernel for every op that should have one."""
 
 import re
 import shutil
@@ -16,13 +16,13 @@ ALLOWED = re.compile(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)
 
 
 @pytest.mark.smoke
-def test_every_op_that_says_so_has_a_cpu_kernel():
+def test_every_op_compiled_for_the_cpu_has_a_kernel():
     found = {op for op in ops.OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CPU")}
     assert found == ops.compiled_for("cpu")
 
 
 @pytest.mark.smoke
-def test_no_kernel_without_an_op():
+def test_no_kernel_is_registered_without_an_op():
     dangling = torch._C._dispatch_find_dangling_impls()
     assert [entry for entry in dangling if "fp8serve" in entry] == []
 
@@ -39,7 +39,7 @@ def test_only_stable_headers_are_included():
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="binutils is not installed")
-def test_no_symbol_of_torchs_unstable_interface_is_needed():
+def test_no_symbol_of_torchs_unstable_abi_is_needed():
     listing = subprocess.run(
         ["nm", "-D", "--undefined-only", "--demangle", str(ops.LIBRARIES["cpu"])], capture_output=True, text=True
     )
@@ -48,7 +48,7 @@ def test_no_symbol_of_torchs_unstable_interface_is_needed():
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="binutils is not installed")
-def test_nothing_but_registration_is_exported():
+def test_no_symbol_of_fp8serve_is_exported():
     listing = subprocess.run(
         ["nm", "-D", "--defined-only", "--demangle", str(ops.LIBRARIES["cpu"])], capture_output=True, text=True
     )

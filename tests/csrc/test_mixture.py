@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts: their refusals, and the bits of all its ops in one call."""
+"""The kernels of a mixture of experts refuse wrong arguments, and grouped_mlp has the bits of its parts."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ OPS = torch.ops.fp8serve
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"count": 7}, "count: is 7, must be at most 6"),
         ({"groups": 4}, "groups: is 4, must divide E = 6"),
@@ -22,11 +22,11 @@ OPS = torch.ops.fp8serve
         ({"dtype": torch.int64}, "dtype: must be float, bfloat16 or half"),
     ],
 )
-def test_a_choice_that_cannot_be_made_gets_a_sentence(change, said):
-    given = {"logits": torch.zeros(2, 6), "correction": None, "count": 2, "scores": Scores.SOFTMAX, "groups": 1}
-    given |= {"kept": 1, "normalizes": True, "scale": 1.0, "dtype": torch.float32} | change
-    with pytest.raises(RuntimeError, match=said):
-        OPS.choose_experts(*given.values())
+def test_wrong_arguments_of_choose_experts_are_refused(change, message):
+    arguments = {"logits": torch.zeros(2, 6), "correction": None, "count": 2, "scores": Scores.SOFTMAX, "groups": 1}
+    arguments |= {"kept": 1, "normalizes": True, "scale": 1.0, "dtype": torch.float32} | change
+    with pytest.raises(RuntimeError, match=message):
+        OPS.choose_experts(*arguments.values())
 
 
 @pytest.mark.smoke
@@ -42,7 +42,7 @@ def test_a_mixture_in_one_call_has_the_bits_of_its_parts(level, case):
 
 
 def packed_weights(weights):
-    """[E, N, K] as [E, N / 16, K / 8, 128]."""
+    """Packs weights [E, N, K] to [E, N / 16, K / 8, 128]."""
     out = torch.empty_like(weights).view(len(weights), *packing.packed_shape(*weights.shape[1:]))
     for weight, into in zip(weights, out, strict=True):
         OPS.pack_weight(weight, into)
@@ -50,15 +50,15 @@ def packed_weights(weights):
 
 
 @pytest.mark.parametrize("width", [1, 64])
-def test_columns_that_share_a_scale_are_all_or_128(width):
-    given = list(cases("grouped_mlp")[0].make())
-    given[-2] = width
+def test_the_width_of_a_scale_must_be_0_or_128(width):
+    arguments = list(cases("grouped_mlp")[0].make())
+    arguments[-2] = width
     with pytest.raises(RuntimeError, match=f"width: is {width}, must be 0 or 128"):
-        OPS.grouped_mlp(*given)
+        OPS.grouped_mlp(*arguments)
 
 
 def test_an_expert_that_does_not_exist_is_refused():
-    given = list(cases("grouped_mlp")[0].make())
-    given[1] = given[1] + 16
+    arguments = list(cases("grouped_mlp")[0].make())
+    arguments[1] = arguments[1] + 16
     with pytest.raises(RuntimeError, match=r"names expert \d+, must be below E = 16"):
-        OPS.grouped_mlp(*given)
+        OPS.grouped_mlp(*arguments)

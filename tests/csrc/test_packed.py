@@ -1,4 +1,4 @@
-"""Packed weights: the order is the reference's, every level reads it, and it changes no bit of a product."""
+"""Packed weights have the reference's order on every level, and products with them the bits of unpacked weights."""
 
 import pytest
 import torch
@@ -11,11 +11,26 @@ OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
 TYPES = (*FORMATS, torch.bfloat16)
 SHAPES = [(16, 8), (48, 72), (128, 1024), (64, 1032), (144, 2304)]
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 40, 64, 65, 130]  # streamed in one, streamed in several, and over a panel
+ROWS = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    13,
+    40,
+    64,
+    65,
+    130,
+]  # read directly in one pass or several, or through an unpacked panel
 
 
 def every_code(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """All values but the infinities and NaN of the format, at random."""
+    """Returns random finite values of an FP8 format; infinities and NaN are replaced by 1."""
     make = torch.Generator().manual_seed(rows + cols)
     packed = torch.randint(0, 256, (rows, cols), generator=make, dtype=torch.uint8).view(dtype)
     return packed.float().nan_to_num(1.0, 1.0, 1.0).to(dtype)
@@ -39,7 +54,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packing_is_the_references_permutation(shape, dtype):
+def test_packing_has_the_order_of_the_reference(shape, dtype):
     weight = weight_of(*shape, dtype)
     expected = torch.empty(packing.packed_shape(*shape), dtype=dtype)
     reference.pack_weight(weight, expected)
@@ -47,11 +62,11 @@ def test_packing_is_the_references_permutation(shape, dtype):
     assert_same(packing.unpack_weight(expected), weight)
 
 
-def test_the_order_is_the_one_that_is_documented():
-    """Sixteen rows side by side: k = 0 to 3 of the first run, of the second, then k = 4 to 7 of both."""
+def test_packing_has_the_documented_order():
+    """Sixteen rows are interleaved: k = 0 to 3 of the first run of 8, of the second run, then k = 4 to 7 of both."""
     numbers = torch.arange(16 * 16).view(16, 16)
     packed = pack((numbers // 16 * 2).bfloat16())[0].flatten().view(2, 2, 16, 4)  # halves, runs, rows, k
-    rows = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]  # BF16: as the unpacks leave them
+    rows = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]  # BF16: the order that unpack instructions produce
     assert packed[0, 0, :, 0].tolist() == [2 * row for row in rows]
     packed = pack((numbers % 16).to(E4M3)).float().flatten().view(2, 2, 16, 4)
     assert packed[0, 1, 5].tolist() == [8, 9, 10, 11]
@@ -63,7 +78,7 @@ def test_the_order_is_the_one_that_is_documented():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
-def test_products_have_the_bits_of_the_unpacked(level, shape, dtype, scales):
+def test_products_have_the_bits_of_unpacked_weights(level, shape, dtype, scales):
     (n, k), make = shape, torch.Generator().manual_seed(7)
     weight = every_code(n, k, dtype)
     packed = pack(weight)
@@ -85,7 +100,7 @@ def test_products_have_the_bits_of_the_unpacked(level, shape, dtype, scales):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bf16_has_the_bits_of_mm(level, shape):
+def test_bf16_products_have_the_bits_of_mm(level, shape):
     n, k = shape
     weight = weight_of(n, k, torch.bfloat16)
     packed = pack(weight)
@@ -126,6 +141,6 @@ WEIGHT, ONE = torch.ones(16, 8).to(E4M3), torch.ones(())
         (lambda: OPS.scaled_mm(WEIGHT, pack(WEIGHT), ONE, ONE, None, torch.float32), "has 3 dimensions, must have 2"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(call, sentence):
+def test_wrong_arguments_are_refused(call, sentence):
     with pytest.raises(RuntimeError, match=sentence):
         call()

@@ -1,4 +1,4 @@
-"""Casts and scales, bit for bit against the reference, on every instruction set."""
+"""Casts and scales have the bits of the reference on every instruction set."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_edge_cases_of_the_cast(level, dtype):
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("power_2", [False, True])
 @pytest.mark.parametrize("shape", SHAPES + EMPTY)
-def test_every_granularity_on_hostile_input(level, shape, power_2, high, dtype):
+def test_every_granularity_with_special_values(level, shape, power_2, high, dtype):
     x = hostile(*shape, high)
     cases = [
         (OPS.quantize_current, reference.quantize_current, (dtype, power_2)),
@@ -75,7 +75,7 @@ def test_scale_of_every_kind_of_amax(level, amax, power_2):
     assert_bits_equal(found[1], expected[1])
 
 
-def test_large_tensor_takes_several_tasks(level):
+def test_a_large_tensor_that_several_tasks_share(level):
     x = hostile(600, 700, torch.bfloat16)
     for found, expected in zip(
         OPS.quantize_current(x.nan_to_num(0, 9, -9), torch.float8_e4m3fn, False),
@@ -125,6 +125,6 @@ def test_threads_do_not_change_the_result(threads):
         (lambda x: OPS.quantize_block(x, torch.float8_e4m3fn, 2, False), "block_rows: is 2, must be 1 or 128"),
     ],
 )
-def test_errors_say_what_was_found(call, message):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.ones(4, 4))

@@ -1,4 +1,4 @@
-"""The draw of a token: as the reference draws it, and as a plain implementation of the filters does."""
+"""Sampling draws the tokens of the reference, and those of a naive implementation of the filters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ OPS = torch.ops.fp8serve
 
 
 def arguments(vocab: int, rows: int, seed: int, ties: bool) -> tuple[Any, ...]:
-    """Every row with other filters; logits from nearly flat to steep."""
+    """Returns arguments of `sample`: each row has its own filters; logits range from nearly equal to very different."""
     make = torch.Generator().manual_seed(seed)
 
     def pick(*values: float) -> torch.Tensor:
@@ -27,7 +27,7 @@ def arguments(vocab: int, rows: int, seed: int, ties: bool) -> tuple[Any, ...]:
 
 
 def flat_rows(top_k: int) -> tuple[tuple[Any, ...], list[int]]:
-    """1000 equal logits, all but one forbidden in one row: the arguments, and the tokens."""
+    """Returns arguments with 1000 equal logits, in one row all but one -inf, and the expected tokens."""
     one = torch.ones(3, dtype=torch.float64)
     flat = torch.zeros(3, 1000)
     flat[1], flat[1, 777] = -torch.inf, 5.0
@@ -36,13 +36,14 @@ def flat_rows(top_k: int) -> tuple[tuple[Any, ...], list[int]]:
 
 
 def on_borders() -> tuple[Any, ...]:
-    """Equal weights whose sums are exact: random number i draws token i, the one behind the border it lies on."""
+    """Returns arguments with 64 equal probabilities, whose sums are exact. Random number i / 64 is the lower border of
+    token i and must draw it."""
     one = torch.ones(64, dtype=torch.float64)
     return torch.zeros(64, 64), one, 0 * one.long(), one, 0 * one, torch.arange(64, dtype=torch.float64) / 64
 
 
 def refused() -> Iterator[tuple[list[Any], str]]:
-    """Arguments with one mistake each, and the sentence about it."""
+    """Yields wrong arguments and the expected error message."""
     good = list(arguments(5, 3, 0, False))
     for index, change, message in (
         (0, torch.zeros(3, 5).double(), "logits: dtype is Double"),
@@ -56,26 +57,26 @@ def refused() -> Iterator[tuple[list[Any], str]]:
 @pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
-def test_cases(level: str, case: Case) -> None:
+def test_registered_cases_draw_the_tokens_of_the_reference(level: str, case: Case) -> None:
     assert torch.equal(OPS.sample(*case.make()), reference.sample(*case.make()))
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab", [1, 2, 16, 37, 255, 257, 5000])
-def test_tokens_are_the_references(level: str, vocab: int, ties: bool) -> None:
+def test_tokens_are_those_of_the_reference(level: str, vocab: int, ties: bool) -> None:
     args = arguments(vocab, 400 if vocab < 1000 else 60, vocab, ties)
     assert torch.equal(OPS.sample(*args), reference.sample(*args))
 
 
 def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    """Sort, cut, draw: one row in plain Python."""
+    """Sorts, filters and draws for one row in plain Python."""
     wide = torch.tensor(logits, dtype=torch.float64)
     probs = torch.softmax(wide / temperature, 0).tolist()
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
-    whole, before, kept = sum(probs[i] for i in order), 0.0, []
+    total, before, kept = sum(probs[i] for i in order), 0.0, []
     for i in order:
-        if kept and (before >= top_p * whole or probs[i] < min_p * probs[order[0]]):
+        if kept and (before >= top_p * total or probs[i] < min_p * probs[order[0]]):
             break
         kept.append(i)
         before += probs[i]
@@ -88,15 +89,15 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min
 
 
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
-def test_a_device_that_is_not_asked_who_filters_draws_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: every row is filtered, and the result taken where it was asked for."""
+def test_filtering_every_row_draws_the_same_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the reference filters all rows and selects afterwards, to avoid a synchronization."""
     expected = reference.sample(*case.make())
     monkeypatch.setattr(sampling, "_on_cpu", lambda x: False)
     assert torch.equal(reference.sample(*case.make()), expected)
 
 
 @pytest.mark.parametrize("kernel", [OPS.sample, reference.sample])
-def test_the_filters_mean_what_they_say(kernel: Any) -> None:
+def test_the_filters_draw_the_tokens_of_the_naive_implementation(kernel: Any) -> None:
     args = arguments(37, 500, 7, True)
     expected = [naive(*row) for row in zip(*(column.tolist() for column in args), strict=True)]
     assert kernel(*args).tolist() == expected
@@ -111,7 +112,7 @@ def test_every_level_draws_the_same() -> None:
     assert all(torch.equal(tokens, found[0]) for tokens in found)
 
 
-def test_rows_and_threads_do_not_matter(threads: None) -> None:
+def test_tokens_do_not_depend_on_other_rows_or_threads(threads: None) -> None:
     args, found = arguments(501, 40, 2, True), []
     for count in (1, 3):
         torch.set_num_threads(count)
@@ -122,24 +123,24 @@ def test_rows_and_threads_do_not_matter(threads: None) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
-def test_a_flat_row_and_a_row_of_one_token(level: str, top_k: int) -> None:
+def test_equal_logits_and_a_row_with_one_possible_token(level: str, top_k: int) -> None:
     args, expected = flat_rows(top_k)
     assert OPS.sample(*args).tolist() == expected
 
 
-def test_a_random_number_on_a_border_draws_the_token_behind_it(level: str) -> None:
+def test_a_random_number_on_a_border_draws_the_token_above_it(level: str) -> None:
     assert OPS.sample(*on_borders()).tolist() == list(range(64))
 
 
-def test_top_p_of_1_keeps_what_is_too_small_to_change_a_sum() -> None:
-    """With another filter beside it, as without; a random number of 0 draws the first token there is."""
+def test_top_p_of_1_keeps_tokens_too_small_to_change_the_sum() -> None:
+    """Also with another filter; a random number of 0 draws the first token."""
     one = torch.ones(1, dtype=torch.float64)
     args = torch.tensor([[0.0, 50.0, 0.0, -1.0]]), one, 3 * one.long(), one, 0 * one, 0 * one
     for kernel in (OPS.sample, reference.sample):
         assert kernel(*args).tolist() == [0]
 
 
-def test_errors_name_the_argument() -> None:
+def test_wrong_arguments_are_refused() -> None:
     for args, message in refused():
         with pytest.raises(RuntimeError, match=message):
             OPS.sample(*args)

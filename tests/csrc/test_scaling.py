@@ -1,4 +1,4 @@
-"""delayed_update in C++ equals the reference bit for bit, over random histories and edge cases (docs/numerics.md)."""
+"""delayed_update in C++ has the bits of the reference for random histories and the edge cases of docs/numerics.md."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_update_equals_the_reference(algo, margin, interval):
                 history[0] = (i * 37 % 11) * 0.25
 
 
-def test_nothing_to_update():
+def test_an_update_of_no_states():
     torch.ops.fp8serve.delayed_update([], [], [], [], [], 0, 1, "max")
 
 

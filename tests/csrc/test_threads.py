@@ -1,4 +1,5 @@
-"""The kernels' own threads: they end with the work, do not survive a fork, and callers do not wait for each other."""
+"""The thread pool of the CPU kernels: idle threads sleep, a forked child has its own threads, and several callers may
+use it at once."""
 
 import os
 import subprocess
@@ -40,53 +41,53 @@ from tests.patience import until
 torch.set_num_threads(3)
 product()
 
-def at_rest():
+def is_idle():
     before = time.process_time()
     time.sleep(0.2)
     return time.process_time() - before < 0.01
 
-until(at_rest, "rest")
+until(is_idle, "idle threads")
 """
 
 
 def test_idle_threads_sleep():
-    """In a process of their own, whose processor time is theirs alone. Threads that kept looking for work would take
-    some of every fifth of a second, beside whatever else runs."""
+    """Runs in a process of its own, so that its CPU time is that of the pool. Threads that polled for work would use
+    CPU time in every interval of 0.2 seconds, whatever else runs on the machine."""
     subprocess.run([sys.executable, "-c", IDLE], check=True)
 
 
-def test_callers_do_not_disturb_each_other(threads):
+def test_concurrent_callers_get_correct_results(threads):
     torch.set_num_threads(2)
     expected = {rows: product(rows) for rows in (1, 5, 64)}
-    wrong: list[int] = []
+    failures: list[int] = []
 
-    def many(rows: int) -> None:
-        wrong.extend(rows for _ in range(40) if not torch.equal(product(rows), expected[rows]))
+    def multiply_repeatedly(rows: int) -> None:
+        failures.extend(rows for _ in range(40) if not torch.equal(product(rows), expected[rows]))
 
-    callers = [threading.Thread(target=many, args=(rows,)) for rows in expected]
+    callers = [threading.Thread(target=multiply_repeatedly, args=(rows,)) for rows in expected]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert wrong == []
+    assert failures == []
 
 
-FORKING = """
+FORK = """
 import os, signal, torch
 from fp8serve.fp8 import ops
 from tests.csrc.test_threads import ONE, OPS, PATIENCE, operands
 torch.set_num_threads(2)
-a, b = operands(8)  # here, for torch's own threads do not survive a fork
+a, b = operands(8)  # before the fork, since torch's own threads do not survive it
 expected = OPS.scaled_mm(a, b, ONE, ONE, None, torch.float32)
 child = os.fork()
 if child == 0:
-    signal.alarm(int(PATIENCE / 2))  # a child that waits for threads it does not have is killed, and its status says so
+    signal.alarm(int(PATIENCE / 2))  # kills a child that waits for threads of its parent
     os._exit(0 if OPS.scaled_mm(a, b, ONE, ONE, None, torch.float32).tolist() == expected.tolist() else 3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_has_threads_of_its_own():
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=PATIENCE)
+def test_a_forked_child_starts_its_own_threads():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.strip() == "0", done.stderr

@@ -1,4 +1,4 @@
-"""What serving counts of its inputs as it casts them."""
+"""quantize_watched casts an input and updates its amax and its count of saturated values."""
 
 import pytest
 import torch
@@ -11,16 +11,16 @@ WATCHED = torch.ops.fp8serve.quantize_watched
 CASTS = (WATCHED, reference.quantize_watched)
 
 
-def counted(cast, *args):
-    """The counters after a cast that began with 3 and 7."""
+def counters_after(cast, *args):
+    """Returns the amax and the count after a cast that starts with amax 3 and count 7."""
     seen, saturated = torch.tensor(3.0), torch.tensor(7)
     cast(*args, seen, saturated, None)
     return float(seen), int(saturated)
 
 
 def assert_counts(ops, args, expected):
-    """The cast, and the amax of the rows that count, are those of the op that does not count, to the bit; the count is
-    the reference's."""
+    """Checks that the data, and the amax of the first `rows` rows, have the bits of the op without counters, and that
+    the count is that of the reference."""
     x, other, eps, scale, seen, saturated, rows = args
     before = seen.clone()
     q = ops.quantize_watched(*args)
@@ -41,12 +41,12 @@ def assert_counts(ops, args, expected):
 @pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_watched"), ids=lambda case: case.name)
-def test_counting(level, case):
+def test_data_and_counters_are_those_of_separate_ops(level, case):
     assert_counts(torch.ops.fp8serve, case.make(), case.make())
 
 
-def test_where_the_kernel_is_off_it_is_composed_of_the_casts():
-    """As it is on a GPU whose kernel a check has found wrong."""
+def test_without_its_kernel_the_op_is_composed_of_other_ops():
+    """As on a GPU where the self-check has switched the kernel off."""
     found = [case.make() for case in cases("quantize_watched")]
     expected = [case.make() for case in cases("quantize_watched")]
     kernels = [WATCHED(*args) for args in expected]
@@ -55,30 +55,30 @@ def test_where_the_kernel_is_off_it_is_composed_of_the_casts():
         composed = [WATCHED(*args) for args in found]
     finally:
         restore_library_kernels("cpu")
-    for q, wanted, args, others in zip(composed, kernels, found, expected, strict=True):
-        assert_fp8_equal(q, wanted)
-        assert args[4:6] == others[4:6]
+    for q, kernel_q, args, kernel_args in zip(composed, kernels, found, expected, strict=True):
+        assert_fp8_equal(q, kernel_q)
+        assert args[4:6] == kernel_args[4:6]
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=["op", "reference"])
-def test_cut_off_is_beyond_the_end_and_not_rounded_to_it(level, cast):
-    """432 to 448 have the topmost code and have lost no more than a rounding; both signs count, NaN does not."""
+def test_only_values_above_the_range_count_as_saturated(level, cast):
+    """Values from 432 to 448 round to the largest code and do not count. Both signs count, NaN does not."""
     x = torch.tensor([-449.0, 449.0, torch.inf, -448.0, 448.0, 440.0, 432.0, torch.nan]).repeat(75, 50)
-    assert counted(cast, x, None, None, torch.tensor(1.0)) == (torch.inf, 7 + 3 * 75 * 50)
+    assert counters_after(cast, x, None, None, torch.tensor(1.0)) == (torch.inf, 7 + 3 * 75 * 50)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=["op", "reference"])
-def test_a_scale_made_for_the_largest_value_cuts_nothing_off(level, cast):
+def test_a_scale_from_the_largest_value_saturates_nothing(level, cast):
     x = torch.rand(1, 4096, generator=torch.Generator().manual_seed(0)) * 100
-    assert ((448 / x) * x > 448).any()  # the roundings of FP32
+    assert ((448 / x) * x > 448).any()  # because of FP32 roundings
     for value in x[0, :64]:
-        assert counted(cast, value.view(1, 1), None, None, 448 / value)[1] == 7
+        assert counters_after(cast, value.view(1, 1), None, None, 448 / value)[1] == 7
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=["op", "reference"])
-def test_nan_is_no_largest_magnitude(level, cast):
+def test_nan_changes_neither_amax_nor_count(level, cast):
     x = torch.full((2, 16), torch.nan)
-    assert counted(cast, x, None, None, torch.tensor(1.0)) == (3.0, 7)
+    assert counters_after(cast, x, None, None, torch.tensor(1.0)) == (3.0, 7)
 
 
 def test_a_wrong_counter_is_refused(level):

@@ -1,22 +1,22 @@
-"""How far a product may be from the exact one. Every test of products judges by this."""
+"""The tolerance of products: how far a sum of FP8 products may be from the exact one."""
 
 import torch
 
 from tests.csrc.test_gemm import exact
 
-SHARP = 2.0**-12  # of the magnitudes behind an element, for FP32 sums: on a CPU and on the emulated GPU
-MOST = 2.0**-8  # for tensor cores that keep 13 fraction bits, as Hopper's (tests/cuda/hopper.py); see agreement.py
-MEAN = 2.0**-13  # on average over the elements of such a product, because what is cut off has both signs
+SHARP = 2.0**-12  # share of `magnitudes`, for FP32 sums (CPU and emulated GPU)
+MOST = 2.0**-8  # the same for tensor cores that keep 13 fraction bits, as Hopper's (tests/cuda/hopper.py)
+MEAN = 2.0**-13  # mean share over all elements of such a product; truncated bits have both signs
 
 
 def magnitudes(a, b, a_scale, b_scale):
-    """The sum of |a| |b| of every output, relative to which an error of accumulation is measured."""
+    """Returns the sum of |a| |b| for every output; an accumulation error is measured relative to it."""
     return exact(a.float().abs(), b.float().abs(), a_scale, b_scale)
 
 
 def assert_within_accumulation(found, a, b, a_scale, b_scale, bias=None, residual=None, device="cpu"):
-    """`found` is the product plus the bias, rounded, and plus the residual, rounded again, to what sums on `device`
-    ("cpu", also for the emulated GPU, or "cuda") may lose."""
+    """Checks that `found` is the product plus bias, rounded, plus residual, rounded again, within the tolerance of
+    `device` ("cuda", or "cpu", also for the emulated GPU)."""
     truth = exact(a, b, a_scale, b_scale) + (0 if bias is None else bias.double())
     eps = torch.finfo(found.dtype).eps
     rounding = eps * truth.abs()

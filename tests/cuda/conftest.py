@@ -1,4 +1,4 @@
-"""`kernels` runs a test on a GPU (mark gpu) and on the emulated one, which only needs a C++ compiler."""
+"""The fixture `kernels` runs a test on a GPU (mark `gpu`) and on the emulated GPU, which needs only a C++ compiler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +13,19 @@ from tests.cuda import emulated
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of one device, fed from and read back to the CPU, where they are compared."""
+    """The ops of one device. Arguments come from the CPU, and results are compared there."""
 
     ops: Any
     device: str
 
     def here(self, value: Any) -> Any:
-        """Arguments of an op, or tensors, on this device."""
+        """Moves tensors to this device, also in lists and tuples; returns other values unchanged."""
         if isinstance(value, list | tuple):
             return type(value)(self.here(v) for v in value)
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def run(self, op: str, *args: Any) -> Any:
-        """The op on arguments from the CPU; its results on the CPU."""
+        """Runs an op on arguments from the CPU; returns its results on the CPU."""
         found = getattr(self.ops, op)(*self.here(args))
         return tuple(t.cpu() for t in found) if isinstance(found, tuple) else found.cpu()
 
@@ -51,11 +51,11 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.fixture
 def gpu() -> Kernels:
-    """For tests that an emulated GPU would take too long for."""
+    """A real GPU, for tests that are too slow for the emulated one."""
     return kernels_on("cuda")
 
 
-# For tests of whole parts of the product: on a GPU, and on the CPU, where they prove themselves.
+# For tests of engine and training: they run on a GPU, and on the CPU so that the tests themselves are tested.
 on_both = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"], indirect=True)
 
 

@@ -1,9 +1,9 @@
-"""Rotary on an emulated GPU whose compiler makes one operation of a product and a sum, as nvcc does
-(test_contraction.py).
+"""Runs rotary on an emulated GPU whose compiler contracts products and sums to FMA, as nvcc does (test_contraction.py).
 
     python -m tests.cuda.contraction_run careful | careless
 
-Prints in how many of the cases in FP32 bits differ from the reference. `careless`: products are not rounded by name.
+Prints how many of the FP32 cases differ from the reference, and the number of cases. `careless` compiles the kernel
+without the intrinsics that round products separately.
 """
 
 import sys
@@ -23,10 +23,10 @@ BUILDS = {
 
 
 def differing(library: Path) -> tuple[int, int]:
-    """Cases that differ, and all cases."""
+    """Returns the number of FP32 cases that differ from the reference, and the number of all FP32 cases."""
     gpu = emulated.Emulator(library)
-    made = [case.make() for case in cases("rotary")]
-    single = [args for args in made if args[0].dtype is torch.float32 and args[0].numel()]
+    arguments = [case.make() for case in cases("rotary")]
+    single = [args for args in arguments if args[0].dtype is torch.float32 and args[0].numel()]
     return sum(not torch.equal(gpu.ops.rotary(*args), reference.rotary(*args)) for args in single), len(single)
 
 

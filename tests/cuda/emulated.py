@@ -1,8 +1,8 @@
-"""The CUDA kernels on a GPU made of C++ (emulator/cuda/device.h): same sources, compiled by the C++ compiler, run here.
+"""The CUDA kernels on an emulated GPU: the same sources, compiled by the C++ compiler (emulator/cuda/device.h).
 
-`ops()` gives them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. The emulator
-says what it can show and what not. A library is in build/NAME and is built again when a source changes, by
-one process at a time.
+`ops()` returns them as `torch.ops.fp8serve_emulated`, with the schemas of the real ops, for CPU tensors. device.h
+states what the emulator can show and what it cannot. A library is in build/NAME; one process at a time rebuilds it if a
+source has changed.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ SOURCES = [*KERNELS, *sorted(EMULATOR.glob("*.cpp"))]
 
 @dataclass(frozen=True)
 class Build:
-    """A library of emulated kernels: its folder below build/, how the compiler is called, and for what."""
+    """A library of emulated kernels: its folder below build/, the compiler flags, and the source files."""
 
     name: str
     flags: Sequence[str]
@@ -48,82 +48,84 @@ class Build:
 PLAIN = Build("emulator", ["-O1"])
 
 
-def build(wanted: Build) -> Path:
-    wanted.folder.mkdir(parents=True, exist_ok=True)
-    with (wanted.folder / "lock").open("w") as lock:
+def build(config: Build) -> Path:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with (config.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _build(wanted)
+        return _build(config)
 
 
-def _build(wanted: Build) -> Path:
-    for pair in zip(wanted.sources[::2], [*wanted.sources[1::2], None], strict=False):  # two at a time
-        for running in [_compile(wanted, source) for source in pair if source is not None]:
+def _build(config: Build) -> Path:
+    for pair in zip(config.sources[::2], [*config.sources[1::2], None], strict=False):  # two at a time
+        for running in [_compile(config, source) for source in pair if source is not None]:
             if running is not None and (error := running.communicate()[1]) and running.returncode:
                 raise RuntimeError(f"the emulated kernels do not compile:\n{error}")
-    library = wanted.folder / "libemulated.so"
-    objects = [wanted.folder / f"{source.stem}.o" for source in wanted.sources]
+    library = config.folder / "libemulated.so"
+    objects = [config.folder / f"{source.stem}.o" for source in config.sources]
     if library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in objects):
         return library
-    fresh = wanted.folder / "fresh.so"  # a process that has the old one loaded keeps it
-    link = [str(COMPILER), "-shared", *wanted.flags, *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
+    fresh = config.folder / "fresh.so"  # a process that has loaded the old library keeps it
+    link = [str(COMPILER), "-shared", *config.flags, *map(str, objects), f"-L{TORCH / 'lib'}", "-ltorch_cpu"]
     subprocess.run([*link, "-Wl,--no-undefined", "-o", str(fresh)], check=True)
     fresh.replace(library)
     return library
 
 
-def _compile(wanted: Build, source: Path) -> subprocess.Popen[str] | None:
-    """Starts the compiler if the object is older than what it is made of."""
-    target = wanted.folder / f"{source.stem}.o"
+def _compile(config: Build, source: Path) -> subprocess.Popen[str] | None:
+    """Starts the compiler if the object file is older than its sources; returns the process, or None."""
+    target = config.folder / f"{source.stem}.o"
     newest = max(path.stat().st_mtime for path in [source, *HEADERS, *EMULATOR.rglob("*.h")])
     if target.exists() and target.stat().st_mtime > newest:
         return None
     places = [f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}", "-isystem", str(TORCH / "include")]
-    command = [*CACHE, str(COMPILER), *FLAGS, *wanted.flags, *places, *DEFINITIONS]
+    command = [*CACHE, str(COMPILER), *FLAGS, *config.flags, *places, *DEFINITIONS]
     return subprocess.Popen(
         [*command, "-x", "c++", "-c", str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True
     )
 
 
 class Emulator:
-    """A library of the emulated kernels, loaded: its ops, and the settings of its GPU."""
+    """A loaded library of emulated kernels: its ops, and the settings of its GPU."""
 
     def __init__(self, library: Path) -> None:
-        self._schemas = torch.library.Library("fp8serve_emulated", "DEF")  # the definitions live as long as this
+        self._schemas = torch.library.Library(
+            "fp8serve_emulated", "DEF"
+        )  # the definitions exist as long as this object
         for name in compiled_for("cuda"):
             schema = getattr(torch.ops.fp8serve, name).default._schema
             self._schemas.define(str(schema).removeprefix("fp8serve::"))
         torch.ops.load_library(str(library))
         self.ops = torch.ops.fp8serve_emulated
         self._library = ctypes.CDLL(str(library))
-        for told in ("met", "launches", "launch_impatient"):
-            getattr(self._library, f"emulator_{told}").restype = ctypes.c_char_p
+        for function in ("met", "launches", "launch_impatient"):
+            getattr(self._library, f"emulator_{function}").restype = ctypes.c_char_p
         self._declared, self._kernels = shared_memory(library), functions(library)
         for memory in self._declared.values():
             self._library.emulator_declare(*map(ctypes.c_size_t, memory))
 
     def be(self, capability: int, multiprocessors: int, shared_bytes: int) -> None:
-        """Another chip than an Ada with four multiprocessors."""
+        """Emulates this chip; the default is an Ada with four multiprocessors."""
         self._library.emulator_be(capability, multiprocessors, shared_bytes)
 
     def run_backwards(self, backwards: bool) -> None:
-        """Whether the last thread of a block runs first."""
+        """Makes the threads of a block run in reverse order, or in order again."""
         self._library.emulator_run_backwards(ctypes.c_bool(backwards))
 
     def capture(self, capturing: bool) -> None:
-        """Whether launches are captured as a graph from now on."""
+        """Starts or ends the capture of launches as a graph."""
         self._library.emulator_capture(ctypes.c_bool(capturing))
 
     def leave_out(self, site: str) -> None:
-        """No kernel obeys the barrier or wait at "file.cu:line" from now on; "": all are obeyed."""
+        """Makes all kernels ignore the barrier or wait at "file.cu:line"; "" restores all of them."""
         self._library.emulator_leave_out(site.encode())
 
     def met(self) -> set[str]:
-        """The barriers and waits that kernels came to since the last call."""
+        """Returns the barriers and waits that kernels have reached since the last call."""
         return set(self._library.emulator_met().decode().split())
 
     def launches(self) -> list[tuple[str, int]]:
-        """What was launched since the last call, in order: the kernel, and the bytes of shared memory that its block
-        has, declared and dynamic. Memory that is set to zero is a launch, too, "memset"."""
+        """Returns (kernel, declared and dynamic bytes of shared memory of a block) for every launch since the last
+        call, in order. A memset is listed as the kernel "memset"."""
         found = []
         for kernel, dynamic, _, _ in self._launched():
             declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
@@ -131,11 +133,11 @@ class Emulator:
         return found
 
     def starts(self) -> list[tuple[str, bool]]:
-        """As `launches`, each with whether it may begin before the launches before it have ended."""
+        """Returns (kernel, whether it may start before earlier ones end) for every launch, like `launches`."""
         return [(kernel, early) for kernel, _, early, _ in self._launched()]
 
     def blocks(self) -> list[int]:
-        """As `launches`, the number of blocks of each."""
+        """Returns the number of blocks of every launch, like `launches`."""
         return [blocks for *_, blocks in self._launched()]
 
     def _launched(self) -> Iterator[tuple[str, int, bool, int]]:
@@ -144,31 +146,34 @@ class Emulator:
             yield self._kernels[int(at, 16)] if int(at, 16) else "memset", int(dynamic), early == "1", int(blocks)
 
     def launch_impatient(self) -> str:
-        """What is said of a kernel that is launched early and never waits for those before it."""
+        """Launches a kernel early that never waits for earlier ones; returns the emulator's error, or ""."""
         return str(self._library.emulator_launch_impatient().decode())
 
     def write_earlier(self, written: Sequence[torch.Tensor]) -> None:
-        """From now on, as if these had been written before each early kernel by another, for which it has to wait."""
+        """Treats these tensors as results of an earlier kernel, which every later early launch must wait for."""
         self._library.emulator_wrote_earlier(None, ctypes.c_size_t(0))
         for memory in (tensor.untyped_storage() for tensor in written if tensor.numel()):
             self._library.emulator_wrote_earlier(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """A warp's product by an instruction; by lane: a int32 [32, 4], b int32 [32, 2], the result FP32 [32, 4]."""
+        """Runs an mma instruction of one warp. By lane: a int32 [32, 4], b int32 [32, 2], result FP32 [32, 4]."""
         c = torch.zeros(32, 4)
         self._library.emulator_mma(name.encode(), *(ctypes.c_void_p(t.data_ptr()) for t in (a, b, c)))
         return c
 
     def ldmatrix(self, transposed: bool, rows: torch.Tensor) -> torch.Tensor:
-        """int32 [32, 4] by lane, of 32 rows of 16 bytes."""
+        """Runs ldmatrix on 32 rows of 16 bytes; returns int32 [32, 4], by lane."""
         out = torch.zeros(32, 4, dtype=torch.int32)
         pointers = (ctypes.c_void_p(t.data_ptr()) for t in (rows, out))
         self._library.emulator_ldmatrix(ctypes.c_bool(transposed), *pointers)
         return out
 
     def wgmma(self, columns: int, memory: torch.Tensor, left: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
-        """A warpgroup's product of 64 rows and 64 or 128 columns, by thread, FP32 [128, columns / 2]. memory: all of
-        the shared memory, from address 1024 on; left: int32 [128, 4] by thread, or a descriptor in `a`."""
+        """Runs a wgmma instruction with 64 rows and 64 or 128 columns; returns FP32 [128, columns / 2], by thread.
+
+        `memory` is the shared memory from address 1024 on. `a` and `b` are descriptors; if `left` (int32 [128, 4],
+        by thread) is given, it replaces `a`.
+        """
         c = torch.zeros(128, columns // 2)
         words = ctypes.c_void_p(None if left is None else left.data_ptr())
         size, at = ctypes.c_size_t(memory.nbytes), ctypes.c_void_p(memory.data_ptr())
@@ -178,19 +183,19 @@ class Emulator:
 
 
 def _symbols(library: Path) -> list[tuple[int, str, int, str]]:
-    """(offset, section, bytes, name) of everything in the library."""
+    """Returns (offset, section, bytes, name) of every symbol in the library."""
     listed = subprocess.run(["objdump", "--syms", "--demangle", library], capture_output=True, text=True, check=True)
     line = re.compile(r"^([0-9a-f]+) .{7} (\.\w+)\t([0-9a-f]+)\s+(?:\.hidden )?(.*)$", re.MULTILINE)
     return [(int(at, 16), section, int(size, 16), name) for at, section, size, name in line.findall(listed.stdout)]
 
 
 def functions(library: Path) -> dict[int, str]:
-    """The functions in the library, by their offset."""
+    """Returns the names of the functions in the library, by their offset."""
     return {at: name.removeprefix("void ") for at, section, _, name in _symbols(library) if section == ".text"}
 
 
 def shared_memory(library: Path) -> dict[str, tuple[int, int]]:
-    """What kernels declare `__shared__`, in the emulator a function's static variables: (offset, bytes) by symbol."""
+    """Returns (offset, bytes) of every `__shared__` variable, by symbol; in the emulator they are static variables."""
     known = set(functions(library).values())
     return {
         name: (at, size)

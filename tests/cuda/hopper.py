@@ -1,10 +1,10 @@
-"""Products as Hopper's FP8 tensor cores add them, to the bit, on a CPU.
+"""A bit-exact model, on a CPU, of the products of Hopper's FP8 tensor cores.
 
-One instruction (wgmma) adds 32 products to a sum. The largest power of two among them counts: of a product the
-product of its factors' powers, so 1.5 times 1.5 counts as 1, and of the sum its own. Below 2^-13 of it everything is
-cut off, from each of the 33 first and from their sum at last. After 128 of K the sum goes to one in FP32 and starts
-again: so CUTLASS has it for its finer scales, and so CUTLASS and cuBLASLt have it where fast accumulation is off.
-An H200's errors follow this in every digit that was recorded (tests/cuda/test_hopper.py).
+One instruction (wgmma) adds 32 products to a sum. Each of these 33 numbers has a power of two: a product has the
+product of its factors' powers (so 1.5 times 1.5 has 1), the sum its own. Bits below 2^-13 of the largest power are
+truncated, first in each of the 33 numbers and then in the new sum. After every 128 elements of K, the sum is added to
+an FP32 sum and starts at 0 again. CUTLASS does this for its finer scales, and CUTLASS and cuBLASLt if fast accumulation
+is off. This model gives all recorded digits of an H200's errors (tests/cuda/test_hopper.py).
 """
 
 from collections.abc import Iterator
@@ -24,43 +24,44 @@ _SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14}
 
 
 def _power(x: Tensor) -> Tensor:
-    """The power of two below |x|, in FP32; 0 of 0."""
+    """Returns the largest power of two not above |x|, in FP32; 0 for 0."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def _power_of_factor(x: Tensor) -> Tensor:
-    """Numbers below the smallest normal one have its exponent."""
+    """Returns the power of two of FP8 values; subnormal values have the exponent of the smallest normal one."""
     smallest = torch.tensor(_SMALLEST_NORMAL[x.dtype])
     return torch.where(x.float() == 0, 0.0, torch.maximum(_power(x.float()), smallest))
 
 
 def _cut(x: Tensor, power: Tensor) -> Tensor:
-    """x without what lies below 2^-13 of a power of two."""
+    """Truncates the bits of x below 2^-13 of a power of two."""
     unit = (power * FRACTION).clamp(min=2.0**-100)
     return (x / unit).trunc() * unit
 
 
 def sums(a: Tensor, b: Tensor) -> list[Tensor]:
-    """a [M, K] times b [N, K] transposed, finite FP8: the sums [M, N] in FP32 of every 128 of K."""
-    tiles = [list(_sums(rows, b)) for rows in torch.split(a, TILE)]  # what a processor's cache holds
+    """Returns the FP32 sums [M, N] of a [M, K] times the transpose of b [N, K], one for every 128 elements of K. a and
+    b are finite FP8."""
+    tiles = [list(_sums(rows, b)) for rows in torch.split(a, TILE)]  # fits in the CPU's cache
     return [torch.cat(parts) for parts in zip(*tiles, strict=True)]
 
 
 def _sums(a: Tensor, b: Tensor) -> Iterator[Tensor]:
     factors = (a.float(), b.float(), _power_of_factor(a), _power_of_factor(b))
     for block in zip(*(torch.split(x, PROMOTED, 1) for x in factors), strict=True):
-        held = torch.zeros(len(a), len(b))
+        total = torch.zeros(len(a), len(b))
         for x, y, x_power, y_power in zip(*(torch.split(t, INSTRUCTION, 1) for t in block), strict=True):
             powers = (x_power.unsqueeze(1) * y_power).amax(-1)
-            largest = torch.maximum(powers, _power(held))
+            largest = torch.maximum(powers, _power(total))
             products = _cut(x.unsqueeze(1) * y, largest.unsqueeze(-1)).sum(-1)  # exact: few bits are left
-            held = products + _cut(held, largest)
-            held = _cut(held, _power(held))
-        yield held
+            total = products + _cut(total, largest)
+            total = _cut(total, _power(total))
+        yield total
 
 
 def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The op of that name."""
+    """The op scaled_mm, with Hopper's sums."""
     by_block = any(scale.dim() == 2 and scale.shape[1] > 1 for scale in (a_scale, b_scale))
     scales = [arithmetic.expand(scale, *x.shape).expand(x.shape) for scale, x in ((a_scale, a), (b_scale, b))]
     columns = [scale[:, ::PROMOTED].t() for scale in scales]
@@ -73,13 +74,13 @@ def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tens
 
 
 def scaled_mm_add(*arguments: Any) -> Tensor:
-    """The op of that name."""
+    """The op scaled_mm, with Hopper's sums."""
     *product, residual = arguments
     return residual + scaled_mm(*product, residual.dtype)  # type: ignore[no-any-return]
 
 
 def scaled_mm_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op of that name."""
+    """The op scaled_mm, with Hopper's sums."""
     *product, scale, out = arguments
     return reference.quantize(scaled_mm(*product, torch.float32), scale, out)  # type: ignore[no-any-return]
 

@@ -2,12 +2,13 @@
 
     LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out | written-weights
 
-`as-they-are`: every kernel, in both orders of a block's threads; a race ends the process with a report. `left-out`: the
-kernels that come to a barrier or wait, without it, for each of them; a line for each says how that was found.
-`written-weights`: how it is found that the kernel before writes weights which an op takes for stored ones.
+`as-they-are` runs every kernel, with the threads of a block in order and in reverse order. A race ends the process with
+a report. `left-out` removes each barrier and wait in turn and runs a kernel that reaches it. It prints a line for each
+that states how the fault was detected. `written-weights` treats stored weights as results of the previous kernel, and
+prints how this was detected: ops must not read such weights before they wait.
 
-Every launch that can be is early, on a GPU like sm_120, and what it gets is as if an earlier kernel had written it: a
-kernel that reads before it has waited for that one has a race, too. Only stored weights were there before.
+The emulated GPU is like sm_120, where launches start early, before earlier kernels have ended. All arguments except
+stored weights count as results of an earlier kernel, so a kernel that reads them before it waits has a race, too.
 """
 
 import os
@@ -31,8 +32,8 @@ from tests.cuda.test_gemm import operands
 from tests.cuda.test_sample import NEUTRAL, assert_drawn
 
 THREAD_SANITIZER = emulated.Build("emulator-races", ["-O1", "-g1", "-fsanitize=thread"])
-# Of the ops whose cases are small: one case with each of these words in its name, or the first. A barrier is left out
-# of the first run that comes to it; rows of one warp would not miss those of a block.
+# Ops with small cases: for each of these words, the first case with the word in its name. A barrier is removed in the
+# first run that reaches it, so that run must need it: rows of one warp do not need the barriers of a block.
 WORDS: dict[str, tuple[str, ...]] = {
     "quantize_watched": tuple(
         f"(130, 1032) {kind} torch.float32 scale 230.0 rows 2" for kind in ("plain", "norm", "gated")
@@ -69,9 +70,9 @@ STORED_WEIGHTS = {
     "stored_gated_mm": 1,
     "scaled_mm_add": 1,
     "watched_mm_add": 5,
-}  # which argument they are
-# How a process ends, the first by ThreadSanitizer's own choice; refused by the emulator: threads wait for ever, or use
-# an instruction against its rules.
+}  # index of the argument
+# Exit statuses. RACE is ThreadSanitizer's own. REFUSED: the emulator found threads that wait for ever, or an
+# instruction that is used against its rules.
 RACE, WRONG, REFUSED = 66, 65, 64
 CHIP, HOPPER = (120, 4, 99 * 1024), (90, 4, 227 * 1024)
 LONG, RESIDUAL = torch.ones(2, 32776), torch.ones(70, 72)
@@ -79,7 +80,7 @@ Run = tuple[str, Callable[[Kernels], Any]]
 
 
 def runs() -> Iterator[Run]:
-    """Every kernel, by name, on input that brings it to each of its barriers."""
+    """Yields (name, run) for every kernel, with inputs that reach each of its barriers."""
     for op, words in WORDS.items():
         for word in words:
             case = next(case for case in cases(op) if word in case.name)
@@ -88,9 +89,9 @@ def runs() -> Iterator[Run]:
         "quantize_rowwise, long rows",
         lambda kernels: kernels.run("quantize_rowwise", LONG, torch.float8_e4m3fn, False),
     )
-    for vocab in (5000, 8200):  # in one block, and in parts
+    for vocab in (5000, 8200):  # by one block, and by several
         yield f"sample of {vocab}", lambda kernels, vocab=vocab: draw(kernels, vocab)
-    for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel, by two teams, and the tiles of mma
+    for rows, k in ((5, 1200), (70, 656)):  # the skinny kernel with two teams, and the mma kernel
         for by in ("tensor", "1x128"):
             yield f"scaled_mm {rows} rows, {by}", partial(multiply, rows=rows, k=k, by=by)
     yield "scaled_mm_add by mma", lambda kernels: kernels.run("scaled_mm_add", *operands(70, 72, 64), None, RESIDUAL)
@@ -103,7 +104,7 @@ def runs() -> Iterator[Run]:
 
 
 class AfterOthers:
-    """The ops, whose arguments an earlier kernel wrote, `stored_weights` excepted."""
+    """Ops whose arguments, except stored weights, count as results of an earlier kernel."""
 
     def __init__(self, gpu: emulated.Emulator, stored_weights: dict[str, int]) -> None:
         self._gpu, self._stored_weights = gpu, stored_weights
@@ -131,7 +132,7 @@ def on_hopper(kernels: Kernels) -> Iterator[None]:
 
 
 def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
-    """Few rows on Hopper, whose shared memory has room for two teams."""
+    """Multiplies; few rows run on Hopper, whose shared memory has space for two teams."""
     a, b, a_scale, b_scale = operands(rows, 72, k, by, by)
     with on_hopper(kernels) if rows <= 16 else nullcontext():
         found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
@@ -139,7 +140,7 @@ def multiply(kernels: Kernels, rows: int, k: int, by: str) -> None:
 
 
 def draw(kernels: Kernels, vocab: int) -> None:
-    """With filters, which bring a row to every barrier of a search, and without."""
+    """Samples with filters, which reach every barrier of the search, and without."""
     args = arguments(vocab, 3, vocab, True)
     assert_drawn(kernels.run("sample", *args), args)
     for place, neutral in NEUTRAL.items():
@@ -155,30 +156,30 @@ def multiply_experts(kernels: Kernels) -> None:
 
 
 def attend(kernels: Kernels, dtype: torch.dtype, dim: int, keys: int = 300) -> None:
-    """A chunk of a prompt, and decoding over several segments."""
+    """Runs attention for a chunk of a prompt, and for decoding over several segments."""
     paged = Paged([keys, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(kernels, [(0, keys - 30, keys), (1, 0, 40)])
     paged.attend(kernels, [(0, keys - 1, keys), (1, 39, 40)])
 
 
 def attend_to_prompt(kernels: Kernels, dtype: torch.dtype) -> None:
-    """Two warpgroups, the second with fewer rows, over more tiles of keys than there is room for."""
+    """Runs two warpgroups, the second with fewer rows, over more tiles of keys than the pipeline has stages."""
     paged = Paged([300], heads=2, kv_heads=1, dim=64, dtype=dtype)
     with on_hopper(kernels):
         paged.attend(kernels, [(0, 260, 300)])
 
 
-def say(what: str) -> None:
-    print(what, flush=True)
+def print_line(text: str) -> None:
+    print(text, flush=True)
 
 
 def as_they_are(gpu: emulated.Emulator, kernels: Kernels) -> None:
     for backwards in (False, True):
         gpu.run_backwards(backwards)
         for name, run in runs():
-            say(f"RUN {name}")
+            print_line(f"RUN {name}")
             run(kernels)
-    say(f"MET {' '.join(sorted(gpu.met()))}")
+    print_line(f"MET {' '.join(sorted(gpu.met()))}")
 
 
 def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
@@ -187,7 +188,7 @@ def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
         run(kernels)
         for site in sorted(gpu.met() - done):
             done.add(site)
-            say(f"WITHOUT {site} {name}: {how_found(gpu, kernels, site, run)}")
+            print_line(f"WITHOUT {site} {name}: {detection(gpu, kernels, site, run)}")
 
 
 def written_weights(gpu: emulated.Emulator, kernels: Kernels) -> None:
@@ -195,11 +196,11 @@ def written_weights(gpu: emulated.Emulator, kernels: Kernels) -> None:
     for name, run in runs():
         if name.partition(" ")[0] in STORED_WEIGHTS:
             run(kernels)
-            say(f"WRITTEN {name}: {how_found(gpu, everything_written, '', run)}")
+            print_line(f"WRITTEN {name}: {detection(gpu, everything_written, '', run)}")
 
 
-def how_found(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable[[Kernels], Any]) -> str:
-    """In a child, which the first race ends."""
+def detection(gpu: emulated.Emulator, kernels: Kernels, site: str, run: Callable[[Kernels], Any]) -> str:
+    """Runs in a child process, which the first race ends; returns how the fault was detected."""
     child = os.fork()
     if child == 0:
         gpu.leave_out(site)
@@ -223,4 +224,4 @@ if __name__ == "__main__":
     kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
     modes = {"as-they-are": as_they_are, "left-out": left_out, "written-weights": written_weights}
     modes[sys.argv[1]](emulator, kernels)
-    say("DONE")
+    print_line("DONE")

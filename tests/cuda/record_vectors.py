@@ -1,8 +1,7 @@
-"""Recorded parity vectors: python -m tests.cuda.record_vectors, to be run on a CPU with its library built.
+"""Records parity vectors: python -m tests.cuda.record_vectors, on a CPU with the CPU library.
 
-vectors.safetensors holds inputs and the CPU kernels' results. Both sides are tested against it: a GPU must
-give the data and scales that some CPU gave once, not those of the reference that happens to run beside it, and a later
-CPU kernel must give them too. Written anew only when docs/numerics.md changes.
+vectors.safetensors has inputs and the results of CPU kernels. CPU and GPU kernels are tested against it, so that data
+and scales do not depend on the machine that runs the tests. It is recorded again only if docs/numerics.md changes.
 """
 
 import json
@@ -35,7 +34,7 @@ KINDS = {
 
 
 def load() -> dict[str, Tensor]:
-    """The contents of PATH. A machine with a GPU may have only torch, so the safetensors package is not needed."""
+    """Reads PATH without the safetensors package, since a machine with a GPU may have only torch."""
     content = PATH.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header, found = json.loads(content[8:begin]), {}
@@ -61,7 +60,7 @@ def casts() -> dict[str, Tensor]:
 
 
 def products() -> dict[str, Tensor]:
-    """One GEMM per granularity: quantized data, scales, and the product in FP32."""
+    """Returns quantized operands, scales and the FP32 product of one GEMM for each granularity."""
     found = {}
     ops = torch.ops.fp8serve
     a, b, dtype = tame(21, 272, seed=6), tame(40, 272, seed=7), FORMATS[0]
@@ -84,6 +83,6 @@ if __name__ == "__main__":
 
     if ops.cpu_isa() is None:
         raise SystemExit("The CPU library is not built, and the vectors are what its kernels compute: make setup")
-    made_by = {"torch": torch.__version__, "cpu": str(ops.cpu_isa())}
-    save_file({name: t.contiguous() for name, t in (casts() | products()).items()}, PATH, metadata=made_by)
+    metadata = {"torch": torch.__version__, "cpu": str(ops.cpu_isa())}
+    save_file({name: t.contiguous() for name, t in (casts() | products()).items()}, PATH, metadata=metadata)
     print(f"{PATH}: {PATH.stat().st_size} bytes")

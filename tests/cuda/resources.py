@@ -1,11 +1,11 @@
 """Compares the resources of every CUDA kernel with a record: python tests/cuda/resources.py LIBRARY [--record]
 
-Registers of a thread, bytes of its stack and bytes of shared memory that a kernel declares, for every instance of a
-kernel and every architecture, as the assembler (ptxas) counted them and cuobjdump reads them from the library. Spilled
-registers lie on the stack: a kernel without one spills nothing. Exits with 1 where a kernel takes more than the record
-(csrc/cuda/resources.json) says, has one instance more or less, or is new; --record writes the record anew.
+The resources are registers of a thread, bytes of its stack, and bytes of declared shared memory, for every instance of
+a kernel and every architecture. The assembler (ptxas) counts them, and cuobjdump reads them from the library. Registers
+spill to the stack, so a kernel without a stack does not spill. Exits with status 1 if a kernel needs more than the
+record (csrc/cuda/resources.json), has another number of instances, or is new. --record writes a new record.
 
-The figures are those of one compiler. With another, they are shown but not checked.
+The record is of one compiler version. With another version, resources are printed but not compared.
 """
 
 import json
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # also as a script
 from tests.cuda import sass  # noqa: E402
 
 RECORD = ROOT / "csrc/cuda/resources.json"
-DECLARED_SHARED = 48 * 1024  # bytes that a kernel of any chip may declare; beyond them a launch has to ask
+DECLARED_SHARED = 48 * 1024  # bytes that a kernel may declare on any chip; a launch must opt in to more
 REGISTERS = 255
 _ARCHITECTURE = re.compile(r"^arch = (sm_\w+)$", re.MULTILINE)
 _SOURCE = re.compile(r"^identifier = (\S+)$", re.MULTILINE)
@@ -30,7 +30,7 @@ _NVCC = re.compile(rb"fp8serve-cuda-runtime=([\d.]+);")
 
 
 class Usage(NamedTuple):
-    """Of one instance of a kernel: per thread, per thread in bytes, per block in bytes."""
+    """Resources of one instance of a kernel: registers and stack bytes of a thread, shared bytes of a block."""
 
     registers: int
     stack: int
@@ -41,7 +41,7 @@ Kernels = dict[str, dict[str, list[Usage]]]  # by architecture and "file: kernel
 
 
 def measured(binary: Path, tool: Path) -> Kernels:
-    """The resources of the kernels in a library, or in an object of one."""
+    """Returns the resources of the kernels in a library or an object file."""
     command = [tool, "--dump-resource-usage", binary]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: Kernels = {}
@@ -50,7 +50,7 @@ def measured(binary: Path, tool: Path) -> Kernels:
         if not usages:
             continue
         assert arch is not None
-        # Only the kernels of CUTLASS, which are of one architecture each, are compiled without line numbers.
+        # Only CUTLASS's sources are compiled without line numbers; each is for one architecture.
         file = Path(source[1]).name if source else f"gemm_{arch[1].rstrip('af').replace('_', '')}.cu"
         kernels = found.setdefault(arch[1], {})
         for symbol, *numbers in usages:
@@ -59,22 +59,22 @@ def measured(binary: Path, tool: Path) -> Kernels:
 
 
 def _name(symbol: str) -> str:
-    """The name of a function in its source, without namespaces and types. (c++filt gives up on CUTLASS's names.)"""
+    """Returns the name of a function without namespaces and types. (c++filt fails on CUTLASS's names.)"""
     name, rest = symbol, symbol.removeprefix("_Z").removeprefix("N")
-    while length := re.match(r"\d+", rest):  # of the next part of the name
+    while length := re.match(r"\d+", rest):  # length of the next part of the name
         end = length.end() + int(length[0])
         name, rest = rest[length.end() : end], rest[end:]
     return name
 
 
 def compiler(library: Path) -> str:
-    """The version of nvcc that compiled a library, as it says itself."""
+    """Returns the version of nvcc that the library was compiled by, as embedded in it."""
     found = _NVCC.search(library.read_bytes())
     return found[1].decode() if found else "unknown"
 
 
 def recorded(path: Path = RECORD) -> tuple[str, Kernels]:
-    """(nvcc, kernels) of the record."""
+    """Returns (nvcc version, kernels) of the record."""
     content: dict[str, Any] = json.loads(path.read_text())
     kernels = {
         arch: {name: [Usage(*usage) for usage in usages] for name, usages in of_arch.items()}
@@ -94,17 +94,17 @@ def record(nvcc: str, kernels: Kernels, path: Path = RECORD) -> None:
 
 
 def complaints(found: Kernels, known: Kernels) -> list[str]:
-    """The differences from the record of the kernels of the architectures in `found`, and those that take more."""
+    """Returns a message for every kernel that differs from the record, for the architectures in `found`."""
     return [
-        f"{arch} {name}: {said}"
+        f"{arch} {name}: {message}"
         for arch, kernels in found.items()
         for name in sorted(kernels | known.get(arch, {}))
-        if (said := _compared(kernels.get(name, []), known.get(arch, {}).get(name, [])))
+        if (message := _compared(kernels.get(name, []), known.get(arch, {}).get(name, [])))
     ]
 
 
 def _compared(found: list[Usage], known: list[Usage]) -> str | None:
-    """The instances in order of their registers, then each kind of number in an order of its own."""
+    """Compares the sorted numbers of all instances, separately for each resource; returns a message or None."""
     if len(found) != len(known):
         return f"{len(found)} instances, on record are {len(known)}"
     for kind in Usage._fields:
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
     worse = complaints(found, known) if known_by == nvcc else []
     print(*worse, sep="\n", end="\n" if worse else "")
     if known_by != nvcc:
-        print(f"compiled by nvcc {nvcc}; the record is of {known_by}, so that nothing is compared")
+        print(f"compiled by nvcc {nvcc}; the record is of {known_by}, so nothing is compared")
     return int(bool(worse))
 
 

@@ -1,8 +1,8 @@
-"""Which tensor instructions the CUDA library holds, per architecture: python tests/cuda/sass.py LIBRARY.
+"""Counts the tensor instructions of each architecture in the CUDA library: python tests/cuda/sass.py LIBRARY.
 
-Disassembles with cuobjdump: from PATH, or from the nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm packages, or from
-triton's. Exits with 1 if an architecture in the library lacks an instruction that its kernels are for: a GEMM that
-fell back to FP16 multiplication gives the right numbers and is twice too slow, and nothing else would tell.
+Disassembles with the cuobjdump of PATH, of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of triton.
+Exits with status 1 if an architecture lacks an instruction that its kernels should use. A GEMM that falls back to FP16
+gives the right numbers at half the speed, so no other test would notice.
 """
 
 import os
@@ -21,7 +21,7 @@ EXPECTED = {"sm_89": ["QMMA"], "sm_90a": ["QGMMA", "HGMMA"]}
 # A family's code (sm_100f) is listed under the chip's plain name.
 EXPECTED |= {"sm_100a": ["UTCQMMA"], "sm_100": ["UTCQMMA"], "sm_120a": ["QMMA"], "sm_120": ["QMMA"]}
 DIVISION = {"s": re.compile(r"__cuda_sm\d+_(div|rem)_s64"), "u": re.compile(r"__cuda_sm\d+_(div|rem)_u64")}
-# Accesses: loads, stores and atomics of memory that other kernels see; not the arguments' (LDC) nor the block's (LDS).
+# Accesses: loads, stores and atomics of global memory; not of arguments (LDC) and not of shared memory (LDS).
 RELEVANT = re.compile(
     r"\b(?P<tensor>(?:UTCQ|QG|Q|HG|H)MMA)\b"
     r"|\b(?P<access>(?:LDG?|STG?|ATOMG?|RED|LDGSTS|UBLKCP|UTMALDG)\b[.\w]*)"
@@ -31,7 +31,7 @@ PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
 
 
 def cuobjdump() -> Path | None:
-    """The disassembler, or None where none is installed."""
+    """Returns the path of the disassembler, or None if none is installed."""
     if found := shutil.which("cuobjdump"):
         return Path(found)
     for package, folder in PACKAGED.items():
@@ -49,23 +49,27 @@ def architectures(library: Path, tool: Path) -> list[str]:
 
 @dataclass
 class Code:
-    """What one reading of a library's instructions finds."""
+    """The results of disassembling a library once."""
 
-    tensor_instructions: dict[str, Counter[str]]  # how often each occurs, by architecture
-    early_accesses: dict[str, list[str]]  # by function that waits for earlier kernels: the memory accesses before that
+    tensor_instructions: dict[str, Counter[str]]  # counts of each instruction, by architecture
+    early_accesses: dict[
+        str, list[str]
+    ]  # by function with a wait for earlier kernels: its memory accesses before the wait
 
 
 @cache
 def disassembled(binary: Path, tool: Path) -> Code:
-    """The instructions of every architecture: a minute's work, done once in a process."""
-    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls the nvdisasm beside it
+    """Disassembles all architectures, which takes a minute; cached."""
+    path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # cuobjdump calls nvdisasm of the same folder
     code = Code(defaultdict(Counter), {})
     counts, function, before = Counter[str](), "", list[str]()
     with subprocess.Popen(
         [str(tool), "-sass", str(binary)], stdout=subprocess.PIPE, text=True, env={**os.environ, **path}
     ) as process:
         for line in process.stdout or ():
-            if line[8:9] == " " or (match := RELEVANT.search(line)) is None:  # the second half of a code, or nothing
+            if (
+                line[8:9] == " " or (match := RELEVANT.search(line)) is None
+            ):  # the second line of an instruction, or irrelevant
                 continue
             kind, text = match.lastgroup, match[0]
             if kind == "tensor":
@@ -77,15 +81,18 @@ def disassembled(binary: Path, tool: Path) -> Code:
             elif kind == "function":
                 function, before = match["function"], []
             else:
-                counts = code.tensor_instructions[match["arch"].removesuffix("f")]  # a family: as in architectures()
+                counts = code.tensor_instructions[
+                    match["arch"].removesuffix("f")
+                ]  # code of a family, as in architectures()
     return code
 
 
 @cache
 def long_divisions(binary: Path, tool: Path, kind: str) -> set[str]:
-    """The sources whose kernels, on some architecture, divide integers of 64 bits, which takes a function. kind: "s",
-    with a sign, or "u", without, as the compiler divides to know how often a loop runs that it
-    unrolls. Sources that were compiled without line numbers (CUTLASS's) are "".
+    """Returns the sources whose kernels call the slow function for divisions of 64-bit integers, on any architecture.
+
+    `kind` is "s" for signed and "u" for unsigned integers; the compiler itself inserts unsigned divisions to count the
+    iterations of unrolled loops. Sources without line numbers (CUTLASS's) are listed as "".
     """
     sources, source = set(), ""
     listing = subprocess.run([tool, "-symbols", binary], capture_output=True, text=True, check=True).stdout
@@ -100,7 +107,7 @@ def long_divisions(binary: Path, tool: Path, kind: str) -> set[str]:
 
 
 def fused_in(binary: Path, tool: Path, kernel: str) -> dict[str, int]:
-    """How many fused multiply-adds of FP32 each function has whose name contains `kernel`, over all architectures."""
+    """Returns the numbers of FP32 fused multiply-adds in all functions whose names contain `kernel`."""
     path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         [tool, "-sass", binary], capture_output=True, text=True, check=True, env={**os.environ, **path}

@@ -1,4 +1,4 @@
-"""rms_norm, silu_mul, rotary and their gradients on the device: the reference, to the last bit or a sum's rounding."""
+"""rms_norm, silu_mul and their gradients on the device equal the reference up to roundings; rotary has its bits."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ REFERENCE = {
 
 
 def assert_near(found, expected, steps=2):
-    """Within a few roundings of the element, or of the largest, where a sum cancels."""
+    """Allows a few roundings of the element, or of the largest element, since sums may cancel."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     eps = steps * torch.finfo(expected.dtype).eps
@@ -26,7 +26,7 @@ def assert_near(found, expected, steps=2):
 
 
 @pytest.mark.parametrize("op", REFERENCE)
-def test_cases(kernels, op):
+def test_registered_cases_are_close_to_the_reference(kernels, op):
     for case in cases(op):
         found, expected = kernels.run(op, *case.make()), REFERENCE[op](*case.make())
         pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
@@ -35,7 +35,7 @@ def test_cases(kernels, op):
 
 
 @pytest.mark.parametrize("case", cases("rotary"), ids=lambda case: case.name)
-def test_rotary_cases(kernels, case):
+def test_rotary_has_the_bits_of_the_reference(kernels, case):
     assert_bits_equal(kernels.run("rotary", *case.make()), reference.rotary(*case.make()))
 
 
@@ -49,7 +49,7 @@ def test_rotary_of_a_slice_of_a_projection(kernels):
 @pytest.mark.parametrize("dtype", HIGH)
 @pytest.mark.parametrize("shape", [(3, 520), (2, 2100), (600, 24)])
 def test_norms_of_every_length(kernels, shape, dtype):
-    """Rows for a warp and for a block, longer than the block is wide, and more than there are chunks of rows."""
+    """Rows for one warp, rows longer than a block has threads, and more rows than the backward kernel has chunks."""
     x, weight, grad = tame(*shape, dtype), tame(1, shape[1], dtype, 1)[0], tame(*shape, dtype, 2)
     assert_near(kernels.run("rms_norm", x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     wide = [t.double() for t in (grad, x, weight)]
@@ -59,7 +59,7 @@ def test_norms_of_every_length(kernels, shape, dtype):
 
 
 def exact_gradients(grad, x, weight, dtype):
-    """In FP64, but for the rounding of the normed input."""
+    """Returns the gradients in FP64, except that the normed input is rounded to `dtype`."""
     factor = (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
     normed, upstream = x * factor, grad * weight
     d_x = factor * (upstream - normed * (upstream * normed).mean(-1, keepdim=True))
@@ -67,7 +67,7 @@ def exact_gradients(grad, x, weight, dtype):
 
 
 @pytest.mark.parametrize("width", [64, 300, 520])
-def test_the_fused_casts_are_these_ops_and_a_cast(kernels, width):
+def test_fused_casts_have_the_bits_of_the_op_and_a_cast(kernels, width):
     x, up, weight = (tame(n, width, torch.bfloat16, seed) for seed, n in enumerate((5, 5, 1)))
     scale = torch.tensor(3.0)
     pairs = [
@@ -101,7 +101,7 @@ def test_layer_norm_quantize(kernels):
 
 
 def test_a_layer_norm_of_numbers_far_from_zero(kernels):
-    """The deviations are squared, not the values: a mean of 1000 costs no digits."""
+    """The kernel squares deviations from the mean, not values, so a mean of 1000 costs no precision."""
     x = 1000 + tame(4, 520, seed=3)
     args = torch.linspace(0.5, 2, 520), None, 1e-5, torch.tensor(30.0), FORMATS[0]
     found, expected = kernels.run("layer_norm_quantize", x, *args), reference.layer_norm_quantize(x, *args)

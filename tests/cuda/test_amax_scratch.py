@@ -1,4 +1,4 @@
-"""The amax of a cast by many blocks needs no memory set to zero, except in a graph; and it is right each time."""
+"""Casts by many blocks keep their amax in scratch memory of the stream, without a memset outside of CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +13,11 @@ from tests.cuda import emulated
 from tests.cuda.conftest import Kernels, kernels_on
 
 E4M3 = torch.float8_e4m3fn
-SIZE = (130, 1032)  # of several blocks, whatever a block takes
+SIZE = (130, 1032)  # several thread blocks for every op
 
 
 def matrix(seed: int) -> Tensor:
-    """Values whose largest falls from call to call: what an earlier launch has left behind would show."""
+    """Returns a matrix whose largest value falls with `seed`, so that an amax of an earlier launch would be noticed."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)).bfloat16() / (1 + seed)
 
 
@@ -62,7 +62,7 @@ def amax_of(found: Any) -> Tensor:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("case", CASTS)
-def test_nothing_is_set_to_zero_outside_of_a_graph(gpu: emulated.Emulator, case: str) -> None:
+def test_no_memset_is_launched_outside_of_a_graph(gpu: emulated.Emulator, case: str) -> None:
     op, make = case.split()[0], CASTS[case]
     for capturing, memsets in ((False, 0), (True, 1), (False, 0)):
         gpu.capture(capturing)
@@ -83,19 +83,19 @@ def test_more_experts_than_the_scratch_has_maxima_need_a_memset(gpu: emulated.Em
 
 
 @pytest.mark.parametrize("case", CASTS)
-def test_the_amax_is_right_call_after_call(kernels: Kernels, case: str) -> None:
+def test_the_amax_of_every_call_is_correct(kernels: Kernels, case: str) -> None:
     op = case.split()[0]
     for seed in range(4):
         assert_near(op, kernels.run(op, *CASTS[case](seed)), CASTS[case](seed))
 
 
 def assert_near(op: str, found: Any, arguments: tuple[Any, ...]) -> None:
-    """To the bit where nothing is summed before the amax; quantize_current tells its scale instead."""
-    one, wanted = amax_of(found), amax_of(getattr(reference, op)(*arguments))
+    """Compares the amax (of quantize_current, the scale): bit for bit for ops without sums, otherwise approximately."""
+    actual, expected = amax_of(found), amax_of(getattr(reference, op)(*arguments))
     if op in {"quantize", "quantize_current", "quantize_transpose", "grouped_quantize"}:
-        assert_bits_equal(one, wanted)
+        assert_bits_equal(actual, expected)
     else:
-        torch.testing.assert_close(one, wanted, rtol=2**-7, atol=0.0)
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0.0)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""paged_attention and write_kv on the device: close to the FP64 reference, and independent of the batch bit for bit."""
+"""paged_attention and write_kv on the device: close to the reference, with bits that do not depend on the batch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def assert_close(found, expected):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda case: case.name)
-def test_cases(kernels, case):
+def test_registered_cases_are_close_to_the_reference(kernels, case):
     assert_close(kernels.run("paged_attention", *case.make()), reference.paged_attention(*case.make()))
 
 
@@ -37,7 +37,10 @@ class Paged:
         self.queries = [torch.randn(n, heads, dim, generator=self.noise).bfloat16() for n in lengths]
 
     def attend(self, kernels, parts, *options):
-        """parts: per sequence (sequence, first query token, one past the last). options: window, softcap, sinks."""
+        """Runs attention, compares it with the reference, and returns the output of each part.
+
+        `parts` are triples (sequence, first query token, end of query tokens); `options` are window, softcap, sinks.
+        """
         chosen = [self.queries[s][first:last] for s, first, last in parts]
         starts = torch.tensor([0] + [len(q) for q in chosen]).cumsum(0).int()
         tables = torch.stack([self.tables[s] for s, _, _ in parts])
@@ -55,8 +58,8 @@ CACHES = [torch.bfloat16, E4M3, torch.float8_e5m2]
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_sequence_does_not_depend_on_its_batch(kernels, cache):
-    """Alone, its segments of keys go to blocks of their own; among many, one block walks them all; beside prompts, a
-    block has four warps."""
+    """Alone, each segment of keys has its own block; in a large batch, one block computes all segments; in a batch with
+    prompts, a block has four warps."""
     paged = Paged([1100, 40, 700, 513, 16, 90], dtype=cache)
     alone = paged.attend(kernels, [(0, 1099, 1100)])[0]
     together = paged.attend(kernels, [(s, n - 1, n) for s, n in enumerate(paged.lengths)])
@@ -74,8 +77,8 @@ OPTIONS = [(1,), (33, None, SINKS), (256,), (700, 2.0), (None, 0.7, SINKS), (90,
 @pytest.mark.pairwise
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("cache", "dim"), [(torch.bfloat16, 32), (E4M3, 32), (torch.bfloat16, 20)])
-def test_windows_soft_caps_and_sinks(kernels, cache, dim, options):
-    """Right, and the same bits from a block for each segment, from one block for all, and from any cut."""
+def test_windows_soft_caps_and_sinks_have_the_same_bits_in_every_batch(kernels, cache, dim, options):
+    """Close to the reference, with the same bits for one block per segment, one block for all, and every chunking."""
     paged = Paged([1100, 40, 700, 513, 16, 90], heads=6, kv_heads=2, dim=dim, dtype=cache)
     alone = paged.attend(kernels, [(0, 1099, 1100)], *options)[0]
     together = paged.attend(kernels, [(s, n - 1, n) for s, n in enumerate(paged.lengths)], *options)
@@ -90,7 +93,7 @@ def test_windows_soft_caps_and_sinks(kernels, cache, dim, options):
 
 
 @pytest.mark.parametrize("dim", [32, 20])
-def test_options_that_change_nothing_change_no_bit(kernels, dim):
+def test_options_without_effect_change_no_bit(kernels, dim):
     paged = Paged([600, 90], heads=4, dim=dim)
     parts = [(0, 590, 600), (1, 0, 90)]
     plain = torch.cat(paged.attend(kernels, parts))
@@ -99,7 +102,7 @@ def test_options_that_change_nothing_change_no_bit(kernels, dim):
 
 
 @pytest.mark.parametrize("dim", [32, 20])
-def test_what_lies_far_before_a_window_is_not_read(kernels, dim):
+def test_keys_far_before_a_window_are_not_read(kernels, dim):
     paged = Paged([900], dim=dim)
     clean = paged.attend(kernels, [(0, 880, 900)], 100)[0]
     for position in range(880 - 100 - 64):  # a tile of keys is read as a whole
@@ -108,7 +111,7 @@ def test_what_lies_far_before_a_window_is_not_read(kernels, dim):
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
-def test_a_prompt_may_be_cut_anywhere(kernels, cache):
+def test_a_prompt_may_be_split_anywhere(kernels, cache):
     paged = Paged([560], heads=3, kv_heads=1, dim=16, dtype=cache)
     whole = paged.attend(kernels, [(0, 500, 560)])[0]
     for cut in (501, 512, 513, 559):
@@ -126,14 +129,14 @@ def test_every_width_of_head(kernels, dim, cache):
 
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (24, 1), (40, 2)])
 def test_every_size_of_group(kernels, heads):
-    """A decoding token fills a part of a tile, a tile, or more than one."""
+    """The heads of a decoding token fill a part of a tile, a tile, or more."""
     paged = Paged([45, 300], heads=heads[0], kv_heads=heads[1], dim=32)
     decoded = paged.attend(kernels, [(0, 44, 45), (1, 299, 300)])
     chunk = paged.attend(kernels, [(1, 290, 300)])[0]
     assert_bits_equal(decoded[1], chunk[-1:])
 
 
-def test_more_segments_than_are_merged_at_once(kernels):
+def test_more_segments_than_one_merge_step_takes(kernels):
     """A context of 260 segments of 128 keys."""
     paged = Paged([33_200], heads=1, kv_heads=1, dim=16)
     paged.attend(kernels, [(0, 33_199, 33_200)])
@@ -141,7 +144,7 @@ def test_more_segments_than_are_merged_at_once(kernels):
 
 @pytest.mark.parametrize("dim", [32, 20])
 def test_a_row_without_context_is_zero(kernels, dim):
-    """A sequence of padding: no keys, and nothing but zeros comes out."""
+    """A padding sequence has no keys; its output is zero."""
     paged = Paged([20, 1], dim=dim)
     tables, lens, starts = paged.tables, torch.tensor([20, 0]).int(), torch.tensor([0, 1, 2]).int()
     q = torch.cat([paged.queries[0][:1], paged.queries[1]])
@@ -150,7 +153,7 @@ def test_a_row_without_context_is_zero(kernels, dim):
     assert bool(found[0].isfinite().all())
 
 
-def test_what_lies_behind_a_query_does_not_reach_it(kernels):
+def test_keys_after_a_query_are_not_used(kernels):
     """Keys and values after a position, and unused slots, may be NaN."""
     paged = Paged([40])
     clean = paged.attend(kernels, [(0, 20, 30)])[0]
@@ -162,7 +165,7 @@ def test_what_lies_behind_a_query_does_not_reach_it(kernels):
 
 
 @pytest.mark.parametrize("case", cases("write_kv"), ids=lambda case: case.name)
-def test_write_cases(kernels, case):
+def test_write_kv_has_the_bits_of_the_reference(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
     kernels.ops.write_kv(*args)
     reference.write_kv(*expected)
@@ -171,7 +174,7 @@ def test_write_cases(kernels, case):
         compare(found.cpu(), wanted)
 
 
-def test_slots_that_are_not_there_are_skipped(kernels):
+def test_write_kv_skips_slots_outside_of_the_cache(kernels):
     k, v = torch.ones(3, 1, 8), torch.ones(3, 1, 8)
     caches = kernels.here([torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8)])
     kernels.ops.write_kv(*kernels.here((k, v)), *caches, kernels.here(torch.tensor([-1, 4, 2])), None, None)
@@ -181,6 +184,6 @@ def test_slots_that_are_not_there_are_skipped(kernels):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
-def test_large(gpu, cache):
+def test_large_batches_are_close_to_the_reference(gpu, cache):
     paged = Paged([4000, 2500, 17, 1], heads=32, kv_heads=8, dim=128, dtype=cache)
     paged.attend(gpu, [(0, 3900, 4000), (1, 2499, 2500), (2, 0, 17), (3, 0, 1)])

@@ -1,4 +1,5 @@
-"""paged_attention of prompts on Hopper's warpgroups: the mma kernel's bits on the emulated GPU, and who takes what."""
+"""The wgmma kernel of paged_attention for prompts on Hopper: the bits of the mma kernel on the emulated GPU, and which
+calls it takes."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from tests.cuda.test_attention import CACHES, Paged
 
 E4M3 = torch.float8_e4m3fn
 HOPPER, ADA, B200 = (90, 132, 227 * 1024), (89, 142, 99 * 1024), (100, 148, 227 * 1024)
-FEW = (90, 1, 227 * 1024)  # multiprocessors: one block takes all segments
+FEW = (90, 1, 227 * 1024)  # one multiprocessor, so one block computes all segments
 SINKS = torch.tensor([0.5, -3.0, 5.0, 0.0, 1.0, -1.0])
 OPTIONS = [(), (100, 2.0, SINKS), (300,), (None, 0.7, SINKS), (1,)]
 
@@ -49,7 +50,7 @@ def switch(kernels: Kernels, off: str) -> None:
 
 
 def launched() -> list[str]:
-    """The kernels since the last call: attend_to_prompt for warpgroups, attend for warps or FP32."""
+    """Returns the kernels launched since the last call: attend_to_prompt uses wgmma, attend uses mma or FP32."""
     names = (name.replace("(anonymous namespace)::", "") for name, _ in emulated.emulator().starts())
     return [re.sub(r"[<(].*", "", name).split("::")[-1] for name in names]
 
@@ -57,8 +58,8 @@ def launched() -> list[str]:
 Parts = list[tuple[int, int, int]]
 
 
-def attended(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> tuple[Tensor, set[str]]:
-    """The rows of all sequences, and the kernels that made them."""
+def attend(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> tuple[Tensor, set[str]]:
+    """Returns the rows of all sequences, and the names of the kernels that computed them."""
     launched()
     found = torch.cat(paged.attend(kernels, parts, *options))
     return found, set(launched()) - {"merge_parts"}
@@ -69,15 +70,15 @@ def attended(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> 
 @pytest.mark.parametrize("chip", [HOPPER, FEW], ids=["a block for each segment", "a block for all"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("cache", "dim"), [(cache, dim) for cache in CACHES for dim in (64, 128)] + [(E4M3, 80)])
-def test_its_bits_are_those_of_the_mma_kernel(emulated_hopper: Kernels, cache, dim, options, chip) -> None:
-    """With several segments, rows that do not fill a block, and a second sequence; the first rows see no whole tile."""
+def test_wgmma_has_the_bits_of_mma(emulated_hopper: Kernels, cache, dim, options, chip) -> None:
+    """Several segments, rows that do not fill a block, a second sequence, and rows with less than one tile of keys."""
     be(emulated_hopper, *chip)
     paged = Paged([600, 90], heads=6, kv_heads=2, dim=dim, dtype=cache)
     parts = [(0, 530, 600), (1, 0, 90)]
-    found, by = attended(paged, emulated_hopper, parts, *options)
+    found, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend_to_prompt", "attend"}
     switch(emulated_hopper, "attention_wgmma")
-    expected, by = attended(paged, emulated_hopper, parts, *options)
+    expected, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend"}
     assert_bits_equal(found, expected)
 
@@ -98,7 +99,7 @@ def test_every_width_of_head(hopper: Kernels, dim, cache) -> None:
 
 
 TOKENS = [
-    ([(0, 40, 72)], {"attend_to_prompt"}),  # two heads a group: 64 rows
+    ([(0, 40, 72)], {"attend_to_prompt"}),  # two heads in a group, so 64 rows
     ([(0, 41, 72)], {"attend"}),
     ([(0, 40, 72), (1, 0, 40)], {"attend_to_prompt", "attend"}),
     ([(0, 71, 72), (1, 39, 40)], {"attend"}),
@@ -107,17 +108,17 @@ TOKENS = [
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("parts", "by"), TOKENS)
-def test_who_takes_a_call(emulated_hopper: Kernels, parts, by) -> None:
+def test_which_kernels_compute_a_call(emulated_hopper: Kernels, parts, by) -> None:
     paged = Paged([72, 40], heads=4, kv_heads=2, dim=64)
-    assert attended(paged, emulated_hopper, parts)[1] == by
+    assert attend(paged, emulated_hopper, parts)[1] == by
     for chip in (ADA, B200):
         be(emulated_hopper, *chip)
-        assert attended(paged, emulated_hopper, parts)[1] == {"attend"}
+        assert attend(paged, emulated_hopper, parts)[1] == {"attend"}
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
 def test_a_prompt_does_not_depend_on_its_batch(hopper: Kernels, cache) -> None:
-    """Nor do the others on it: rows that either kernel leaves out are the other's. Alone, a call has other blocks."""
+    """Nor do other sequences depend on it. Both kernels run, each for its rows; alone, a call has other blocks."""
     paged = Paged([700, 300, 40, 90], dim=64, dtype=cache)
     parts = [(2, 39, 40), (0, 600, 700), (3, 80, 90), (1, 0, 300)]
     together = paged.attend(hopper, parts)
@@ -127,8 +128,8 @@ def test_a_prompt_does_not_depend_on_its_batch(hopper: Kernels, cache) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
-def test_on_the_emulated_gpu_a_prompt_may_be_cut_anywhere(emulated_hopper: Kernels, cache) -> None:
-    """There both kernels' instructions add alike."""
+def test_on_the_emulated_gpu_a_prompt_may_be_split_anywhere(emulated_hopper: Kernels, cache) -> None:
+    """On the emulated GPU, mma and wgmma add in the same order."""
     paged = Paged([560], heads=3, kv_heads=1, dim=64, dtype=cache)
     whole = paged.attend(emulated_hopper, [(0, 500, 560)])[0]
     for cut in (501, 512, 527, 559):
@@ -137,7 +138,7 @@ def test_on_the_emulated_gpu_a_prompt_may_be_cut_anywhere(emulated_hopper: Kerne
         assert_bits_equal(torch.cat([first, second]), whole)
 
 
-def test_what_lies_behind_a_prompt_or_far_before_its_window_is_not_read(hopper: Kernels) -> None:
+def test_keys_after_a_prompt_or_far_before_its_window_are_not_read(hopper: Kernels) -> None:
     paged = Paged([900], dim=64)
     clean = paged.attend(hopper, [(0, 700, 800)], 100)[0]
     for position in range(700 - 100 - 64):  # a tile of keys is read as a whole
@@ -149,11 +150,11 @@ def test_what_lies_behind_a_prompt_or_far_before_its_window_is_not_read(hopper: 
 
 
 @pytest.mark.emulator
-def test_queries_that_begin_between_chunks_are_for_warps(emulated_hopper: Kernels) -> None:
+def test_unaligned_queries_do_not_take_wgmma(emulated_hopper: Kernels) -> None:
     paged = Paged([100], dim=64)
-    room = torch.zeros(100 * 4 * 64 + 2, dtype=torch.bfloat16)
-    room[2:] = paged.queries[0].flatten()
-    paged.queries[0] = room[2:].view(100, 4, 64)
+    buffer = torch.zeros(100 * 4 * 64 + 2, dtype=torch.bfloat16)
+    buffer[2:] = paged.queries[0].flatten()
+    paged.queries[0] = buffer[2:].view(100, 4, 64)
     args = paged.queries[0], paged.k, paged.v, paged.tables, torch.tensor([100]).int(), torch.tensor([0, 100]).int()
     launched()
     emulated_hopper.run("paged_attention", *args, None, None, 0.125)
@@ -161,8 +162,8 @@ def test_queries_that_begin_between_chunks_are_for_warps(emulated_hopper: Kernel
 
 
 @pytest.mark.parametrize(("off", "merging"), [("attention_wgmma", "merge_parts"), ("attention_mma", "merge_segments")])
-def test_the_next_kernel_takes_over(hopper: Kernels, off: str, merging: str) -> None:
-    """From warpgroups warps, from tensor cores FP32; all are right."""
+def test_without_a_kernel_the_next_one_computes(hopper: Kernels, off: str, merging: str) -> None:
+    """mma replaces wgmma, and FP32 replaces mma; all are close to the reference."""
     paged = Paged([600, 40], dim=64)
     switch(hopper, off)
     if hopper.device == "cpu":
@@ -175,7 +176,7 @@ def test_the_next_kernel_takes_over(hopper: Kernels, off: str, merging: str) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_large(gpu: Kernels, cache, dim) -> None:
+def test_large_batches_are_close_to_the_reference(gpu: Kernels, cache, dim) -> None:
     paged = Paged([4000, 2500, 17, 1], heads=32, kv_heads=8, dim=dim, dtype=cache)
     paged.attend(gpu, [(0, 3000, 4000), (1, 2300, 2500), (2, 0, 17), (3, 0, 1)])
     paged.attend(gpu, [(0, 3900, 4000)])

@@ -1,6 +1,6 @@
-"""Every chip's choice of a kernel, on an emulated GPU of that chip: what fits its shared memory, and is right.
+"""The kernels that each chip selects, on an emulated GPU of that chip, fit its shared memory and are correct.
 
-CUTLASS's kernels are not emulated; gemm_cutlass.h asserts their shared memory when they are compiled.
+CUTLASS's kernels are not emulated; gemm_cutlass.h checks their shared memory at compile time.
 """
 
 import re
@@ -18,7 +18,7 @@ from tests.cuda.conftest import Kernels, kernels_on
 from tests.cuda.test_attention import Paged
 from tests.cuda.test_gemm import operands
 
-# Capability, multiprocessors, and bytes of shared memory that a block may have: CUDA's programming guide.
+# Compute capability, multiprocessors, and maximal bytes of shared memory of a block (CUDA's programming guide).
 CHIPS = {
     "Ada": (89, 142, 99 * 1024),
     "Hopper": (90, 132, 227 * 1024),
@@ -40,7 +40,7 @@ def chip(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 
 def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: pytest.FixtureRequest) -> None:
-    """Memory declared by a kernel and requested by its launch, for a case of every op and for all large ones."""
+    """Checks declared and dynamic shared memory, for some cases of every op and for all kernels that need much."""
     capability, _, most = CHIPS[request.node.callspec.params["chip"]]
     emulated.emulator().launches()
     for op in sorted(compiled_for("cuda") & set(OPS)):
@@ -50,7 +50,7 @@ def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: 
         chip.run("scaled_mm", *operands(rows, 72, 656, "1x128", "1x128"), None, torch.float32)
     for dim in (20, 128, 256):
         Paged([300, 40], heads=4, kv_heads=2, dim=dim).attend(chip, [(0, 290, 300), (1, 0, 40)])
-    for cache in (torch.bfloat16, torch.float8_e4m3fn):  # a prompt, on Hopper for warpgroups
+    for cache in (torch.bfloat16, torch.float8_e4m3fn):  # a prompt, which takes wgmma on Hopper
         Paged([100], heads=4, kv_heads=2, dim=128, dtype=cache).attend(chip, [(0, 60, 100)])
     chip.run("sample", *arguments(32000, 2, 32000, True))
     launched = emulated.emulator().launches()
@@ -61,7 +61,7 @@ def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: 
 
 
 def shared_bytes_of(capability: int) -> int:
-    """As csrc/cuda/chips.h has it, which CUTLASS's kernels are held to."""
+    """Returns the limit that csrc/cuda/chips.h states, which CUTLASS's kernels are checked against."""
     text = (emulated.ROOT / "csrc/cuda/chips.h").read_text()
     found = re.search(r"family == 90 \|\| family == 100 \? (\d+) : (\d+)\) \* 1024", text)
     assert found is not None
@@ -70,14 +70,14 @@ def shared_bytes_of(capability: int) -> int:
 
 @pytest.mark.parametrize("rows", [1, 17, 65])
 @pytest.mark.parametrize("by", ["tensor", "1x128"])
-def test_products(chip: Kernels, rows: int, by: str) -> None:
+def test_products_are_close_to_exact_ones(chip: Kernels, rows: int, by: str) -> None:
     a, b, a_scale, b_scale = operands(rows, 40, 400, by, by)
     found = chip.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
     assert_within_accumulation(found, a, b, a_scale, b_scale)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256), (torch.bfloat16, 20)])
-def test_attention(chip: Kernels, dtype: torch.dtype, dim: int) -> None:
+def test_attention_is_close_to_the_reference(chip: Kernels, dtype: torch.dtype, dim: int) -> None:
     """Paged.attend compares with the reference."""
     paged = Paged([300, 40], heads=4, kv_heads=2, dim=dim, dtype=dtype)
     paged.attend(chip, [(0, 290, 300), (1, 0, 40)])

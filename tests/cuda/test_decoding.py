@@ -1,4 +1,4 @@
-"""Decoding and training on a GPU with torch alone, without files. On the CPU the tests prove themselves."""
+"""Decoding and training on a GPU that has only torch, without model files. On the CPU, the tests are tested."""
 
 import math
 from collections.abc import Callable
@@ -41,36 +41,36 @@ CONFIG = {
     "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **SIZES,
 }  # fmt: skip
 PROMPTS = [list(range(3, 40)), [7, 8, 9], [300] * 20]
-# Where sums are rounded otherwise, FP8 values flip, and noise of one sample is exchanged for that of another. It may
-# not become more than the CPU's FP8 result has, both compared with the BF16 model's. One parameter has as few as 64
-# elements, so its ratio is less certain.
-MORE_NOISE = 1.25  # of the logits: its power; of all gradients together: its root mean square
-MORE_NOISE_OF_ONE = 1.5  # gradient
+# If sums are rounded differently, some FP8 values change, and the noise of the result is another sample of the same
+# distribution. Its size, measured against the BF16 model, must not exceed that of the CPU's FP8 result by more than
+# these ratios. A single parameter has as few as 64 elements, so its ratio is less certain.
+MORE_NOISE = 1.25  # ratio of the noise power of logits, and of the RMS noise of all gradients together
+MORE_NOISE_OF_ONE = 1.5  # ratio of the RMS noise of the gradient of one parameter
 
 
 def model(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
-    made = Decoder(parse_config(CONFIG), dtype=dtype)
-    noise = torch.Generator().manual_seed(seed)
+    decoder = Decoder(parse_config(CONFIG), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in decoder.parameters():
             spread = 0.1 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=noise) * spread + (parameter.dim() == 1))
-    return made
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread + (parameter.dim() == 1))
+    return decoder
 
 
 def frozen(device: str, recipe: str, seed: int) -> Decoder:
-    """FP8 weights, made on the CPU."""
-    made, how = model(seed=seed).requires_grad_(False), from_name(recipe)
-    assert how is not None
-    for name in made.linear_names():
+    """Returns a decoder with FP8 weights, which are quantized on the CPU."""
+    decoder, chosen = model(seed=seed).requires_grad_(False), from_name(recipe)
+    assert chosen is not None
+    for name in decoder.linear_names():
         parent, _, child = name.rpartition(".")
-        layer = FrozenLinear.from_linear(made.get_submodule(name), how)  # type: ignore[arg-type]
-        setattr(made.get_submodule(parent), child, layer)
-    return made.to(device)
+        layer = FrozenLinear.from_linear(decoder.get_submodule(name), chosen)  # type: ignore[arg-type]
+        setattr(decoder.get_submodule(parent), child, layer)
+    return decoder.to(device)
 
 
 class Tiny:
-    """An engine without its surroundings."""
+    """A minimal engine: runner, scheduler and sampler, without files and processes."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Tiny:
         budget: int = 64,
         seed: int = 0,
     ) -> None:
-        """`recipe`: None for the BF16 model. `budget`: tokens in a step; with 64 every prompt is whole in the first."""
+        """`recipe` is None for the BF16 model. `budget` is tokens in a step; 64 tokens fit all prompts in one step."""
         one = torch.ones((), device=device)
         decoder = frozen(device, recipe, seed) if recipe else model(seed=seed).requires_grad_(False).to(device)
         decoder.join()
@@ -90,10 +90,10 @@ class Tiny:
         self.logits: list[Tensor] = []
 
     def generate(self, tokens: int, given: list[list[int]] | None = None, **params: Any) -> list[list[int]]:
-        """The tokens drawn for each prompt. `given`: those that are taken instead."""
+        """Returns the generated tokens of each prompt. If `given` has tokens, they are used instead of sampled ones."""
         scheduler = Scheduler(BlockPool(40, 16), 4, self.budget, self.budget)
-        wanted = SamplingParams(max_new_tokens=tokens, seed=1, **params)
-        seqs = [Sequence.of(Request(str(i), tuple(prompt), wanted)) for i, prompt in enumerate(PROMPTS)]
+        params_of_all = SamplingParams(max_new_tokens=tokens, seed=1, **params)
+        seqs = [Sequence.of(Request(str(i), tuple(prompt), params_of_all)) for i, prompt in enumerate(PROMPTS)]
         for seq in seqs:
             scheduler.add(seq)
         while scheduler.has_work():
@@ -106,25 +106,28 @@ class Tiny:
             for item, sampled in zip([item for item in work if item.needs_sample], chosen, strict=True):
                 assert sampled.token_id is not None
                 done = item.seq.num_generated
-                chose = given[seqs.index(item.seq)][done] if given else sampled.token_id
-                item.seq.token_ids.append(chose)
+                token_id = given[seqs.index(item.seq)][done] if given else sampled.token_id
+                item.seq.token_ids.append(token_id)
                 if item.seq.num_generated == tokens:
                     scheduler.finish(item.seq, "length")
         return [seq.token_ids[seq.num_prompt :] for seq in seqs]
 
 
-def assert_no_noisier(*found: tuple[Tiny, Tiny, list[list[int]]]) -> None:
-    """Of the FP8 logits there and here, which has generated the given tokens, compared with those of the BF16 model. A
-    few rows of one model are not enough for a ratio: on an H200 six models had 0.90 to 1.11."""
+def assert_no_noisier(*runs: tuple[Tiny, Tiny, list[list[int]]]) -> None:
+    """Checks that logits on the device are not much noisier than those on the CPU, compared with the BF16 model.
+
+    Each argument is (engine on the device, engine on the CPU, the tokens that the CPU has generated). A few rows of one
+    model are not enough for a ratio; on an H200, six models had ratios from 0.90 to 1.11.
+    """
     logits: list[tuple[Tensor, Tensor, Tensor]] = []
-    for there, here, given in found:
+    for there, here, given in runs:
         exact = Tiny("cpu", None, budget=here.budget, seed=here.seed)
         for engine in (there, exact):
             engine.generate(len(given[0]), given, temperature=0.0)
         assert [len(rows) for rows in there.logits] == [len(rows) for rows in here.logits]
         logits.append((torch.cat(there.logits), torch.cat(here.logits), torch.cat(exact.logits)))
-    those, ours, truth = map(torch.cat, zip(*logits, strict=True))
-    assert noise(those, truth) <= MORE_NOISE * noise(ours, truth)
+    device_logits, cpu_logits, truth = map(torch.cat, zip(*logits, strict=True))
+    assert noise(device_logits, truth) <= MORE_NOISE * noise(cpu_logits, truth)
 
 
 LOGITS = pytest.mark.parametrize(
@@ -136,7 +139,7 @@ LOGITS = pytest.mark.parametrize(
 
 @on_both
 @LOGITS
-def test_logits_are_as_good_as_the_cpus(device: str, recipe: str, cache: torch.dtype) -> None:
+def test_logits_are_as_accurate_as_on_the_cpu(device: str, recipe: str, cache: torch.dtype) -> None:
     here = Tiny("cpu", recipe, cache)
     given = here.generate(1, temperature=0.0)
     assert_no_noisier((Tiny(device, recipe, cache), here, given))
@@ -146,7 +149,7 @@ Product = Callable[..., Tensor]
 
 
 def multiply_by(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers, while they train and afterwards on a GPU, by another scaled_mm."""
+    """Makes all layers use another function for scaled_mm, in training and in inference."""
 
     def add(*arguments: Any) -> Tensor:
         *operands, residual = arguments
@@ -164,7 +167,7 @@ def without_a_block(a: Tensor, *others: Any) -> Tensor:
 
 
 @LOGITS
-def test_logits_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
+def test_logits_with_hoppers_sums_are_accepted_and_wrong_ones_are_not(
     recipe: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Tiny("cpu", recipe, cache)
@@ -177,17 +180,17 @@ def test_logits_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
 
 
 def noise(found: Tensor, expected: Tensor) -> float:
-    """Its power, as a share of the signal's."""
+    """Returns the power of `found - expected`, relative to the power of `expected`."""
     expected = expected.double()
     return float((found.double() - expected).square().sum() / expected.square().sum().clamp(min=1e-300))
 
 
 def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
-    """The ops of a decoding step, `but` one, taken by the CUDA kernels on the emulated GPU."""
+    """Makes the CUDA kernels on the emulated GPU compute all ops of a decoding step, except the op `but`."""
     if emulated.COMPILER is None:
         pytest.skip("no C++ compiler")
     kernels = emulated.ops()
-    taken = {
+    names_by_module = {
         frozen_layers: ("norm rms_norm", "norm_quantize rms_norm_quantize", "silu_mul silu_mul", "quantize quantize",
                         "silu_mul_quantize silu_mul_quantize", "quantize_watched quantize_watched",
                         "scaled_mm scaled_mm", "stored_mm stored_mm",
@@ -196,7 +199,7 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
         elementwise: ("rms_norm rms_norm",),
         runner: ("rotary_write_kv rotary_write_kv", "paged_attention paged_attention"),
     }  # fmt: skip
-    for module, names in taken.items():
+    for module, names in names_by_module.items():
         for name, op in (pair.split() for pair in names if pair.split()[1] != but):
             monkeypatch.setattr(module, f"_{name}", getattr(kernels, op).default)
     monkeypatch.setattr(frozen_layers, "_is_on_gpu", lambda x: True)
@@ -205,9 +208,11 @@ def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
 @on_both
 @pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_the_kernels_make_a_decoder(device: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk after which nobody samples, the ends of prompts beside others' beginnings, a decoding step; by row, so
-    that plain norms and activations run, too."""
+def test_a_decoder_on_the_cuda_kernels_is_as_accurate_as_on_the_cpu(
+    device: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are a chunk without sampling, two steps with ends and beginnings of prompts, and a decoding step. The
+    recipe is rowwise, so that norms and activations without a cast run, too."""
     all_here = [Tiny("cpu", cache=cache, budget=24, seed=seed) for seed in range(3)]
     given = [here.generate(2, temperature=0.0) for here in all_here]
     assert [len(logits) for logits in all_here[0].logits] == [0, 2, 3, 1]
@@ -234,12 +239,12 @@ RECIPES = pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "b
 
 @on_both
 @RECIPES
-def test_gradients_are_as_good_as_the_cpus(device: str, recipe: str) -> None:
+def test_gradients_are_as_accurate_as_on_the_cpu(device: str, recipe: str) -> None:
     assert_gradients_no_noisier(gradients(device, recipe), gradients("cpu", recipe))
 
 
 @RECIPES
-def test_gradients_of_hoppers_sums_are_as_good_and_wrong_ones_are_not(
+def test_gradients_with_hoppers_sums_are_accepted_and_wrong_ones_are_not(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = gradients("cpu", recipe)
@@ -254,7 +259,7 @@ Gradients = dict[str, Tensor]
 
 
 def assert_gradients_no_noisier(there: Gradients, here: Gradients) -> None:
-    """Compared with those of training in BF16: each parameter's, and all together."""
+    """Checks the noise of each parameter's gradient, and of all together, compared with training in BF16."""
     exact = gradients("cpu", None)
     found, expected = (
         {name: noise(grad, exact[name]) ** 0.5 for name, grad in grads.items()} for grads in (there, here)
@@ -265,16 +270,16 @@ def assert_gradients_no_noisier(there: Gradients, here: Gradients) -> None:
 
 
 def gradients(device: str, recipe: str | None) -> Gradients:
-    """After two steps, so that delayed scales are those of the first. `recipe`: None for BF16."""
-    made = model(torch.float32)
-    decoder = (convert(made) if recipe else made).to(device, torch.bfloat16)
-    how = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe or "rowwise")
+    """Returns the gradients of the second step, whose delayed scales are from the first. `recipe` is None for BF16."""
+    trained = model(torch.float32)
+    decoder = (convert(trained) if recipe else trained).to(device, torch.bfloat16)
+    chosen = DelayedScaling(amax_history_len=4) if recipe == "delayed" else from_name(recipe or "rowwise")
     tokens = torch.tensor(PROMPTS[0] + PROMPTS[2], device=device)
     lengths = [len(PROMPTS[0]), len(PROMPTS[2])]
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     for _ in range(2):
         decoder.zero_grad()
-        with autocast(enabled=recipe is not None, recipe=how):
+        with autocast(enabled=recipe is not None, recipe=chosen):
             attend = make_attend(lambda layer, q, k, v: causal_attention(q, k, v, lengths, 64**-0.5))
             hidden = decoder(tokens, positions, attend)
             logits = decoder.logits(hidden)  # type: ignore[operator]

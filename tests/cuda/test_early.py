@@ -1,6 +1,6 @@
-"""Launches that may begin before those before them have ended: which, where, and that kernels wait for those.
+"""Early launches: kernels that may start before earlier launches have ended (programmatic dependent launch).
 
-What a kernel reads before it has waited is found by test_races.py.
+test_races.py detects kernels that read results of earlier kernels before they wait.
 """
 
 import re
@@ -17,7 +17,7 @@ from tests.cuda.conftest import kernels_on
 from tests.cuda.test_decoding import on_emulated_kernels
 from tests.cuda.test_emulated_decoding import LAUNCHES_OF_A_LAYER
 
-NONE_YET = torch.zeros(1)
+ANY_TENSOR = torch.zeros(1)
 CHIPS = {"Ada": (89, 142, 99 * 1024), "Hopper": (90, 132, 227 * 1024), "B200": (100, 148, 227 * 1024)}
 SOURCES = emulated.ROOT / "csrc/cuda"
 
@@ -28,18 +28,18 @@ def gpu() -> Iterator[emulated.Emulator]:
     gpu = emulated.emulator()
     yield gpu
     gpu.be(89, 4, 99 * 1024)
-    gpu.ops.gemm_kernels(NONE_YET, "none")
+    gpu.ops.gemm_kernels(ANY_TENSOR, "none")
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("off", ["none", "overlap"])
-def test_every_launch_of_a_decoding_step_is_early_where_the_chip_can(
+def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
     gpu: emulated.Emulator, monkeypatch: pytest.MonkeyPatch, chip: str, off: str
 ) -> None:
     on_emulated_kernels(monkeypatch)
     gpu.be(*CHIPS[chip])
-    gpu.ops.gemm_kernels(NONE_YET, off)
+    gpu.ops.gemm_kernels(ANY_TENSOR, off)
     step = gpu_decode.DecodeStep("cpu", dry=True)
     gpu.starts()
     step(0)
@@ -58,7 +58,7 @@ def test_a_kernel_that_never_waits_is_refused(gpu: emulated.Emulator) -> None:
 
 
 def kernels_that_wait() -> dict[str, str]:
-    """What a kernel does before it waits for earlier ones, by "file: kernel"."""
+    """Returns the source code before the wait for earlier kernels, by "file: kernel"."""
     found = {}
     for path in sorted(SOURCES.glob("*.cu")):
         for name, body in re.findall(
@@ -71,13 +71,13 @@ def kernels_that_wait() -> dict[str, str]:
 
 
 def test_kernels_wait_first() -> None:
-    """Before it they may only prefetch weights; that no other kernel's results are read is for test_races.py."""
+    """Before the wait, kernels may only prefetch weights; test_races.py checks that these are no results of kernels."""
     found = kernels_that_wait()
     assert len(found) > 20
-    early = {what for what in found.values() if what}
+    early = {code for code in found.values() if code}
     prefetch = re.compile(r"Prefetcher<kGroups, \w+(, 2)?> prefetcher\(g\);\n  prefetcher\.prefetch_early\(\);")
-    assert all(prefetch.fullmatch(what) for what in early)
-    assert {name for name, what in found.items() if what} == {
+    assert all(prefetch.fullmatch(code) for code in early)
+    assert {name for name, code in found.items() if code} == {
         "gemm_skinny.cu: gemm_stream",
         "gemm_skinny.cu: gemm_stream_casting",
         "gemm_skinny.cu: gemm_stream_gated",

@@ -1,4 +1,4 @@
-"""A decoding step by the CUDA kernels on the emulated GPU: all but attention rounds as it does on the CPU."""
+"""A decoding step on the CUDA kernels of the emulated GPU; all ops but attention round as on the CPU."""
 
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +21,7 @@ LAUNCHES_OF_A_LAYER = 9
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_all_but_attention_rounds_as_the_cpu_does(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ops_but_attention_round_as_on_the_cpu(cache: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Tiny("cpu", cache=cache, budget=24)
     expected.generate(2, temperature=0.0)
     on_emulated_kernels(monkeypatch, but="paged_attention")
@@ -34,7 +34,7 @@ def test_all_but_attention_rounds_as_the_cpu_does(cache: torch.dtype, monkeypatc
 @pytest.mark.emulator
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture in every layer: a chunk of a prompt by the mma kernel, a step of a few tokens by the skinny one."""
+    """Every layer is a mixture of experts. A chunk of a prompt takes the mma kernel, a few tokens the skinny kernel."""
     monkeypatch.setattr(test_decoding, "CONFIG", CONFIG | EXPERTS)
     expected = Tiny("cpu", recipe, budget=48)
     expected.generate(2, temperature=0.0)
@@ -46,7 +46,7 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
         return emulated.ops().grouped_mm(*args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(stacked, "_grouped_mm", grouped_mm)
-    monkeypatch.setattr(stacked.StackedExperts, "can_run_mlp_with", lambda *_: False)  # as on a GPU: op by op
+    monkeypatch.setattr(stacked.StackedExperts, "can_run_mlp_with", lambda *_: False)  # a GPU runs the ops separately
     found = Tiny("cpu", recipe, budget=48)
     assert all(experts.stacks() for experts in mixtures(found.runner.model).values())
     found.generate(2, temperature=0.0)
@@ -56,7 +56,7 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
 
 
 def launches_of_a_step(layers: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of a decoding step of one sequence, by static scales, in order."""
+    """Returns the kernels of a decoding step of one sequence with static scales, in order."""
     sized = gpu_decode.config(dry=True)
     layered = replace(
         sized, num_layers=layers, layer_windows=(None,) * layers, layer_ropes=sized.layer_ropes[:1] * layers
@@ -69,9 +69,9 @@ def launches_of_a_step(layers: int, monkeypatch: pytest.MonkeyPatch) -> list[str
 
 
 @pytest.mark.emulator
-def test_the_launches_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residual and sums together, counting inside the cast, nothing set to zero. Whoever needs fewer writes the new
-    number down."""
+def test_a_decoder_layer_takes_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals are added inside products, counters are updated inside casts, and no memset is needed. If a change
+    needs fewer launches, set LAUNCHES_OF_A_LAYER to the new number."""
     on_emulated_kernels(monkeypatch)
     two, three = (launches_of_a_step(layers, monkeypatch) for layers in (2, 3))
     layer = Counter(three) - Counter(two)
@@ -81,8 +81,8 @@ def test_the_launches_of_a_layer_are_counted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.emulator
-def test_long_sums_take_no_more_launches() -> None:
-    """K of 4096 and a residual, for one row, for 64, and for rows of experts."""
+def test_products_with_a_long_k_take_one_launch() -> None:
+    """K is 4096, with a residual for one and for 64 rows, and for rows of experts."""
     gpu, one = emulated.emulator(), torch.tensor(1.0)
     weight = torch.ones(16, 4096).to(torch.float8_e4m3fn)
     for rows in (1, 64):

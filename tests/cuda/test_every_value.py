@@ -1,7 +1,7 @@
-"""The casts of the device on FP32 values of every sign, exponent and rounding boundary, as tests/csrc has it for CPUs.
+"""Casts on the device equal the reference on FP32 values of every sign, exponent and rounding boundary.
 
-A GPU gets all 2^24 and every BF16 value. The emulated one gets every 61st, which leaves out no sign and no exponent;
-fewer where a row takes a thread block, which the emulator runs in a millisecond.
+A GPU gets all 2^24 values and every BF16 value. The emulated GPU gets every 61st value, which covers all signs and
+exponents, and fewer for ops that use a thread block for each row, which takes the emulator a millisecond.
 """
 
 import pytest
@@ -13,17 +13,17 @@ pytestmark = pytest.mark.exhaustive
 STRIDES = {"quantize_rowwise": 241} | dict.fromkeys(casts.SCALES, 8191)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """Nobody watches."""
+def no_progress(what: str, done: int, total: int) -> None:
+    """A progress callback that does nothing."""
 
 
 def check(kernels, values, probe, stride):
-    """The probe on every `stride`-th value, in chunks that can be cut into rows of 128 by 128."""
+    """Compares the probe on every `stride`-th value (on a GPU: all), in chunks of a multiple of 1024 values."""
     x = values if kernels.device == "cuda" else values[::stride].contiguous()
     chunk = min(1 << 14, len(x) // 1024 * 1024)
     whole = x[: len(x) // chunk * chunk]
     found = casts.compare(
-        iter(whole.view(-1, chunk)), len(whole), silent,
+        iter(whole.view(-1, chunk)), len(whole), no_progress,
         probes=[probe], at=[kernels.device], kernels=kernels.ops, device=kernels.device,
     )  # fmt: skip
     assert found

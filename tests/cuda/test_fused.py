@@ -1,4 +1,4 @@
-"""The fused ops on the device: their parts, to the bit where the reference promises it, else to the last bit."""
+"""Fused ops on the device equal their parts: bit for bit if the reference promises it, otherwise up to the last bit."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.cuda.accumulation import assert_within_accumulation
 
 
 def assert_last_bit(found, expected):
-    """FP8 values at most one step apart and few of them; amax apart by rounding."""
+    """Checks that at most 1 % of FP8 codes differ, by one step, and that amaxes differ only by roundings."""
     bits, wanted = (t[0].view(torch.uint8).int() for t in (found, expected))
     assert found[0].shape == expected[0].shape
     assert int((bits - wanted).abs().max() if bits.numel() else 0) <= 1
@@ -29,7 +29,7 @@ def test_quantize_transpose(kernels, case):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(kernels, case):
-    """The history, too: what the kernel wrote there comes back with its argument."""
+    """Also compares the history, which the kernel updates in place."""
     x, scale, history, *rest = case.make()
     here = [None if t is None else kernels.here(t) for t in (x, scale, history)]
     found, expected = kernels.ops.quantize_delayed(*here, *rest), reference.quantize_delayed(x, scale, history, *rest)
@@ -44,7 +44,7 @@ FUSED_DELAYED = ("rms_norm_quantize_delayed", "silu_mul_quantize_delayed", "silu
 
 
 def unfused(kernels, op, arguments):
-    """What the parts of an op give on this device: its casts one after the other."""
+    """Returns the results of an op's parts, run separately on this device."""
     if op == "rms_norm_quantize_delayed":
         x, weight, eps, scale, history, *rest = arguments
         return kernels.ops.quantize_delayed(kernels.ops.rms_norm(x, weight, eps), scale, history, *rest, False)
@@ -62,8 +62,8 @@ def unfused(kernels, op, arguments):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op in FUSED_DELAYED for case in cases(op)])
-def test_casts_of_training_are_their_parts(kernels, op, case):
-    """To the bit, on the same device, and the same histories."""
+def test_fused_casts_of_training_have_the_bits_of_their_parts(kernels, op, case):
+    """Compares results and histories, on the same device."""
     here, again = kernels.here(case.make()), kernels.here(case.make())
     found, expected = getattr(kernels.ops, op)(*here), unfused(kernels, op, again)
     assert len(found) == len(expected)
@@ -75,7 +75,7 @@ def test_casts_of_training_are_their_parts(kernels, op, case):
 
 
 @pytest.mark.parametrize("op", FUSED_DELAYED)
-def test_casts_of_training_are_the_reference(kernels, op):
+def test_fused_casts_of_training_equal_the_reference_up_to_the_last_bit(kernels, op):
     for case in cases(op):
         expected = getattr(reference, op)(*case.make())
         found = kernels.run(op, *case.make())
@@ -96,16 +96,16 @@ def test_quantize_transpose_of_many_tiles(kernels, shape):
 
 
 @pytest.mark.parametrize("op", ["rms_norm_quantize", "silu_mul_quantize"])
-def test_norm_and_activation(kernels, op):
+def test_norm_and_activation_casts_equal_the_reference_up_to_the_last_bit(kernels, op):
     for case in cases(op):
         assert_last_bit(kernels.run(op, *case.make()), getattr(reference, op)(*case.make()))
 
 
 @pytest.mark.parametrize("case", cases("rotary_write_kv"), ids=lambda case: case.name)
-def test_rotary(kernels, case):
+def test_rotary_write_kv_has_the_bits_of_the_reference(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
-    turned = reference.rotary_write_kv(*expected)
-    assert_bits_equal(kernels.ops.rotary_write_kv(*args).cpu(), turned)
+    rotated = reference.rotary_write_kv(*expected)
+    assert_bits_equal(kernels.ops.rotary_write_kv(*args).cpu(), rotated)
     for found, wanted in zip(args[5:7], expected[5:7], strict=True):
         assert_bits_equal(found.cpu(), wanted)
 
@@ -128,13 +128,15 @@ def test_rotary_into_fp8_from_a_fused_projection(kernels):
     assert_bits_equal(found.cpu(), expected)
     for one, wanted in zip(here, caches, strict=True):
         differs = one.cpu().view(torch.uint8) != wanted.view(torch.uint8)
-        assert bool((one.cpu().float().isnan() & wanted.float().isnan())[differs].all())  # a made NaN has either sign
+        assert bool(
+            (one.cpu().float().isnan() & wanted.float().isnan())[differs].all()
+        )  # the sign of a computed NaN may differ
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("watched_mm_add"), ids=lambda case: case.name)
-def test_a_product_that_casts_and_counts_is_its_parts(kernels, case):
-    """To the bit, where it is one launch and where it is several."""
+def test_watched_mm_add_has_the_bits_of_its_parts(kernels, case):
+    """Both for cases that take one launch and for cases that take several."""
     fused, parts = kernels.here(case.make()), kernels.here(case.make())
     found = kernels.ops.watched_mm_add(*fused)
     x, scale, seen, saturated, rows, *weight, residual = parts
@@ -150,7 +152,7 @@ def test_a_product_that_casts_and_counts_is_its_parts(kernels, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 64, 70])
 def test_a_residual_is_added_to_the_rounded_product(kernels, rows, dtype):
-    """To the bit, by the kernel that adds it where the sums are made and by the one that does not."""
+    """Both kernels: the one that adds the residual in its epilogue, and the one that adds it separately."""
     a, b = tame(rows, 1200, seed=1).to(FORMATS[0]), tame(24, 1200, seed=2).to(FORMATS[0])
     one, residual = torch.tensor(0.37), tame(rows, 24, dtype, 3)
     product = kernels.run("scaled_mm", a, b, one, one, None, dtype)
@@ -158,7 +160,7 @@ def test_a_residual_is_added_to_the_rounded_product(kernels, rows, dtype):
 
 
 @pytest.mark.parametrize("op", ["mm", "scaled_mm_add"])
-def test_products(kernels, op):
+def test_products_are_close_to_the_reference(kernels, op):
     for case in cases(op):
         expected = getattr(reference, op)(*case.make())
         found = kernels.run(op, *case.make())
@@ -167,7 +169,7 @@ def test_products(kernels, op):
 
 
 @pytest.mark.parametrize("shape", [(5, 40, 264), (70, 136, 200), (3, 9, 13), (80, 24, 7)])
-def test_bf16_products(kernels, shape):
+def test_bf16_products_are_close_to_exact_ones(kernels, shape):
     m, n, k = shape
     a, b, bias = tame(m, k, torch.bfloat16, 1), tame(n, k, torch.bfloat16, 2), tame(1, n, torch.bfloat16, 3)[0]
     found = kernels.run("mm", a, b, bias, torch.float32)

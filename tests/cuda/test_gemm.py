@@ -1,4 +1,4 @@
-"""scaled_mm on the device, every granularity by every granularity, on every kernel that may answer."""
+"""scaled_mm on the device: every pair of granularities, on every kernel that can compute it."""
 
 from itertools import product as product_of
 
@@ -13,7 +13,7 @@ from tests.csrc.test_gemm import (
     E5M2,
     GRANULARITIES,
     assert_as_good_as_naive,
-    assert_of_far_scales,
+    assert_exact_bits,
     assert_true_to_roundings,
     exact,
     far_operands,
@@ -32,7 +32,7 @@ def operands(m, n, k, a_by="tensor", b_by="tensor", formats=(E4M3, E4M3)):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda case: case.name)
-def test_cases(kernels, case):
+def test_registered_cases_are_close_to_exact_ones(kernels, case):
     a, b, a_scale, b_scale, bias, out = case.make()
     found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
     assert found.dtype == out
@@ -42,7 +42,7 @@ def test_cases(kernels, case):
         assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device=kernels.device)
 
 
-# 5: skinny; 70: the mma tile with ragged edges; K = 400: a ragged block of K; 8 splits along K.
+# 5 rows: skinny kernel; 70 rows: mma kernel with partial tiles; K = 400: a partial block of K.
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(5, 40, 400), (70, 136, 400)])
 @pytest.mark.parametrize("a_by", GRANULARITIES)
@@ -58,7 +58,7 @@ def test_every_pair_of_granularities(kernels, shape, a_by, b_by):
 @pytest.mark.parametrize("b_dtype", FORMATS)
 @pytest.mark.parametrize("shape", [(3, 17, 272), (130, 70, 144), (20, 9, 77)])
 def test_integers_multiply_exactly(kernels, shape, a_dtype, b_dtype):
-    """Sums of small integers are exact whatever their order and however few bits are kept, so nothing may differ."""
+    """Sums of small integers are exact in every order, even with few fraction bits."""
     m, n, k = shape
     make = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-3, 4, size, generator=make).float() for size in ((m, k), (n, k)))
@@ -69,9 +69,9 @@ def test_integers_multiply_exactly(kernels, shape, a_dtype, b_dtype):
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64])
 def test_a_row_does_not_depend_on_its_neighbours(kernels, rows):
-    """Within the skinny kernel (16 rows on Hopper and sm_100, 64 elsewhere)."""
+    """Tests the skinny kernel (up to 16 rows on Hopper and sm_100, up to 64 elsewhere)."""
     if kernels.device == "cuda" and torch.cuda.get_device_capability()[0] in {9, 10} and rows > 16:
-        pytest.skip("another kernel answers here")
+        pytest.skip("another kernel computes this many rows")
     a, b, a_scale, b_scale = operands(64, 48, 2304, "row", "row")
     whole = kernels.run("scaled_mm", a[:rows], b, a_scale[:rows], b_scale, None, torch.float32)
     alone = kernels.run("scaled_mm", a[rows - 1 : rows], b, a_scale[rows - 1 : rows], b_scale, None, torch.float32)
@@ -80,16 +80,16 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels, rows):
 
 @pytest.mark.parametrize("m", [3, 80])
 @pytest.mark.parametrize("k", [256, 250])
-def test_operands_that_lie_the_other_way(kernels, m, k):
-    """Transposed views, as the backward pass has them, and strided ones; K that needs padding and K that does not."""
+def test_transposed_and_strided_operands_have_the_same_bits(kernels, m, k):
+    """Transposed views, as in the backward pass, and strided ones; one K needs padding, the other does not."""
     a, b, a_scale, b_scale = operands(m, 48, k)
-    straight = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    contiguous = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
     a_t, b_t = (kernels.here(x.t().contiguous()).t() for x in (a, b))
-    turned = kernels.ops.scaled_mm(a_t, b_t, *kernels.here((a_scale, b_scale)), None, torch.float32)
-    assert_bits_equal(turned.cpu(), straight)
+    transposed = kernels.ops.scaled_mm(a_t, b_t, *kernels.here((a_scale, b_scale)), None, torch.float32)
+    assert_bits_equal(transposed.cpu(), contiguous)
     wide = kernels.here(torch.cat([a, a], 1))[:, :k]
     strided = kernels.ops.scaled_mm(wide, *kernels.here((b, a_scale, b_scale)), None, torch.float32)
-    assert_bits_equal(strided.cpu(), straight)
+    assert_bits_equal(strided.cpu(), contiguous)
 
 
 @pytest.mark.pairwise
@@ -105,14 +105,14 @@ def test_output_and_bias_types(kernels, out, bias_dtype, m):
 
 
 def whole_numbers(m, n, k, a_dtype=E4M3, b_dtype=E4M3):
-    """Operands and a bias whose product is exact in FP32, whatever the order of the sum."""
+    """Returns operands and a bias whose product is exact in FP32 in every order."""
     make = torch.Generator().manual_seed(m)
     a, b = (torch.randint(-3, 4, size, generator=make).float() for size in ((m, k), (n, k)))
     one = torch.tensor(1.0)
     return a.to(a_dtype), b.to(b_dtype), one, one, torch.arange(n).float()
 
 
-# 5 and 20: skinny, and its sum over splits of K; 70: a ragged mma tile; 128: a whole one (CUTLASS on its chips).
+# 5 and 20 rows: skinny kernel, with a split K; 70: partial mma tiles; 128: whole tiles (CUTLASS on its chips).
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(5, 40, 400), (20, 9, 77), (3, 64, 2304), (70, 33, 144), (128, 256, 256)])
 @pytest.mark.parametrize("out", FORMATS)
@@ -129,7 +129,7 @@ def test_fp8_output_of_the_product_and_its_amax(kernels, shape, out, a_dtype):
 
 @pytest.mark.parametrize("case", cases("scaled_mm_quantize"), ids=lambda case: case.name)
 def test_fp8_output_of_cases(kernels, case):
-    """What scaled_mm gives in FP32, as FP8: the kernel that answers is the same, but for rounding on the edge."""
+    """Has the bits of scaled_mm in FP32 and a cast, since both ops use the same kernel."""
     *args, scale, out = case.make()
     q, amax = kernels.run("scaled_mm_quantize", *args, scale, out)
     expected, largest = reference.quantize(kernels.run("scaled_mm", *args, torch.float32), scale, out)
@@ -137,7 +137,7 @@ def test_fp8_output_of_cases(kernels, case):
     assert_bits_equal(amax, largest)
 
 
-def test_fp8_output_of_nan_and_of_nothing(kernels):
+def test_fp8_output_of_nan_and_of_no_rows(kernels):
     for rows in (4, 70):
         a, b, *rest = whole_numbers(rows, 16, 144)
         a[2, 3] = torch.nan
@@ -157,8 +157,8 @@ NAMED = ("skinny", "mma", *TILES)
 
 
 @pytest.mark.parametrize("shape", [(24, 64, 256), (300, 136, 400)])
-def test_every_kernel_by_its_name(kernels, shape):
-    """Each one that multiplies here gives the exact product; the others say so."""
+def test_every_kernel_called_by_name_is_exact_or_refuses(kernels, shape):
+    """A kernel that supports this device gives the exact product; others raise an error."""
     *args, _ = whole_numbers(*shape)
     product, found = args[0].float() @ args[1].float().t(), {}
     for name, swizzle in product_of(NAMED, (1, 4)):
@@ -166,21 +166,21 @@ def test_every_kernel_by_its_name(kernels, shape):
             found[name, swizzle] = kernels.run("scaled_mm_by", *args, None, torch.float32, name, swizzle)
         except RuntimeError as refused:
             found[name, swizzle] = str(refused)
-    answered = {name for (name, _), answer in found.items() if not isinstance(answer, str)}
+    available = {name for (name, _), answer in found.items() if not isinstance(answer, str)}
     for (name, _), answer in found.items():
-        if name in answered:
+        if name in available:
             assert torch.equal(answer, product), name
         else:
             assert f"kernel: is {name}, which does not multiply this here" in answer
-    assert "mma" in answered
-    assert ("skinny" in answered) == (shape[0] <= 64)
+    assert "mma" in available
+    assert ("skinny" in available) == (shape[0] <= 64)
     if kernels.device == "cpu":
-        assert answered <= {"skinny", "mma"}
+        assert available <= {"skinny", "mma"}
     elif torch.cuda.get_device_capability()[0] >= 9:
-        assert answered & set(TILES), "CUTLASS was not built in"
+        assert available & set(TILES), "CUTLASS was not built in"
 
 
-def test_a_kernel_nobody_has(kernels):
+def test_an_unknown_kernel_or_swizzle_is_refused(kernels):
     *args, bias = whole_numbers(4, 16, 32)
     with pytest.raises(RuntimeError, match="kernel: is huge, which does not multiply this here"):
         kernels.run("scaled_mm_by", *args, bias, torch.float32, "huge", 1)
@@ -188,7 +188,7 @@ def test_a_kernel_nobody_has(kernels):
         kernels.run("scaled_mm_by", *args, bias, torch.float32, "mma", 0)
 
 
-def test_nan_and_infinity_stay_in_their_row(kernels):
+def test_nan_and_infinity_affect_only_their_row(kernels):
     for rows in (6, 70):
         a = tame(rows, 144, seed=1).clamp(-400, 400)
         a[2, 64], a[4, 129] = torch.nan, torch.inf
@@ -208,17 +208,19 @@ PAIRS = [("tensor", "tensor"), ("row", "row"), ("block1x128", "block128x128"), (
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("by", PAIRS)
-def test_large(gpu, shape, formats, by):
-    """The sizes that the kernels of each chip are for; compared on the GPU, in its FP64."""
+def test_large_products_are_close_to_exact_ones(gpu, shape, formats, by):
+    """Sizes that the kernels of each chip are optimized for; the exact product is computed on the GPU in FP64."""
     a, b, a_scale, b_scale = gpu.here(operands(*shape, *by, formats))
     for out in (BF16, torch.float32):
         bias = gpu.here(torch.linspace(-1, 1, shape[1]).to(out))
         found = gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out)
         assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device="cuda")
-        assert torch.equal(gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out), found)  # twice the same
+        assert torch.equal(
+            gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out), found
+        )  # a second run has the same bits
 
 
-def test_errors_name_the_size_that_is_wrong(kernels):
+def test_wrong_arguments_are_named(kernels):
     a, b, one = torch.zeros(4, 200).to(E4M3), torch.zeros(6, 200).to(E4M3), torch.tensor(1.0)
     with pytest.raises(RuntimeError, match=r"b_scale_inv: dim 1 is 3, must be ceil\(K=200 / 128\) = 2"):
         kernels.run("scaled_mm", a, b, one, torch.ones(6, 3), None, torch.float32)
@@ -228,21 +230,21 @@ def test_errors_name_the_size_that_is_wrong(kernels):
 
 @pytest.mark.parametrize("rows", [5, 70])
 @pytest.mark.parametrize("by_row", [False, True])
-def test_scales_far_from_one_that_cancel(kernels, rows, by_row):
-    """The reference's bits by every kernel of ours, which multiplies by one scale after the other (scaled_by).
+def test_scales_far_from_one_that_cancel_do_not_overflow(kernels, rows, by_row):
+    """Our own kernels multiply by one scale after the other (scaled_by) and have the bits of the reference.
 
-    cuBLASLt, which may be first, says nothing about its order, and its last bits are others.
-    Nothing is added to the results, as to the reference's: CUTLASS's -0.0 is then 0.0, as where a bias is added.
+    cuBLASLt, which may compute the last product, has no documented order, so its last bits may differ. Zeros are added
+    to all results because CUTLASS may give -0.0, which a bias would turn into 0.0.
     """
-    operands, nothing, answered = far_operands(rows, by_row), torch.zeros(48), set()
+    operands, zeros, available = far_operands(rows, by_row), torch.zeros(48), set()
     for name in NAMED:
         try:
             found = kernels.run("scaled_mm_by", *operands, None, torch.float32, name, 1)
         except RuntimeError as refused:
             assert f"kernel: is {name}, which does not multiply this here" in str(refused)  # noqa: PT017
             continue
-        answered.add(name)
-        assert_of_far_scales(found + nothing, operands, nothing)
-    assert answered >= ({"skinny", "mma"} if rows <= 64 else {"mma"})
+        available.add(name)
+        assert_exact_bits(found + zeros, operands, zeros)
+    assert available >= ({"skinny", "mma"} if rows <= 64 else {"mma"})
     first = kernels.run("scaled_mm", *operands, None, torch.float32)
-    assert_true_to_roundings(first, operands, nothing)
+    assert_true_to_roundings(first, operands, zeros)

@@ -1,4 +1,4 @@
-"""Products of experts on the device: each expert's is that of scaled_mm, by the kernel that answers, bit for bit."""
+"""Grouped ops on the device; on the emulated GPU, each product has the bits of scaled_mm by the same kernel."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def product(kernels, a, b, a_scale, b_scale, bias, out, few):
-    """By the kernel that is expected to answer; a GPU may ask CUTLASS where the emulated one asks the mma kernel."""
+    """Runs scaled_mm by the kernel that grouped_mm should select on the emulated GPU; a GPU may select CUTLASS."""
     args = a, b, a_scale, b_scale, bias, out
     return kernels.run("scaled_mm_by", *args, "skinny" if few else "mma", 1)
 
@@ -49,19 +49,20 @@ CASES = gpu_cases("grouped_mm")
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cases(kernels, case):
+def test_registered_cases_equal_scaled_mm_of_each_expert(kernels, case):
     args = case.make()
     found = kernels.run("grouped_mm", *args)
     assert found.dtype == args[-1]
     assert_each_expert_is_right(kernels, found, *args)
 
 
-# K = 272: CUTLASS's multiple of 16; 77: padded. "decoding": skinny; "prefill": mma, with experts of 0, 1 and 130 rows.
+# K = 272 is a multiple of 16, as CUTLASS needs; 77 is padded. "decoding" takes the skinny kernel, "prefill" mma, with
+# experts of 0, 1 and 130 rows.
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(40, 272), (33, 77)])
 @pytest.mark.parametrize("counts", ["decoding", "prefill", "one expert"])
 @pytest.mark.parametrize("scales", SCALES)
-def test_experts_are_multiplied_as_alone(kernels, shape, counts, scales):
+def test_products_of_experts_equal_scaled_mm_of_each(kernels, shape, counts, scales):
     (n, k), rows = shape, COUNTS[counts]
     for a_dtype, out in ((E4M3, BF16), (E5M2, torch.float32)):
         args = *operands(rows, n, k, scales, a_dtype), offsets_of(rows)
@@ -76,7 +77,7 @@ def test_many_rows_of_a_few_experts_are_split_along_k(kernels):
     assert_each_expert_is_right(kernels, kernels.run("grouped_mm", *args), *args)
 
 
-def test_a_weight_read_the_other_way_and_every_mix_of_formats(kernels):
+def test_transposed_weights_and_every_pair_of_formats(kernels):
     """The gradient of the input multiplies by the transposed weight."""
     rows = [3, 0, 66]
     for a_dtype in FORMATS:
@@ -84,14 +85,14 @@ def test_a_weight_read_the_other_way_and_every_mix_of_formats(kernels):
             a, b, *scales = operands(rows, 48, 144, "expert", a_dtype)
             args = a, b.to(b_dtype), *scales, offsets_of(rows), None, torch.float32
             expected = kernels.run("grouped_mm", *args)
-            turned = kernels.here(args[1].transpose(1, 2).contiguous()).transpose(1, 2)
+            transposed = kernels.here(args[1].transpose(1, 2).contiguous()).transpose(1, 2)
             others = kernels.here((args[0], *args[2:]))
-            found = kernels.ops.grouped_mm(others[0], turned, *others[1:])
+            found = kernels.ops.grouped_mm(others[0], transposed, *others[1:])
             assert_bits_equal(found.cpu(), expected)
             assert_each_expert_is_right(kernels, expected, *args)
 
 
-def test_nothing_to_multiply(kernels):
+def test_no_rows_and_no_columns(kernels):
     a, b, *scales = operands([0, 0], 16, 32, "row", E4M3)
     assert kernels.run("grouped_mm", a, b, *scales, offsets_of([0, 0]), None, BF16).shape == (0, 16)
     a, b, *_ = operands([3, 2], 16, 0, "expert", E4M3)
@@ -100,11 +101,11 @@ def test_nothing_to_multiply(kernels):
     assert torch.equal(found, bias[[0, 0, 0, 1, 1]])
 
 
-# What a weight's gradient needs.
+# Weight gradients.
 
 
 def wgrad_parts(a, b, a_scale, b_scale, offsets):
-    """(expert, operands of scaled_mm) of those that have columns."""
+    """Yields (expert, operands of scaled_mm) for every expert with columns."""
     first = 0
     for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         past = first + -(-(end - begin) // 128)
@@ -117,7 +118,7 @@ def wgrad_parts(a, b, a_scale, b_scale, offsets):
         first = past
 
 
-# 144 x 160: rows of the output that CUTLASS takes on its chips.
+# 144 x 160: an output that CUTLASS computes on its chips.
 WGRADS = [*cases("grouped_wgrad"), *(
     Case(f"{kind} {a} {out}", partial(wgrad_case, "many rows", kind, 144, 160, a, out))
     for kind in ("expert", "row", "block", "block, row") for a in FORMATS for out in (BF16, torch.float32)
@@ -126,7 +127,7 @@ WGRADS = [*cases("grouped_wgrad"), *(
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", WGRADS, ids=lambda case: case.name)
-def test_weights_gradients(kernels, case):
+def test_weight_gradients_equal_scaled_mm_of_each_expert(kernels, case):
     *args, out = case.make()
     found = kernels.run("grouped_wgrad", *args, out)
     assert (found.dtype, found.shape) == (out, (len(args[4]), len(args[0]), len(args[1])))
@@ -136,11 +137,11 @@ def test_weights_gradients(kernels, case):
             assert (found[e] == 0).all()
         elif kernels.device == "cpu" and 2 not in (args[2].dim(), args[3].dim()):
             assert_bits_equal(found[e], kernels.run("scaled_mm_by", *parts[e], None, out, "mma", 1))
-        else:  # alone, scales of one block are those of rows, and multiply the whole sum
+        else:  # scaled_mm treats the scales of a single block as row scales, and multiplies the whole sum
             assert_within_accumulation(found[e], *parts[e], device=kernels.device)
 
 
-def test_the_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kernels):
+def test_the_weight_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kernels):
     a, b, offsets = tame(16, 20, seed=1).to(E5M2), tame(48, 20, seed=2).to(E4M3), offsets_of([7, 0, 13, 0])
     scale = torch.tensor([1.0, torch.nan, 0.5, torch.inf])
     found = kernels.run("grouped_wgrad", a, b, scale, scale, offsets, torch.float32)
@@ -153,8 +154,8 @@ def test_the_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kerne
 
 @pytest.mark.parametrize("ends", [[2, 1, 900], [-5, 3, 4], [900, 900, 900], [5, 0, 3], [0, 0, 1]])
 @pytest.mark.parametrize("rows", [6, 130])
-def test_wrong_offsets_touch_nothing_outside(kernels, ends, rows):
-    """The results mean nothing, but every access stays inside: the emulated GPU's memory is the process's own."""
+def test_wrong_offsets_cause_no_access_outside_of_the_tensors(kernels, ends, rows):
+    """The results are undefined, but no access leaves the tensors; on the emulated GPU it could crash the process."""
     offsets = torch.tensor(ends, dtype=torch.int32)
     a, b, *scales = operands([rows, 0, 0], 32, 64, "row", E4M3)
     assert kernels.run("grouped_mm", a, b, *scales, offsets, None, BF16).shape == (rows, 32)
@@ -176,7 +177,7 @@ def test_casts_are_those_of_each_expert(kernels, case):
 
 
 @pytest.mark.parametrize("dtype", HIGH)
-def test_hostile_values(kernels, dtype):
+def test_special_values_are_cast_like_the_reference(kernels, dtype):
     args = hostile(70, 300, dtype), torch.tensor([0.5, 7.3, 1e-3]), offsets_of([30, 0, 40]), E5M2
     q, amax = kernels.run("grouped_quantize", *args)
     expected, largest = reference.grouped_quantize(*args)
@@ -185,7 +186,7 @@ def test_hostile_values(kernels, dtype):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"a": torch.zeros(5, 64, dtype=BF16)}, "dtype is BFloat16, must be Float8_e4m3fn or Float8_e5m2"),
         ({"offsets": torch.tensor([1, 2, 3, 5])}, "dtype is Long, must be Int"),
@@ -195,8 +196,8 @@ def test_hostile_values(kernels, dtype):
         ({"a": torch.zeros(5, 63).to(E4M3)}, "dim 2 is 64, must be K = 63"),
     ],
 )
-def test_a_bad_argument_gets_a_sentence(kernels, change, said):
+def test_wrong_arguments_are_refused(kernels, change, message):
     a, b, a_scale, b_scale = operands([1, 1, 1, 2], 32, 64, "expert", E4M3)
-    given = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": offsets_of([1, 1, 1, 2])} | change
-    with pytest.raises(RuntimeError, match=said):
-        kernels.run("grouped_mm", *given.values(), None, BF16)
+    arguments = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": offsets_of([1, 1, 1, 2])} | change
+    with pytest.raises(RuntimeError, match=message):
+        kernels.run("grouped_mm", *arguments.values(), None, BF16)

@@ -1,7 +1,6 @@
-"""Hopper's sums: those of an H200, to every digit that was recorded, and what the self-check says of them.
+"""The model of Hopper's sums (hopper.py) gives the recorded errors of an H200, and the self-check accepts it.
 
-So the check is known to accept what these tensor cores compute, and to find a kernel that computes something else,
-without one of them.
+So it is tested without a Hopper GPU that the self-check accepts its products, and rejects wrong ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PRODUCTS = ("scaled_mm", "scaled_mm_add", "scaled_mm_quantize", "grouped_mm", "grouped_wgrad")
 Arguments = tuple[Any, ...]
 
-# Absolute errors of three products of CUTLASS on an NVIDIA H200: the ends of the first row, the beginning of the
-# second and the ends of the last.
+# Absolute errors of three products of CUTLASS on an NVIDIA H200: the first and last three elements of the first row,
+# the first element of the second row, and the first and last three elements of the last row.
 H200 = {
     f"(128, 128, 256) ({E4M3}, {E4M3}) ('tensor', 'tensor') torch.float32":
         "1.5057e+00 5.1002e+00 4.2289e+00 1.1404e-02 7.8129e-03 2.6517e-03 1.1182e+00"
@@ -39,7 +38,7 @@ H200 = {
 
 
 @pytest.mark.parametrize("name", H200)
-def test_the_errors_are_an_h200s(name: str) -> None:
+def test_the_errors_are_those_of_an_h200(name: str) -> None:
     case = next(case for case in cases("scaled_mm") if case.name == name)
     *operands, bias, out = case.make()
     error = (hopper.scaled_mm(*operands, bias, out).double() - exact(*operands)).abs()
@@ -48,8 +47,8 @@ def test_the_errors_are_an_h200s(name: str) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def remembered() -> Iterator[None]:
-    """Cases of many scales have the same operands, whose sums are computed once."""
+def cached_sums() -> Iterator[None]:
+    """Caches sums, since cases with different scales have the same operands."""
     known: dict[Any, list[Tensor]] = {}
     compute = hopper.sums
 
@@ -64,15 +63,15 @@ def remembered() -> Iterator[None]:
         yield
 
 
-def tried(op: str) -> list[Case]:
-    """Every case of FP8 that the self-check may try on a kernel of the op."""
+def fp8_cases(op: str) -> list[Case]:
+    """Returns all FP8 cases that the self-check may run on kernels of an op."""
     every = {case.name: case for c in gpu_candidates(torch.ops.fp8serve) if c.op == op for case in c.cases}
     return [case for case in every.values() if case.make()[0].itemsize == 1 and case.make()[0].numel()]
 
 
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_the_self_check_accepts_hoppers_sums(op: str) -> None:
-    for case in tried(op):
+    for case in fp8_cases(op):
         found, expected = getattr(hopper, op)(*case.make()), getattr(reference, op)(*case.make())
         assert describe_difference(op, case.make(), flatten_tensors(found), flatten_tensors(expected)) is None, (
             case.name
@@ -90,7 +89,7 @@ def with_rows_exchanged(arguments: Arguments) -> Arguments:
 
 
 def with_scales_of_the_next(place: int) -> Callable[[Arguments], Arguments]:
-    """Row, block or expert, of operand a (place 2) or b (3)."""
+    """Returns a fault that uses the scales of the next row, block or expert, for operand a (place 2) or b (place 3)."""
 
     def change(arguments: Arguments) -> Arguments:
         scale = arguments[place]
@@ -108,9 +107,9 @@ FAULTS = {
 }
 
 
-def touched(op: str, fault: str) -> Iterator[tuple[Case, list[Tensor], list[Tensor]]]:
-    """The cases whose results a fault changes, the right results and the wrong ones."""
-    for case in tried(op):
+def faulty_results(op: str, fault: str) -> Iterator[tuple[Case, list[Tensor], list[Tensor]]]:
+    """Yields (case, right results, wrong results) for every case whose results the fault changes."""
+    for case in fp8_cases(op):
         right, wrong = (
             flatten_tensors(getattr(reference, op)(*args)) for args in (case.make(), FAULTS[fault](case.make()))
         )
@@ -119,17 +118,17 @@ def touched(op: str, fault: str) -> Iterator[tuple[Case, list[Tensor], list[Tens
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "scaled_mm_add"])  # whose cases are few
-def test_the_self_check_rejects_a_kernel_that_is_wrong(op: str, fault: str) -> None:
-    results = list(touched(op, fault))
+@pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "scaled_mm_add"])  # which has few cases
+def test_the_self_check_rejects_wrong_products(op: str, fault: str) -> None:
+    results = list(faulty_results(op, fault))
     assert len(results) >= 3
     for case, right, wrong in results:
         assert describe_difference(op, case.make(), wrong, right) is not None, case.name
 
 
-def test_sums_lose_what_the_page_says() -> None:
-    """docs/cuda.md, of what it calls accumulation."""
-    for case in tried("scaled_mm"):
+def test_errors_of_sums_are_within_those_documented() -> None:
+    """The section on accumulation in docs/cuda.md."""
+    for case in fp8_cases("scaled_mm"):
         *operands, _, out = case.make()
         if out == torch.float32 and operands[0].shape[0] > 1 and operands[1].numel():
             size = magnitudes(*operands).clamp(min=1e-300)
@@ -138,15 +137,15 @@ def test_sums_lose_what_the_page_says() -> None:
             assert share.mean() < 2.0**-14
 
 
-def test_the_bound_of_the_tests_accepts_hoppers_sums() -> None:
-    for case in tried("scaled_mm"):
+def test_the_tolerance_of_the_tests_accepts_hoppers_sums() -> None:
+    for case in fp8_cases("scaled_mm"):
         *operands, bias, out = case.make()
         assert_within_accumulation(hopper.scaled_mm(*operands, bias, out), *operands, bias, device="cuda")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_bound_of_the_tests_rejects_a_kernel_that_is_wrong(fault: str) -> None:
-    for case, _, (wrong,) in touched("scaled_mm", fault):
+def test_the_tolerance_of_the_tests_rejects_wrong_products(fault: str) -> None:
+    for case, _, (wrong,) in faulty_results("scaled_mm", fault):
         *operands, bias, _ = case.make()
         with pytest.raises(AssertionError):
             assert_within_accumulation(wrong, *operands, bias, device="cuda")

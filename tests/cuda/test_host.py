@@ -1,4 +1,4 @@
-"""What can go wrong in the CUDA part before a kernel runs: launches, chips, the build. Nothing here needs a GPU."""
+"""The host side of the CUDA kernels, without a GPU: launches, chips, descriptors and the build."""
 
 import json
 import os
@@ -19,7 +19,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None or CMAKE is None, reason="needs nvc
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_launches_chips_and_descriptors(tmp_path):
+def test_the_cpp_checks_of_launches_chips_and_descriptors_pass(tmp_path):
     program = tmp_path / "host_checks"
     source = ROOT / "tests/cuda/host_checks.cpp"
     subprocess.run(["c++", "-std=c++20", "-Wall", "-Werror", f"-I{ROOT}/csrc", source, "-o", program], check=True)
@@ -29,22 +29,22 @@ def test_launches_chips_and_descriptors(tmp_path):
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "message"),
     [((4, 1), "CUTLASS 4.1 is too old, 4.2 is needed"), ((3, 9), "too old"), ((4, 2), ""), ((4, 10), ""), ((5, 0), "")],
 )
-def test_an_old_cutlass_is_not_built_with(tmp_path, version, said):
+def test_an_old_cutlass_is_not_used(tmp_path, version, message):
     header = tmp_path / "include/cutlass/version.h"
     header.parent.mkdir(parents=True)
     header.write_text("#pragma once\n#define CUTLASS_MAJOR {}\n#define CUTLASS_MINOR {}\n".format(*version))
     script = ROOT / "csrc/cuda/cutlass.cmake"
     done = subprocess.run([CMAKE, f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-P", script], capture_output=True, text=True)
     assert done.returncode == 0
-    assert bool(done.stderr) == bool(said)
-    assert said in " ".join(done.stderr.split())
+    assert bool(done.stderr) == bool(message)
+    assert message in " ".join(done.stderr.split())
 
 
 @needs_nvcc
-def test_every_host_half_is_optimized_and_families_are_known(tmp_path):
+def test_host_code_is_optimized_and_architectures_are_passed_to_the_products(tmp_path):
     (tmp_path / "include/cutlass").mkdir(parents=True)
     (tmp_path / "include/cutlass/version.h").write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n")
     settings = ["-DFP8SERVE_CUDA=ON", f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-DFP8SERVE_CUDA_ARCHS=90a;100f;120a"]
@@ -64,14 +64,14 @@ def test_every_host_half_is_optimized_and_families_are_known(tmp_path):
     assert [command for command in cutlass if "-Xcompiler -O2" not in command] == []
     for source in ("gemm.cu", "gemm_grouped.cu"):
         product = next(command for command in commands if f"cuda/{source} " in command)
-        for have in ("FP8SERVE_HAVE_sm90=1", "FP8SERVE_HAVE_sm100=2", "FP8SERVE_HAVE_sm120=1"):
-            assert have in product
+        for definition in ("FP8SERVE_HAVE_sm90=1", "FP8SERVE_HAVE_sm100=2", "FP8SERVE_HAVE_sm120=1"):
+            assert definition in product
 
 
 @needs_nvcc
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
-def test_a_rotation_in_fp32_rounds_every_product(tmp_path):
-    """An FFMA would leave out the rounding of one of the two, and the bits of the reference with it."""
+def test_rotary_in_fp32_uses_no_fused_multiply_add(tmp_path):
+    """An FFMA would skip the rounding of a product, so the bits would differ from the reference."""
     cubin = tmp_path / "probe.cubin"
     places = [f"-I{ROOT}/csrc", "-isystem", str(Path(torch.__file__).parent / "include")]
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]

@@ -1,4 +1,4 @@
-"""The emulated instructions take and give their operands where CuTe's own traits have them, an independent oracle."""
+"""The emulated instructions have the operand layouts of CuTe's traits, which are independent of our code."""
 
 import importlib.util
 import shutil
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 CUTLASS = importlib.util.find_spec("cutlass_library")
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# (instruction, operand) -> offsets [threads, values]; (tile, whose) -> offsets [rows, columns]; (matrices of a tile,
-# whose) -> by step, where it begins and the upper 50 bits of its descriptor
+# Keys are (instruction, operand) with offsets [threads, values], (tile, "ours" or "cute") with offsets [rows, columns],
+# and (tile + " matrices", "ours" or "cute") with the start and the upper 50 bits of the descriptor of every step.
 Layouts = dict[tuple[str, str], Tensor]
 SHARED = 1024  # the address where the emulated shared memory begins
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
-    """What layouts.cu prints."""
+    """The layouts that layouts.cu prints."""
     assert CUTLASS is not None
     headers = Path(CUTLASS.submodule_search_locations[0]) / "source/include"
     program = tmp_path_factory.mktemp("layouts") / "layouts"
@@ -48,13 +48,13 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
 
 
 def words(values: Tensor) -> Tensor:
-    """[32, n] codes of 8 or 16 bits -> [32, words], the first lowest."""
+    """Packs [32, n] codes of 8 or 16 bits into int32 words; the first code is in the lowest bits."""
     return values.contiguous().view(torch.int32)
 
 
 @pytest.mark.parametrize("name", ["e4m3-e4m3", "e4m3-e5m2", "e5m2-e4m3", "e5m2-e5m2", "bf16"])
-def test_a_product_of_fragments(layouts: Layouts, name: str) -> None:
-    """Whole numbers, whose sums are exact, from and to where CuTe has them."""
+def test_mma_has_cutes_fragments(layouts: Layouts, name: str) -> None:
+    """Multiplies integers, whose sums are exact, with operands and results in CuTe's layouts."""
     types = [torch.bfloat16] * 2 if name == "bf16" else [FP8[part] for part in name.split("-")]
     k = 16 if name == "bf16" else 32
     noise = torch.Generator().manual_seed(0)
@@ -66,16 +66,16 @@ def test_a_product_of_fragments(layouts: Layouts, name: str) -> None:
 
 
 def halves(offsets: Tensor) -> Iterator[tuple[int, int]]:
-    """The places of each 16 bits: (thread, which)."""
+    """Yields (thread, index) of every 16-bit value."""
     yield from ((thread, half) for thread in range(offsets.shape[0]) for half in range(offsets.shape[1]))
 
 
 @pytest.mark.parametrize("name", ["as-it-lies", "transposed"])
-def test_ldmatrix(layouts: Layouts, name: str) -> None:
+def test_ldmatrix_has_cutes_layout(layouts: Layouts, name: str) -> None:
     rows = torch.randperm(32 * 8).to(torch.int16).view(32, 8)
     source, target = layouts[name, "source"], layouts[name, "target"]
-    held = {int(source[place]): rows[place] for place in halves(source)}
-    expected = torch.stack([held[int(target[place])] for place in halves(target)]).view(32, 8)
+    values = {int(source[place]): rows[place] for place in halves(source)}
+    expected = torch.stack([values[int(target[place])] for place in halves(target)]).view(32, 8)
     found = emulated.emulator().ldmatrix(name == "transposed", rows)
     assert torch.equal(found.view(torch.int16), expected)
 
@@ -85,19 +85,19 @@ TILES = ["keys-64", "keys-128", "queries-128", "values-64", "values-128"]
 
 @pytest.mark.parametrize("tile", TILES)
 def test_our_tiles_and_descriptors_are_cutes(layouts: Layouts, tile: str) -> None:
-    """csrc/cuda/wgmma_matrix.h: where each element lies, and what tells a product so."""
+    """The offsets of elements, and the descriptors, of csrc/cuda/wgmma_matrix.h."""
     for name in (tile, f"{tile} matrices"):
         assert torch.equal(layouts[name, "ours"], layouts[name, "cute"])
 
 
 def descriptor(layouts: Layouts, tile: str, step: int, base: int) -> int:
-    """CuTe's, of a product's matrix in a tile that begins at `base` bytes of the shared memory."""
+    """Returns CuTe's descriptor of one step's matrix in a tile that starts at byte `base` of the shared memory."""
     start, upper = layouts[f"{tile} matrices", "cute"][step].tolist()
     return int(upper) << 14 | (SHARED + base + 2 * int(start)) >> 4
 
 
-def lying(layouts: Layouts, tile: str, elements: Tensor) -> Tensor:
-    """A tile [rows, columns] of BF16 as CuTe has it in memory."""
+def in_memory(layouts: Layouts, tile: str, elements: Tensor) -> Tensor:
+    """Returns a BF16 tile [rows, columns] in CuTe's order in memory."""
     memory = torch.zeros(elements.numel(), dtype=torch.bfloat16)
     memory[layouts[tile, "cute"].flatten()] = elements.bfloat16().flatten()
     return memory
@@ -108,12 +108,12 @@ def whole_numbers(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("dim", "second_half"), [(64, False), (128, False), (128, True)])
-def test_scores_of_a_warpgroup(layouts: Layouts, dim: int, second_half: bool) -> None:
-    """Both operands in shared memory, at CuTe's places, by CuTe's descriptors, into CuTe's registers; of 128 queries
-    the first 64 or the others, each 16 columns of K."""
+def test_wgmma_with_both_operands_in_shared_memory(layouts: Layouts, dim: int, second_half: bool) -> None:
+    """The product of attention scores, with CuTe's layouts and descriptors: each step takes 16 columns of K, and the
+    first or second 64 of 128 queries."""
     left = "queries-128" if dim == 128 else "keys-64"
     q, k = whole_numbers(layouts[left, "cute"].shape[0], dim), whole_numbers(64, dim)
-    memory = torch.cat([lying(layouts, left, q), lying(layouts, f"keys-{dim}", k)])
+    memory = torch.cat([in_memory(layouts, left, q), in_memory(layouts, f"keys-{dim}", k)])
     rows = slice(64, 128) if second_half else slice(0, 64)
     for step in range(dim // 16):
         a = descriptor(layouts, left, step, 128 * rows.start)
@@ -125,10 +125,10 @@ def test_scores_of_a_warpgroup(layouts: Layouts, dim: int, second_half: bool) ->
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_values_of_a_warpgroup(layouts: Layouts, dim: int) -> None:
-    """The left operand in CuTe's registers, the right one in shared memory with rows of K."""
+def test_wgmma_with_the_left_operand_in_registers(layouts: Layouts, dim: int) -> None:
+    """The product with attention values: the left operand is in registers, the right one in shared memory, [K, N]."""
     weights, v = whole_numbers(64, 64), whole_numbers(64, dim)
-    memory = lying(layouts, f"values-{dim}", v)
+    memory = in_memory(layouts, f"values-{dim}", v)
     for step in range(4):
         part = weights[:, 16 * step : 16 * step + 16]
         left = words(part.bfloat16().t().reshape(-1)[layouts[f"warpgroup-{dim}", "a"]])

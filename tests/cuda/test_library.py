@@ -1,4 +1,4 @@
-"""The built library and its contents: registrations, symbols, instructions. Nothing here needs a GPU."""
+"""The built CUDA library, without a GPU: registrations, symbols and instructions."""
 
 import re
 import shutil
@@ -38,13 +38,13 @@ def test_only_stable_headers_are_included():
 
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["-DFP8SERVE_CUDA=ON", "-DCMAKE_CUDA_COMPILER=NOTFOUND"], "nvcc was not found, so no CUDA kernels are built"),
         (["-DFP8SERVE_CUDA=OFF"], ""),
     ],
 )
-def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, said):
+def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, message):
     command = [
         "cmake",
         "-S",
@@ -56,7 +56,7 @@ def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, said):
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     targets = subprocess.run(
         ["cmake", "--build", str(tmp_path), "--target", "help"], capture_output=True, text=True
     ).stdout
@@ -66,11 +66,13 @@ def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, said):
 
 @built
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
-def test_no_symbol_of_torchs_unstable_interface_is_needed(library):
+def test_no_symbol_of_torchs_unstable_abi_is_needed(library):
     listing = subprocess.run(["nm", "-D", "--undefined-only", "--demangle", library], capture_output=True, text=True)
     assert "aoti_torch_get_current_cuda_stream" in listing.stdout
     assert [line for line in listing.stdout.splitlines() if re.search(r"\b(at|c10|torch|caffe2)::", line)] == []
-    assert not re.search(r" cu[A-Z]\w+| cuda[A-Z]\w+", listing.stdout), "the driver is looked up, the runtime is inside"
+    assert not re.search(r" cu[A-Z]\w+| cuda[A-Z]\w+", listing.stdout), (
+        "the driver is loaded at run time, and the runtime is linked statically"
+    )
 
 
 disassembled = pytest.mark.skipif(
@@ -80,7 +82,7 @@ disassembled = pytest.mark.skipif(
 
 @disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
-def test_every_architecture_multiplies_by_its_own_instructions(library):
+def test_every_architecture_uses_its_own_tensor_instructions(library):
     tool = sass.cuobjdump()
     found = sass.architectures(library, tool)
     assert found
@@ -92,9 +94,9 @@ def test_every_architecture_multiplies_by_its_own_instructions(library):
 @disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
-    """The delayed update does once a state, and attention once a row, for its sink."""
+    """The delayed update divides once for each state, and attention once for each row, for its sink."""
     found = sass.long_divisions(library, sass.cuobjdump(), "s")
-    assert "scaling.cu" in found, "this is how such divisions are known"
+    assert "scaling.cu" in found, "the search does not recognize divisions"
     assert found <= {"", "scaling.cu", "attention.cu", "attention_mma.cu", "attention_tensor.cu", "attention_wgmma.cu"}
     elementwise = {"activations.cu", "elementwise.cu", "quantize.cu", "sample.cu"}
     assert sass.long_divisions(library, sass.cuobjdump(), "u").isdisjoint(elementwise)
@@ -102,8 +104,8 @@ def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
 
 @disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
-def test_kernels_touch_no_memory_before_they_have_waited_for_earlier_kernels(library):
-    """The skinny kernel excepted, which copies weights to shared memory that were there before (test_races.py)."""
+def test_kernels_access_no_memory_before_they_wait_for_earlier_kernels(library):
+    """Except the skinny kernel, which copies stored weights to shared memory (test_races.py)."""
     found = sass.disassembled(library, sass.cuobjdump()).early_accesses
     assert bool(found) == any(arch != "sm_89" for arch in sass.architectures(library, sass.cuobjdump()))
     early = {name: accesses for name, accesses in found.items() if accesses}
@@ -126,8 +128,8 @@ print(missing, dangling)
 
 @built
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
-def test_it_loads_and_registers_every_op(library):
-    """On a torch without CUDA with the stub of libtorch_cuda.so that it was linked against."""
+def test_the_library_loads_and_registers_every_op(library):
+    """On a torch without CUDA, with the stub of libtorch_cuda.so that the library was linked against."""
     stub = library.parent / "stub"
     environment = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", LOAD, str(library)]

@@ -1,6 +1,6 @@
-"""The product on a GPU: calibrate, serve, fine-tune, serve again. Every test has a twin on the CPU, which proves it.
+"""The whole product on a GPU: calibrate, serve, fine-tune, serve again. On the CPU, the tests themselves are tested.
 
-Needs what the product needs (safetensors, tokenizers); test_decoding.py asks for torch alone.
+Needs the packages of the product (safetensors, tokenizers); test_decoding.py needs only torch.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
-pytest.importorskip("fp8serve.calibration")  # a link or an installation puts it there
+pytest.importorskip("fp8serve.calibration")  # present in an installation, or by a link
 
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
@@ -25,7 +25,7 @@ from tests.cuda.conftest import on_both
 from tests.tiny import CHATS, SENTENCES, write_tiny_model
 
 RECIPES = ("delayed", "current", "rowwise", "block", "bf16")
-NEAR_TIE = 0.05  # nats between the two likeliest tokens: closer ones may change places in BF16
+NEAR_TIE = 0.05  # nats between the two likeliest tokens; BF16 roundings may exchange closer ones
 pytestmark = [on_both, pytest.mark.smoke]
 
 
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calibrated(base: Path) -> Path:
-    """Made on the CPU, so that both devices serve the same data and scales."""
+    """A model calibrated on the CPU, so that both devices serve the same data and scales."""
     out = base.parent / "fp8"
     calibrate(base, out=out, recipe=DelayedScaling(amax_history_len=16), samples=8, seq_len=64, kv_cache=True)
     return out
@@ -51,7 +51,7 @@ def greedy(engine: Engine, prompts: list[str], tokens: int = 12) -> list[Complet
 
 
 def assert_same_choices(found: Completion, expected: Completion) -> int:
-    """The same tokens, up to the first that `expected` itself nearly chose otherwise; returns how many."""
+    """Checks that tokens are equal up to the first near tie in `expected`; returns their number."""
     pairs = zip(found.token_ids, expected.token_ids, expected.logprobs or (), strict=True)
     for count, (one, other, logprob) in enumerate(pairs):
         (_, first), (_, second) = logprob.top
@@ -71,11 +71,11 @@ def test_greedy_tokens_are_those_of_the_cpu(device: str, base: Path, calibrated:
 
 
 def test_replayed_decoding_gives_the_same_bits(device: str, calibrated: Path) -> None:
-    """Logprobs included; a batch of 3, then of 2 when the first has ended."""
+    """Compares log-probabilities, too, for a batch of 3, and of 2 after the first sequence has ended."""
     plain = serve(calibrated, device, cuda_graphs=False)
     replayed = serve(calibrated, device)
     if device == "cpu":
-        replayed.pack_weights()  # packed later, a weight has been replaced: its step runs twice
+        replayed.pack_weights()  # packing replaces the weights, so steps captured before would have to run again
         replayed.loaded.runner.capture_steps(replayed.options, 256, lambda run: run)
     else:
         assert replayed.info()["cuda_graphs"].startswith("batches of 1, 2, 3; prompts")
@@ -86,7 +86,7 @@ def test_replayed_decoding_gives_the_same_bits(device: str, calibrated: Path) ->
 
 
 def test_replayed_prompts_choose_the_same_tokens(device: str, calibrated: Path) -> None:
-    """On a GPU other kernels may multiply a padded number of rows."""
+    """On a GPU, other kernels may compute the padded number of rows, so bits may differ."""
     plain, replayed = serve(calibrated, device, cuda_graphs=False), serve(calibrated, device)
     if device == "cpu":
         replayed.pack_weights()
@@ -118,17 +118,17 @@ def test_a_step_in_flight_changes_no_token(device: str, calibrated: Path, graphs
     assert overlapping.stats()["steps_total"] == plain.stats()["steps_total"]
 
 
-def test_a_seed_gives_the_same_text_whoever_shares_the_batch(device: str, calibrated: Path) -> None:
+def test_a_seed_gives_the_same_text_in_every_batch(device: str, calibrated: Path) -> None:
     engine = serve(calibrated, device)
     sampling: dict[str, Any] = {"seed": 11, "max_new_tokens": 10, "ignore_eos": True, "top_p": 0.9}
     alone = engine.generate(SENTENCES[:1], **sampling)[0]
     assert engine.generate(SENTENCES[:1], **sampling)[0].token_ids == alone.token_ids
-    if device == "cpu":  # on a GPU a product may take another kernel for more rows
+    if device == "cpu":  # on a GPU, more rows may take another kernel
         assert engine.generate(SENTENCES[:3], **sampling)[0].token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_starts_as_on_the_cpu(device: str, base: Path, tmp_path: Path, recipe: str) -> None:
+def test_the_first_training_losses_are_those_of_the_cpu(device: str, base: Path, tmp_path: Path, recipe: str) -> None:
     there, here = (_train(base, tmp_path / name, place, recipe) for name, place in (("a", device), ("b", "cpu")))
     assert len(here) == 2
     assert there == pytest.approx(here, rel=0.02)
@@ -143,7 +143,7 @@ def job(model: Path, out: Path, device: str, recipe: str, **more: Any) -> TrainC
 
 
 def _train(base: Path, out: Path, device: str, recipe: str) -> list[float]:
-    """The loss of every step."""
+    """Trains two steps; returns the loss of each."""
     events: list[dict[str, Any]] = []
     Trainer(job(base, out, device, recipe, max_steps=2)).run(events.append)
     return [event["train_loss"] for event in events if event["type"] == "metrics"]

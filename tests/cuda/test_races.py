@@ -1,6 +1,6 @@
-"""The hand-written CUDA kernels have no data race within a block, and none of their barriers is there for nothing.
+"""The hand-written CUDA kernels have no data race within a block, and each of their barriers is necessary.
 
-ThreadSanitizer watches the emulated GPU (emulator/cuda/races.h); race_run.py is what runs under it.
+race_run.py runs the kernels on the emulated GPU under ThreadSanitizer (emulator/cuda/races.h).
 """
 
 import os
@@ -22,11 +22,11 @@ OPTIONS = "ignore_noninstrumented_modules=1 halt_on_error=1 die_after_fork=0 his
 
 
 def thread_sanitizer() -> Path | None:
-    """The compiler's runtime, which a process must have loaded before Python."""
+    """Returns the path of ThreadSanitizer's runtime library, which must be preloaded into a process, or None."""
     if emulated.COMPILER is None or shutil.which("setarch") is None:
         return None
-    asked = [emulated.COMPILER, "-print-file-name=libtsan.so"]
-    found = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    command = [emulated.COMPILER, "-print-file-name=libtsan.so"]
+    found = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     return found.resolve() if found.is_absolute() else None
 
 
@@ -37,10 +37,11 @@ pytestmark = [
 ]
 
 
-def run(what: str) -> str:
-    """Standard output of race_run. ThreadSanitizer needs addresses where it expects them: setarch -R."""
-    emulated.build(race_run.THREAD_SANITIZER)  # here: compilers do not run under its runtime
-    command = ["setarch", "-R", sys.executable, "-m", "tests.cuda.race_run", what]
+def run_mode(mode: str) -> str:
+    """Runs race_run in one of its modes; returns its standard output. ThreadSanitizer needs `setarch -R`, which
+    disables the randomization of addresses."""
+    emulated.build(race_run.THREAD_SANITIZER)  # before, since compilers do not run with the preloaded runtime
+    command = ["setarch", "-R", sys.executable, "-m", "tests.cuda.race_run", mode]
     settings = {"LD_PRELOAD": str(RUNTIME), "TSAN_OPTIONS": OPTIONS}
     done = subprocess.run(command, cwd=emulated.ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,34 +49,35 @@ def run(what: str) -> str:
 
 
 def sites_in_sources() -> set[str]:
-    """Every barrier and wait of the kernels that run on the emulator, as "file:line"."""
+    """Returns every barrier and wait of the kernels that run on the emulator, as "file:line"."""
     sources, sites = [*emulated.KERNELS, *(emulated.ROOT / "csrc/cuda").glob("*.h")], set[str]()
     for path in sources:
-        if path.name in {"device.h", "wgmma.h"}:  # where they are defined
+        if path.name in {"device.h", "wgmma.h"}:  # their definitions
             continue
         kernel = ""
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if "__global__" in line:
                 kernel = line
-            # `repeat` makes operands for cuBLASLt, which is not emulated
+            # the kernel `repeat` prepares operands for cuBLASLt, which is not emulated
             if SITE.search(line) and " repeat(" not in kernel:
                 sites.add(f"{path.name}:{number}")
     return sites
 
 
-def test_no_kernel_has_a_race() -> None:
-    met = re.search(r"^MET (.*)$", run("as-they-are"), re.MULTILINE)
-    assert met is not None
-    assert set(met[1].split()) == sites_in_sources()
+def test_no_kernel_has_a_race_and_all_barriers_are_reached() -> None:
+    reached = re.search(r"^MET (.*)$", run_mode("as-they-are"), re.MULTILINE)
+    assert reached is not None
+    assert set(reached[1].split()) == sites_in_sources()
 
 
-def test_every_barrier_that_is_left_out_is_found() -> None:
-    found = dict(re.findall(r"^WITHOUT (\S+) .*: ([^:]*)$", run("left-out"), re.MULTILINE))
+def test_removing_any_barrier_is_detected() -> None:
+    found = dict(re.findall(r"^WITHOUT (\S+) .*: ([^:]*)$", run_mode("left-out"), re.MULTILINE))
     assert set(found) == sites_in_sources()
     assert [site for site, how in found.items() if how == "not found"] == []
 
 
-def test_an_op_that_takes_written_weights_for_stored_ones_is_found() -> None:
-    """Only a product on tensor cores reads them early, so that the case of many rows has no race."""
-    found = re.findall(r"^WRITTEN (\S+) .*: ([^:]*)$", run("written-weights"), re.MULTILINE)
+def test_reading_weights_of_an_earlier_kernel_too_early_is_detected() -> None:
+    """Ops for stored weights may read weights before they wait for earlier kernels. The kernel for many rows does not,
+    so its case has no race."""
+    found = re.findall(r"^WRITTEN (\S+) .*: ([^:]*)$", run_mode("written-weights"), re.MULTILINE)
     assert {op for op, how in found if how == "race"} == set(race_run.STORED_WEIGHTS)

@@ -1,4 +1,4 @@
-"""Resources of kernels: the record, a fresh build compared with it, and shared memory within the chips' limits."""
+"""Resources of kernels: the record is complete and within the limits of the chips, and a build does not exceed it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.cuda.resources import DECLARED_SHARED, REGISTERS, Kernels, Usage
 from tests.cuda.test_library import BUILT, SOURCES, built
 
 NVCC, RECORDED = resources.recorded()
-RESERVED = 1024  # bytes of every block from sm_90 on, which the assembler counts
+RESERVED = 1024  # bytes that the system reserves in every block from sm_90 on, which ptxas counts
 
 
 def test_every_architecture_and_every_file_of_kernels_is_on_record() -> None:
@@ -31,7 +31,7 @@ def test_kernels_fit_every_chip(arch: str) -> None:
             assert usage.shared <= DECLARED_SHARED + (0 if arch == "sm_89" else RESERVED), name
 
 
-# Bytes of a thread's stack, at most; what is not here spills nothing.
+# Maximal stack bytes of a thread; kernels that are not listed do not spill.
 SPILLS = {
     "sm_89 attention_mma.cu: attend": 96,
     "sm_89 gemm_skinny.cu: gemm_stream": 8,
@@ -58,7 +58,7 @@ SPILLS = {
 }
 
 
-def test_what_spills_is_known() -> None:
+def test_only_listed_kernels_spill() -> None:
     stacks = {
         f"{arch} {name}": max(usage.stack for usage in usages)
         for arch, kernels in RECORDED.items()
@@ -70,14 +70,16 @@ def test_what_spills_is_known() -> None:
 @built
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="cuobjdump is not installed")
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
-def test_a_build_takes_no_more_than_is_on_record(library: Path) -> None:
+def test_a_build_needs_no_more_than_the_record(library: Path) -> None:
     if resources.compiler(library) != NVCC:
         pytest.skip("compiled by another nvcc than the record")
     tool = sass.cuobjdump()
     assert tool is not None
     found = resources.measured(library, tool)
     assert found
-    assert resources.complaints(found, RECORDED) == [], "record it, if it has to be so: make cuda CUDA_RECORD=--record"
+    assert resources.complaints(found, RECORDED) == [], (
+        "if this is necessary, record it: make cuda CUDA_RECORD=--record"
+    )
 
 
 KNOWN: Kernels = {
@@ -87,7 +89,7 @@ KNOWN: Kernels = {
 
 
 @pytest.mark.parametrize(
-    ("usages", "said"),
+    ("usages", "expected"),
     [
         ([Usage(10, 0, 64), Usage(20, 8, 0)], []),
         ([Usage(9, 0, 64), Usage(20, 4, 0)], []),
@@ -97,12 +99,12 @@ KNOWN: Kernels = {
         ([Usage(10, 0, 64)], ["sm_89 a.cu: add: 1 instances, on record are 2"]),
     ],
 )
-def test_only_what_is_worse_is_complained_of(usages: list[Usage], said: list[str]) -> None:
-    """Of the architectures that were built."""
-    assert resources.complaints({"sm_89": {"a.cu: add": usages}}, KNOWN) == said
+def test_only_larger_resources_are_reported(usages: list[Usage], expected: list[str]) -> None:
+    """And only for the architectures that were built."""
+    assert resources.complaints({"sm_89": {"a.cu: add": usages}}, KNOWN) == expected
 
 
-def test_kernels_that_came_and_went_are_told() -> None:
+def test_added_and_removed_kernels_are_reported() -> None:
     found = {"sm_89": {"c.cu: new": [Usage(1, 0, 0)]}}
     assert resources.complaints(found, KNOWN) == [
         "sm_89 a.cu: add: 0 instances, on record are 2",

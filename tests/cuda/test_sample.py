@@ -1,6 +1,6 @@
-"""The draw of a token on the device: the reference's, but where the random number is within 1e-15 of a border.
+"""Sampling on the device draws the tokens of the reference, unless a random number is within 1e-15 of a border.
 
-Rows of more than 2048 tokens are shared by several blocks.
+Several thread blocks share a row of more than 2048 tokens.
 """
 
 import pytest
@@ -11,42 +11,42 @@ from tests.csrc.test_sample import arguments, flat_rows, naive, on_borders, refu
 from tests.cuda import emulated
 from tests.cuda.conftest import kernels_on
 
-NEUTRAL = {2: 0, 3: 1.0, 4: 0.0}  # top_k, top_p, min_p, by their place among the arguments
+NEUTRAL = {2: 0, 3: 1.0, 4: 0.0}  # index of the argument -> value that disables it: top_k, top_p, min_p
 BELOW_1 = 1 - 2.0**-53
 
 
 def assert_drawn(found, args):
-    """The tokens of the reference, at the random numbers or 1e-15 beside them."""
+    """Checks that tokens are those of the reference for the random numbers, or for numbers 1e-15 above or below."""
     *others, uniform = args
-    beside = [(uniform + step).clamp(0, BELOW_1) for step in (0.0, -1e-15, 1e-15)]
-    near = torch.stack([reference.sample(*others, at) for at in beside])
+    nearby = [(uniform + step).clamp(0, BELOW_1) for step in (0.0, -1e-15, 1e-15)]
+    near = torch.stack([reference.sample(*others, at) for at in nearby])
     assert found.dtype == torch.int64
     assert (found == near).any(0).all(), (found, near[0])
 
 
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
-def test_cases(kernels, case):
+def test_registered_cases_draw_the_tokens_of_the_reference(kernels, case):
     assert_drawn(kernels.run("sample", *case.make()), case.make())
 
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("vocab", [1, 2, 16, 37, 255, 257, 5000, 32000])
-def test_tokens_are_the_references(kernels, vocab, ties):
+def test_tokens_are_those_of_the_reference(kernels, vocab, ties):
     args = arguments(vocab, 40 if vocab < 1000 else 10, vocab, ties)
     assert_drawn(kernels.run("sample", *args), args)
 
 
-@pytest.mark.parametrize("alone", [*NEUTRAL, None])
+@pytest.mark.parametrize("active", [*NEUTRAL, None])
 @pytest.mark.parametrize("vocab", [520, 1001, 8193])
-def test_each_filter_alone(kernels, vocab, alone):
+def test_each_filter_without_the_others(kernels, vocab, active):
     args = arguments(vocab, 20, vocab, True)
     for place, value in NEUTRAL.items():
-        if place != alone:
+        if place != active:
             args[place].fill_(value)
     assert_drawn(kernels.run("sample", *args), args)
 
 
-def test_the_filters_mean_what_they_say(kernels):
+def test_the_filters_draw_the_tokens_of_the_naive_implementation(kernels):
     args = arguments(37, 100, 7, True)
     expected = [naive(*row) for row in zip(*(column.tolist() for column in args), strict=True)]
     assert kernels.run("sample", *args).tolist() == expected
@@ -54,8 +54,7 @@ def test_the_filters_mean_what_they_say(kernels):
 
 @pytest.mark.parametrize("vocab", [300, 9001])
 @pytest.mark.parametrize("uniform", [0.0, 1e-300, 1e-12, 1 - 1e-12, BELOW_1])
-def test_random_numbers_at_both_ends(kernels, uniform, vocab):
-    """Also there the token is one that was kept."""
+def test_random_numbers_near_0_and_1_draw_a_token_that_was_kept(kernels, uniform, vocab):
     *filters, _ = arguments(vocab, 20, 3, False)
     args = *filters, torch.full((20,), uniform, dtype=torch.float64)
     found = kernels.run("sample", *args)
@@ -66,17 +65,17 @@ def test_random_numbers_at_both_ends(kernels, uniform, vocab):
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
-def test_a_flat_row_and_a_row_of_one_token(kernels, top_k):
+def test_equal_logits_and_a_row_with_one_possible_token(kernels, top_k):
     args, expected = flat_rows(top_k)
     assert kernels.run("sample", *args).tolist() == expected
 
 
-def test_a_random_number_on_a_border_draws_the_token_behind_it(kernels):
+def test_a_random_number_on_a_border_draws_the_token_above_it(kernels):
     assert kernels.run("sample", *on_borders()).tolist() == list(range(64))
 
 
-def test_top_p_below_1_by_a_rounding_does_not_leave_top_k(kernels):
-    """Ten likely tokens, then equal ones, which top_k cuts: a last place that rounding must not move."""
+def test_top_p_just_below_1_does_not_exceed_top_k(kernels):
+    """Ten likely tokens, then equal ones, of which top_k keeps some. Rounding must not change the last kept token."""
     logits, one = torch.zeros(60, 100), torch.ones(60, dtype=torch.float64)
     logits[:, :10] = 0.1 + torch.arange(60)[:, None] / 60
     top_k = 11 + torch.arange(60)
@@ -85,20 +84,20 @@ def test_top_p_below_1_by_a_rounding_does_not_leave_top_k(kernels):
 
 
 @pytest.mark.parametrize("vocab", [700, 9001])
-@pytest.mark.parametrize("never", [-torch.inf, -3.4e38, -1e4])
-def test_forbidden_tokens(kernels, never, vocab):
-    """Most of a row, however it is written; zeros of both signs are equal, so that the smaller id stays."""
+@pytest.mark.parametrize("forbidden", [-torch.inf, -3.4e38, -1e4])
+def test_forbidden_tokens_are_not_drawn(kernels, forbidden, vocab):
+    """Most tokens of each row are forbidden. 0.0 and -0.0 are equal, so the smaller id comes first."""
     args = arguments(vocab, 12, 5, True)
-    noise = torch.Generator().manual_seed(6)
-    args[0][torch.rand(args[0].shape, generator=noise) < 0.7] = never
+    generator = torch.Generator().manual_seed(6)
+    args[0][torch.rand(args[0].shape, generator=generator) < 0.7] = forbidden
     args[0][:, ::9], args[0][:, 4::9] = 0.0, -0.0
-    args[0][:, vocab // 2 :] = never  # whole parts, where a row has such
+    args[0][:, vocab // 2 :] = forbidden  # if several blocks share a row, all tokens of some blocks
     assert_drawn(kernels.run("sample", *args), args)
 
 
 @pytest.mark.parametrize("vocab", [504, 8200])
-def test_rows_do_not_matter_to_each_other(kernels, vocab):
-    """Bit for bit: a row alone, in another order, in memory that begins elsewhere."""
+def test_tokens_do_not_depend_on_other_rows_or_on_the_address(kernels, vocab):
+    """Compares single rows, another order of rows, and logits at an unaligned address."""
     args = arguments(vocab, 12, 2, True)
     found = kernels.run("sample", *args)
     alone = [kernels.run("sample", *(column[i : i + 1] for column in args)) for i in range(12)]
@@ -110,26 +109,26 @@ def test_rows_do_not_matter_to_each_other(kernels, vocab):
 
 @pytest.mark.parametrize("vocab", [300, 8200])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_not_numbers_end_on_some_token(kernels, broken, vocab):
-    """The engine gives their sequences up, but not before the step is over."""
+def test_nonfinite_rows_draw_a_valid_token(kernels, broken, vocab):
+    """The engine stops their sequences, but only after the step."""
     args = arguments(vocab, 8, 1, False)
     args[0][::2] = broken
     args[0][::4, 7] = 1.0
     found = kernels.run("sample", *args)
     assert ((found >= 0) & (found < vocab)).all()
-    whole = [column[1::2] for column in args]
-    assert_drawn(found[1::2], whole)
+    finite = [column[1::2] for column in args]
+    assert_drawn(found[1::2], finite)
 
 
 @pytest.mark.parametrize("likely", [300, 6000])
-def test_a_bin_with_more_tokens_than_are_listed(kernels, likely):
-    """One logit far below the others leaves these in one bin: with different values, or all but a few equal."""
+def test_a_histogram_bin_with_more_tokens_than_the_list_holds(kernels, likely):
+    """One logit far below the others puts all others into one bin, with different or with mostly equal values."""
     args = arguments(9001, 12, 4, True)
     args[0].mul_(0.01)
     args[0][:, likely:] = 0.25
     args[0][:, 5] = -1000.0
     args[1].clamp_(min=0.7)
-    args[3].mul_(0.997)  # no share of some equal tokens is a whole number of them
+    args[3].mul_(0.997)  # top_p must not be exactly the share of a number of equal tokens
     args[2].copy_(torch.tensor([0, 10, 4000, 8900] * 3))
     args[3][:4] = 1.0
     assert_drawn(kernels.run("sample", *args), args)
@@ -139,8 +138,8 @@ def test_a_bin_with_more_tokens_than_are_listed(kernels, likely):
 @pytest.mark.parametrize(
     ("rows", "vocab", "parts"), [(1, 2048, 1), (1, 4000, 2), (1, 128256, 8), (2, 32000, 4), (12, 32000, 1)]
 )
-def test_long_rows_are_shared(rows, vocab, parts):
-    """By two blocks for each of the four multiprocessors: six launches, of which the last draws."""
+def test_several_blocks_share_a_long_row(rows, vocab, parts):
+    """Up to two blocks for each of the four multiprocessors share the rows; six launches, of which the last draws."""
     kernels_on("emulated")
     gpu = emulated.emulator()
     args = arguments(vocab, rows, 1, False)
@@ -151,8 +150,8 @@ def test_long_rows_are_shared(rows, vocab, parts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [5000, 32000])
-def test_in_a_captured_graph(gpu, vocab):
-    """Filters and random numbers are read on the device: a replay draws by those that are there then."""
+def test_a_captured_graph_reads_new_arguments(gpu, vocab):
+    """Kernels read filters and random numbers on the device, so a replay uses their current values."""
     before, after = (gpu.here(arguments(vocab, 10, seed, True)) for seed in (1, 2))
     expected = [gpu.ops.sample(*args).cpu() for args in (before, after)]
     torch.cuda.synchronize()
@@ -172,7 +171,7 @@ def test_no_rows(kernels):
     assert kernels.run("sample", *args).shape == (0,)
 
 
-def test_errors_name_the_argument(kernels):
+def test_wrong_arguments_are_refused(kernels):
     for args, message in refused():
         with pytest.raises(RuntimeError, match=message):
             kernels.run("sample", *args)

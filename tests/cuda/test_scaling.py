@@ -1,4 +1,4 @@
-"""delayed_update on the device: any number of states in one call, equal to the reference bit for bit."""
+"""delayed_update on the device has the bits of the reference, with any number of states in one call."""
 
 from itertools import chain
 
@@ -13,19 +13,19 @@ def check(kernels, args, expected):
     found = kernels.here(args)
     kernels.ops.delayed_update(*found)
     reference.delayed_update(*expected)
-    for column, wanted in zip(found[:4], expected[:4], strict=True):
-        for one, other in zip(column, wanted, strict=True):
+    for column, expected_column in zip(found[:4], expected[:4], strict=True):
+        for one, other in zip(column, expected_column, strict=True):
             assert torch.equal(one.cpu(), other)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("delayed_update"), ids=lambda case: case.name)
-def test_cases(kernels, case):
+def test_registered_cases_have_the_bits_of_the_reference(kernels, case):
     check(kernels, case.make(), case.make())
 
 
 def test_more_states_than_a_launch_takes(kernels):
-    """900 states of three lengths: 800 go in the first launch."""
+    """900 states of three lengths, of which the first launch takes 800."""
 
     def make():
         parts = [example_states(length, 300) for length in (1, 7, 16)]

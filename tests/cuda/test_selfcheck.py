@@ -1,4 +1,5 @@
-"""The self-check on the emulated GPU: every kernel agrees, one without its waits does not, and the next takes over."""
+"""The self-check on the emulated GPU: every kernel agrees, a kernel without its waits does not, and the next kernel
+replaces it."""
 
 import re
 from collections.abc import Iterator
@@ -35,26 +36,26 @@ def test_a_kernel_agrees_with_the_reference(switched: Kernels, name: str) -> Non
     candidate = next(c for c in gpu_candidates(switched.ops) if c.name == name)
     found = check_kernel(candidate, switched.device)
     if found is None:
-        assert name in CUTLASS, "only a tile that was not compiled takes nothing"
+        assert name in CUTLASS, "only a tile that was not compiled may have no case"
     else:
         assert (found.state, found.why) == ("agrees", "")
 
 
 @pytest.mark.parametrize("name", ["scaled_mm.mma", "scaled_mm.skinny", "scaled_mm.cublaslt"])
-def test_a_kernel_is_tried_on_thirty_cases_of_every_kind(kernels: Kernels, name: str) -> None:
+def test_a_kernel_is_checked_on_thirty_cases_of_all_kinds(kernels: Kernels, name: str) -> None:
     candidate = next(c for c in gpu_candidates(kernels.ops) if c.name == name)
     assert len(candidate.cases) >= MAX_CASES
-    made = [case.make() for case in candidate.cases[:MAX_CASES]]
-    assert len({a.shape for a, *_ in made}) == 6
-    assert {out for *_, out in made} == {torch.bfloat16, torch.float32}
-    assert len({(a.dtype, b.dtype) for a, b, *_ in made}) == 3
-    by_block = {s.shape for _, _, s, *_ in made if s.dim() == 2 and s.shape[1] > 1}
+    arguments = [case.make() for case in candidate.cases[:MAX_CASES]]
+    assert len({a.shape for a, *_ in arguments}) == 6
+    assert {out for *_, out in arguments} == {torch.bfloat16, torch.float32}
+    assert len({(a.dtype, b.dtype) for a, b, *_ in arguments}) == 3
+    by_block = {s.shape for _, _, s, *_ in arguments if s.dim() == 2 and s.shape[1] > 1}
     assert bool(by_block) == (name != "scaled_mm.cublaslt")
 
 
 @pytest.mark.emulator
-def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
-    """Prompts on Hopper: warpgroups, then warps, then FP32."""
+def test_attention_without_a_wait_is_found_and_replaced() -> None:
+    """For prompts on Hopper: wgmma is replaced by mma, and mma by FP32."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     by_name = {c.name: c for c in gpu_candidates(gpu.ops)}
     prompt = by_name["paged_attention.wgmma"].cases[0].make()
@@ -73,7 +74,7 @@ def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None
             assert gpu.ops.gemm_kernels(here, "") == off
             assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
         assert check_kernel(by_name["paged_attention"], "cpu") == KernelResult("agrees")
-        assert gpu.ops.gemm_kernels(here, "") == off, "what was off stays off"
+        assert gpu.ops.gemm_kernels(here, "") == off, "kernels that were off stay off"
     finally:
         gpu.leave_out("")
         gpu.be(89, 4, 99 * 1024)
@@ -81,14 +82,14 @@ def test_attention_that_does_not_wait_is_found_and_the_next_takes_over() -> None
 
 
 def waits(source: str) -> list[str]:
-    """The places where a kernel waits for its copies into shared memory, as "file:line"."""
+    """Returns the lines where a kernel waits for its copies into shared memory, as "file:line"."""
     lines = (emulated.ROOT / "csrc/cuda" / source).read_text().splitlines()
     return [f"{source}:{i}" for i, line in enumerate(lines, 1) if re.search(r"copy_wait<[^>]+>\(\)", line)]
 
 
 @pytest.mark.emulator
-def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
-    """mma without a wait: then cuBLASLt's contract, and behind it the reference, multiply as they should."""
+def test_a_gemm_without_a_wait_is_found_and_replaced() -> None:
+    """mma without a wait is replaced by cuBLASLt (here torch's scaled_mm on a CPU), or by the reference."""
     gpu, here = emulated.emulator(), torch.zeros(1)
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == "scaled_mm.mma")
     try:
@@ -108,7 +109,7 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
         args = a, b, torch.tensor(0.3), torch.tensor(0.7), None, torch.bfloat16
         assert torch.equal(gpu.ops.scaled_mm(*args), gpu.ops.scaled_mm_by(*args, "cublaslt", 1))
         switch_off_by_name(here, ["scaled_mm.skinny"], gpu.ops)
-        assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "what was off stays off"
+        assert gpu.ops.gemm_kernels(here, "") == "skinny+mma", "kernels that were off stay off"
     finally:
         gpu.leave_out("")
         gpu.ops.gemm_kernels(here, "none")
@@ -120,7 +121,7 @@ def test_a_kernel_that_does_not_wait_is_found_and_the_next_takes_over() -> None:
     [("scaled_mm.overlap", "overlap"), ("paged_attention.overlap", "overlap"),
      ("stored_mm.early_weights", "early_weights+overlap")],
 )  # fmt: skip
-def test_what_overlaps_is_tried_by_itself_and_switched_off(name: str, switches: str) -> None:
+def test_early_launches_are_checked_and_switched_off_separately(name: str, switches: str) -> None:
     gpu, here = emulated.emulator(), torch.zeros(1)
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == name)
     gpu.be(90, 4, 227 * 1024)

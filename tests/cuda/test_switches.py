@@ -1,6 +1,6 @@
-"""Kernels of products that are switched off, and who takes over: the next of ours, cuBLASLt, the reference.
+"""If a GEMM kernel is switched off, another of our kernels, cuBLASLt or the reference computes the product.
 
-torch's scaled_mm on a CPU is no cuBLASLt, but has its arguments: that ours are theirs is tested here, too.
+On a CPU, torch's scaled_mm replaces cuBLASLt; it has the same arguments, so these tests also check what we pass.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def switch(kernels: Kernels, off: str) -> str:
     return str(kernels.ops.gemm_kernels(kernels.here(torch.zeros(1)), off))
 
 
-def test_what_is_off_is_asked_for(switched: Kernels) -> None:
+def test_gemm_kernels_returns_and_sets_the_switched_off_kernels(switched: Kernels) -> None:
     assert switch(switched, "") == ""
     assert switch(switched, "mma+skinny") == "skinny+mma"
     assert switch(switched, "") == "skinny+mma"
@@ -41,7 +41,7 @@ def test_what_is_off_is_asked_for(switched: Kernels) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("off", [OWN, f"{OWN}+cublaslt+cublaslt_rows", "skinny", "mma"])
 @pytest.mark.parametrize("case", cases("scaled_mm")[::3], ids=lambda case: case.name)
-def test_whoever_is_left_multiplies(switched: Kernels, off: str, case) -> None:
+def test_the_remaining_kernels_compute_every_product(switched: Kernels, off: str, case) -> None:
     a, b, a_scale, b_scale, bias, out = case.make()
     switch(switched, off)
     found = switched.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
@@ -53,7 +53,7 @@ def test_whoever_is_left_multiplies(switched: Kernels, off: str, case) -> None:
 
 
 @pytest.mark.parametrize("op", ["scaled_mm_quantize", "scaled_mm_add"])
-def test_what_is_fused_with_a_product_loses_nothing(switched: Kernels, op: str) -> None:
+def test_ops_fused_with_a_product_work_without_our_kernels(switched: Kernels, op: str) -> None:
     switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
     for case in cases(op):
         expected, found = getattr(reference, op)(*case.make()), switched.run(op, *case.make())
@@ -63,15 +63,14 @@ def test_what_is_fused_with_a_product_loses_nothing(switched: Kernels, op: str) 
             )
 
 
-def test_the_reference_answers_when_all_are_off(switched: Kernels) -> None:
-    """Its bits on a CPU."""
+def test_the_reference_computes_if_all_kernels_are_off(switched: Kernels) -> None:
     if switched.device != "cpu":
         pytest.skip("the reference on a GPU sums in another order than on the CPU")
     args = *operands(17, 40, 400, "row", "row"), None, torch.float32
     plain = switched.run("scaled_mm", *args)
     switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
     assert_bits_equal(switched.run("scaled_mm", *args), reference.scaled_mm(*args))
-    assert not torch.equal(plain, reference.scaled_mm(*args)), "another kernel has other roundings"
+    assert not torch.equal(plain, reference.scaled_mm(*args)), "the other kernel should have other roundings"
 
 
 KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("block1x128", "block128x128")]
@@ -81,18 +80,18 @@ KINDS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("block1x128",
 @pytest.mark.parametrize("shape", [(1, 16, 16), (5, 48, 400), (70, 32, 77), (128, 24, 144), (3, 7, 32)])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)])
-def test_cublaslt_takes_what_its_contract_allows(kernels: Kernels, shape, kinds, formats) -> None:
-    """Everything that it takes is right; K is padded for it, and nothing else is changed."""
+def test_cublaslt_computes_the_products_that_its_documentation_allows(kernels: Kernels, shape, kinds, formats) -> None:
+    """Its products are close to exact ones. K is padded for it; no other argument is changed."""
     m, n, k = shape
     args = operands(m, n, k, *kinds, formats)
     for out in (BF16, torch.float32, torch.float16):
         for bias in (None, tame(1, n, seed=3)[0].to(out)):
-            one_each = all(scale.numel() == 1 for scale in args[2:])  # a single block is one, too
-            each = zip(args[2:], (m, n), strict=True)  # blocks of 1x128 are rows where K has one
+            one_each = all(scale.numel() == 1 for scale in args[2:])  # a single block has one scale, too
+            each = zip(args[2:], (m, n), strict=True)  # a single block of 1x128 is a row
             by_rows = all(s.numel() == 1 or s.shape == (rows, 1) for s, rows in each) and out == BF16
             biased = bias is None or out != torch.float32
-            wanted = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
-            if wanted:
+            is_allowed = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
+            if is_allowed:
                 found = kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
                 assert_within_accumulation(found, *args, bias, device=kernels.device)
             else:
@@ -100,15 +99,15 @@ def test_cublaslt_takes_what_its_contract_allows(kernels: Kernels, shape, kinds,
                     kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
 
 
-def test_a_bias_of_another_type_is_not_for_cublaslt(kernels: Kernels) -> None:
+def test_cublaslt_refuses_a_bias_of_another_dtype(kernels: Kernels) -> None:
     *args, bias = whole_numbers(5, 16, 32)
     with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
         kernels.run("scaled_mm_by", *args, bias, BF16, "cublaslt", 1)
     assert bool(kernels.run("scaled_mm_by", *args, bias.bfloat16(), BF16, "cublaslt", 1).isfinite().all())
 
 
-def test_scales_that_begin_anywhere_are_not_for_cublaslt(kernels: Kernels) -> None:
-    """Those of an expert's rows, which torch refused with an error on an H200."""
+def test_cublaslt_refuses_unaligned_scales(kernels: Kernels) -> None:
+    """Such as the scales of an expert's rows, for which torch raised an error on an H200."""
     a, b, a_scale, b_scale = kernels.here(operands(129, 32, 64, "row", "row"))
     args = a[1:], b, a_scale[1:], b_scale, None, BF16
     with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
@@ -118,7 +117,7 @@ def test_scales_that_begin_anywhere_are_not_for_cublaslt(kernels: Kernels) -> No
 
 
 @pytest.mark.parametrize("out", FORMATS)
-def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> None:
+def test_cublaslt_is_not_used_for_fp8_output(switched: Kernels, out: torch.dtype) -> None:
     args = *whole_numbers(5, 48, 144), torch.tensor(0.5), out
     expected = switched.run("scaled_mm_quantize", *args)
     switch(switched, OWN)
@@ -127,8 +126,8 @@ def test_cublaslt_is_not_asked_for_fp8(switched: Kernels, out: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)
-def test_weights_that_are_read_early_give_the_same_bits(switched: Kernels, case) -> None:
-    """Also weights of which the op makes a copy, whose rows do not begin on 16 bytes."""
+def test_weights_read_before_the_wait_give_the_same_bits(switched: Kernels, case) -> None:
+    """Also for weights with unaligned rows, which the op copies."""
     expected = switched.run("scaled_mm", *case.make())
     assert_bits_equal(switched.run("stored_mm", *case.make()), expected)
     switch(switched, "early_weights")
@@ -137,8 +136,8 @@ def test_weights_that_are_read_early_give_the_same_bits(switched: Kernels, case)
 
 @pytest.mark.parametrize("chip", [(89, 4, 99 * 1024), (90, 132, 227 * 1024)], ids=["Ada", "Hopper"])
 @pytest.mark.parametrize("case", cases("stored_gated_mm"), ids=lambda case: case.name)
-def test_gate_and_up_that_are_cast_by_their_product_have_the_same_bits(switched: Kernels, case, chip) -> None:
-    """Also the amax and the number of values cut off; on Hopper two teams of warps share a block's rows."""
+def test_gate_and_up_cast_in_the_epilogue_have_the_same_bits(switched: Kernels, case, chip) -> None:
+    """Also compares the amax and the number of saturated values. On Hopper, two teams of warps share a block's rows."""
     if switched.device == "cpu":
         emulated.emulator().be(*chip)
     results = []

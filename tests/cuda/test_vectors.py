@@ -1,4 +1,4 @@
-"""The recorded vectors, on every side there is: the CPU, the reference, the emulated GPU and a GPU."""
+"""CPU kernels, the reference, the emulated GPU and a GPU give the recorded vectors (record_vectors.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +19,8 @@ VECTORS = load()
 
 @pytest.fixture(params=["cpu", "reference", *DEVICES])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    own = {"reference": reference, "cpu": torch.ops.fp8serve}
-    return Kernels(own[request.param], "cpu") if request.param in own else kernels_on(request.param)
+    on_cpu = {"reference": reference, "cpu": torch.ops.fp8serve}
+    return Kernels(on_cpu[request.param], "cpu") if request.param in on_cpu else kernels_on(request.param)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def run(kernels: Kernels) -> Run:
     return kernels.run
 
 
-def same(found, expected_q, expected_scale):
+def assert_same(found, expected_q, expected_scale):
     assert_fp8_equal(found[0], expected_q)
     assert torch.equal(found[1], expected_scale)
 
@@ -40,22 +40,22 @@ def test_the_file_is_small():
 @pytest.mark.parametrize("kind", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("cast", CASTS)
-def test_casts(run, kind, dtype, cast):
+def test_casts_have_the_recorded_bits(run, kind, dtype, cast):
     op, rest = CASTS[cast]
     key = f"{kind}.{NAMES[dtype]}.{cast}"
-    same(run(op, VECTORS[f"{kind}.x"], dtype, *rest), VECTORS[f"{key}.q"], VECTORS[f"{key}.scale_inv"])
+    assert_same(run(op, VECTORS[f"{kind}.x"], dtype, *rest), VECTORS[f"{key}.q"], VECTORS[f"{key}.scale_inv"])
 
 
 @pytest.mark.parametrize("kind", HIGH)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_given_scale(run, kind, dtype):
+def test_casts_with_a_given_scale_have_the_recorded_bits(run, kind, dtype):
     key = f"{kind}.{NAMES[dtype]}.given"
     found = run("quantize", VECTORS[f"{kind}.x"], torch.tensor(0.37), dtype)
-    same(found, VECTORS[f"{key}.q"], VECTORS[f"{key}.amax"])
+    assert_same(found, VECTORS[f"{key}.q"], VECTORS[f"{key}.amax"])
 
 
 @pytest.mark.parametrize("by", ["tensor", "row", "block"])
-def test_products(kernels, by):
+def test_products_are_close_to_exact_ones(kernels, by):
     operands = [VECTORS[f"mm.{by}.{part}"] for part in ("a", "b", "a_scale", "b_scale")]
     found = kernels.run("scaled_mm", *operands, None, torch.float32)
     assert_within_accumulation(found, *operands, device=kernels.device)

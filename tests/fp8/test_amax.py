@@ -1,4 +1,4 @@
-"""`fast_amax` equals `amax`, whatever the values."""
+"""`fast_amax` equals `amax` for all values."""
 
 import math
 
@@ -14,14 +14,14 @@ VALUES = {
     "a NaN, which does not count": [1.0, math.nan, -2.0],
     "only NaN": [math.nan],
     "an infinity": [-math.inf, 1.0],
-    "both": [math.nan, math.inf],
-    "nothing": [],
+    "NaN and infinity": [math.nan, math.inf],
+    "no values": [],
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_it_is_amax(values: list[float], dtype: torch.dtype) -> None:
+def test_fast_amax_has_the_bits_of_amax(values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype)
     found = fast_amax(x)
     assert found.dtype == torch.float32
@@ -29,12 +29,12 @@ def test_it_is_amax(values: list[float], dtype: torch.dtype) -> None:
     assert torch.equal(found.view(torch.int32), amax(x).view(torch.int32))
 
 
-def test_of_a_transposed_matrix_that_has_gradients() -> None:
+def test_fast_amax_of_a_transposed_matrix_that_requires_grad() -> None:
     x = torch.randn(5, 7, requires_grad=True).t()
     assert torch.equal(fast_amax(x), amax(x).detach())
 
 
-def test_it_can_be_traced() -> None:
+def test_fast_amax_can_be_traced() -> None:
     def twice(x: Tensor) -> Tensor:
         return fast_amax(x) * 2
 

@@ -1,4 +1,4 @@
-"""A rule from history to amax is one entry: recipes, updates, files and checks take it from the table."""
+"""A rule that computes an amax from a history needs one entry in RULES; recipes, updates and files use that table."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ AMAXES = (1.0, 4.0, 2.0, 3.0, 8.0)
 
 @pytest.fixture
 def mean(monkeypatch: pytest.MonkeyPatch) -> DelayedScaling:
-    """A recipe by a rule that the table does not have otherwise."""
+    """A recipe whose rule is added to the table."""
     monkeypatch.setitem(RULES, "mean", AmaxRule(lambda history: history.mean()))  # type: ignore[misc]
     return DelayedScaling(amax_history_len=4, amax_compute_algo="mean")  # type: ignore[arg-type]
 
@@ -28,7 +28,7 @@ def run(recipe: DelayedScaling) -> ScalingState:
     return state
 
 
-def test_a_named_rule_is_the_callable_that_does_the_same(mean: DelayedScaling) -> None:
+def test_a_named_rule_gives_the_scales_of_the_same_callable(mean: DelayedScaling) -> None:
     found = run(mean)
     expected = run(DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.mean()))
     assert torch.equal(found.scale, expected.scale)
@@ -36,7 +36,7 @@ def test_a_named_rule_is_the_callable_that_does_the_same(mean: DelayedScaling) -
     assert float(found.scale) == pytest.approx(448 / ((4 + 2 + 3 + 8) / 4))
 
 
-def test_it_is_stored_and_its_scales_are_not_held_to_the_largest_amax(mean: DelayedScaling) -> None:
+def test_a_named_rule_is_stored_and_its_scales_are_checked_against_it(mean: DelayedScaling) -> None:
     assert from_json(to_json(mean)) == mean
     state = run(mean)
     entry = TensorScale(state.scale, state.amax_history)
@@ -46,12 +46,12 @@ def test_it_is_stored_and_its_scales_are_not_held_to_the_largest_amax(mean: Dela
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_op_has_the_rules_that_say_so(name: str) -> None:
+def test_the_op_gives_the_scales_of_every_builtin_rule(name: str) -> None:
     assert RULES[name].in_op  # type: ignore[index]
     by_op = run(DelayedScaling(amax_history_len=4, amax_compute_algo=name))  # type: ignore[arg-type]
-    beside = run(DelayedScaling(amax_history_len=4, amax_compute_algo=RULES[name].compute_amax))  # type: ignore[index]
-    assert torch.equal(by_op.scale, beside.scale)
-    assert torch.equal(by_op.amax_history, beside.amax_history)
+    by_callable = run(DelayedScaling(amax_history_len=4, amax_compute_algo=RULES[name].compute_amax))  # type: ignore[index]
+    assert torch.equal(by_op.scale, by_callable.scale)
+    assert torch.equal(by_op.amax_history, by_callable.amax_history)
 
 
 def test_a_name_that_is_no_rule_is_refused(mean: DelayedScaling) -> None:

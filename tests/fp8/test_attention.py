@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lengths", [[9], [5, 5], [3, 1, 7]])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_causal_attention_knows_windows_soft_caps_and_sinks(lengths: list[int], options: dict[str, Any]) -> None:
+def test_causal_attention_with_windows_soft_caps_and_sinks(lengths: list[int], options: dict[str, Any]) -> None:
     total = sum(lengths)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
     found = causal_attention(q, k, v, lengths, 0.3, **options)
@@ -102,7 +102,7 @@ def flash_attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: int, longest_key: int, dropout: float,
     *, is_causal: bool, return_debug_mask: bool, scale: float, window_size_left: int, window_size_right: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What ATen documents for its op, sequence by sequence. A causal mask and a window are the same mask here."""
+    """Computes ATen's flash attention sequence by sequence, as its documentation defines it."""
     assert (dropout, window_size_right, return_debug_mask) == (0.0, 0, False)
     assert is_causal == (window_size_left < 0), "FlashAttention 2 takes a causal mask or a window"
     assert torch.equal(ends, key_ends)
@@ -120,9 +120,11 @@ def flash_attention_on_cpu(
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_sequences_of_any_length_take_one_call_on_a_gpu(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, noise = [9, 1, 30, 2], torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(42, heads, 16, generator=noise, requires_grad=True) for heads in (4, 2, 2))
+def test_sequences_of_different_lengths_take_one_flash_call_on_a_gpu(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, generator = [9, 1, 30, 2], torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(42, heads, 16, generator=generator, requires_grad=True) for heads in (4, 2, 2))
     expected = causal_attention(q, k, v, lengths, 0.3, window)
     grads = torch.autograd.grad(expected.square().sum(), (q, k, v))
     calls: list[int] = []
@@ -138,11 +140,11 @@ def test_sequences_of_any_length_take_one_call_on_a_gpu(window: int | None, monk
     causal_attention(q, k, v, [21, 21], 0.3, window)
     causal_attention(q, k, v, lengths, 0.3, window, softcap=5.0)
     causal_attention(q, k, v, lengths, 0.3, window, sinks=torch.zeros(4))
-    assert len(calls) == 1, "one length, soft caps and sinks take the other ways"
+    assert len(calls) == 1, "equal lengths, soft caps and sinks take other paths"
 
 
-def test_atens_flash_attention_has_the_arguments_and_a_gradient() -> None:
-    """Without a GPU: its shapes on "meta"."""
+def test_atens_flash_attention_accepts_our_arguments_and_has_a_gradient() -> None:
+    """Runs without a GPU, on the device "meta"."""
     q, k, v = (
         torch.randn(42, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
@@ -153,7 +155,7 @@ def test_atens_flash_attention_has_the_arguments_and_a_gradient() -> None:
     assert attention._ends((9, 1, 30, 2), torch.device("cpu")).tolist() == [0, 9, 10, 40, 42]
 
 
-def test_a_cpu_keeps_its_way() -> None:
+def test_a_cpu_does_not_use_flash_attention() -> None:
     q = torch.randn(3, 2, 64, dtype=torch.bfloat16)
     assert not attention._can_use_flash_attention(q, q, q)
 
@@ -161,9 +163,9 @@ def test_a_cpu_keeps_its_way() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 33])
 def test_flash_attention_on_a_gpu(window: int | None) -> None:
-    lengths, noise = [90, 1, 300, 22], torch.Generator("cuda").manual_seed(1)
+    lengths, generator = [90, 1, 300, 22], torch.Generator("cuda").manual_seed(1)
     q, k, v = (
-        torch.randn(413, heads, 64, generator=noise, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(413, heads, 64, generator=generator, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for heads in (4, 2, 2)
     )
     assert attention._can_use_flash_attention(q, k, v)
@@ -199,8 +201,8 @@ def test_paged_attention_is_the_formula(case: Case) -> None:
 
 
 def cache(blocks: int = 12) -> tuple[Tensor, Tensor]:
-    noise = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(blocks, 4, 2, 16, generator=noise).bfloat16() for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(blocks, 4, 2, 16, generator=generator).bfloat16() for _ in range(2))
     return k, v
 
 
@@ -232,7 +234,7 @@ def test_a_prompt_may_be_cut_into_chunks(kernel: object) -> None:
     assert torch.equal(whole, torch.cat(chunks))
 
 
-def test_scales_of_keys_and_values_and_the_options_have_their_places() -> None:
+def test_paged_attention_applies_each_scale_and_option() -> None:
     q = torch.randn(1, 2, 16)
     k, v = (t.to(torch.float8_e4m3fn) for t in cache())
     tables, lengths, starts = torch.tensor([[1]]).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()
@@ -242,7 +244,7 @@ def test_scales_of_keys_and_values_and_the_options_have_their_places() -> None:
     torch.testing.assert_close(sunk, torch.zeros(1, 2, 16))
 
 
-def test_write_kv_places_casts_and_skips() -> None:
+def test_write_kv_casts_writes_to_slots_and_skips_negative_slots() -> None:
     k, v = torch.full((3, 1, 2), 300.0), torch.full((3, 1, 2), -5.0)
     caches = [torch.zeros(2, 2, 1, 2).to(torch.float8_e4m3fn) for _ in range(2)]
     torch.ops.fp8serve.write_kv(k, v, caches[0], caches[1], torch.tensor([3, -1, 0]), torch.tensor(2.0), None)

@@ -35,7 +35,7 @@ def snapshot(*modules: Linear) -> list[Any]:
     ]
 
 
-def recorded(module: Linear, name: str) -> int:
+def steps_of(module: Linear, name: str) -> int:
     return int(scaling_state(module)[name].steps)
 
 
@@ -60,7 +60,7 @@ def test_forward_states_are_updated_when_the_context_ends() -> None:
     amax = x.abs().max()
     assert scaling_state(module)["input"].scale.item() == (torch.tensor(448.0) / amax).item()
     assert scaling_state(module)["input"].amax_history.tolist() == [0.0, 0.0, 0.0, amax.item()]
-    assert recorded(module, "grad_output") == 0
+    assert steps_of(module, "grad_output") == 0
 
 
 def test_several_calls_in_one_context_are_one_step() -> None:
@@ -68,7 +68,7 @@ def test_several_calls_in_one_context_are_one_step() -> None:
     with autocast(recipe=SHORT):
         module(batch(magnitude=1.0))
         module(batch(magnitude=5.0))
-    assert recorded(module, "input") == 1
+    assert steps_of(module, "input") == 1
     assert scaling_state(module)["input"].amax_history[-1] == batch(magnitude=5.0).abs().max()
 
 
@@ -96,7 +96,7 @@ def test_backward_after_exit_inherits_the_recipe_of_the_forward() -> None:
         y = module(x)
     with autocast(recipe=Float8CurrentScaling()):
         y.square().sum().backward()
-    assert recorded(module, "grad_output") == 1
+    assert steps_of(module, "grad_output") == 1
     assert scaling_state(module)["grad_output"].amax_history.shape == (4,)
 
 
@@ -117,7 +117,7 @@ def test_the_inner_context_wins_and_the_outermost_updates() -> None:
     with autocast(recipe=SHORT):
         with autocast(recipe=inner):
             second(batch())
-        assert recorded(second, "input") == 0
+        assert steps_of(second, "input") == 0
         first(batch())
     amax = batch().abs().max()
     assert scaling_state(first)["input"].scale.item() == (torch.tensor(448.0) / amax).item()
@@ -135,7 +135,7 @@ def test_a_disabled_island_runs_in_high_precision() -> None:
     assert torch.equal(y, nn.functional.linear(x, second.weight))
     assert not torch.equal(z, y)
     assert scaling_state(second) == {}
-    assert recorded(first, "input") == 1
+    assert steps_of(first, "input") == 1
 
 
 def test_no_grad_leaves_the_state_untouched() -> None:
@@ -152,7 +152,7 @@ def test_no_grad_leaves_the_state_untouched() -> None:
     assert snapshot(module) == before
 
 
-def test_an_exception_leaves_no_trace() -> None:
+def test_an_exception_leaves_the_states_unchanged() -> None:
     """Row D8 of docs/numerics.md."""
     module, other = layer(0), layer(1)
     with autocast(recipe=SHORT):
@@ -167,9 +167,9 @@ def test_an_exception_leaves_no_trace() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         failing()
     assert snapshot(module) == before
-    with autocast(recipe=SHORT):  # the stack is as it was: this is an outermost context again
+    with autocast(recipe=SHORT):  # the failed context has left the stack
         other(batch())
-    assert recorded(other, "input") == 1
+    assert steps_of(other, "input") == 1
     assert snapshot(module) == before
 
 
@@ -206,8 +206,8 @@ def test_a_frozen_first_layer_does_not_stop_the_gradient_state() -> None:
         with autocast(recipe=SHORT):
             y = second(first(batch()))
         y.sum().backward()
-    assert recorded(second, "grad_output") == 2
-    assert recorded(first, "grad_output") == 0
+    assert steps_of(second, "grad_output") == 2
+    assert steps_of(first, "grad_output") == 0
 
 
 def test_gradient_states_are_updated_once_when_the_backward_pass_ends() -> None:
@@ -215,10 +215,10 @@ def test_gradient_states_are_updated_once_when_the_backward_pass_ends() -> None:
     with autocast(recipe=SHORT):
         y = module(module(x))
     seen: list[int] = []
-    x.register_hook(lambda grad: seen.append(recorded(module, "grad_output")))
+    x.register_hook(lambda grad: seen.append(steps_of(module, "grad_output")))
     y.sum().backward()
     assert seen == [0]
-    assert recorded(module, "grad_output") == 1
+    assert steps_of(module, "grad_output") == 1
 
 
 def test_two_forwards_before_one_backward() -> None:
@@ -228,7 +228,7 @@ def test_two_forwards_before_one_backward() -> None:
     with autocast(recipe=SHORT):
         second = module(batch(2, magnitude=3.0))
     (first.sum() + second.sum() * 2).backward()
-    assert (recorded(module, "input"), recorded(module, "grad_output")) == (2, 1)
+    assert (steps_of(module, "input"), steps_of(module, "grad_output")) == (2, 1)
     assert scaling_state(module)["grad_output"].amax_history[-1] == 2.0
 
 
@@ -238,7 +238,7 @@ def test_two_forwards_then_two_backwards() -> None:
         first, second = module(batch(1)), module(batch(2))
     first.sum().backward()
     second.sum().backward()
-    assert (recorded(module, "input"), recorded(module, "grad_output")) == (1, 2)
+    assert (steps_of(module, "input"), steps_of(module, "grad_output")) == (1, 2)
 
 
 def test_a_failed_backward_does_not_stop_the_next() -> None:
@@ -254,7 +254,7 @@ def test_a_failed_backward_does_not_stop_the_next() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         y.sum().backward()
     z.sum().backward()
-    assert recorded(module, "grad_output") == 1
+    assert steps_of(module, "grad_output") == 1
 
 
 class Failing(torch.autograd.Function):
@@ -273,8 +273,8 @@ class Failing(torch.autograd.Function):
         return dy
 
 
-def test_a_failed_backward_leaves_no_trace() -> None:
-    """The amaxes staged before it failed are not in the next update, whether its error is still held or not."""
+def test_a_failed_backward_stages_no_amax() -> None:
+    """The next update ignores amaxes of the failed pass, also while its exception is still referenced."""
     first, second = layer(0), layer(1)
     twins = layer(0), layer(1)
     for size, fails in ((1.0, False), (100.0, True), (1.0, False), (3.0, False)):
@@ -296,7 +296,7 @@ def test_a_failed_backward_leaves_no_trace() -> None:
         assert snapshot(module)[2][0] == "grad_output"
 
 
-def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
+def test_a_backward_pass_finds_its_rule_after_1100_newer_ones() -> None:
     module = layer()
     with autocast(recipe=DelayedScaling(amax_history_len=5)):
         y = module(batch())
@@ -304,10 +304,10 @@ def test_a_backward_pass_after_any_number_of_newer_rules() -> None:
         with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history, i=i: history.amax())):
             pass
     y.sum().backward()
-    assert recorded(module, "grad_output") == 1
+    assert steps_of(module, "grad_output") == 1
 
 
-def test_rules_go_with_what_needs_them() -> None:
+def test_rules_are_freed_when_no_graph_needs_them() -> None:
     """A recipe with a new function in every step does not leak memory."""
     before = len(UPDATE_CONFIGS)
     for _ in range(1100):
@@ -330,7 +330,7 @@ def test_several_models_are_independent() -> None:
         student(batch())
     with autocast(recipe=DelayedScaling(amax_history_len=8)):
         teacher(batch())
-    assert recorded(student, "input") == recorded(teacher, "input") == 1
+    assert steps_of(student, "input") == steps_of(teacher, "input") == 1
     assert scaling_state(student)["input"].amax_history.shape == (4,)
     assert scaling_state(teacher)["input"].amax_history.shape == (8,)
 
@@ -355,12 +355,12 @@ def test_a_context_can_decorate_a_function() -> None:
 
     step(batch())
     step(batch())
-    assert recorded(module, "input") == 2
+    assert steps_of(module, "input") == 2
 
 
 @pytest.mark.parametrize("margin", [0, 2])
 def test_nonfinite_input_is_dropped_and_counted(margin: int) -> None:
-    """Row D2 through a module: the output is finite, the state as if the step had not been, the counter one higher."""
+    """Row D2 through a module: the output is finite, the step does not change the scale, and `nonfinite` counts it."""
     module = layer()
     recipe = DelayedScaling(amax_history_len=4, margin=margin)
     with autocast(recipe=recipe):
@@ -387,7 +387,7 @@ def test_every_recipe_runs_through_convert(recipe: Recipe) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_reference_amax_is_what_is_staged() -> None:
+def test_the_staged_amax_is_that_of_the_reference() -> None:
     module, x = layer(), batch()
     x[2, 3] = torch.nan
     with autocast(recipe=SHORT):

@@ -1,4 +1,4 @@
-"""Casts, bit for bit, against a model that knows FP8 only as a table of values; rows C, A and S of docs/numerics.md."""
+"""Casts have the bits of a search in a table of all FP8 values; rows C, A and S of docs/numerics.md."""
 
 from functools import cache
 
@@ -12,12 +12,12 @@ from fp8serve.fp8.ops import Case, arithmetic, cases, reference
 from fp8serve.fp8.ops.arithmetic import BLOCK, FLT_MAX, FP8_MAX
 
 DTYPES = list(FP8_MAX)
-LAYOUT = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # mantissa bits, exponent bias
+LAYOUT = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}  # (mantissa bits, exponent bias)
 
 
 @cache
 def magnitudes(dtype: torch.dtype) -> NDArray[np.float64]:
-    """The non-negative finite values by code, from the definition of the format."""
+    """Returns the non-negative finite values of an FP8 format in the order of their codes, from its definition."""
     mantissa_bits, bias = LAYOUT[dtype]
     bits = np.arange({torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[dtype])
     exponent, mantissa = bits >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
@@ -29,7 +29,7 @@ def magnitudes(dtype: torch.dtype) -> NDArray[np.float64]:
 
 
 def nearest_bits(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
-    """FP32 values as the bits of FP8: the nearest in the table, the even one on a tie, NaN as 0x7F with any sign."""
+    """Returns the FP8 bits of FP32 values: the nearest value of the table, the even code on a tie, 0x7F for NaN."""
     table, values = magnitudes(dtype), x.double().numpy()
     size = np.abs(values)
     upper = np.searchsorted(table, size).clip(1, len(table) - 1)
@@ -40,7 +40,7 @@ def nearest_bits(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
     return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
 
-def same_bits(q: Tensor, expected: NDArray[np.uint8]) -> None:
+def assert_same_bits(q: Tensor, expected: NDArray[np.uint8]) -> None:
     """Bit equality; a NaN may have any sign and payload of its format."""
     found = q.contiguous().view(torch.uint8).numpy()
     nan = q.float().isnan().numpy()
@@ -53,15 +53,15 @@ def every_bf16() -> Tensor:
 
 
 def many_fp32() -> Tensor:
-    """2^18 random bit patterns, and every midpoint between two FP8 values with its neighbours."""
+    """Returns 2^18 random bit patterns, all FP8 values, and the midpoints between them with their FP32 neighbours."""
     bits = torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     points = [bits.view(torch.float32)]
     for dtype in DTYPES:
         table = torch.from_numpy(magnitudes(dtype)).float()
         middle = (table[1:] + table[:-1]) / 2
         points += [table, middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))]
-    both = torch.cat(points)
-    return torch.cat([both, -both])
+    values = torch.cat(points)
+    return torch.cat([values, -values])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_cast_of_every_value(x: Tensor, dtype: torch.dtype) -> None:
     """Rows C1 to C4 and C6: nearest even, saturation, infinities, NaN, subnormals, signed zero."""
     for kernel in (reference.quantize, torch.ops.fp8serve.quantize):
         q, _ = kernel(x, torch.tensor(1.0), dtype)
-        same_bits(q, nearest_bits(x.float(), dtype))
+        assert_same_bits(q, nearest_bits(x.float(), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,7 +81,7 @@ def test_the_scale_multiplies_in_fp32(dtype: torch.dtype, scale: float) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         product = x.numpy() * np.float32(scale)
     q, _ = torch.ops.fp8serve.quantize(x, torch.tensor(scale), dtype)
-    same_bits(q, nearest_bits(torch.from_numpy(product), dtype))
+    assert_same_bits(q, nearest_bits(torch.from_numpy(product), dtype))
 
 
 def test_amax_ignores_nan_and_keeps_infinity() -> None:
@@ -99,7 +99,7 @@ def test_amax_ignores_nan_and_keeps_infinity() -> None:
 
 
 def expected_scale(amax: float, fp8_max: float, power_2: bool) -> np.float32:
-    """The sentences of docs/numerics.md on current scaling, in numpy FP32."""
+    """Returns the scale of current scaling in numpy FP32, as docs/numerics.md defines it."""
     if not 0 < amax < np.inf:
         return np.float32(1)
     with np.errstate(over="ignore"):
@@ -116,7 +116,7 @@ def test_current_scale_edges(dtype: torch.dtype, power_2: bool) -> None:
         scale = expected_scale(float(np.float32(amax)), FP8_MAX[dtype], power_2)
         q, scale_inv = torch.ops.fp8serve.quantize_current(x, dtype, power_2)
         assert scale_inv.item() == np.float32(1) / scale
-        same_bits(q, nearest_bits(x * torch.tensor(scale), dtype))
+        assert_same_bits(q, nearest_bits(x * torch.tensor(scale), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +130,8 @@ def test_scale_is_a_true_division(dtype: torch.dtype) -> None:
 
 
 def expected_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int, power_2: bool) -> tuple[Tensor, Tensor]:
-    """(scaled values, scale_inv) block by block, with loops; a ragged block is what there is of it."""
+    """Returns (scaled values, scale_inv), computed block by block in loops. Blocks at the right and lower edges may be
+    smaller than rows x cols."""
     scaled, inverse = torch.empty_like(x), torch.empty(-(-x.shape[0] // rows), -(-x.shape[1] // cols))
     for i in range(inverse.shape[0]):
         for j in range(inverse.shape[1]):
@@ -142,7 +143,7 @@ def expected_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int, power_2
 
 
 def holds_infinity(x: Tensor, rows: int, cols: int) -> Tensor:
-    """bool, one for each block of rows x cols."""
+    """Returns one bool for each block of rows x cols: whether it has an infinity."""
     bands = [torch.stack([part.isinf().any() for part in band.split(cols, 1)]) for band in x.split(rows) if len(band)]
     return torch.stack(bands) if bands else torch.zeros(0, -(-x.shape[1] // cols), dtype=torch.bool)
 
@@ -153,13 +154,13 @@ def test_current_casts(case: Case) -> None:
     """Rows S1 to S4, and the scale_inv of a gradient that holds an infinity (G5)."""
     x, dtype, power_2, *infinity_is_nan = case.make()
     scaled, inverse = expected_blocks(x.float(), dtype, max(x.shape[0], 1), max(x.shape[1], 1), power_2)
-    wanted = inverse.reshape(()) if inverse.numel() else torch.ones(())
+    expected_inverse = inverse.reshape(()) if inverse.numel() else torch.ones(())
     if infinity_is_nan and x.isinf().any():
-        wanted = torch.tensor(torch.nan)
+        expected_inverse = torch.tensor(torch.nan)
     for kernel in (reference.quantize_current, torch.ops.fp8serve.quantize_current):
         q, scale_inv = kernel(*case.make())
-        torch.testing.assert_close(scale_inv, wanted, rtol=0, atol=0, equal_nan=True)
-        same_bits(q, nearest_bits(scaled, dtype))
+        torch.testing.assert_close(scale_inv, expected_inverse, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(q, nearest_bits(scaled, dtype))
 
 
 @pytest.mark.pairwise
@@ -173,7 +174,7 @@ def test_block_casts(case: Case) -> None:
     for kernel in (reference.quantize_block, torch.ops.fp8serve.quantize_block):
         q, scale_inv = kernel(*case.make())
         torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0, equal_nan=True)
-        same_bits(q, nearest_bits(scaled, dtype))
+        assert_same_bits(q, nearest_bits(scaled, dtype))
 
 
 @pytest.mark.pairwise
@@ -187,4 +188,4 @@ def test_row_casts(case: Case) -> None:
     for kernel in (reference.quantize_rowwise, torch.ops.fp8serve.quantize_rowwise):
         q, scale_inv = kernel(*case.make())
         torch.testing.assert_close(scale_inv, inverse, rtol=0, atol=0, equal_nan=True)
-        same_bits(q, nearest_bits(scaled, dtype))
+        assert_same_bits(q, nearest_bits(scaled, dtype))

@@ -1,4 +1,4 @@
-"""What is joined is told of every replacement, and of nothing else."""
+"""Listeners are notified if a tracked tensor or dictionary entry is replaced, and of nothing else."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8serve.fp8.change_tracking import TrackedTensor, track_dictionary, track_view
 
 
-def made() -> tuple[TrackedTensor, set[int]]:
+def tracked_view() -> tuple[TrackedTensor, set[int]]:
     changed: set[int] = set()
     return track_view(torch.arange(6.0).view(2, 3), (changed, 7)), changed
 
@@ -28,15 +28,15 @@ def swapped(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("replace", [new_data, new_storage, swapped], ids=lambda replace: replace.__name__)
-def test_a_part_that_gets_other_memory_tells_so(replace: Callable[[Tensor], None]) -> None:
-    x, changed = made()
+def test_a_view_that_gets_other_memory_notifies_its_listener(replace: Callable[[Tensor], None]) -> None:
+    x, changed = tracked_view()
     replace(x)
     assert changed == {7}
     assert torch.equal(x, torch.ones(2, 3))
 
 
-def test_reading_and_writing_a_part_tells_nothing() -> None:
-    x, changed = made()
+def test_reading_and_writing_a_view_notifies_nobody() -> None:
+    x, changed = tracked_view()
     whole = x.view(-1)
     x.mul_(2)
     x.data.add_(1)
@@ -46,8 +46,8 @@ def test_reading_and_writing_a_part_tells_nothing() -> None:
     assert not changed
 
 
-def test_a_copy_of_a_part_tells_the_copy_of_its_listener() -> None:
-    x, changed = made()
+def test_a_deep_copy_notifies_the_copy_of_its_listener() -> None:
+    x, changed = tracked_view()
     whole, copied, listener = deepcopy([x.view(-1), x, changed])
     copied.zero_()
     assert not whole.any()
@@ -55,7 +55,7 @@ def test_a_copy_of_a_part_tells_the_copy_of_its_listener() -> None:
     assert (listener, changed) == ({7}, set())
 
 
-def test_a_dictionary_tells_every_listener() -> None:
+def test_a_replaced_entry_of_a_dictionary_notifies_every_listener() -> None:
     module, one, two = nn.BatchNorm1d(3), set[int](), set[int]()
     track_dictionary(module, "_buffers", (one, 1))
     track_dictionary(module, "_buffers", (two, 2))

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of a converted module: the bits of the eager run, states included, compiled once."""
+"""torch.compile(fullgraph=True) of a converted module gives the eager bits and states, and compiles once."""
 
 import copy
 import shutil
@@ -36,7 +36,7 @@ def model() -> nn.Module:
 def train(
     module: nn.Module, original: nn.Module, recipe: Recipe, steps: int = 4, session: Session | None = None
 ) -> list[Tensor]:
-    """Everything a training run shows: outputs, input and weight gradients, states."""
+    """Returns the outputs, input gradients, weight gradients and final states of a training run."""
     seen: list[Tensor] = []
     for step in range(steps):
         original.zero_grad()
@@ -73,8 +73,8 @@ def test_many_rules_and_a_session_of_the_model_compile_too() -> None:
     compiled, session = torch.compile(twin, fullgraph=True, backend="aot_eager"), Session(twin)
     for margin in (0, 1, 2, 3, 0):
         recipe = DelayedScaling(amax_history_len=4, margin=margin)
-        wanted, found = train(eager, eager, recipe), train(compiled, twin, recipe, session=session)
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        expected, found = train(eager, eager, recipe), train(compiled, twin, recipe, session=session)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_no_grad_and_high_precision_compile_too() -> None:

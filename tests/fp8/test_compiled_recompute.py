@@ -1,4 +1,4 @@
-"""torch.compile, activation recomputation, accumulation and recipes in all combinations: eager bits, or a refusal."""
+"""Every combination of torch.compile, recomputation, accumulation and recipe gives the eager bits or an error."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -16,7 +16,7 @@ from fp8serve.fp8.stateful import prepare_states
 pytestmark = [
     # torch's own tracer instantiates the Function class that it deprecates
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    # the first run of the reentrant variant, which looks like an evaluation
+    # a reentrant checkpoint first runs without gradients, like an evaluation
     pytest.mark.filterwarnings("ignore:.*FP8 layers were evaluated under delayed scaling with scale 1:UserWarning"),
 ]
 
@@ -49,8 +49,8 @@ def model() -> nn.Module:
     return convert(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)))
 
 
-def called(module: nn.Module, compiled: str, reentrant: bool | None) -> Callable[[Tensor], Tensor]:
-    """The module, with a compiler around or inside of a checkpointed region."""
+def wrap(module: nn.Module, compiled: str, reentrant: bool | None) -> Callable[[Tensor], Tensor]:
+    """Returns a call of the module, compiled outside or inside of a checkpointed region."""
     torch._dynamo.reset()
     inner: Any = torch.compile(module, backend="aot_eager") if compiled == "inside" else module
     outer: Any = inner if reentrant is None else (lambda x: checkpoint(inner, x, use_reentrant=reentrant))
@@ -77,12 +77,12 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, m
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("compiled", "reentrant", "microbatches", "name"), list(combinations()))
 def test_every_combination(compiled: str, reentrant: bool | None, microbatches: int, name: str) -> None:
-    """The scales move between the two runs of a region: the second must use those of the first."""
+    """The scales are updated between the two runs of a region; the second run must use those of the first."""
     module, eager = model(), model()
-    call = called(module, compiled, reentrant)
+    call = wrap(module, compiled, reentrant)
     if refusal := REFUSED.get((compiled, reentrant)):
-        kind, said = refusal
-        with pytest.raises(kind, match=said):
+        error, message = refusal
+        with pytest.raises(error, match=message):
             train(module, call, RECIPES[name], microbatches)
         return
     found, expected = (train(m, c, RECIPES[name], microbatches) for m, c in ((module, call), (eager, eager)))
@@ -92,11 +92,11 @@ def test_every_combination(compiled: str, reentrant: bool | None, microbatches: 
 
 @pytest.mark.slow
 def test_recomputation_inside_the_context_uses_its_scales() -> None:
-    """There the scales have not moved yet, so a compiled region may be recomputed, too."""
+    """The scales are not updated before the context ends, so a compiled region may be recomputed inside it."""
     results = []
     for compiled, reentrant in (("nothing", None), ("inside", False)):
         module = model()
-        call = called(module, compiled, reentrant)
+        call = wrap(module, compiled, reentrant)
         for step in range(3):
             with autocast(recipe=RECIPES["delayed"]):
                 call(torch.full((6, 24), 1.0 + step)).square().mean().backward()
@@ -104,8 +104,8 @@ def test_recomputation_inside_the_context_uses_its_scales() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_graph_moves_only_the_scale_whose_amax_it_stages() -> None:
-    """Each move is a kernel; a layer has two scales in its forward pass and stages two amaxes."""
+def test_record_amax_replaces_only_the_scale_of_its_own_state() -> None:
+    """Each replacement runs a kernel, so a layer must not replace both of its scales for each of its two amaxes."""
     recipe = DelayedScaling(amax_history_len=4)
     layer = convert(nn.Linear(8, 8))
     prepare_states(layer, recipe)
@@ -116,7 +116,7 @@ def test_a_graph_moves_only_the_scale_whose_amax_it_stages() -> None:
         torch.ops.fp8serve.record_amax(
             layer.scaling["input"].amax_history, torch.tensor(2.0), layer.key, config_id, "forward"
         )
-        moved = {name for name, state in layer.scaling.items() if state.scale is not before[name]}
-    assert moved == {"input"}
+        replaced = {name for name, state in layer.scaling.items() if state.scale is not before[name]}
+    assert replaced == {"input"}
     assert layer.scaling["input"].scale == 224
     assert before["input"] == 1

@@ -1,4 +1,4 @@
-"""`convert` says what it leaves in high precision, and its share of the weights; it converts parametrized layers."""
+"""`convert` warns about weights that stay in high precision, with their share; it converts parametrized layers."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ def mixture() -> nn.Module:
 
 
 class Positions(nn.Module):
-    """A linear layer beside a small matrix of another kind, as in a vision transformer."""
+    """A linear layer and a parameter that is no linear weight, as in a vision transformer."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_a_mixture_names_its_experts_and_their_share() -> None:
     assert left["Qwen3MoeExperts.down_proj"] == 2 * 8 * 32 * 64
 
 
-def test_what_skip_names_is_not_announced() -> None:
+def test_skipped_layers_are_not_announced() -> None:
     assert "Linear.weight" not in weights_left(mixture(), ("lm_head",))
     convert(mixture(), skip=("lm_head", "*.experts", "*.gate"))  # warnings are errors here
 
@@ -63,11 +63,13 @@ def test_a_small_share_is_not_announced(rows: int, announced: bool) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         convert(Positions(rows))
-    said = ["convert() has left 67% of the weights in high precision (Positions.places): it converts nn.Linear only."]
-    assert [str(w.message) for w in seen] == (said if announced else [])
+    expected = [
+        "convert() has left 67% of the weights in high precision (Positions.places): it converts nn.Linear only."
+    ]
+    assert [str(w.message) for w in seen] == (expected if announced else [])
 
 
-def test_a_class_of_its_own_beside_others_is_named() -> None:
+def test_an_unconverted_subclass_of_linear_is_named() -> None:
     with pytest.warns(UserWarning, match=r"left 50% of the weights in high precision \(Special\.weight\)"):
         convert(nn.Sequential(Special(8, 8), nn.Linear(8, 8)))
 
@@ -87,7 +89,7 @@ def test_lazy_layers_are_named_and_converted_after_a_call() -> None:
 
 
 @pytest.mark.parametrize("model", [nn.LazyLinear(8), nn.Sequential(nn.LazyLinear(8), nn.LazyConv2d(4, 3))])
-def test_a_model_of_lazy_layers_only_is_to_be_run_once(model: nn.Module) -> None:
+def test_a_model_of_only_lazy_layers_asks_to_be_run_once(model: nn.Module) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         convert(model)
@@ -95,7 +97,7 @@ def test_a_model_of_lazy_layers_only_is_to_be_run_once(model: nn.Module) -> None
     assert str(seen[1].message).endswith("; run the model once.")
 
 
-def test_a_bag_of_embeddings_is_an_embedding() -> None:
+def test_an_embedding_bag_is_not_announced() -> None:
     convert(nn.Sequential(nn.EmbeddingBag(64, 8), nn.Linear(8, 8)))  # warnings are errors here
 
 

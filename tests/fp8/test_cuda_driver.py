@@ -1,4 +1,4 @@
-"""The GPUs that a CUDA driver describes, with a stand-in for its library."""
+"""`visible_gpus` and `driver_version`, with a fake driver library."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ L4 = ("NVIDIA L4", 8, 9, 23_609_475_072)
 
 
 class FakeDriver:
-    """Answers like libcuda: results are written through pointers, and a status other than 0 is an error."""
+    """Behaves like libcuda: writes results through pointers; a status other than 0 is an error."""
 
     def __init__(self, *gpus: tuple[str, int, int, int], status: int = 0, broken: int | None = None) -> None:
         self.gpus, self.status, self.broken = gpus, status, broken
@@ -29,7 +29,7 @@ class FakeDriver:
         return 0
 
     def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
-        device._obj.value = 7 + index  # a handle, which is no index
+        device._obj.value = 7 + index  # a handle differs from its index
         return 0
 
     def cuDeviceGetName(self, name: Any, length: int, device: Any) -> int:  # noqa: N802

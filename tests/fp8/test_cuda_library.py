@@ -14,10 +14,10 @@ from fp8serve.fp8.cuda_support import CudaBuild, check_gpu, incompatibility, rea
 ALL = CudaBuild(("sm_89", "sm_90a", "sm_100f", "sm_120f"), (13, 0))
 
 
-def test_the_library_says_what_it_was_built_for_and_with(tmp_path: Path) -> None:
+def test_read_build_reads_the_architectures_and_the_toolkit(tmp_path: Path) -> None:
     library = tmp_path / "libfp8serve_cuda.so"
-    said = b"fp8serve-cuda-architectures=sm_89+sm_100f;fp8serve-cuda-runtime=13.0.88;"
-    library.write_bytes(b"\x7fELF" + bytes(5000) + said + bytes(99))
+    marks = b"fp8serve-cuda-architectures=sm_89+sm_100f;fp8serve-cuda-runtime=13.0.88;"
+    library.write_bytes(b"\x7fELF" + bytes(5000) + marks + bytes(99))
     assert read_build(library) == CudaBuild(("sm_89", "sm_100f"), (13, 0))
     library.write_bytes(b"of an older build")
     assert read_build(library) == CudaBuild()
@@ -28,12 +28,12 @@ def test_the_library_says_what_it_was_built_for_and_with(tmp_path: Path) -> None
     [(80, False, False), (86, False, False), (89, True, False), (90, True, False), (100, True, False),
      (103, True, False), (110, True, True), (120, True, False), (121, True, False)],
 )  # fmt: skip
-def test_chips_and_families(capability: int, runs: bool, slow: bool) -> None:
+def test_which_chips_run_and_which_are_slow(capability: int, runs: bool, slow: bool) -> None:
     assert (incompatibility(ALL, "A", capability, None) is None) == runs
     assert (slowdown(ALL, "A", capability) is not None) == slow
 
 
-def test_code_for_one_chip_runs_on_its_kin_slowly_and_not_in_silence() -> None:
+def test_a_chip_of_the_same_family_runs_with_a_warning_that_it_is_slow() -> None:
     built = CudaBuild(("sm_89", "sm_100a", "sm_120a"))
     for capability in (103, 121):
         assert incompatibility(built, "B300", capability, None) is None
@@ -44,10 +44,10 @@ def test_code_for_one_chip_runs_on_its_kin_slowly_and_not_in_silence() -> None:
 
 @pytest.mark.parametrize(("driver", "runs"), [(None, True), ((12, 9), False), ((13, 0), True), ((14, 1), True)])
 def test_a_driver_older_than_the_toolkit_is_refused(driver: tuple[int, int] | None, runs: bool) -> None:
-    said = incompatibility(ALL, "A", 90, driver)
-    assert (said is None) == runs
-    if said is not None:
-        assert said == (
+    message = incompatibility(ALL, "A", 90, driver)
+    assert (message is None) == runs
+    if message is not None:
+        assert message == (
             "the driver of A is for CUDA 12.9 and the CUDA kernels were built with CUDA 13.0; update the driver, or "
             "build them with an older toolkit."
         )
@@ -73,7 +73,7 @@ def test_an_ampere_is_refused_in_a_sentence_before_any_op(check: object) -> None
 
 
 @pytest.mark.usefixtures("a100")
-def test_where_no_library_is_loaded_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_every_gpu_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     check_gpu(torch.device("cpu"))
     monkeypatch.setitem(ops.LIBRARIES, "cuda", None)
     check_gpu(torch.device("cuda"))

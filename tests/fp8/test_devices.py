@@ -1,4 +1,4 @@
-"""Operand layouts: both paths give the same bits; transposed copies are made where, and only where, they are needed."""
+"""Both operand layouts give the same bits, and transposed copies are made only on devices that need them."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -43,8 +43,8 @@ def test_layouts_give_the_same_bits(recipe: Recipe) -> None:
         assert torch.equal(a, b)
 
 
-def spied(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[Any, ...]]:
-    """The calls of an op by the name that a module has for it."""
+def record_calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[Any, ...]]:
+    """Returns a list that gets the arguments of every call of the op `name` of `module`."""
     calls: list[tuple[Any, ...]] = []
     kernel: Callable[..., Any] = getattr(module, name)
 
@@ -58,37 +58,43 @@ def spied(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> lis
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_tn_devices_get_both_operands_contiguous(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = spied(monkeypatch, linear, "_scaled_mm")
+    calls = record_calls(monkeypatch, linear, "_scaled_mm")
     step(recipe, "tn")
     assert len(calls) == 6
     assert all(t.is_contiguous() for a, b, *_ in calls for t in (a, b))
 
 
 def test_any_layout_devices_get_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dgrad and wgrad read the very data of the forward pass."""
-    multiplied, cast = spied(monkeypatch, linear, "_scaled_mm"), spied(monkeypatch, casting, "_quantize_delayed")
+    """dgrad and wgrad read views of the forward pass's operands."""
+    multiplied, cast = (
+        record_calls(monkeypatch, linear, "_scaled_mm"),
+        record_calls(monkeypatch, casting, "_quantize_delayed"),
+    )
     step(RECIPES[0], "any")
     forward, dgrad, wgrad = multiplied[:3]
     assert dgrad[1].data_ptr() == forward[1].data_ptr()
     assert wgrad[1].data_ptr() == forward[0].data_ptr()
     assert dgrad[1].stride() == (1, 40)
-    assert not any(is_turned for *_, is_turned, _ in cast)
+    assert not any(is_transposed for *_, is_transposed, _ in cast)
 
 
 def test_cast_and_transpose_is_one_op_on_tn_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast, turned = spied(monkeypatch, casting, "_quantize_delayed"), spied(monkeypatch, casting, "_transpose_fp8")
+    cast, transposed = (
+        record_calls(monkeypatch, casting, "_quantize_delayed"),
+        record_calls(monkeypatch, casting, "_transpose_fp8"),
+    )
     step(RECIPES[0], "tn")
-    assert [is_turned for *_, is_turned, _ in cast] == [True] * 6  # input, weight and gradient, two steps
-    assert not turned
+    assert [is_transposed for *_, is_transposed, _ in cast] == [True] * 6  # input, weight and gradient, two steps
+    assert not transposed
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    cast = spied(monkeypatch, casting, "_quantize_delayed")
+    cast = record_calls(monkeypatch, casting, "_quantize_delayed")
     layer = Linear(8, 8)
     with torch.no_grad(), autocast():
         layer(torch.ones(2, 8))
-    assert [is_turned for *_, is_turned, _ in cast] == [False] * 2
+    assert [is_transposed for *_, is_transposed, _ in cast] == [False] * 2
 
 
 @pytest.mark.pairwise
@@ -108,7 +114,9 @@ def test_the_layout_is_a_property_of_the_device() -> None:
 @pytest.mark.parametrize(
     ("capability", "layout"), [((8, 9), "tn"), ((9, 0), "tn"), ((10, 0), "any"), ((10, 3), "any"), ((12, 0), "any")]
 )
-def test_gpu_generations(capability: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_of_every_gpu_generation(
+    capability: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     casting._is_blackwell.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     try:

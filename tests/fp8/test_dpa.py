@@ -26,7 +26,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
     return q, k, v
 
 
-Rounded = Callable[[Tensor, str], Tensor]  # (values, name of the operand) -> FP64
+Rounded = Callable[[Tensor, str], Tensor]  # rounds (values, name of the operand) to FP8; returns FP64
 
 
 def by_current(x: Tensor, name: str) -> Tensor:
@@ -43,7 +43,7 @@ def by_scales(scales: dict[str, Tensor]) -> Rounded:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, rounded: Rounded) -> list[Tensor]:
-    """Forward and gradients in FP64 from the rounded operands, by the formulas of attention."""
+    """Returns the output and the gradients in FP64, computed by the formulas of attention from the rounded operands."""
     operands = (rounded(t.detach(), name) for t, name in ((q, "q"), (k, "k"), (v, "v"), (d_out, "grad_output")))
     sequences = zip(*(t.split(LENGTHS) for t in operands), strict=True)
     parts = [one_by_hand(*(t.transpose(0, 1) for t in sequence), rounded=rounded) for sequence in sequences]
@@ -51,7 +51,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, rounded: Rounded) ->
 
 
 def one_by_hand(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, rounded: Rounded) -> list[Tensor]:
-    """One sequence, heads first -> output and gradients, tokens first."""
+    """`by_hand` of one sequence; operands are [heads, tokens, dim], results [tokens, heads, dim]."""
     length = q.shape[1]
     k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
     later = torch.ones(length, length).triu(1).bool()
@@ -109,7 +109,9 @@ def test_delayed_states_of_every_operand_are_kept() -> None:
         ("q", "k", "v", "p", "grad_output", "grad_scores"), 3
     )
     assert module.scaling["q"].scale.item() == (torch.tensor(448.0) / tensors()[0].abs().max()).item()
-    assert module.scaling["p"].scale.item() == 448.0  # the first token looks at itself alone
+    assert (
+        module.scaling["p"].scale.item() == 448.0
+    )  # the first token attends to itself alone, so the largest probability is 1
     assert module.scaling["grad_output"].scale.item() > 57344 / 100
 
 
@@ -127,14 +129,14 @@ def test_windows_soft_caps_and_sinks_are_those_of_high_precision(window: int | N
     q, k, v = tensors()
     exact = causal_attention(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
     exact.square().sum().backward()
-    wanted, sinks.grad = sinks.grad, None
+    expected, sinks.grad = sinks.grad, None
     with autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
         found = DotProductAttention()(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
     found.square().sum().backward()
-    assert wanted is not None
+    assert expected is not None
     assert sinks.grad is not None
     assert (found - exact).norm() < 0.06 * exact.norm()
-    assert (sinks.grad - wanted).norm() < 0.1 * wanted.norm()
+    assert (sinks.grad - expected).norm() < 0.1 * expected.norm()
 
 
 def test_no_grad_freezes_and_copies_are_independent() -> None:
@@ -167,19 +169,19 @@ def test_under_delayed_scaling_a_sequence_does_not_depend_on_its_neighbour() -> 
     run(module)
     q, k, v = tensors()
     with torch.no_grad(), autocast(recipe=DELAYED):
-        both = module(q, k, v, LENGTHS, SCALE)
+        together = module(q, k, v, LENGTHS, SCALE)
         alone = module(q[5:], k[5:], v[5:], [3], SCALE)
-    assert torch.equal(both[5:], alone)
+    assert torch.equal(together[5:], alone)
 
 
-def test_recomputed_attention_has_the_scales_of_its_first_run() -> None:
+def test_recomputed_attention_uses_the_scales_of_its_first_run() -> None:
     plain, repeated = DotProductAttention(), DotProductAttention()
-    for _ in range(3):  # every step has other scales, and the backward pass runs after they moved on
+    for _ in range(3):  # the scales change in every step, before its backward pass
         tensors_of = [tensors() for _ in range(2)]
-        for module, (q, k, v), again in zip((plain, repeated), tensors_of, (False, True), strict=True):
+        for module, (q, k, v), recompute in zip((plain, repeated), tensors_of, (False, True), strict=True):
             with autocast(recipe=DELAYED):
                 args = (q, k, v, LENGTHS, SCALE)
-                out = checkpoint(module, *args, use_reentrant=False) if again else module(*args)
+                out = checkpoint(module, *args, use_reentrant=False) if recompute else module(*args)
             out.square().sum().backward()
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(*tensors_of, strict=True) if a.grad is not None)
         assert all(t.grad is not None for ts in tensors_of for t in ts)

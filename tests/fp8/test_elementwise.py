@@ -1,4 +1,4 @@
-"""Norm, gated activation and rotation: the reference's values, the gradients of calculus, the bits of the fused ops."""
+"""RMS norm, gated activation and rotary embedding: values and gradients of FP64 formulas, and bits of the fused ops."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def gate_arguments(rows: int, cols: int) -> list[Tensor]:
     return [3 * noise(rows, cols), noise(rows, cols, seed=1)]
 
 
-def turn_arguments(rows: int, cols: int) -> list[Tensor]:
+def rotary_arguments(rows: int, cols: int) -> list[Tensor]:
     dim = cols // 2 * 2
     angle = noise(rows, 1, dim // 2, seed=2).repeat(1, 1, 2)
     return [noise(rows, 3 * dim).view(rows, 3, dim), angle.cos(), angle.sin()]
@@ -36,11 +36,11 @@ def wide_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-# name: (ours, in double precision, arguments, how many of them have gradients)
+# name: (our op, the formula for FP64, function that makes the arguments, number of arguments with gradients)
 CHECKED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[int, int], list[Tensor]], int]] = {
     "rms_norm": (lambda x, w: elementwise.rms_norm(x, w, 1e-5), wide_norm, norm_arguments, 2),
     "silu_mul": (elementwise.silu_mul, lambda g, u: g * g.sigmoid() * u, gate_arguments, 2),
-    "rotary": (elementwise.rotary, reference.rotary, turn_arguments, 1),
+    "rotary": (elementwise.rotary, reference.rotary, rotary_arguments, 1),
 }
 
 
@@ -50,15 +50,15 @@ CHECKED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[
 @pytest.mark.parametrize("name", list(CHECKED))
 def test_values_and_gradients(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     ours, exact, arguments, trained = CHECKED[name]
-    given = [a.to(dtype).requires_grad_(i < trained) for i, a in enumerate(arguments(*shape))]
-    wide = [a.detach().double().requires_grad_(a.requires_grad) for a in given]
-    found, expected = ours(*given), exact(*wide)
+    inputs = [a.to(dtype).requires_grad_(i < trained) for i, a in enumerate(arguments(*shape))]
+    wide = [a.detach().double().requires_grad_(a.requires_grad) for a in inputs]
+    found, expected = ours(*inputs), exact(*wide)
     assert found.dtype == dtype
     upstream = noise(*found.shape, seed=5).to(dtype)
     found.backward(upstream)  # type: ignore[no-untyped-call]
     expected.backward(upstream.double())  # type: ignore[no-untyped-call]
     assert_near(found, expected, dtype)
-    for ours_in, exact_in in zip(given[:trained], wide, strict=False):
+    for ours_in, exact_in in zip(inputs[:trained], wide, strict=False):
         assert ours_in.grad is not None
         assert exact_in.grad is not None
         assert ours_in.grad.dtype == dtype
@@ -66,7 +66,7 @@ def test_values_and_gradients(name: str, shape: tuple[int, int], dtype: torch.dt
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Within a few roundings, of the element or of the largest term that was summed into it."""
+    """Allows an error of a few roundings of the element, or of the largest element as an estimate of its terms."""
     expected = expected.detach()
     size = expected.abs().amax() if expected.numel() else 0.0
     tolerance = 8 * torch.finfo(dtype).eps
@@ -75,7 +75,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HIGH)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_fused_casts_are_these_ops_and_a_cast(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_fused_casts_have_the_bits_of_the_op_and_a_cast(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = (a.to(dtype) for a in norm_arguments(*shape))
     gate, up = (a.to(dtype) for a in gate_arguments(*shape))
     scale, op = torch.tensor(3.0), torch.ops.fp8serve
@@ -89,7 +89,7 @@ def test_the_fused_casts_are_these_ops_and_a_cast(shape: tuple[int, int], dtype:
         assert torch.equal(amax, expected_amax)
 
 
-def test_no_graph_is_made_where_none_is_wanted() -> None:
+def test_no_autograd_graph_is_recorded_without_requires_grad() -> None:
     x, weight = norm_arguments(3, 8)
     assert elementwise.rms_norm(x, weight, 1e-5).grad_fn is None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Evaluation under delayed scaling: layers whose scales nothing has set are announced, once; others are not."""
+"""Evaluation under delayed scaling warns once about layers whose scales are still 1 because nothing has set them."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fp8serve import DelayedScaling, DotProductAttention, Float8CurrentScaling, 
 from fp8serve.fp8.recipe import Recipe
 
 SHORT = DelayedScaling(amax_history_len=4)
-SMALL = 1e-4  # activations that scale 1 makes zero
+SMALL = 1e-4  # scale 1 rounds activations of this size to zero
 
 
 def model() -> nn.Module:
@@ -22,7 +22,7 @@ def model() -> nn.Module:
 
 
 def train(module: nn.Module, recipe: Recipe = SHORT) -> nn.Module:
-    for _ in range(2):  # in the first step, at scale 1, the second layer sees zeros only
+    for _ in range(2):  # in the first step, at scale 1, the second layer gets only zeros
         with autocast(recipe=recipe):
             module(SMALL * torch.randn(4, 16)).sum().backward()
     return module
@@ -69,30 +69,30 @@ def test_scales_that_nothing_has_set_are_announced_once(name: str) -> None:
         out = evaluate(module)
     assert len(seen) == 1
     assert seen[0].filename == __file__
-    assert not out.any(), "then the warning is for nothing"
+    assert not out.any(), "the warning would be unnecessary"
     evaluate(module)  # warnings are errors here
 
 
 @pytest.mark.parametrize("name", WITH_HISTORY)
-def test_scales_that_training_has_set_are_not(name: str) -> None:
+def test_scales_that_training_has_set_are_not_announced(name: str) -> None:
     assert evaluate(WITH_HISTORY[name]()).any()
 
 
-def test_a_state_dict_brings_the_scales() -> None:
+def test_a_loaded_state_dict_sets_the_scales() -> None:
     source, target = train(model()), model()
     target.load_state_dict(source.state_dict())
     assert torch.equal(evaluate(target), evaluate(source))
 
 
-def test_calibration_sets_them() -> None:
+def test_calibration_sets_the_scales() -> None:
     module = model()
     with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=SHORT):
         module(SMALL * torch.ones(4, 16))
     assert evaluate(module).any()
 
 
-def test_a_copy_is_announced_for_itself() -> None:
-    """An announcement is not inherited: the copy may be all that is evaluated from now on."""
+def test_a_copy_is_announced_separately() -> None:
+    """The copy may be the only model that is evaluated from now on."""
     module = model()
     with pytest.warns(UserWarning, match="2 FP8 layers"):
         evaluate(module)
@@ -110,7 +110,7 @@ def test_a_forward_pass_in_high_precision_reads_no_scale() -> None:
 
 
 def test_a_training_step_is_not_an_evaluation() -> None:
-    """Its scales begin with 1, as the rules of the update say."""
+    """Its scales begin with 1, which is right for the first step."""
     train(model())
 
 
@@ -133,8 +133,8 @@ def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
     assert torch.equal(found, evaluate(module))
 
 
-def test_a_warning_that_is_an_error_leaves_no_step_half_done() -> None:
-    """For example a teacher without scales beside a student that trains."""
+def test_a_warning_raised_as_an_error_does_not_interrupt_the_update() -> None:
+    """For example if a teacher without scales is evaluated while a student trains."""
     student, teacher = model(), model()
 
     @autocast(recipe=SHORT)
@@ -151,7 +151,7 @@ def test_a_warning_that_is_an_error_leaves_no_step_half_done() -> None:
 
 
 def test_a_failed_evaluation_is_announced_when_it_is_repeated() -> None:
-    """The caller's exception is not replaced by a warning that is an error."""
+    """The warning, raised as an error, does not replace the caller's exception."""
     module = model()
 
     @autocast(recipe=SHORT)
@@ -167,7 +167,7 @@ def test_a_failed_evaluation_is_announced_when_it_is_repeated() -> None:
 
 
 def test_the_first_pass_of_a_reentrant_checkpoint_is_not_an_evaluation() -> None:
-    """It runs without gradients; the backward pass repeats it and records."""
+    """It runs without gradients; the backward pass repeats it with gradients and records amaxes."""
     module = model()
     for _ in range(2):
         with autocast(recipe=SHORT):

@@ -1,4 +1,4 @@
-"""nn.Transformer's layers run their FP8 products in evaluation, too; a warning names what stays in high precision."""
+"""nn.Transformer's layers run in FP8 in evaluation, too; a warning names modules that stay in high precision."""
 
 import copy
 import warnings
@@ -14,7 +14,7 @@ LEFT = "left . nn.MultiheadAttention"
 
 
 def products(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """The FP8 data that its layers multiply in one call, and the result last."""
+    """Runs the module once; returns the FP8 operands of its layers, and its output last."""
     seen: list[torch.Tensor] = []
     for child in module.modules():
         if hasattr(child, "observer"):

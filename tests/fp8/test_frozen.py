@@ -1,4 +1,4 @@
-"""FrozenLinear gives the bits of the training forward pass, refuses bad scales, and watches its input."""
+"""FrozenLinear has the bits of the training forward pass, refuses bad scales, and counts saturated inputs."""
 
 from typing import Literal
 
@@ -56,8 +56,8 @@ def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: 
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
-def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> None:
-    """The input is multiplied as it is in BF16, and nothing is counted."""
+def test_weight_only_quantization_multiplies_a_bf16_input(granularity: Literal["tensor", "row"]) -> None:
+    """The input is rounded to BF16 and not quantized."""
     layer, x = nn.Linear(64, 32), torch.randn(2, 5, 64)
     frozen = FrozenLinear.from_linear(layer, Float8WeightOnly(weight_granularity=granularity))
     exact = F.linear(x.bfloat16().double(), dequantize(frozen.weight_q, frozen.weight_scale_inv).double())
@@ -70,8 +70,8 @@ def test_weights_alone_are_quantized(granularity: Literal["tensor", "row"]) -> N
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
-def test_what_a_gpu_does_with_weights_alone_is_the_same(kind: str) -> None:
-    """Its kernels need operands of equal types: the weight is widened, and the scale is applied where that is exact."""
+def test_the_weight_only_path_of_a_gpu_gives_the_same_values(kind: str) -> None:
+    """A GPU needs operands of one dtype: the weight is converted to BF16, and scaled before or after the product."""
     weight = torch.randn(300, 200)
     if kind == "block":
         q, scale = reference.quantize_block(weight, torch.float8_e4m3fn, 128, False)
@@ -99,10 +99,12 @@ def test_state_dict_round_trip() -> None:
     assert set(frozen.state_dict()) == {"weight_q", "weight_scale_inv", "bias", "input_scale"}
 
 
-def test_given_scales_win_over_the_layers_own() -> None:
+def test_scale_arguments_override_the_layers_own_scales() -> None:
     layer = nn.Linear(4, 4)
-    given = torch.tensor(2.0)
-    frozen = FrozenLinear.from_linear(layer, DelayedScaling(), input_scale=given, weight_scale=torch.tensor([8.0]))
+    input_scale = torch.tensor(2.0)
+    frozen = FrozenLinear.from_linear(
+        layer, DelayedScaling(), input_scale=input_scale, weight_scale=torch.tensor([8.0])
+    )
     assert frozen.input_scale == 2.0
     assert frozen.weight_scale_inv == 0.125
 
@@ -141,13 +143,15 @@ def test_amax_and_saturation_are_counted() -> None:
     assert (frozen.amax.item(), frozen.saturated.item()) == (4.0, 0)
     frozen(torch.tensor([[5.0, -9.0, 1.0, 0.0], [6.0, 0.0, 0.0, 0.0]]))
     assert (frozen.amax.item(), frozen.saturated.item()) == (9.0, 3)
-    frozen(torch.tensor([[4.40, 4.48, -4.49, 4.32]]))  # three have the topmost code, one was cut off
+    frozen(
+        torch.tensor([[4.40, 4.48, -4.49, 4.32]])
+    )  # three have the largest code, and one of them was above the range
     assert frozen.saturated.item() == 4
     frozen.reset_counters()
     assert (frozen.amax.item(), frozen.saturated.item()) == (0.0, 0)
 
 
-def test_only_the_input_has_a_gradient_and_repr_tells_its_kind() -> None:
+def test_only_the_input_has_a_gradient_and_repr_shows_its_scaling() -> None:
     recipe = DelayedScaling(amax_history_len=4)
     layer = trained(recipe)
     frozen = FrozenLinear.from_linear(layer, recipe)

@@ -1,4 +1,4 @@
-"""Fused layers give the bits of their halves run one after the other, forward, backward, states and all."""
+"""Fused layers have the bits of their two parts run separately: outputs, gradients and states."""
 
 import copy
 from collections.abc import Callable
@@ -29,15 +29,15 @@ RECIPES: list[Recipe | None] = [
 
 def norms() -> dict[str, nn.Module]:
     torch.manual_seed(1)
-    made: dict[str, nn.Module] = {
+    layers: dict[str, nn.Module] = {
         "rms": nn.RMSNorm(40, eps=1e-6),
         "layer": nn.LayerNorm(40, eps=1e-5),
         "layer without bias": nn.LayerNorm(40, eps=1e-5, bias=False),
     }
-    for norm in made.values():
+    for norm in layers.values():
         for parameter in norm.parameters():
             nn.init.normal_(parameter)
-    return made
+    return layers
 
 
 def unfused_norm(norm: nn.Module, x: Tensor) -> Tensor:
@@ -73,14 +73,14 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_norm_linear(recipe: Recipe | None, kind: str, dtype: torch.dtype) -> None:
     fused = NormLinear(norms()[kind], Linear(40, 24)).to(dtype)
-    apart = copy.deepcopy(fused)
+    separate = copy.deepcopy(fused)
     found = train(fused, fused, 1, dtype, recipe)
-    expected = train(apart, lambda x: apart.linear(unfused_norm(apart.norm, x)), 1, dtype, recipe)
+    expected = train(separate, lambda x: separate.linear(unfused_norm(separate.norm, x)), 1, dtype, recipe)
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_without_eps_has_that_of_torch(dtype: torch.dtype) -> None:
+def test_a_norm_without_eps_uses_the_default_of_torch(dtype: torch.dtype) -> None:
     norm, x = nn.RMSNorm(40).to(dtype), (torch.randn(3, 40) * 1e-4).to(dtype)  # so small that eps decides
     found = NormLinear(norm, Linear(40, 24).to(dtype))
     torch.testing.assert_close(found(x), found.linear(norm(x)))
@@ -95,9 +95,9 @@ def test_a_norm_without_weight_is_refused() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_silu_mul_linear(recipe: Recipe | None, dtype: torch.dtype) -> None:
     fused = SiluMulLinear(Linear(40, 24)).to(dtype)
-    apart = copy.deepcopy(fused)
+    separate = copy.deepcopy(fused)
     found = train(fused, fused, 2, dtype, recipe)
-    expected = train(apart, lambda gate, up: apart.linear(elementwise.silu_mul(gate, up)), 2, dtype, recipe)
+    expected = train(separate, lambda gate, up: separate.linear(elementwise.silu_mul(gate, up)), 2, dtype, recipe)
     assert_same(found, expected)
 
 

@@ -1,6 +1,6 @@
-"""Fused parts of a decoder layer in training: the bits of separate modules, and when they are not used.
+"""Fused parts of a decoder layer in training have the bits of separate modules, which run where fusion is impossible.
 
-Only a GPU runs them. Here the ops are composed of CPU kernels, and the tests say that the CPU is a GPU.
+Only a GPU uses the fused parts. These tests patch `_is_on_gpu`, so that the CPU runs them, composed of CPU kernels.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def results(model_dir: Path, recipe: Recipe, recompute: bool = False, prepare: A
 
 
 @pytest.mark.parametrize("layout", ["tn", "any"])
-def test_the_bits_of_separate_modules(
+def test_fused_parts_have_the_bits_of_separate_modules(
     model_dir: Path, layout: casting.Layout, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with patch.object(casting, "layout_of", lambda device: layout):
@@ -127,7 +127,7 @@ def freeze_up(decoder: Any) -> None:
         (freeze_up, {"_cast_norm"}),
     ],
 )
-def test_what_cannot_be_fused_runs_as_modules(
+def test_layers_that_cannot_be_fused_run_as_separate_modules(
     model_dir: Path, prepare: Any, expected: set[str], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     separate = results(model_dir, DELAYED, prepare=prepare)
@@ -138,7 +138,7 @@ def test_what_cannot_be_fused_runs_as_modules(
 
 
 @pytest.mark.parametrize("recipe", [from_name("current"), from_name("rowwise"), DELAYED], ids=str)
-def test_other_recipes_and_recomputed_layers_run_as_modules(
+def test_other_recipes_and_recomputed_layers_run_as_separate_modules(
     model_dir: Path, recipe: Recipe, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recompute = recipe is DELAYED

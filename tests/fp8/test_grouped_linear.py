@@ -1,4 +1,4 @@
-"""Linears of experts run together give the bits of calling them one by one: outputs, gradients, states."""
+"""`grouped_linear` has the bits of calling every expert's Linear: outputs, gradients and states."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -41,7 +41,7 @@ def one_by_one(linears: list[Linear], x: Tensor, spans: list[tuple[int, int]]) -
 
 
 def steps(linears: nn.ModuleList, recipe: Recipe, run: Run, dtype: torch.dtype) -> list[Tensor | None]:
-    """The whole state after three steps."""
+    """Runs three steps; returns outputs and gradients of every step, and the final states."""
     found: list[Tensor | None] = []
     noise = torch.Generator().manual_seed(1)
     for counts in COUNTS:
@@ -76,8 +76,8 @@ def test_together_equals_one_by_one(recipe: str, bias: bool, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_of_weights_as_one_product_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the op's meaning is the loop that a CPU runs."""
+def test_grouped_weight_gradients_have_the_same_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups them as on a GPU; on a CPU, the grouped op is a loop."""
     linears, calls = experts(True), list[int]()
     expected = steps(deepcopy(linears), RECIPES[recipe], grouped_linear, torch.bfloat16)  # type: ignore[arg-type]
     on_a_gpu, together = module._can_group_wgrad, module._grouped_wgrad
@@ -92,8 +92,8 @@ def test_gradients_of_weights_as_one_product_are_the_same(recipe: str, monkeypat
     assert calls == ([] if "high-precision" in recipe else [3, 1, 3])
 
 
-def test_they_do_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are grouped: a loop would call scaled_mm for each expert, and not for wgrad only."""
+def test_products_of_all_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and input gradients take one call each; weight gradients, on a CPU, one call for each expert."""
     calls: list[int] = []
     multiply = module._grouped_mm
 

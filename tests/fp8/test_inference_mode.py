@@ -1,4 +1,4 @@
-"""State set up, calibrated, loaded or watched under torch.inference_mode() can be trained, with the same bits."""
+"""States that are created, calibrated, loaded or monitored in torch.inference_mode() train as after no_grad."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -89,8 +89,8 @@ def watch(model: nn.Module, mode: Mode) -> None:
         train(model, SHORT)
 
 
-def keep(model: nn.Module, mode: Mode) -> None:
-    """FP8 data that an evaluation kept serve no backward pass."""
+def cache(model: nn.Module, mode: Mode) -> None:
+    """An FP8 weight that an evaluation has cached is not used in a backward pass."""
     with mode(), autocast(recipe=SHORT, is_first_microbatch=True):
         model(batch(1.0))
     with autocast(recipe=SHORT, is_first_microbatch=False):
@@ -99,7 +99,7 @@ def keep(model: nn.Module, mode: Mode) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
-@pytest.mark.parametrize("use", [first_use, resize, calibrate, load, move, watch, keep])
+@pytest.mark.parametrize("use", [first_use, resize, calibrate, load, move, watch, cache])
 def test_training_afterwards_is_as_after_no_grad(use: Callable[[nn.Module, Mode], None]) -> None:
     results = []
     for mode in (torch.inference_mode, torch.no_grad):

@@ -1,4 +1,4 @@
-"""A converted layer takes what nn.Linear takes, by the same names, and refuses the rest: in FP8 by one sentence."""
+"""A converted layer accepts the inputs of nn.Linear, by the same names, and refuses others; in FP8 in one sentence."""
 
 import copy
 import io
@@ -49,35 +49,37 @@ NOT_QUANTIZED = [torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torc
 
 @pytest.mark.parametrize("surroundings", [None, under_torch_autocast])
 @pytest.mark.parametrize("dtype", NOT_QUANTIZED, ids=str)
-def test_in_high_precision_a_converted_layer_says_what_torch_says(dtype: torch.dtype, surroundings: Any) -> None:
-    """Integers gave zeros, because the weight was rounded to integers, too."""
-    torchs, own = linear(), convert(linear())
-    given = x(dtype=dtype)
+def test_in_high_precision_a_converted_layer_raises_torchs_error(dtype: torch.dtype, surroundings: Any) -> None:
+    """Regression: integers gave zeros, because the weight was rounded to integers, too."""
+    original, converted = linear(), convert(linear())
+    inputs = x(dtype=dtype)
     if surroundings is None:
-        expected = message(lambda: torchs(given))
-        assert message(lambda: own(given)) == expected
+        expected = message(lambda: original(inputs))
+        assert message(lambda: converted(inputs)) == expected
         assert "must have the same dtype" in expected
         return
     with surroundings():
         if dtype is torch.float8_e4m3fn:  # torch.autocast casts every float but FP64
-            assert torch.equal(own(given), torchs(given))
+            assert torch.equal(converted(inputs), original(inputs))
         else:
-            assert message(lambda: own(given)) == message(lambda: torchs(given))
+            assert message(lambda: converted(inputs)) == message(lambda: original(inputs))
 
 
 def test_torch_autocast_leaves_fp64_as_it_is() -> None:
-    torchs, own = linear(torch.float64), convert(linear(torch.float64))
-    given = x(dtype=torch.float64)
+    original, converted = linear(torch.float64), convert(linear(torch.float64))
+    inputs = x(dtype=torch.float64)
     with under_torch_autocast():
-        assert own(given).dtype == torchs(given).dtype == torch.float64
-        assert torch.equal(own(given), torchs(given))
+        assert converted(inputs).dtype == original(inputs).dtype == torch.float64
+        assert torch.equal(converted(inputs), original(inputs))
 
 
 def test_complex_layers_stay_as_they_are_in_high_precision() -> None:
-    torchs, own = linear(torch.complex64), convert(linear(torch.complex64))
-    given = x(dtype=torch.complex64)
-    assert torch.equal(own(given), torchs(given))
-    assert message(lambda: own(given.real)) == message(lambda: torchs(given.real))  # was: without the imaginary part
+    original, converted = linear(torch.complex64), convert(linear(torch.complex64))
+    inputs = x(dtype=torch.complex64)
+    assert torch.equal(converted(inputs), original(inputs))
+    assert message(lambda: converted(inputs.real)) == message(
+        lambda: original(inputs.real)
+    )  # regression: the imaginary part was dropped
 
 
 def nested(layout: torch.layout) -> Tensor:
@@ -97,7 +99,7 @@ def traced(layer: nn.Module) -> Tensor:
 
 TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
     "vmap": lambda layer: torch.vmap(layer)(x()),
-    "grad": lambda layer: torch.func.grad(lambda given: layer(given).sum())(x()),
+    "grad": lambda layer: torch.func.grad(lambda inputs: layer(inputs).sum())(x()),
     "jvp": lambda layer: torch.func.jvp(layer, (x(),), (x(),))[1],
     "jacrev": lambda layer: torch.func.jacrev(layer)(x(32)),
     "forward mode": in_forward_mode,
@@ -110,14 +112,14 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_in_high_precision_a_converted_layer_takes_what_torchs_takes(name: str) -> None:
-    torchs = linear()
-    assert torch.equal(TRANSFORMS[name](convert(copy.deepcopy(torchs))), TRANSFORMS[name](torchs))
+def test_in_high_precision_a_converted_layer_accepts_what_nn_linear_accepts(name: str) -> None:
+    original = linear()
+    assert torch.equal(TRANSFORMS[name](convert(copy.deepcopy(original))), TRANSFORMS[name](original))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("dtype", [*NOT_QUANTIZED, torch.float64], ids=str)
-def test_a_dtype_that_has_no_cast_is_one_sentence(dtype: torch.dtype, recipe: Recipe) -> None:
+def test_a_dtype_without_a_cast_is_refused_in_one_sentence(dtype: torch.dtype, recipe: Recipe) -> None:
     name = str(dtype).removeprefix("torch.")
     with autocast(recipe=recipe):
         said = message(lambda: convert(linear())(x(dtype=dtype)))
@@ -129,7 +131,7 @@ def test_a_dtype_that_has_no_cast_is_one_sentence(dtype: torch.dtype, recipe: Re
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("shape", [(4, 16), (0, 16), (2, 0, 31), (16,), (32, 1)])
-def test_a_wrong_width_is_one_sentence_and_stages_nothing(shape: tuple[int, ...], recipe: Recipe) -> None:
+def test_a_wrong_width_is_refused_in_one_sentence_and_stages_nothing(shape: tuple[int, ...], recipe: Recipe) -> None:
     layer = convert(linear())
     with autocast(recipe=recipe):
         said = message(lambda: layer(x(*shape)))
@@ -141,7 +143,7 @@ def test_a_wrong_width_is_one_sentence_and_stages_nothing(shape: tuple[int, ...]
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("jagged", f"A layer in FP8 takes a dense tensor, found nested; give it its values(), {HIGH_PRECISION}"),
         ("sparse", f"A layer in FP8 takes a dense tensor, found sparse_coo; give it its to_dense(), {HIGH_PRECISION}"),
@@ -154,13 +156,15 @@ def test_a_wrong_width_is_one_sentence_and_stages_nothing(shape: tuple[int, ...]
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_what_fp8_cannot_follow_is_one_sentence(name: str, said: str, recipe: Recipe) -> None:
+def test_inputs_and_transforms_without_fp8_are_refused_in_one_sentence(
+    name: str, expected: str, recipe: Recipe
+) -> None:
     with autocast(recipe=recipe):
-        assert said in message(lambda: TRANSFORMS[name](convert(linear())))
+        assert expected in message(lambda: TRANSFORMS[name](convert(linear())))
 
 
 @pytest.mark.parametrize("value", [None, [1.0] * 32], ids=["None", "list"])
-def test_what_is_no_tensor_is_named(value: Any) -> None:
+def test_an_input_that_is_no_tensor_is_refused_by_its_type(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^A linear layer takes a tensor, found {type(value).__name__}\.$"):
         convert(linear())(value)
 
@@ -182,17 +186,17 @@ REPLACEMENTS: list[Callable[[], nn.Module]] = [
 
 
 @pytest.mark.parametrize("make", REPLACEMENTS, ids=lambda make: type(make()).__name__)
-def test_the_argument_has_the_name_that_it_has_in_torch(make: Callable[[], nn.Module]) -> None:
+def test_the_argument_is_called_input_as_in_torch(make: Callable[[], nn.Module]) -> None:
     layer = make()
-    given = x(dtype=torch.bfloat16) if isinstance(layer, BatchInvariantLinear | LoraLinear) else x()
-    assert torch.equal(layer(input=given), layer(given))
+    inputs = x(dtype=torch.bfloat16) if isinstance(layer, BatchInvariantLinear | LoraLinear) else x()
+    assert torch.equal(layer(input=inputs), layer(inputs))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_an_exported_layer_gives_the_bits_of_the_layer(recipe: Recipe, strict: bool) -> None:
-    """Also where gradients are enabled and the module has no states yet: the graph stages amaxes for none."""
+    """Also if gradients are enabled and the module has no states yet: the graph stages no amaxes."""
     layer = convert(linear())
     with autocast(recipe=recipe):
         expected = copy.deepcopy(layer)(x())

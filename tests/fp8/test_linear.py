@@ -1,4 +1,4 @@
-"""Linear: gradients of every recipe and override, weights quantized once, convert, state dict, copies."""
+"""Linear: gradients of every recipe and override, saved tensors, convert, state dicts, copies."""
 
 import copy
 import re
@@ -38,7 +38,7 @@ def with_override(recipe: Recipe, override: tuple[bool, bool, bool]) -> Recipe:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, scale: Tensor) -> Tensor:
-    """x [rows, K] as the GEMM that contracts K sees it, in FP64."""
+    """Returns the operand x [rows, K] of a GEMM that contracts K, quantized and dequantized, in FP64."""
     if weight and isinstance(recipe, DelayedScaling) and recipe.weight_granularity == "row":
         q, s = reference.quantize_rowwise(x, dtype, recipe.power_2_scale)
         return q.double() * s.double()
@@ -56,7 +56,7 @@ def rounded(x: Tensor, dtype: torch.dtype, recipe: Recipe, weight: bool, scale: 
 def emulated(
     x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, scales: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(Y, dX, dW) in FP64, each GEMM from operands rounded along the dimension it contracts."""
+    """Returns (Y, dX, dW) in FP64. The operands of every GEMM are rounded along the dimension that it contracts."""
     backward = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
 
     def operand(t: Tensor, name: str, hp: bool) -> Tensor:
@@ -71,7 +71,7 @@ def emulated(
 
 
 def tensors(m: int = 48, n: int = 150, k: int = 200) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w, dy with another magnitude in every row and column."""
+    """Returns x, w and dy, whose rows and columns all have different magnitudes."""
     noise = torch.Generator().manual_seed(m + n + k)
 
     def uneven(rows: int, cols: int) -> Tensor:
@@ -126,7 +126,7 @@ def test_any_sizes(name: str, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0), (4, 5)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_features_and_no_tokens(name: str, sizes: tuple[int, int], shape: tuple[int, ...]) -> None:
-    """As nn.Linear: shapes, the bias where nothing is summed, zero gradients; whatever the dimensions before."""
+    """As with nn.Linear, an empty sum gives the bias, and gradients are zero; x may have any leading dimensions."""
     layer, plain = Linear(*sizes), nn.Linear(*sizes)
     plain.load_state_dict(layer.state_dict())
     x = torch.zeros(*shape, sizes[0])
@@ -158,7 +158,7 @@ def test_master_weights_stay_fp32_under_low_precision_activations(dtype: torch.d
         assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, torch.float32)
 
 
-def test_torch_autocast_decides_the_output() -> None:
+def test_torch_autocast_sets_the_output_dtype() -> None:
     layer, x = Linear(32, 16), torch.randn(4, 32)
     with torch.autocast("cpu", torch.bfloat16), autocast(recipe=Float8CurrentScaling()):
         y = layer(x)
@@ -170,7 +170,7 @@ def test_torch_autocast_decides_the_output() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_backward_keeps_fp8_data_not_the_input(name: str) -> None:
-    """Saved for backward: one byte per element of X and of W, whatever the granularity."""
+    """One byte for each element of X and of W is saved for the backward pass, with every granularity."""
     saved: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def test_convert_takes_a_bare_linear_and_leaves_subclasses() -> None:
 
 
 class Conv1D(nn.Module):
-    """As in GPT-2: a linear layer that is no nn.Linear."""
+    """The linear layer of GPT-2, which is no nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Special(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("model", "skip", "said"),
+    ("model", "skip", "message"),
     [
         (nn.Sequential(nn.Embedding(2, 2), nn.ReLU()), (), "converted nothing: Sequential has no nn.Linear."),
         (nn.Sequential(nn.Embedding(2, 2), Conv1D()), (), "Sequential has no nn.Linear; other weights are in Conv1D."),
@@ -239,16 +239,16 @@ class Special(nn.Linear):
         (nn.Sequential(Linear(2, 2), nn.Linear(2, 2)), ("1",), "1 converted already, 1 named by skip=('1',)."),
     ],
 )
-def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, said: str) -> None:
+def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, message: str) -> None:
     before = [type(m) for m in model.modules()]
-    with pytest.warns(UserWarning, match=re.escape(said)) as seen:
+    with pytest.warns(UserWarning, match=re.escape(message)) as seen:
         convert(model, skip=skip)
     assert seen[0].filename == __file__
     assert [type(m) for m in model.modules()] == before
 
 
 @pytest.mark.parametrize("skip", ["bloc", "blocks", ("blocks.0.*", "head.*")])
-def test_an_entry_of_skip_that_fits_nothing_is_named(skip: Any) -> None:
+def test_an_entry_of_skip_that_matches_nothing_is_named(skip: Any) -> None:
     model = nn.ModuleDict({"blocks": nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))})
     with pytest.warns(UserWarning, match=r"skipped nothing for '(bloc|blocks|head\.\*)', which matches the name of no"):
         convert(model, skip=skip)
@@ -296,7 +296,7 @@ def test_a_state_dict_without_scaling_state_loads() -> None:
     assert scaling_state(plain[0])["input"].steps.item() == 3  # type: ignore[arg-type]
 
 
-def test_half_a_state_is_refused() -> None:
+def test_a_state_dict_with_a_part_of_a_state_is_refused() -> None:
     state = trained().state_dict()
     del state["0.input.scale"]
     with pytest.raises(
@@ -305,14 +305,14 @@ def test_half_a_state_is_refused() -> None:
         trained().load_state_dict(state)
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_a_model_on_meta_takes_the_states_with_the_weights(place: str) -> None:
-    """The usual way to load with little memory: modules without memory, and `assign=True`."""
+@pytest.mark.parametrize("converted", ["before", "after"])
+def test_a_model_on_meta_gets_weights_and_states_from_a_state_dict(converted: str) -> None:
+    """The usual way to load with little memory: modules on the device "meta", and `assign=True`."""
     source = trained()
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-        empty = convert(empty) if place == "before" else empty
-    if place == "after":
+        empty = convert(empty) if converted == "before" else empty
+    if converted == "after":
         empty = convert(empty)
     empty.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
     assert not any(t.is_meta for t in empty.state_dict().values())
@@ -321,7 +321,7 @@ def test_a_model_on_meta_takes_the_states_with_the_weights(place: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_module_on_another_device_is_one_sentence(recipe: str) -> None:
+def test_a_module_on_another_device_is_refused_in_one_sentence(recipe: str) -> None:
     with (
         autocast(recipe=RECIPES[recipe]),
         pytest.raises(ValueError, match="input is on cpu and the weight on meta; move one"),
@@ -342,14 +342,14 @@ def test_a_module_on_another_device_is_one_sentence(recipe: str) -> None:
         ("amax_history", [0.0, torch.nan], "0.input.amax_history holds NaN or negative numbers"),
     ],
 )
-def test_a_state_that_training_cannot_go_on_with(name: str, value: Any, match: str) -> None:
+def test_a_state_with_unusable_values_is_refused(name: str, value: Any, match: str) -> None:
     state = trained().state_dict() | {f"0.input.{name}": torch.tensor(value)}
     with pytest.raises(ScalesError, match=match):
         trained().load_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_states_stay_fp32_whatever_they_were_stored_in(dtype: torch.dtype) -> None:
+def test_loaded_states_are_fp32_whatever_their_stored_dtype(dtype: torch.dtype) -> None:
     model = trained()
     model.load_state_dict({k: v.to(dtype) for k, v in model.state_dict().items()})
     state = scaling_state(model[0])["input"]  # type: ignore[arg-type]
@@ -376,8 +376,7 @@ def test_a_copy_has_its_own_state() -> None:
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert scaling_state(twin[0])["input"].steps.item() == 4  # type: ignore[arg-type]
     assert scaling_state(model[0])["input"].steps.item() == 3  # type: ignore[arg-type]
-    fresh, again = copy.deepcopy(model), model
-    for a, b in zip(next_step(fresh), next_step(again), strict=True):
+    for a, b in zip(next_step(copy.deepcopy(model)), next_step(model), strict=True):
         assert torch.equal(a, b)
 
 
@@ -390,7 +389,7 @@ def test_casting_the_module_does_not_round_its_scales() -> None:
     assert after.amax_history.dtype == torch.float32
 
 
-def test_a_shared_linear_is_converted_once_and_sees_both_calls() -> None:
+def test_a_shared_linear_is_converted_once_and_records_both_calls_as_one_step() -> None:
     shared = nn.Linear(8, 8)
     model = convert(nn.Sequential(shared, nn.ReLU(), shared))
     with autocast(recipe=SHORT):

@@ -27,7 +27,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """The loop of a user who intends a step for each pass."""
+    """A loop that should enter a context in every step, and enters one around all steps."""
     with autocast(recipe=recipe):
         for _ in range(2):
             one_step(model, optimizer)
@@ -44,7 +44,7 @@ def test_a_loop_inside_one_context_is_announced(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
-def test_a_compiled_model_in_such_a_loop_is_announced() -> None:
+def test_a_compiled_model_in_a_loop_inside_one_context_is_announced() -> None:
     model = Linear(8, 8)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters())
@@ -55,7 +55,7 @@ def test_a_compiled_model_in_such_a_loop_is_announced() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
 @pytest.mark.parametrize("recipe", [SHORT, Float8CurrentScaling()], ids=lambda r: type(r).__name__)
 def test_a_compiled_model_that_enters_the_context_itself_is_not_announced(recipe: Recipe) -> None:
-    """As docs/training.md wires a Trainer. The steps are those of the eager model, to the last bit."""
+    """The setup for a Trainer in docs/training.md. Compiled and eager steps have the same bits."""
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -72,7 +72,7 @@ def test_a_compiled_model_that_enters_the_context_itself_is_not_announced(recipe
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
 def test_a_compiled_step_with_its_own_context_updates_the_scales() -> None:
-    """Entry, exit and the backward pass are in the function that is compiled."""
+    """The compiled function enters and exits the context and runs the backward pass."""
     model = Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -109,13 +109,13 @@ def test_accumulation_and_two_optimizers_in_one_context_are_not_announced() -> N
             optimizer.step()
 
 
-def test_recipes_without_state_lose_nothing_in_a_loop() -> None:
+def test_a_loop_with_a_stateless_recipe_is_not_announced() -> None:
     model = Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop(model, optimizer, Float8CurrentScaling())
 
 
-def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
+def test_steps_of_another_thread_and_after_an_exception_are_not_counted() -> None:
     plain = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 
@@ -126,7 +126,9 @@ def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
             thread = threading.Thread(target=one_step, args=(plain, optimizer))
             thread.start()
             thread.join()
-            assert len(_global_optimizer_post_hooks) == hooks  # torch may walk them in another thread at any time
+            assert (
+                len(_global_optimizer_post_hooks) == hooks
+            )  # no hook is added, since another thread may iterate over them
 
     @autocast(recipe=SHORT)
     def failing() -> None:
@@ -135,4 +137,4 @@ def test_another_thread_and_a_later_loop_are_none_of_its_business() -> None:
 
     with pytest.raises(RuntimeError, match="boom"):
         failing()
-    assert steps._LOCAL.detector is None  # the detection ends with the context, however it ends
+    assert steps._LOCAL.detector is None  # the detection ends with the context, also after an exception

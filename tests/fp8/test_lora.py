@@ -1,4 +1,4 @@
-"""Adapters beside frozen layers: the formula, its gradients through FP8 weights, rows that do not see others."""
+"""Adapters on frozen layers: the formula, its gradients through FP8 weights, and batch-invariant rows."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ BASES = ("bf16", "current", "rowwise", "block", "mxfp8")
 
 
 def base_and_weight(kind: str) -> tuple[nn.Module, Tensor]:
-    """[320, 192] with a bias, and its weight in FP32."""
+    """Returns a frozen layer of 192 inputs and 320 outputs with a bias, and its weight in FP32."""
     torch.manual_seed(0)
     linear = nn.Linear(192, 320).bfloat16().requires_grad_(False)
-    made = recipe.from_name(kind)
-    if made is None:
+    chosen = recipe.from_name(kind)
+    if chosen is None:
         return linear, linear.weight.float()
-    frozen = FrozenLinear.from_linear(linear, made)
+    frozen = FrozenLinear.from_linear(linear, chosen)
     return frozen, dequantize(frozen.weight_q, frozen.weight_scale_inv)
 
 
@@ -32,7 +32,7 @@ def distance(found: Tensor | None, expected: Tensor | None) -> float:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", BASES)
-def test_the_formula_and_its_gradients(kind: str, dora: bool) -> None:
+def test_outputs_and_gradients_are_those_of_the_formula(kind: str, dora: bool) -> None:
     base, weight = base_and_weight(kind)
     layer = LoraLinear(base, 8, 2.0, dora=dora)
     layer.lora_B.data.normal_(0, 0.02)
@@ -43,22 +43,22 @@ def test_the_formula_and_its_gradients(kind: str, dora: bool) -> None:
 
     a, b = (p.detach().clone().requires_grad_() for p in (layer.lora_A, layer.lora_B))
     wide, magnitude = x.detach().float().requires_grad_(), layer.lora_magnitude_vector
-    moved = weight + 2 * b @ a
-    z = wide @ moved.t()
+    adapted = weight + 2 * b @ a
+    z = wide @ adapted.t()
     if magnitude is not None:
         copy = magnitude.detach().clone().requires_grad_()
-        z = z * copy / moved.norm(dim=1).detach()
+        z = z * copy / adapted.norm(dim=1).detach()
     z = z + base.bias.float()  # type: ignore[operator, union-attr]
     z.backward(dy.float())
-    in_fp8 = 0.03 if isinstance(base, FrozenLinear) else CLOSE  # the input is cast
-    assert distance(y, z.detach()) < in_fp8
+    tolerance = 0.03 if isinstance(base, FrozenLinear) else CLOSE  # FrozenLinear quantizes its input
+    assert distance(y, z.detach()) < tolerance
     assert distance(x.grad, wide.grad) < CLOSE
     assert distance(layer.lora_A.grad, a.grad) < CLOSE
     assert distance(layer.lora_B.grad, b.grad) < CLOSE
     assert layer.lora_A.grad is not None
     assert layer.lora_A.grad.dtype == torch.float32
     if magnitude is not None:
-        assert distance(magnitude.grad, copy.grad) < in_fp8
+        assert distance(magnitude.grad, copy.grad) < tolerance
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -70,7 +70,7 @@ def test_a_new_adapter_changes_nothing(kind: str) -> None:
     torch.testing.assert_close(LoraLinear(base, 4, 1.0, dora=True)(x), base(x), atol=0.02, rtol=0.02)
 
 
-def test_a_row_has_its_bits_in_any_batch() -> None:
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
     torch.manual_seed(0)
     x, a, b = (torch.randn(*shape).bfloat16() for shape in ((67, 200), (5, 200), (130, 5)))
     every = low_rank(x, a, b, 1.7)

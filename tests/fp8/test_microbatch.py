@@ -1,4 +1,5 @@
-"""A forward pass uses the present weight, however it was written; kept data are used only if announced."""
+"""A forward pass uses the current weight, however it was written. It uses a cached FP8 weight only if the caller passes
+`is_first_microbatch=False`."""
 
 import copy
 import weakref
@@ -54,7 +55,7 @@ def output(model: nn.Module, recipe: Recipe) -> Tensor:
 
 
 def check_fresh(model: nn.Module, recipe: Recipe) -> None:
-    """The model computes as one that was made just now with its weights and scales; with gradients and without."""
+    """Checks that the model has the outputs of a new model with its weights and scales, with and without gradients."""
     fresh = network().to(next(model.parameters()).dtype)
     fresh.load_state_dict(model.state_dict())
     twin = copy.deepcopy(fresh)
@@ -63,7 +64,7 @@ def check_fresh(model: nn.Module, recipe: Recipe) -> None:
 
 
 def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
-    """Every optimizer of torch in each of its forms on a CPU, but SparseAdam: it takes sparse gradients only."""
+    """Returns every optimizer of torch in each of its forms, except SparseAdam, which takes only sparse gradients."""
     classes = {
         n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
@@ -83,37 +84,37 @@ def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
 OPTIMIZERS = optimizers()
 
 
-def test_the_forms_of_the_optimizers() -> None:
-    """Guards the matrix: it shrinks to nothing if torch renames a flag."""
+def test_optimizers_are_found_in_all_their_forms() -> None:
+    """The parameters of the next test would be empty if torch renamed a flag."""
     assert {"SGD fused", "Adam fused", "AdamW fused", "Adagrad fused", "Muon plain", "Adafactor foreach"} <= set(
         OPTIMIZERS
     )
     assert {"LBFGS plain", "RMSprop foreach", "NAdam plain", "ASGD foreach"} <= set(OPTIMIZERS)
 
 
-def before_backward(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
-    optimizer.zero_grad(set_to_none=none)
+def before_backward(optimizer: Any, backward: Callable[[], None], set_to_none: bool) -> None:
+    optimizer.zero_grad(set_to_none=set_to_none)
     backward()
     optimizer.step()
 
 
-def after_step(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
+def after_step(optimizer: Any, backward: Callable[[], None], set_to_none: bool) -> None:
     backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=none)
+    optimizer.zero_grad(set_to_none=set_to_none)
 
 
-def never(optimizer: Any, backward: Callable[[], None], none: bool) -> None:
+def never(optimizer: Any, backward: Callable[[], None], set_to_none: bool) -> None:
     backward()
     optimizer.step()
 
 
 @pytest.mark.pairwise
-@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")  # the test's own
-@pytest.mark.parametrize("none", [True, False], ids=["to none", "to zero"])
+@pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")  # expected here
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
 @pytest.mark.parametrize("order", [before_backward, after_step, never])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], none: bool) -> None:
+def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], set_to_none: bool) -> None:
     for recipe in RECIPES.values():
         model = network()
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -125,13 +126,13 @@ def test_every_optimizer_in_every_order(name: str, order: Callable[..., None], n
                 )
             else:
                 loss = loss_of(model, recipe)
-                order(optimizer, loss.backward, none)
+                order(optimizer, loss.backward, set_to_none)
             assert not torch.equal(before, parameters_to_vector(model.parameters()))
             check_fresh(model, recipe)
 
 
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Tensor:
-    """The function that LBFGS calls several times a step, each time with the weights that it tries."""
+    """The closure that LBFGS calls several times a step, each time with other weights."""
     optimizer.zero_grad()
     check_fresh(model, recipe)
     optimizer.zero_grad()
@@ -163,7 +164,7 @@ def in_inference_mode(weight: Tensor) -> None:
 
 
 def by_average(weight: Tensor) -> None:
-    """An exponential moving average that takes the weight's place."""
+    """Overwrites the weight by an exponential moving average."""
     weight.data.copy_(0.5 * weight.data + 0.1)
 
 
@@ -177,7 +178,7 @@ WRITES = [by_data, by_new_data, by_numpy, in_place, in_inference_mode, by_averag
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_way_to_write_a_weight(name: str, write: Callable[[Tensor], None]) -> None:
-    """With the gradients still there, after an evaluation, and between two microbatches that nobody announced."""
+    """While gradients exist, after an evaluation, and between two microbatches without is_first_microbatch."""
     model, recipe = network(), RECIPES[name]
     for _ in range(2):
         loss_of(model, recipe).backward()  # type: ignore[no-untyped-call]
@@ -210,8 +211,8 @@ def test_loading_and_casting_a_module(name: str) -> None:
     check_fresh(model.to(torch.bfloat16).to(torch.float32), recipe)
 
 
-def casts(layer: Linear) -> list[Tensor]:
-    """The quantized weight, whenever it is cast."""
+def record_weight_casts(layer: Linear) -> list[Tensor]:
+    """Returns a list that gets the quantized weight at every cast."""
     seen: list[Tensor] = []
     layer.observer = lambda name, values, q, scale_inv: seen.append(q) if name == "weight" else None
     return seen
@@ -222,10 +223,10 @@ def microbatch(layer: nn.Module, recipe: Recipe, first: bool | None) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_announced_weight_is_quantized_once_a_step(name: str) -> None:
+def test_a_weight_is_quantized_once_a_step_with_is_first_microbatch(name: str) -> None:
     layer = Linear(24, 16)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     for step in range(3):
         for i in range(4):
             microbatch(layer, RECIPES[name], i == 0)
@@ -236,9 +237,9 @@ def test_an_announced_weight_is_quantized_once_a_step(name: str) -> None:
         optimizer.zero_grad()
 
 
-def test_a_layer_announces_for_itself() -> None:
+def test_a_layers_own_argument_overrides_the_context() -> None:
     layer = Linear(24, 16)
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     with autocast(recipe=SHORT, is_first_microbatch=False):
         for first, count in ((True, 1), (False, 1), (None, 1), (True, 2)):
             layer(X, is_first_microbatch=first)
@@ -246,8 +247,8 @@ def test_a_layer_announces_for_itself() -> None:
 
 
 @pytest.mark.parametrize("fused", [NormLinear(nn.LayerNorm(24), Linear(24, 16)), SiluMulLinear(Linear(24, 16))])
-def test_fused_layers_announce_too(fused: Any) -> None:
-    seen = casts(fused.linear)
+def test_fused_layers_take_is_first_microbatch(fused: Any) -> None:
+    seen = record_weight_casts(fused.linear)
     sources = (X,) if isinstance(fused, NormLinear) else (X, X)
     with autocast(recipe=SHORT):
         for first, count in ((True, 1), (False, 1), (None, 2)):
@@ -255,10 +256,10 @@ def test_fused_layers_announce_too(fused: Any) -> None:
             assert len(seen) == count
 
 
-def test_without_a_word_every_forward_pass_quantizes_and_has_its_row() -> None:
-    """As in Transformer Engine: one row of the weight's history for each context in which it was quantized."""
+def test_without_is_first_microbatch_every_forward_pass_quantizes_the_weight() -> None:
+    """As in Transformer Engine, the weight's history gets one row for each context that quantizes it."""
     layer = Linear(24, 16)
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     for i in range(3):
         microbatch(layer, SHORT, None)
         assert len(seen) == scaling_state(layer)["weight"].steps.item() == i + 1
@@ -270,7 +271,7 @@ def test_without_a_word_every_forward_pass_quantizes_and_has_its_row() -> None:
     assert scaling_state(layer)["weight"].amax_history[1:].unique().numel() == 1
 
 
-def test_the_second_microbatch_computes_with_the_data_and_the_scale_of_the_first() -> None:
+def test_the_second_microbatch_uses_the_weight_and_the_scale_of_the_first() -> None:
     layer = Linear(24, 16, bias=False)
     microbatch(layer, SHORT, True)
     with autocast(recipe=SHORT, is_first_microbatch=False):
@@ -295,7 +296,7 @@ def counted(layer: Linear) -> None:
 
 
 def stepped_elsewhere(layer: Linear) -> None:
-    """An optimizer of other parameters: its masters may be copied here, in ways that nothing counts."""
+    """Steps an optimizer of other parameters, such as master weights, which may be copied here unnoticed."""
     other = nn.Parameter(torch.zeros(2))
     other.grad = torch.ones(2)
     torch.optim.SGD([other], lr=1.0, fused=True).step()
@@ -307,24 +308,24 @@ def loaded(layer: Linear) -> None:
 
 @pytest.mark.parametrize("change", [swapped, replaced, counted, stepped_elsewhere, loaded])
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_known_to_have_changed_a_weight_outweighs_the_announcement(
+def test_a_changed_weight_is_quantized_again_despite_is_first_microbatch(
     name: str, change: Callable[[Linear], None]
 ) -> None:
     layer, recipe = Linear(24, 16), RECIPES[name]
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     microbatch(layer, recipe, True)
     change(layer)
-    for _ in range(2):  # and kept again from then on
+    for _ in range(2):  # and the new data are cached again
         microbatch(layer, recipe, False)
         assert len(seen) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
-def test_kept_data_serve_their_recipe_and_their_directions_only() -> None:
+def test_cached_weights_serve_only_their_recipe_and_directions() -> None:
     layer = Linear(24, 16)
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     with torch.no_grad():
-        loss_of(layer, SHORT, True)  # no gradients: by rows only
+        loss_of(layer, SHORT, True)  # without gradients, no transposed weight is cached
     x = X.clone().requires_grad_()
     for recipe, count in ((SHORT, 2), (SHORT, 2), (DelayedScaling(amax_history_len=8), 3), (SHORT, 4)):
         with autocast(recipe=recipe, is_first_microbatch=False):
@@ -332,26 +333,26 @@ def test_kept_data_serve_their_recipe_and_their_directions_only() -> None:
         assert len(seen) == count
 
 
-def test_an_evaluation_between_two_microbatches_leaves_the_quantized_weight_alone() -> None:
+def test_an_evaluation_between_two_microbatches_keeps_the_cached_weight() -> None:
     layer = Linear(24, 16)
-    seen = casts(layer)
+    seen = record_weight_casts(layer)
     microbatch(layer, SHORT, True)
     output(layer, SHORT)
     microbatch(layer, SHORT, False)
     assert len(seen) == 2  # the first microbatch and the evaluation
 
 
-def test_a_copy_and_a_pickle_start_without_quantized_weights() -> None:
+def test_a_copy_starts_without_a_cached_weight() -> None:
     layer = Linear(24, 16)
     microbatch(layer, SHORT, True)
     twin = copy.deepcopy(layer)
     twin.weight.data.mul_(2)
-    seen = casts(twin)
+    seen = record_weight_casts(twin)
     microbatch(twin, SHORT, False)
     assert len(seen) == 1
 
 
-def test_kept_data_do_not_keep_the_weight() -> None:
+def test_a_cached_fp8_weight_does_not_keep_the_weight_alive() -> None:
     layer = Linear(24, 16)
     microbatch(layer, SHORT, True)
     old = weakref.ref(layer.weight)
@@ -360,16 +361,16 @@ def test_kept_data_do_not_keep_the_weight() -> None:
     assert old() is None
 
 
-@pytest.mark.parametrize("wrong", [1, "yes", torch.tensor(True)])
-def test_an_announcement_is_none_true_or_false(wrong: Any) -> None:
+@pytest.mark.parametrize("invalid", [1, "yes", torch.tensor(True)])
+def test_is_first_microbatch_must_be_none_true_or_false(invalid: Any) -> None:
     with pytest.raises(RecipeError, match="is_first_microbatch must be None, True or False"):
-        autocast(is_first_microbatch=wrong)
+        autocast(is_first_microbatch=invalid)
     with autocast(), pytest.raises(RecipeError, match="is_first_microbatch must be None, True or False"):
-        Linear(24, 16)(X, is_first_microbatch=wrong)
+        Linear(24, 16)(X, is_first_microbatch=invalid)
 
 
-def test_weights_that_were_made_for_inference() -> None:
-    """They have no version counter at all."""
+def test_weights_that_were_created_in_inference_mode() -> None:
+    """Such weights have no version counter."""
     with torch.inference_mode():
         layer = Linear(24, 16)
         for first in (None, True, False):

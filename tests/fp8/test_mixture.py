@@ -1,4 +1,4 @@
-"""Which experts a router chooses, their weights, and the gradients of the weights."""
+"""The experts that a router chooses, and their weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,21 +23,21 @@ def rule(count: int, scores: Scores = Scores.SOFTMAX, groups: int = 1, kept: int
 def test_only_the_best_groups_are_chosen_from(choose: Choose) -> None:
     logits = torch.tensor([[5.0, -9.0, 2.0, 1.9, 2.1, 1.7]])  # groups of two
     softmax, sigmoid = rule(2, groups=3), rule(2, Scores.SIGMOID, groups=3)
-    assert choose(logits, None, *softmax)[0].tolist() == [[0, 1]]  # by its best
-    assert choose(logits, None, *sigmoid)[0].tolist() == [[2, 3]]  # by its best two
+    assert choose(logits, None, *softmax)[0].tolist() == [[0, 1]]  # softmax ranks a group by its best expert
+    assert choose(logits, None, *sigmoid)[0].tolist() == [[2, 3]]  # sigmoid ranks a group by its best two experts
     chosen, weights = choose(logits, torch.tensor([0.0, 0, 0, 0, 1, 1]), *sigmoid)
     assert chosen.tolist() == [[4, 5]]
-    torch.testing.assert_close(weights, logits.sigmoid()[:, 4:])  # the correction does not weigh
+    torch.testing.assert_close(weights, logits.sigmoid()[:, 4:])  # the correction changes the choice, not the weights
 
 
-def test_of_equal_experts_the_first_are_chosen(choose: Choose) -> None:
+def test_the_first_of_equal_experts_are_chosen(choose: Choose) -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 3.0, 1.0], [2.0] * 6])
     assert choose(logits, None, *rule(4))[0].tolist() == [[1, 4, 0, 2], [0, 1, 2, 3]]
     assert choose(logits, None, *rule(3, groups=3, kept=2))[0].tolist() == [[1, 4, 0], [0, 1, 2]]
 
 
-def test_experts_of_logits_without_meaning_are_there(choose: Choose) -> None:
-    """A row of a step may be padding: its weights are nobody's, its experts must be some."""
+def test_nonfinite_logits_still_choose_valid_experts(choose: Choose) -> None:
+    """A padding row may have any logits; its weights are not used, but its experts must be valid indices."""
     for value in (torch.nan, torch.inf, -torch.inf):
         chosen, weights = choose(torch.full((3, 8), value), None, *rule(8, groups=4, kept=4))
         assert chosen.tolist() == [list(range(8))] * 3
@@ -47,7 +47,7 @@ def test_experts_of_logits_without_meaning_are_there(choose: Choose) -> None:
 
 @pytest.mark.parametrize("scores", Scores)
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_weights(scores: Scores, normalizes: bool, choose: Choose) -> None:
+def test_weights_are_those_of_the_formula_of_each_score(scores: Scores, normalizes: bool, choose: Choose) -> None:
     logits = torch.randn(20, 24, generator=torch.Generator().manual_seed(0))
     chosen, weights = choose(logits, None, *rule(5, scores, normalizes=normalizes, scale=2.5))
     best, places = logits.topk(5, -1)

@@ -31,7 +31,7 @@ def train(module: nn.Module, x: Tensor, recipe: Recipe = SHORT) -> None:
     module.zero_grad()
 
 
-def at(monitor: Monitor, layer: str, tensor: str) -> Reading:
+def reading_of(monitor: Monitor, layer: str, tensor: str) -> Reading:
     return next(r for r in monitor.readings if (r.layer, r.tensor) == (layer, tensor))
 
 
@@ -46,35 +46,35 @@ def test_every_tensor_of_every_layer_is_read_at_every_step() -> None:
         train(module, batch())
         names = {(r.layer, r.tensor) for r in monitor.step()}
         assert names == {(layer, t) for layer in "02" for t in ("input", "weight", "grad_output")}
-    reading = at(monitor, "0", "input")
+    reading = reading_of(monitor, "0", "input")
     assert (reading.step, reading.amax, reading.scale) == (2, 1.0, 448.0)
     assert reading.headroom == 0.0
 
 
-def test_headroom_is_that_of_the_scale_in_force() -> None:
+def test_headroom_is_that_of_the_scale_of_the_step() -> None:
     module = model()
     monitor = Monitor(module)
     headrooms = []
     for magnitude in (1.0, 1.0, 4.0, 4.0):
         train(module, batch(magnitude))
         monitor.step()
-        headrooms.append(at(monitor, "0", "input").headroom)
+        headrooms.append(reading_of(monitor, "0", "input").headroom)
     assert headrooms == [pytest.approx(math.log2(448)), 0.0, -2.0, 0.0]
 
 
-def test_fractions_are_counted_every_so_often_and_remembered() -> None:
+def test_fractions_are_counted_every_few_steps_and_kept_between() -> None:
     module = model()
     monitor = Monitor(module, every=2)
     train(module, batch())
     monitor.step()  # counted: scale 1
     zeros = (batch().to(torch.float8_e4m3fn).float() == 0).float().mean().item()
-    assert at(monitor, "0", "input").zeros == pytest.approx(zeros)
+    assert reading_of(monitor, "0", "input").zeros == pytest.approx(zeros)
     train(module, torch.zeros(8, 16) + 1e-9)
     monitor.step()  # not counted
-    assert at(monitor, "0", "input").zeros == pytest.approx(zeros)
+    assert reading_of(monitor, "0", "input").zeros == pytest.approx(zeros)
     train(module, torch.zeros(8, 16) + 1e-9)
-    monitor.step()  # counted: all of it vanishes below a scale made for 1
-    assert at(monitor, "0", "input").zeros == 1.0
+    monitor.step()  # counted: all values underflow, since the scale is that of amax 1
+    assert reading_of(monitor, "0", "input").zeros == 1.0
 
 
 def test_saturation_is_the_fraction_beyond_the_range() -> None:
@@ -82,40 +82,40 @@ def test_saturation_is_the_fraction_beyond_the_range() -> None:
     monitor = Monitor(module, every=1)
     train(module, batch())
     monitor.step()
-    assert at(monitor, "0", "input").saturated == 0.0
+    assert reading_of(monitor, "0", "input").saturated == 0.0
     train(module, batch(4.0))
     monitor.step()
     products = batch(4.0).abs() * 448
-    top = (products >= 432).float().mean().item()  # 432 and more have the topmost code
+    top = (products >= 432).float().mean().item()  # 432 and more round to the largest code
     cut = (products > 448).float().mean().item()
     assert top > cut > 0
-    reading = at(monitor, "0", "input")
+    reading = reading_of(monitor, "0", "input")
     assert reading.saturated == pytest.approx(cut)
     assert reading.rounded_to_top == pytest.approx(top - cut)
 
 
-def test_a_scale_made_for_the_largest_value_cuts_nothing_off() -> None:
-    """Row C7: FP32's roundings of the scale, of its inverse and of the product are no saturation."""
+def test_a_scale_from_the_largest_value_saturates_nothing() -> None:
+    """Row C7: FP32 roundings of the scale, of its inverse and of the product do not count as saturation."""
     module = model()
     monitor = Monitor(module, every=1)
     for seed in range(40):
         x = torch.rand(8, 16, generator=torch.Generator().manual_seed(seed)) * (seed + 1)
         train(module, x, Float8CurrentScaling())
         monitor.step()
-        assert at(monitor, "0", "input").saturated == 0.0
-        assert at(monitor, "0", "input").rounded_to_top > 0.0  # type: ignore[operator]
+        assert reading_of(monitor, "0", "input").saturated == 0.0
+        assert reading_of(monitor, "0", "input").rounded_to_top > 0.0  # type: ignore[operator]
 
 
-def test_zeros_that_were_zero_are_no_underflow() -> None:
+def test_zeros_of_the_input_are_no_underflow() -> None:
     module = model()
     monitor = Monitor(module, every=1)
     train(module, batch())
     monitor.step()
-    half = batch().relu()  # half of it zero, as after a ReLU
+    half = batch().relu()  # half of the values are zero, as after a ReLU
     half[4] = 0.0
     train(module, half)
     monitor.step()
-    reading = at(monitor, "0", "input")
+    reading = reading_of(monitor, "0", "input")
     assert reading.zeros is not None
     assert reading.zeros > 0.5
     assert (reading.underflowed, reading.troubles) == (0.0, ())
@@ -123,7 +123,7 @@ def test_zeros_that_were_zero_are_no_underflow() -> None:
 
 @pytest.mark.parametrize("recipe", [SHORT, Float8CurrentScaling(granularity="row"), Float8BlockScaling()])
 def test_every_granularity_counts_the_values_of_its_own_scales(recipe: Recipe) -> None:
-    """Rows of magnitudes far apart, more than 128 columns, so that every row and block has another scale."""
+    """Rows and column blocks have very different magnitudes, so that every row and block has another scale."""
     torch.manual_seed(0)
     module = convert(nn.Sequential(nn.Linear(300, 48, bias=False)))
     monitor = Monitor(module, every=1)
@@ -133,7 +133,7 @@ def test_every_granularity_counts_the_values_of_its_own_scales(recipe: Recipe) -
     monitor.step()
     train(module, x, recipe)
     monitor.step()
-    reading = at(monitor, "0", "input")
+    reading = reading_of(monitor, "0", "input")
     q = cast_as(recipe, x, float(reading.scale))
     lost = ((q.float() == 0) & (x != 0)).float().mean().item()
     assert reading.saturated == 0.0
@@ -157,7 +157,7 @@ def test_a_fused_input_is_counted_like_a_plain_one(recipe: Recipe) -> None:
     for _ in range(2):
         train(layer, x, recipe)
         monitor.step()
-    reading = at(monitor, "linear", "input")
+    reading = reading_of(monitor, "linear", "input")
     assert (reading.saturated, reading.underflowed) == (0.0, 0.0)
     assert reading.rounded_to_top is not None
     assert reading.rounded_to_top > 0
@@ -189,14 +189,14 @@ def test_recipes_without_state_are_read_from_their_data(recipe: Recipe) -> None:
     monitor = Monitor(module, every=2)
     train(module, batch(), recipe)
     monitor.step()
-    reading = at(monitor, "0", "input")
+    reading = reading_of(monitor, "0", "input")
     assert (reading.headroom, reading.saturated) == (0.0, 0.0)
     assert reading.amax == pytest.approx(1.0)
     train(module, batch(), recipe)
     assert monitor.step() == []
 
 
-def test_watching_changes_nothing_and_ends() -> None:
+def test_a_monitor_changes_no_state_and_removes_its_observers() -> None:
     module = model()
     twin = copy.deepcopy(module)
     with Monitor(module, every=1) as monitor:
@@ -209,13 +209,13 @@ def test_watching_changes_nothing_and_ends() -> None:
     assert all(getattr(m, "observer", None) is None for m in module.modules())
 
 
-def test_loaded_scales_are_the_ones_in_force() -> None:
+def test_a_monitor_created_later_reads_the_current_scales() -> None:
     module = model()
     train(module, batch())
     monitor = Monitor(module)
     train(module, batch(2.0))
     monitor.step()
-    assert at(monitor, "0", "input").headroom == -1.0
+    assert reading_of(monitor, "0", "input").headroom == -1.0
     assert scaling_state(module[0])["input"].scale.item() == 224.0  # type: ignore[index, arg-type]
 
 
@@ -239,8 +239,8 @@ def test_every_must_be_a_step() -> None:
 
 
 @pytest.mark.gpu
-def test_states_of_attention_that_has_not_run_are_read_beside_those_on_a_gpu() -> None:
-    """As after a restart from a checkpoint: attention has no parameter that tells its device."""
+def test_states_of_attention_that_has_not_run_are_read_with_states_on_a_gpu() -> None:
+    """As after a restart from a checkpoint: attention has no parameter from which its device could be known."""
     layers = convert(nn.ModuleList([nn.Linear(16, 16, bias=False), DotProductAttention()])).cuda()
     for module, name in zip(layers, ("input", "k"), strict=True):
         assert isinstance(module, Stateful)

@@ -21,7 +21,7 @@ def rows_cited(text: str) -> set[str]:
     return cited
 
 
-def test_every_row_is_held_by_a_test() -> None:
+def test_every_row_is_cited_by_a_test() -> None:
     rows = rows_of_the_page()
     cited = set().union(*(rows_cited(path.read_text()) for path in Path(__file__).parent.glob("test_*.py")))
     assert len(rows) > 25

@@ -1,4 +1,4 @@
-"""The ops' registration and fake kernels, which kernel serves them, and the public wrappers."""
+"""The ops: registration, fake kernels, the names of their kernels, and the public wrappers."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,12 @@ from fp8serve.fp8 import ops
 from fp8serve.fp8.ops import Case, arithmetic, cases, reference
 from fp8serve.fp8.ops.arithmetic import FP8_MAX
 
-A_FEW = [
+OPCHECK_CASES = [
     (op, case)
     for op in ops.OPS
     for case in cases(op)[:: max(1, len(cases(op)) // 4)]
-    if case.name != "hostile" and not case.name.startswith("edges")  # opcheck takes a NaN for different from itself
+    # opcheck treats NaN as different from itself
+    if case.name != "hostile" and not case.name.startswith("edges")
 ]
 
 
@@ -34,7 +35,7 @@ def test_no_kernel_is_registered_under_a_mistyped_name() -> None:
     assert not [line for line in torch._C._dispatch_find_dangling_impls() if "fp8serve" in line]
 
 
-def test_backends_name_the_kernel_that_answers() -> None:
+def test_backends_name_the_kernel_of_every_op() -> None:
     served = ops.backends()
     if ops.LIBRARIES["cpu"] is None:
         assert served["quantize"] == served["scaled_mm"] == "reference"
@@ -47,7 +48,7 @@ def test_backends_name_the_kernel_that_answers() -> None:
 
 
 @pytest.mark.pairwise(each=("op",))
-@pytest.mark.parametrize(("op", "case"), A_FEW, ids=[f"{op}: {case.name}" for op, case in A_FEW])
+@pytest.mark.parametrize(("op", "case"), OPCHECK_CASES, ids=[f"{op}: {case.name}" for op, case in OPCHECK_CASES])
 def test_opcheck(op: str, case: Case) -> None:
     args = case.make()
     # torch's schema test compares inputs by arithmetic that FP8 tensors do not have
@@ -62,13 +63,13 @@ def is_mutable(op: str) -> bool:
 
 
 @pytest.mark.parametrize("op", [op for op in ops.OPS if not is_mutable(op)])
-def test_inputs_stay_as_they_were(op: str) -> None:
+def test_ops_do_not_change_their_inputs(op: str) -> None:
     for case in cases(op):
         args, before = case.make(), case.make()
         getattr(torch.ops.fp8serve, op)(*args)
-        for given, kept in zip(args, before, strict=True):
-            if isinstance(given, torch.Tensor):
-                assert torch.equal(bits(given), bits(kept))
+        for argument, original in zip(args, before, strict=True):
+            if isinstance(argument, torch.Tensor):
+                assert torch.equal(bits(argument), bits(original))
 
 
 @pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda c: c.name)
@@ -84,7 +85,7 @@ def test_scaled_mm_error_is_at_most_that_of_fp32(case: Case) -> None:
     assert (found - exact).norm() <= 2 * (naive - exact).norm() + 1e-6 * exact.norm()
 
 
-def test_a_nan_spoils_its_row_only() -> None:
+def test_a_nan_affects_only_its_row() -> None:
     """Row G3."""
     a = torch.tensor([[1.0, torch.nan], [2.0, 3.0]]).to(torch.float8_e4m3fn)
     one = torch.tensor(1.0)
@@ -94,18 +95,18 @@ def test_a_nan_spoils_its_row_only() -> None:
 
 
 @pytest.mark.parametrize("kernel", [reference.scaled_mm, torch.ops.fp8serve.scaled_mm], ids=["reference", "op"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernel: Callable[..., torch.Tensor]) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(kernel: Callable[..., torch.Tensor]) -> None:
     """Row G4: decoding alone or in a batch gives the same bits."""
-    noise = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(n, 2048, generator=noise).to(torch.float8_e4m3fn) for n in (40, 600))
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 2048, generator=generator).to(torch.float8_e4m3fn) for n in (40, 600))
     one = torch.tensor(1.0)
     together = kernel(a, b, one, one, None, torch.float32)
     for rows in (1, 2, 3, 5, 7, 17, 33):
         assert torch.equal(kernel(a[:rows], b, one, one, None, torch.float32), together[:rows])
 
 
-def test_scales_that_cancel_do_not_overflow_on_the_way() -> None:
-    """Row G6: every kernel, in tests/csrc and tests/cuda, has these bits."""
+def test_scales_that_cancel_do_not_overflow_in_between() -> None:
+    """Row G6. tests/csrc and tests/cuda check that every kernel has these bits."""
     one = torch.full((16, 16), 2.0).to(torch.float8_e4m3fn)
     for a, b in ((3e38, 1e-6), (1e-6, 3e38)):
         y = reference.scaled_mm(one, one, torch.tensor(a), torch.tensor(b), None, torch.float32)
@@ -134,7 +135,7 @@ def test_quantize_shapes_and_round_trip(fmt: str, granularity: str, shape: tuple
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block1x128"])
-def test_more_dimensions_fold_into_rows(granularity: str) -> None:
+def test_leading_dimensions_are_flattened_into_rows(granularity: str) -> None:
     x = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0))
     q, scale_inv = fp8serve.quantize(x, granularity=granularity)
     flat_q, flat_scale_inv = fp8serve.quantize(x.view(6, 200), granularity=granularity)
@@ -143,14 +144,14 @@ def test_more_dimensions_fold_into_rows(granularity: str) -> None:
     assert torch.equal(fp8serve.dequantize(q, scale_inv).view(6, 200), fp8serve.dequantize(flat_q, flat_scale_inv))
 
 
-def test_a_given_scale_multiplies() -> None:
+def test_values_are_multiplied_by_the_scale_argument() -> None:
     q, scale_inv = fp8serve.quantize(torch.tensor([3.0, -500.0]), scale=2.0)
     assert q.float().tolist() == [6.0, -448.0]
     assert scale_inv.item() == 0.5
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), torch.tensor(0.0)])
-def test_a_given_scale_that_is_none_is_refused(bad: float | torch.Tensor) -> None:
+def test_an_invalid_scale_argument_is_refused(bad: float | torch.Tensor) -> None:
     with pytest.raises(ValueError, match="scale must be positive and finite, found"):
         fp8serve.quantize(torch.ones(2, 4), scale=bad)
 
@@ -176,7 +177,7 @@ def test_unknown_names_are_refused() -> None:
         fp8serve.quantize(x, granularity="column")
 
 
-def test_wrong_shapes_are_refused_with_what_was_found() -> None:
+def test_wrong_shapes_are_refused_by_naming_them() -> None:
     a, one = torch.ones(4, 300).to(torch.float8_e4m3fn), torch.tensor(1.0)
     with pytest.raises(ValueError, match=r"a \[M, K\] and b \[N, K\], found \[4, 300\] and \[300, 4\]"):
         fp8serve.scaled_mm(a, a.t(), one, one)
@@ -196,5 +197,5 @@ def test_wrong_shapes_are_refused_with_what_was_found() -> None:
         fp8serve.quantize(torch.ones(2), scale=1.0, granularity="row")
 
 
-def test_maxima_are_those_of_torch() -> None:
+def test_fp8_maxima_are_those_of_torch() -> None:
     assert {torch.finfo(dtype).max: dtype for dtype in FP8_MAX} == {limit: dtype for dtype, limit in FP8_MAX.items()}

@@ -1,4 +1,5 @@
-"""A gradient that is not finite reaches all others and is reported, although a cast saturates. Row G5."""
+"""Although casts saturate, an infinite or NaN output gradient makes the gradients of inputs and weights non-finite, and
+is reported (row G5 of docs/numerics.md)."""
 
 import logging
 from itertools import product
@@ -42,7 +43,8 @@ def gradients(layer: nn.Module, recipe: Recipe, dy: Tensor, *sources: Tensor) ->
     return [t.grad for t in (*sources, *layer.parameters()) if t.grad is not None]
 
 
-def wrong(rows: int, cols: int, value: float) -> Tensor:
+def gradient_with(rows: int, cols: int, value: float) -> Tensor:
+    """Returns a random gradient [rows, cols] with `value` as one of its elements."""
     dy = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
     dy[rows // 2, cols // 3] = value
     return dy
@@ -52,39 +54,41 @@ def wrong(rows: int, cols: int, value: float) -> Tensor:
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda o: "hp:" + "".join("01"[b] for b in o))
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_reaches_every_gradient_of_a_linear(kind: str, override: tuple[bool, bool, bool], value: float) -> None:
+def test_a_nonfinite_gradient_reaches_every_gradient_of_a_linear(
+    kind: str, override: tuple[bool, bool, bool], value: float
+) -> None:
     recipe = KINDS[kind](override_linear_precision=override)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         layer, x = Linear(40, 150), torch.randn(9, 40).to(dtype)
-        finite = gradients(layer, recipe, wrong(9, 150, 1.0), x)
+        finite = gradients(layer, recipe, gradient_with(9, 150, 1.0), x)
         assert all(g.isfinite().all() for g in finite)
-        found = gradients(layer, recipe, wrong(9, 150, value), x)
+        found = gradients(layer, recipe, gradient_with(9, 150, value), x)
         assert len(found) == 3
         assert not any(g.isfinite().all() for g in found)
-        assert all(g.isfinite().all() for g in gradients(layer, recipe, wrong(9, 150, 1.0), x))
+        assert all(g.isfinite().all() for g in gradients(layer, recipe, gradient_with(9, 150, 1.0), x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_code_is_no_infinity(kind: str) -> None:
-    """A gradient whose amax is the largest number of its format has scale 1, as one with an infinity has."""
+def test_a_gradient_of_the_largest_number_is_not_taken_for_infinite(kind: str) -> None:
+    """Such a gradient has scale 1, like one with an infinity."""
     for top in (448.0, 57344.0):
         assert all(
             g.isfinite().all()
-            for g in gradients(Linear(40, 150), KINDS[kind](), wrong(9, 150, top), torch.randn(9, 40))
+            for g in gradients(Linear(40, 150), KINDS[kind](), gradient_with(9, 150, top), torch.randn(9, 40))
         )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_layers(kind: str) -> None:
+def test_an_infinite_gradient_reaches_every_gradient_of_fused_layers(kind: str) -> None:
     norm, gated = NormLinear(nn.LayerNorm(40), Linear(40, 16)), SiluMulLinear(Linear(40, 16))
-    x, recipe, dy = torch.randn(9, 40), KINDS[kind](), wrong(9, 16, torch.inf)
+    x, recipe, dy = torch.randn(9, 40), KINDS[kind](), gradient_with(9, 16, torch.inf)
     for layer, sources in ((norm, (x,)), (gated, (x, x + 1))):
         for _ in range(2):
             assert not any(g.isfinite().all() for g in gradients(layer, recipe, dy, *sources))
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
-def test_attention(kind: str) -> None:
+def test_an_infinite_gradient_reaches_every_gradient_of_attention(kind: str) -> None:
     attention, q = DotProductAttention(), torch.randn(6, 2, 8)
     recipe = KINDS[kind](fp8_dpa=True)
     for value, finite in ((1.0, True), (torch.inf, False)):
@@ -98,14 +102,14 @@ def test_attention(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_scaler_skips_the_step_and_a_clipped_norm_says_it(kind: str) -> None:
+def test_an_overflow_skips_the_loss_scalers_step_and_fails_gradient_clipping(kind: str) -> None:
     layer = Linear(40, 16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     with autocast(recipe=KINDS[kind]()):
         y = layer(torch.randn(9, 40).half())
     before = layer.weight.detach().clone()
-    scaler.scale(y.float().square().mean() * 2.0**10).backward()  # FP16 holds up to 65504
+    scaler.scale(y.float().square().mean() * 2.0**10).backward()  # above 65504, the largest number of FP16
     with pytest.raises(RuntimeError, match="total norm"):
         torch.nn.utils.clip_grad_norm_([layer.weight], 1.0, error_if_nonfinite=True)
     scaler.step(optimizer)
@@ -115,11 +119,11 @@ def test_a_loss_scaler_skips_the_step_and_a_clipped_norm_says_it(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_said_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nonfinite_gradient_is_reported_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     layer = Linear(40, 16)
     with Monitor(layer, every=1) as monitor, caplog.at_level(logging.WARNING, "fp8serve.monitor"):
         for value in (1.0, torch.inf, torch.inf):
-            gradients(layer, KINDS[kind](), wrong(9, 16, value), torch.randn(9, 40))
+            gradients(layer, KINDS[kind](), gradient_with(9, 16, value), torch.randn(9, 40))
             monitor.step()
     assert [r.getMessage().partition(" of ")[0] for r in caplog.records if "non-finite" in r.message] == ["grad_output"]
     if "delayed" in kind:
@@ -127,8 +131,8 @@ def test_it_is_said_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         assert (state.nonfinite.item(), state.steps.item()) == (2, 1)
 
 
-def test_an_infinite_activation_is_cut_off_and_counted() -> None:
-    """The forward pass computes the saturated function, and its gradients are those of that function."""
+def test_an_infinite_activation_saturates_and_is_counted() -> None:
+    """Forward and backward pass use the saturated value, so that all gradients are finite."""
     layer, x = Linear(40, 16), torch.randn(9, 40)
     x[4, 4] = torch.inf
     found = gradients(layer, KINDS["delayed"](), torch.ones(9, 16), x)

@@ -1,4 +1,4 @@
-"""Layers whose weight or bias torch computes anew at every read: a call reads each once."""
+"""A call of a layer evaluates the parametrizations of its weight and bias once."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ RECIPES: list[Recipe] = [SHORT, IN_HIGH_PRECISION, Float8CurrentScaling(), Float
 
 
 class DropConnect(nn.Module):
-    """Half of the elements become zero, others at every evaluation."""
+    """Sets a random half of the elements to zero, another half at every evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class DropConnect(nn.Module):
 
 
 def layer(bias: bool = True) -> tuple[Linear, list[Tensor], list[Tensor]]:
-    """A layer with DropConnect on its weight and bias, and the masks that were drawn of each."""
+    """Returns a layer with DropConnect on its weight and bias, and the lists of the masks drawn for each."""
     torch.manual_seed(0)
     linear = convert(nn.Linear(32, 16, bias=bias))
     assert isinstance(linear, Linear)
@@ -71,25 +71,25 @@ def normed(linear: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("call", [plainly, recomputed, normed])
 @pytest.mark.parametrize("recipe", [None, *RECIPES], ids=repr)
 def test_forward_and_gradient_use_one_draw(recipe: Recipe | None, call: Callable[..., Tensor]) -> None:
-    """A weight that was zero in the forward pass has no gradient, and every other has one."""
+    """Exactly the weights that the forward pass has set to zero have a zero gradient."""
     linear, masks, bias_masks = layer()
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = call(linear, torch.randn(8, 32).requires_grad_())
-    drawn, drawn_of_bias = masks[0], bias_masks[0]
+    mask, bias_mask = masks[0], bias_masks[0]
     y.square().sum().backward()
-    evaluations = 2 if call is recomputed else 1  # torch repeats the region with the random numbers of the first run
+    evaluations = 2 if call is recomputed else 1  # torch recomputes with the same random numbers
     assert len(masks) == len(bias_masks) == evaluations
-    assert torch.equal(masks[-1], drawn)
-    gradient, of_bias = original(linear).grad, original(linear, "bias").grad
+    assert torch.equal(masks[-1], mask)
+    gradient, bias_gradient = original(linear).grad, original(linear, "bias").grad
     assert gradient is not None
-    assert of_bias is not None
-    assert not gradient[drawn == 0].any()
-    assert (gradient[drawn == 1] != 0).float().mean() > 0.98  # a few products are exactly zero
-    assert torch.equal(of_bias != 0, drawn_of_bias == 1)
+    assert bias_gradient is not None
+    assert not gradient[mask == 0].any()
+    assert (gradient[mask == 1] != 0).float().mean() > 0.98  # a few products are exactly zero
+    assert torch.equal(bias_gradient != 0, bias_mask == 1)
 
 
-def test_the_first_step_the_second_and_a_move_evaluate_it_once() -> None:
-    """States are created, and moved, where the parameters are, without an evaluation."""
+def test_each_step_evaluates_a_parametrization_once_and_a_move_does_not() -> None:
+    """States are created and moved without evaluating the parametrization."""
     linear, masks, _ = layer()
     for step in (1, 2):
         with autocast(recipe=SHORT):
@@ -100,15 +100,17 @@ def test_the_first_step_the_second_and_a_move_evaluate_it_once() -> None:
 
 
 def test_spectral_norm_iterates_once_a_step() -> None:
-    """As with nn.Linear: the vectors of its power iteration are the same after the same number of steps."""
-    own, torchs = (parametrizations.spectral_norm(m) for m in (convert(nn.Linear(32, 16)), nn.Linear(32, 16)))
-    torchs.load_state_dict(own.state_dict())
+    """The vectors of its power iteration are those of nn.Linear after the same number of steps."""
+    converted, original_linear = (
+        parametrizations.spectral_norm(m) for m in (convert(nn.Linear(32, 16)), nn.Linear(32, 16))
+    )
+    original_linear.load_state_dict(converted.state_dict())
     for step in range(3):
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
         with autocast(recipe=SHORT):
-            own(x)
-        torchs(x)
-    vectors, expected = (dict(m.named_buffers()) for m in (own, torchs))
+            converted(x)
+        original_linear(x)
+    vectors, expected = (dict(m.named_buffers()) for m in (converted, original_linear))
     assert vectors.keys() == expected.keys() != set()
     assert all(torch.equal(value, expected[name]) for name, value in vectors.items())
 
@@ -123,7 +125,7 @@ def test_experts_are_called_one_by_one_and_evaluated_once() -> None:
     assert [len(drop.masks) for drop in drops] == [1, 1]
 
 
-def test_an_announced_microbatch_does_not_reuse_another_draw() -> None:
+def test_a_microbatch_does_not_reuse_the_weight_of_another_draw() -> None:
     """The weight of the second microbatch is another tensor, so it is quantized again."""
     linear, masks, _ = layer(bias=False)
     x = torch.eye(32)
@@ -142,8 +144,8 @@ def test_an_adapter_reads_its_matrices_once(dora: bool) -> None:
     assert len(drop.masks) == 1
 
 
-def test_a_copy_has_states_of_its_own() -> None:
-    """An EMA copy that runs does not move the scales of its original, and its own follow what it sees."""
+def test_a_copy_has_its_own_states() -> None:
+    """An EMA copy that runs updates its own scales, and not those of its original."""
     linear, _, _ = layer()
     with autocast(recipe=SHORT):
         linear(torch.randn(4, 32)).sum().backward()
@@ -156,14 +158,14 @@ def test_a_copy_has_states_of_its_own() -> None:
 
 
 class Masked(nn.Module):
-    """DropConnect that a graph can hold."""
+    """DropConnect without recorded masks, which torch.compile can trace."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (torch.rand_like(weight) < 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_layer_evaluates_it_once() -> None:
+def test_a_compiled_layer_evaluates_a_parametrization_once() -> None:
     """Compiled and eager draw the same random numbers, so their gradients agree."""
     torch.manual_seed(0)
     linear = convert(nn.Linear(32, 16))

@@ -1,4 +1,4 @@
-"""Models with peft's adapters: `convert` turns the base's layers, and an adapter's file holds the adapter alone."""
+"""Models with adapters of peft: `convert` converts the base's layers, and an adapter's file has only the adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ IDS = torch.arange(3, 19)[None]
 @pytest.fixture
 def base(tmp_path: Path) -> Any:
     write_tiny_model(tmp_path / "base")
-    return loaded(tmp_path)
+    return load_base(tmp_path)
 
 
-def loaded(folder: Path) -> Any:
+def load_base(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
 
 
@@ -51,27 +51,27 @@ def saved(model: Any, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["gate_proj"]}])
 def test_a_saved_adapter_holds_no_scaling_states(base: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     plain = saved(with_adapter(base, **options), tmp_path / "plain")
-    model = convert(with_adapter(loaded(tmp_path), **options))
+    model = convert(with_adapter(load_base(tmp_path), **options))
     step(model)
     assert scaling_state(model.get_submodule("base_model.model.model.layers.0.mlp.up_proj"))["input"].steps == 1
     assert set(saved(model, tmp_path / "converted")) == set(plain)
 
 
 def test_the_order_of_convert_and_peft_does_not_change_the_bits(base: Any, tmp_path: Path) -> None:
-    first, last = convert(with_adapter(base)), with_adapter(convert(loaded(tmp_path)))
+    first, last = convert(with_adapter(base)), with_adapter(convert(load_base(tmp_path)))
     assert [step(first) for _ in range(3)] == [step(last) for _ in range(3)]
     gradients = ({n: p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (first, last))
     assert all(torch.equal(a, b) for a, b in zip(*(g.values() for g in gradients), strict=True))
 
 
-def test_an_adapter_that_is_named_itself_is_converted(base: Any) -> None:
+def test_an_adapter_passed_to_convert_is_converted(base: Any) -> None:
     layer = with_adapter(base).get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     convert(layer.lora_A)
     assert isinstance(layer.lora_A["default"], Linear)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # by peft
-def test_skip_names_layers_as_the_base_does(base: Any) -> None:
+def test_skip_uses_the_names_of_the_base_model(base: Any) -> None:
     model = convert(with_adapter(base, modules_to_save=["lm_head"]), skip=("lm_head", "q_proj", "model.layers.0.*"))
     converted = {name for name, child in model.named_modules() if isinstance(child, Linear)}
     prefix = "base_model.model.model.layers.1"

@@ -1,4 +1,4 @@
-"""Recipes: names, JSON, and one clear sentence for every parameter out of range."""
+"""Recipes: names, JSON, and a message for every parameter out of range."""
 
 import dataclasses
 from typing import get_args
@@ -9,7 +9,7 @@ from fp8serve import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, F
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.recipe import Recipe, RecipeName, from_json, from_name, name_of, to_json
 
-EVERYTHING = [
+RECIPES = [
     DelayedScaling(margin=2, interval=3, fp8_format=Format.E4M3, amax_history_len=16, amax_compute_algo="most_recent"),
     DelayedScaling(override_linear_precision=(False, True, True), reduce_amax=False, fp8_dpa=True, fp8_mha=True),
     DelayedScaling(power_2_scale=True, weight_granularity="row"),
@@ -26,13 +26,13 @@ def test_name_round_trip(name: str) -> None:
     assert name_of(from_name(name)) == name
 
 
-@pytest.mark.parametrize("recipe", [*EVERYTHING, None])
+@pytest.mark.parametrize("recipe", [*RECIPES, None])
 def test_json_round_trip(recipe: Recipe | None) -> None:
     assert from_json(to_json(recipe)) == recipe
 
 
-def test_what_came_later_is_written_only_where_it_is_used() -> None:
-    """Files of earlier recipes do not change, and older versions can still read them."""
+def test_later_parameters_are_written_only_if_they_are_not_the_default() -> None:
+    """So that files of earlier recipes do not change, and older versions can read them."""
     assert to_json(DelayedScaling()) == (
         '{"recipe": "DelayedScaling", "margin": 0, "interval": 1, "fp8_format": "HYBRID", "amax_history_len": 1024,'
         ' "amax_compute_algo": "max", "scaling_factor_compute_algo": null,'
@@ -42,7 +42,7 @@ def test_what_came_later_is_written_only_where_it_is_used() -> None:
     assert '"power_2_scale": false' in to_json(Float8CurrentScaling())
 
 
-def test_nothing_trains_with_weights_only() -> None:
+def test_the_weight_only_recipe_is_refused_for_training() -> None:
     with pytest.raises(RecipeError, match="Float8WeightOnly is a recipe for serving; train with another"):
         autocast(recipe=Float8WeightOnly())
 
@@ -63,7 +63,7 @@ def test_recipes_are_frozen() -> None:
         DelayedScaling().margin = 1  # type: ignore[misc]
 
 
-def test_formats_of_the_two_passes() -> None:
+def test_formats_of_the_forward_and_the_backward_pass() -> None:
     assert (Format.HYBRID.forward, Format.HYBRID.backward) == ("e4m3", "e5m2")
     assert (Format.E4M3.forward, Format.E4M3.backward) == ("e4m3", "e4m3")
     assert (Format.E5M2.forward, Format.E5M2.backward) == ("e5m2", "e5m2")

@@ -1,4 +1,4 @@
-"""Activation recomputation: the bits of the run without it, in every recipe, order and nesting."""
+"""Activation recomputation does not change a bit, with every recipe, order and nesting."""
 
 import copy
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def nested(module: nn.Module, x: Tensor) -> Tensor:
-    """A region around the block, and in it one around each of its halves."""
+    """Recomputes the whole block in a region, with a nested region around each of its linear layers."""
     assert isinstance(module, nn.Sequential)
 
     def outer(x: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def nested(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def island(module: nn.Module, x: Tensor, repeat: bool = True) -> Tensor:
-    """A region that changes precision inside."""
+def mixed_precision(module: nn.Module, x: Tensor, repeat: bool = True) -> Tensor:
+    """Recomputes a region that changes the precision inside."""
     assert isinstance(module, nn.Sequential)
 
     def mixed(x: Tensor) -> Tensor:
@@ -92,21 +92,21 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @pytest.mark.parametrize("wrap", [checkpointed, nested])
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
 def test_recomputation_changes_no_bit(recipe: Recipe, wrap: Wrap, accumulate: int) -> None:
-    """Gradients, scales, histories and counters; the scales have moved between the two runs."""
+    """Compares gradients, scales, histories and counters. The scales are updated between the two runs of a region."""
     blocks = model()
     twin = copy.deepcopy(blocks)
     assert same(train(blocks, plain, recipe, accumulate), train(twin, wrap, recipe, accumulate))
 
 
-def test_an_island_inside_a_region_is_repeated_as_it_was() -> None:
+def test_changes_of_precision_inside_a_region_are_recomputed() -> None:
     blocks = model()
     twin = copy.deepcopy(blocks)
-    assert same(train(blocks, partial(island, repeat=False), SHORT), train(twin, island, SHORT))
+    assert same(train(blocks, partial(mixed_precision, repeat=False), SHORT), train(twin, mixed_precision, SHORT))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_their_backwards_in_any_order(order: tuple[int, int]) -> None:
-    """Each region is repeated with the scales of its own first run."""
+    """Each region is recomputed with the scales of its own first run."""
     results = []
     for wrap in (plain, checkpointed):
         blocks = model()
@@ -117,7 +117,7 @@ def test_two_forwards_before_their_backwards_in_any_order(order: tuple[int, int]
     assert same(*results)
 
 
-def test_backward_inside_the_context() -> None:
+def test_a_backward_pass_inside_the_context_gives_the_same_states() -> None:
     results = []
     for wrap in (plain, checkpointed):
         blocks = model()
@@ -128,14 +128,14 @@ def test_backward_inside_the_context() -> None:
     assert same(*results)
 
 
-def test_the_second_run_stages_nothing() -> None:
+def test_the_second_run_stages_no_amax() -> None:
     blocks = model()
     loss_of(blocks, checkpointed, SHORT, 0).backward()
-    for name, staged in blocks.state_dict().items():
-        assert not name.endswith("amax_history") or staged[0] == 0.0
+    for name, history in blocks.state_dict().items():
+        assert not name.endswith("amax_history") or history[0] == 0.0  # row 0 is the staged amax
 
 
-def test_high_precision_regions_are_left_alone() -> None:
+def test_regions_in_high_precision_are_recomputed_as_by_torch() -> None:
     blocks = model()
     x = batch(0).requires_grad_()
     checkpointed(blocks[0], x).sum().backward()
@@ -148,25 +148,25 @@ def test_high_precision_regions_are_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
-def test_the_reentrant_variant_is_refused_rather_than_wrong() -> None:
+def test_the_reentrant_variant_is_refused_under_an_fp8_recipe() -> None:
     blocks = model()
     reentrant = partial(checkpoint, use_reentrant=True)
     loss = loss_of(blocks, reentrant, SHORT, 0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="with use_reentrant=False"):
         loss.backward()
-    x = batch(0).requires_grad_()  # in high precision there is nothing to refuse
+    x = batch(0).requires_grad_()  # in high precision it is accepted
     reentrant(blocks[1], x).sum().backward()
     assert x.grad is not None
 
 
-def test_a_region_that_is_not_repeatable_is_refused() -> None:
+def test_a_region_that_runs_other_layers_the_second_time_is_refused() -> None:
     blocks = model()
     turn = iter((0, 1))
 
-    def fickle(x: Tensor) -> Tensor:
+    def choose_another_block(x: Tensor) -> Tensor:
         return plain(blocks[next(turn)], x)
 
     with autocast(recipe=SHORT):
-        y = checkpoint(fickle, batch(0).requires_grad_(), use_reentrant=False)
+        y = checkpoint(choose_another_block, batch(0).requires_grad_(), use_reentrant=False)
     with pytest.raises(RuntimeError, match="ran its layers in another order the second time"):
         y.sum().backward()

@@ -1,4 +1,4 @@
-"""Delayed scaling, bit for bit against a model written from the sentences of docs/numerics.md; its rows D."""
+"""Delayed scaling has the bits of a Python model of docs/numerics.md; rows D of that page."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Model:
-    """One tensor's state as docs/numerics.md words it, in Python numbers rounded to FP32 where it says FP32."""
+    """The state of one tensor by the rules of docs/numerics.md, in Python numbers, rounded to FP32 where required."""
 
     length: int
     fp8_max: float
@@ -36,13 +36,13 @@ class Model:
         self.history = [0.0] * self.length
 
     def step(self, amaxes: list[float]) -> None:
-        """One step in which the tensor was quantized once per entry of `amaxes` (none: the module did not run)."""
+        """Runs a step in which the tensor is quantized once for each amax; with no amax, its module does not run."""
         for amax in amaxes:
             self.history[0] = max(self.history[0], float(np.float32(amax)))
         staged = self.history[0]
         if np.isinf(staged):  # rule 6
             self.history[0], self.nonfinite = 0.0, self.nonfinite + 1
-        elif staged > 0:  # else rule 5
+        elif staged > 0:  # if it is 0, rule 5: nothing changes
             if self.recorded % self.interval == 0:
                 self.rescale(staged if self.most_recent else max(self.history))
             self.recorded += 1
@@ -76,7 +76,7 @@ def state_of(length: int) -> ScalingState:
 
 
 def run(state: ScalingState, recipe: DelayedScaling, *steps: float, fp8_max: float = 448.0) -> list[float]:
-    """One update per amax; the scale after each."""
+    """Runs an update for each amax; returns the scale after each."""
     scales = []
     for amax in steps:
         state.stage(torch.tensor(amax))
@@ -103,7 +103,7 @@ steps = st.lists(st.lists(amaxes, min_size=3, max_size=3), max_size=30)
 def test_random_runs_match_the_model(
     steps: list[list[list[float]]], length: int, margin: int, interval: int, most_recent: bool
 ) -> None:
-    """Rules 1 to 6 over spikes, silences and infinities, three states with different formats in one update."""
+    """Rules 1 to 6 with spikes, zeros, steps without an amax and infinities; one update of three states and formats."""
     maxes = [448.0, 57344.0, 448.0]
     models = [Model(length, fp8_max, margin, interval, most_recent) for fp8_max in maxes]
     states = [state_of(length) for _ in maxes]
@@ -128,7 +128,7 @@ def test_the_op_equals_its_reference(case: Case) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-def test_silent_tensor_keeps_everything() -> None:
+def test_a_tensor_without_an_amax_keeps_its_state() -> None:
     """Row D1."""
     state = state_of(4)
     run(state, DelayedScaling(), 2.0)
@@ -152,7 +152,7 @@ def test_overflowing_quotient_is_the_largest_finite_number() -> None:
     assert run(state_of(2), DelayedScaling(), 1e-38) == [FLT_MAX]
 
 
-def test_staging_oldest_and_newest_slots_all_count() -> None:
+def test_staged_oldest_and_newest_slots_all_count() -> None:
     """Row D4: the oldest row counts once more before it is rotated out."""
     recipe = DelayedScaling(amax_history_len=3)
     assert run(state_of(3), recipe, 4.0, 2.0, 1.0, 1.0) == [112.0, 112.0, 112.0, 224.0]
@@ -178,7 +178,7 @@ def test_changing_the_length_keeps_the_newest(length: int, expected: list[float]
 
 
 def test_interval_counts_recorded_steps() -> None:
-    """Row D9: the first recorded step sets the scale, then every third; what lies between is not lost."""
+    """Row D9: the first and then every third recorded step sets the scale, from the amaxes of all steps between."""
     recipe = DelayedScaling(interval=3, amax_history_len=8)
     scales = run(state_of(8), recipe, 1.0, 2.0, 0.0, 4.0, 1.0, 8.0)
     assert scales == [448.0, 448.0, 448.0, 448.0, 112.0, 112.0]
@@ -213,20 +213,20 @@ def test_callable_scale_gets_amax_old_scale_limit_and_recipe() -> None:
 
 
 @pytest.mark.parametrize("answer", [0.0, -1.0, float("inf"), float("nan")])
-def test_useless_answer_of_a_callable_keeps_the_scale(answer: float) -> None:
+def test_an_invalid_scale_of_a_callable_is_ignored(answer: float) -> None:
     """Row D10."""
     recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, old, fp8_max, recipe: answer)
     assert run(state_of(4), recipe, 2.0) == [1.0]
 
 
-def test_callables_obey_interval_silence_and_nonfinite() -> None:
+def test_callables_follow_the_rules_for_intervals_zeros_and_infinities() -> None:
     recipe = DelayedScaling(interval=2, scaling_factor_compute_algo=lambda amax, old, fp8_max, recipe: fp8_max / amax)
     plain = DelayedScaling(interval=2)
     amaxes = (1.0, 2.0, 0.0, float("inf"), 4.0, 8.0)
     assert run(state_of(4), recipe, *amaxes) == run(state_of(4), plain, *amaxes)
 
 
-def test_one_update_moves_all_states_of_any_length() -> None:
+def test_one_update_sets_the_scales_of_states_of_different_lengths() -> None:
     states = [state_of(length) for length in (2, 3, 2, 5)]
     for amax, state in enumerate(states):
         state.stage(torch.tensor(float(amax)))

@@ -1,4 +1,5 @@
-"""The self-check of kernels, on the CPU: kernels broken in every way, the stored verdict, and what takes over."""
+"""The self-check of kernels, on the CPU: kernels broken in every way, stored verdicts, and the kernels that replace
+broken ones."""
 
 import json
 import logging
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(BEST is None, reason="the CPU library was not bu
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Verdicts are kept in a directory of the test; kernels that it switched off are on again afterwards."""
+    """Stores verdicts in a directory of the test; switches all kernels on again afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(selfcheck, "_prepared", set())
     yield tmp_path / "cache"
@@ -38,7 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def warnings_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "fp8serve.kernels")
     return caplog
 
@@ -47,38 +48,38 @@ def machine(**other: str) -> Machine:
     return Machine(**{"kind": "cuda", "name": "Test 1", "driver": "1.2", "library": "ab", "torch": "2.13", **other})
 
 
-def of(kernels: dict[str, KernelResult], **other: str) -> Verdict:
+def verdict_of(kernels: dict[str, KernelResult], **other: str) -> Verdict:
     return Verdict(machine(**other), "2026-11-25T01:02:03+00:00", kernels)
 
 
-def with_child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def set_child(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(check_runner, "CHILD_COMMAND", (sys.executable, *arguments))
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
-    """The verdict of a check whose child has such a kernel. One that hangs is given up soon after it has begun."""
-    with_child(monkeypatch, "-m", "tests.fp8.broken_kernel", how, where)
-    patience, started = check_runner.MAX_KERNEL_SECONDS, check_runner._start_child
+def check_broken(monkeypatch: pytest.MonkeyPatch, how: str, where: str) -> Verdict:
+    """Returns the verdict of a check whose child has a broken kernel. A hanging kernel gets one second only."""
+    set_child(monkeypatch, "-m", "tests.fp8.broken_kernel", how, where)
+    patience, start_child = check_runner.MAX_KERNEL_SECONDS, check_runner._start_child
 
     def start(errors: IO[str]) -> subprocess.Popen[str]:
         monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", patience)
-        return started(errors)
+        return start_child(errors)
 
     def progress(name: str) -> None:
-        hung = how == "hangs" and name.startswith(f"{OP}.")
-        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 1.0 if hung else patience)
+        hangs = how == "hangs" and name.startswith(f"{OP}.")
+        monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 1.0 if hangs else patience)
 
     monkeypatch.setattr(check_runner, "_start_child", start)
     monkeypatch.chdir(Path(__file__).parents[2])
     return check_runner.check(CPU, machine(kind="cpu"), progress)
 
 
-def wrong_variant() -> str:
+def best_variant() -> str:
     torch.ops.fp8serve.cpu_isa("best")
     return ops.cpu_kernels()[OP]["variant"]
 
 
-def steps(variants: set[str]) -> set[str]:
+def step_names(variants: set[str]) -> set[str]:
     return {f"{OP}.{variant}" for variant in variants}
 
 
@@ -91,7 +92,7 @@ def all_variants() -> set[str]:
     return found
 
 
-# --- what a check finds ---------------------------------------------------------------------------------------------
+# --- the check -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
     assert found.unfinished == ""
     assert found.bad == {}
     assert {name.partition(".")[0] for name in found.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
-    assert steps(all_variants()) <= set(found.kernels)
+    assert step_names(all_variants()) <= set(found.kernels)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,12 @@ def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
         ("crashes", "its process was ended by signal 9"),
     ],
 )
-def test_a_broken_kernel_is_found_and_the_others_are_tried_all_the_same(
+def test_a_broken_kernel_is_found_and_the_others_are_checked(
     monkeypatch: pytest.MonkeyPatch, how: str, why: str
 ) -> None:
-    found = broken(monkeypatch, how, "everywhere")
+    found = check_broken(monkeypatch, how, "everywhere")
     assert found.unfinished == ""
-    assert set(found.bad) == steps(all_variants())
+    assert set(found.bad) == step_names(all_variants())
     assert {finding.state for finding in found.bad.values()} == {how}
     assert all(why in finding.why for finding in found.bad.values()), found.bad
     assert {name.partition(".")[0] for name in found.kernels} == {OP, *OTHERS}
@@ -131,41 +132,41 @@ def test_a_broken_kernel_is_found_and_the_others_are_tried_all_the_same(
         (("-c", "print('hello'); print('[1]'); print('{}')"), "its process ended with status 0"),
     ],
 )
-def test_a_child_that_tries_nothing_says_nothing_about_kernels(
+def test_a_child_that_checks_no_kernel_leaves_the_check_unfinished(
     monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], reason: str
 ) -> None:
-    with_child(monkeypatch, *child)
+    set_child(monkeypatch, *child)
     found = check_runner.check(CPU, machine())
     assert found.kernels == {}
     assert found.unfinished == reason
 
 
-def test_where_there_can_be_no_child_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_runner, "CHILD_COMMAND", ("/nonexistent/python",))
     assert check_runner.check(CPU, machine()).unfinished == "its process cannot be started (No such file or directory)"
 
 
-def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_child(monkeypatch, "-c", "import time; time.sleep(3600)")
+def test_a_silent_child_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_child(monkeypatch, "-c", "import time; time.sleep(3600)")
     monkeypatch.setattr(check_runner, "MAX_KERNEL_SECONDS", 0.5)
     assert check_runner.check(CPU, machine()).unfinished == "its process was silent for too long"
 
 
-def test_a_check_as_a_whole_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "while True:\n for what in ('trying', 'name'): print('{\"%s\": \"k\"}' % what, flush=True)"
-    with_child(monkeypatch, "-c", endless)
+    set_child(monkeypatch, "-c", endless)
     monkeypatch.setattr(check_runner, "MAX_CHECK_SECONDS", 1.0)
     assert check_runner.check(CPU, machine()).unfinished == "it took longer than 1 s"
 
 
-def test_comparisons_find_what_is_wrong_and_allow_roundings() -> None:
+def test_comparisons_find_wrong_values_and_allow_roundings() -> None:
     x = torch.tensor([[1.0, 2.0, torch.nan, torch.inf]])
     assert describe_difference("rms_norm", (), [x], [x.clone()]) is None
     assert describe_difference("rms_norm", (), [x + 1e-6], [x]) is None
     assert describe_difference("rms_norm", (), [x + 0.01], [x]) == "2 of 4 values, the first at [0, 0]: 1.01 for 1"
     assert describe_difference("rms_norm", (), [x.nan_to_num(0.0)], [x]) is not None
     assert describe_difference("rms_norm", (), [x.bfloat16()], [x]) == "results of another type or shape"
-    assert describe_difference("rotary", (), [x + 1e-6], [x]) is not None, "an op whose bits are promised"
+    assert describe_difference("rotary", (), [x + 1e-6], [x]) is not None, "this op must have the bits of the reference"
     q = torch.full((200,), 8.0).to(torch.float8_e4m3fn)
     near, far = (
         torch.cat([torch.full((n,), v), torch.full((200 - n,), 8.0)]).to(q.dtype) for n, v in ((3, 9), (1, 16))
@@ -175,76 +176,76 @@ def test_comparisons_find_what_is_wrong_and_allow_roundings() -> None:
     assert describe_difference("quantize", (), [near], [q]) is not None
 
 
-def test_a_product_is_judged_by_the_size_of_its_sums() -> None:
+def test_the_tolerance_of_a_product_depends_on_the_size_of_its_sums() -> None:
     case = ops.cases("scaled_mm")[12]
-    right = reference.scaled_mm(*case.make())
-    off = right.clone()
-    off[0, 0] += (
+    expected = reference.scaled_mm(*case.make())
+    changed = expected.clone()
+    changed[0, 0] += (
         1e-2 * reference.scaled_mm(*(a.abs() if i in (2, 3) else a for i, a in enumerate(case.make()))).abs().max()
     )
-    assert describe_difference("scaled_mm", case.make(), [right], [right]) is None
-    assert describe_difference("scaled_mm", case.make(), [off], [right]) is not None
+    assert describe_difference("scaled_mm", case.make(), [expected], [expected]) is None
+    assert describe_difference("scaled_mm", case.make(), [changed], [expected]) is not None
 
 
-def test_at_most_thirty_cases_from_all_over() -> None:
+def test_at_most_thirty_cases_are_sampled_over_the_whole_list() -> None:
     every = ops.cases("quantize")
     assert 20 <= len(sample_cases(every)) <= 30
     assert sample_cases(every)[0] is every[0]
     assert all(len(candidate.cases) <= 30 for candidate in candidates("cpu"))
 
 
-# --- who takes over -------------------------------------------------------------------------------------------------
+# --- replacements of broken kernels ----------------------------------------------------------------------------------
 
 
-def right_now() -> bool:
+def is_correct() -> bool:
     gate, up = torch.randn(5, 70), torch.randn(5, 70)
     allowed = {"rtol": 1e-5, "atol": 1e-5}
     return torch.allclose(getattr(torch.ops.fp8serve, OP)(gate, up), reference.silu_mul(gate, up), **allowed)
 
 
-def test_a_variant_that_is_wrong_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_variant_is_replaced_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BEST is not None
     if len(all_variants()) == 1:
         pytest.skip("this processor has one variant")
-    found = broken(monkeypatch, "disagrees", BEST)
-    assert set(found.bad) == {f"{OP}.{wrong_variant()}"}
-    held = broken_kernel.register("disagrees", BEST)
-    assert not right_now()
+    found = check_broken(monkeypatch, "disagrees", BEST)
+    assert set(found.bad) == {f"{OP}.{best_variant()}"}
+    override = broken_kernel.register("disagrees", BEST)
+    assert not is_correct()
     switch_off(CPU, found.bad)
     assert ops.cpu_kernels()[OP]["variant"] not in found.bad
     assert ops.cpu_isa() != BEST
-    assert right_now()
-    assert ops.backends()["quantize"].startswith("cpu kernel"), "with fewer features, but our kernel"
-    held._destroy()
+    assert is_correct()
+    assert ops.backends()["quantize"].startswith("cpu kernel"), "another variant of our kernel runs"
+    override._destroy()
 
 
-def test_an_op_that_is_wrong_in_every_variant_goes_to_the_reference() -> None:
-    held = broken_kernel.register("disagrees", "everywhere")
-    assert not right_now()
-    switch_off(CPU, steps(all_variants()))
-    assert right_now()
+def test_an_op_whose_variants_are_all_broken_runs_the_reference() -> None:
+    override = broken_kernel.register("disagrees", "everywhere")
+    assert not is_correct()
+    switch_off(CPU, step_names(all_variants()))
+    assert is_correct()
     assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
-    assert ops.cpu_isa() == BEST, "the others keep their features"
+    assert ops.cpu_isa() == BEST, "the other ops keep their variants"
     registry.restore_library_kernels("cpu")
     assert ops.backends()[OP].startswith("cpu kernel (")
-    held._destroy()
+    override._destroy()
 
 
-def test_names_of_another_library_change_nothing() -> None:
+def test_switching_off_unknown_kernels_changes_nothing() -> None:
     before = ops.backends()
     switch_off(CPU, ["no_such_op.avx2", "quantize.sse9", "scaled_mm"])
     assert ops.backends() == before
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
+# --- stored verdicts -------------------------------------------------------------------------------------------------
 
 
-def test_a_verdict_is_kept_for_its_machine_alone() -> None:
-    kept = of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
-    assert verdict.load(kept.machine) is None
-    path = verdict.save(kept)
-    assert verdict.load(kept.machine) == kept
-    assert list(kept.bad) == ["scaled_mm.mma"]
+def test_a_verdict_is_stored_for_its_machine_only() -> None:
+    stored = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
+    assert verdict.load(stored.machine) is None
+    path = verdict.save(stored)
+    assert verdict.load(stored.machine) == stored
+    assert list(stored.bad) == ["scaled_mm.mma"]
     for other in ({"name": "Test 2"}, {"driver": "1.3"}, {"library": "cd"}, {"torch": "2.14"}, {"kind": "cpu"}):
         assert verdict.load(machine(**other)) is None
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no temporary file is left"
@@ -263,18 +264,18 @@ def test_a_verdict_is_kept_for_its_machine_alone() -> None:
         lambda text: text.replace('"kernels"', '"others"'),
     ],
 )
-def test_a_file_that_is_no_verdict_is_announced_and_not_used(change: Any, said: pytest.LogCaptureFixture) -> None:
-    kept = of({"quantize": KernelResult("hangs", "no answer")})
-    path = verdict.save(kept)
+def test_a_file_that_is_no_verdict_is_reported_and_ignored(change: Any, warnings_log: pytest.LogCaptureFixture) -> None:
+    stored = verdict_of({"quantize": KernelResult("hangs", "no answer")})
+    path = verdict.save(stored)
     path.write_text(change(path.read_text()))
     with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
-        verdict.load(kept.machine)
-    assert selfcheck.stored_verdict(kept.machine) is None
-    assert said.records[0].message.startswith(f"{path} does not hold")
+        verdict.load(stored.machine)
+    assert selfcheck.stored_verdict(stored.machine) is None
+    assert warnings_log.records[0].message.startswith(f"{path} does not hold")
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
-    """A machine with a GPU whose check finds this; the list grows with every check, and with what is switched off."""
+    """Fakes a GPU whose check returns this verdict; returns a list that gets every check and switched-off kernel."""
     seen: list[str] = []
 
     def check(device: torch.device, machine: Machine, progress: check_runner.KernelCallback) -> Verdict:
@@ -288,24 +289,24 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
 
 
 def test_a_gpu_is_checked_at_its_first_use_and_never_again(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
+    found = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "scaled_mm.large"]
-    assert [record.message for record in said.records] == [
+    assert [record.message for record in warnings_log.records] == [
         "1 kernel is switched off, because the check of 2026-11-25 on Test 1 found it wrong, and others take over:"
         " scaled_mm.large (throws); see `fp8serve doctor`."
     ]
-    monkeypatch.setattr(selfcheck, "_prepared", set())  # as another process
+    monkeypatch.setattr(selfcheck, "_prepared", set())  # as in another process
     selfcheck.prepare_device(GPU)
     assert seen[2:] == ["scaled_mm.large"]
 
 
 def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an engine or a trainer, which check it themselves."""
+    """Engines and trainers check the GPU themselves; this is for users of plain modules."""
     prepared: list[torch.device] = []
     monkeypatch.setattr(stateful, "prepare_device", prepared.append)
     module = convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
@@ -316,70 +317,70 @@ def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytes
     assert prepared == [GPU]
 
 
-def test_a_cpu_is_not_checked_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = fake_gpu(monkeypatch, of({OP: KernelResult("agrees")}, kind="cpu"))
+def test_a_cpu_is_not_checked_automatically(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = fake_gpu(monkeypatch, verdict_of({OP: KernelResult("agrees")}, kind="cpu"))
     selfcheck.prepare_device(CPU)
     assert seen == []
 
 
-def test_what_somebody_found_on_this_cpu_holds_for_later_processes(said: pytest.LogCaptureFixture) -> None:
+def test_a_stored_verdict_of_this_cpu_is_used_by_later_processes(warnings_log: pytest.LogCaptureFixture) -> None:
     here = selfcheck.machine_of(CPU)
     assert here is not None
-    bad = dict.fromkeys(steps(all_variants()), KernelResult("disagrees", "3 of 4 values"))
+    bad = dict.fromkeys(step_names(all_variants()), KernelResult("disagrees", "3 of 4 values"))
     verdict.save(Verdict(here, "2026-11-25T01:02:03+00:00", bad))
     selfcheck.prepare_device(CPU)
     assert ops.backends()[OP] == "reference; its cpu kernel is switched off"
-    assert len(said.records) == 1
+    assert len(warnings_log.records) == 1
 
 
-def test_a_verdict_that_cannot_be_kept_still_holds(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_a_verdict_that_cannot_be_stored_is_still_used(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
     own_cache.write_text("a file where the directory should be")
-    seen = fake_gpu(monkeypatch, of({"quantize": KernelResult("crashes", "signal 9")}))
+    seen = fake_gpu(monkeypatch, verdict_of({"quantize": KernelResult("crashes", "signal 9")}))
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
-    messages = [record.message for record in said.records]
+    messages = [record.message for record in warnings_log.records]
     assert any("cannot be stored" in message for message in messages)
     assert messages[-1].startswith("1 kernel is switched off")
 
 
-def test_an_unfinished_check_is_announced_used_and_not_kept(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_an_unfinished_check_is_reported_and_used_and_not_stored(
+    monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = of({"quantize": KernelResult("hangs", "no answer")})
+    found = verdict_of({"quantize": KernelResult("hangs", "no answer")})
     found = Verdict(found.machine, found.date, found.kernels, unfinished="it took longer than 900 s")
     seen = fake_gpu(monkeypatch, found)
     selfcheck.prepare_device(GPU)
     assert seen == ["checked cuda:0", "quantize"]
-    assert said.records[0].message == (
+    assert warnings_log.records[0].message == (
         "The check of the kernels on Test 1 did not finish: it took longer than 900 s; kernels that it has not"
         " tried are used."
     )
     assert verdict.load(found.machine) is None
 
 
-def test_a_gpu_on_which_no_check_can_run_is_used_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_a_gpu_is_used_even_if_its_check_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    """The real child, on a machine that has no GPU."""
+    """Starts the real child process, on a machine without a GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(selfcheck, "machine_of", lambda device: machine())
     selfcheck.prepare_device(GPU)
-    assert len(said.records) == 1
-    assert "did not finish: its process ended with status 1: " in said.records[0].message
+    assert len(warnings_log.records) == 1
+    assert "did not finish: its process ended with status 1: " in warnings_log.records[0].message
 
 
-def test_an_error_of_the_check_itself_keeps_nobody_from_computing(
-    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+def test_an_exception_in_the_check_is_logged_and_all_kernels_are_used(
+    monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
     def broken_driver(device: torch.device) -> Machine:
         raise RuntimeError("the driver does not say its name")
 
     monkeypatch.setattr(selfcheck, "machine_of", broken_driver)
     selfcheck.prepare_device(GPU)
-    assert [record.message for record in said.records] == [
+    assert [record.message for record in warnings_log.records] == [
         "The kernels on cuda:0 could not be checked (the driver does not say its name); all of them are used."
     ]
 
@@ -404,7 +405,7 @@ selfcheck.prepare_device(torch.device("cuda:0"))
 
 
 @pytest.mark.slow
-def test_processes_that_begin_together_check_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_check_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", FIRST_USE, str(log)]
     running = [subprocess.Popen(command, env={**os.environ}, cwd=Path(__file__).parents[2]) for _ in range(3)]

@@ -1,4 +1,5 @@
-"""Training's attention: the bits of a server's, at every instruction set, and the gradient of the plain one."""
+"""`served_attention`, for training, has the bits of a server's attention on every instruction set, and the gradient of
+plain attention."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ SCALES = {"bf16": None, "fp8": KvScale.of(torch.tensor(90.0), torch.tensor(70.0)
 
 
 @pytest.fixture(autouse=True)
-def any_cap() -> Iterator[None]:
+def restore_isa() -> Iterator[None]:
     yield
     torch.ops.fp8serve.cpu_isa("best")
 
@@ -36,8 +37,8 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 @torch.no_grad()
-def decoded(q: Tensor, k: Tensor, v: Tensor, scale: KvScale | None, options: dict[str, Any]) -> Tensor:
-    """Token by token, over a cache of blocks in falling order that every token is written to first."""
+def decode(q: Tensor, k: Tensor, v: Tensor, scale: KvScale | None, options: dict[str, Any]) -> Tensor:
+    """Computes attention token by token as a server does: each token is written to a paged cache before it is used."""
     out, start = [], 0
     for length in LENGTHS:
         blocks = -(-length // BLOCK)
@@ -61,12 +62,12 @@ def test_training_attends_as_decoding_does(level: str, cache: str, options: dict
     torch.ops.fp8serve.cpu_isa(level)
     q, k, v = inputs()
     found = served_attention(q, k, v, LENGTHS, 0.3, **options, scale=SCALES[cache])
-    assert torch.equal(found, decoded(q, k, v, SCALES[cache], options))
+    assert torch.equal(found, decode(q, k, v, SCALES[cache], options))
 
 
 @pytest.mark.parametrize("cache", SCALES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_its_gradient_is_that_of_plain_attention(cache: str, options: dict[str, Any]) -> None:
+def test_the_gradient_is_that_of_plain_attention(cache: str, options: dict[str, Any]) -> None:
     (q, k, v), scale, learned = inputs(), SCALES[cache], dict(options)
     upstream = torch.randn(sum(LENGTHS), 4, 40).bfloat16()
     more = [learned["sinks"].clone().requires_grad_()] if "sinks" in options else []
@@ -82,14 +83,14 @@ def test_its_gradient_is_that_of_plain_attention(cache: str, options: dict[str, 
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
-def test_what_no_server_computes_is_plain_attention() -> None:
+def test_fp32_inputs_which_no_server_has_take_plain_attention() -> None:
     q, k, v = inputs(torch.float32)
     assert torch.equal(served_attention(q, k, v, LENGTHS, 0.3), causal_attention(q, k, v, LENGTHS, 0.3))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_a_row_of_a_product_is_what_it_is_alone(level: str, out_dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_does_not_depend_on_the_batch(level: str, out_dtype: torch.dtype) -> None:
     torch.ops.fp8serve.cpu_isa(level)
     x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((37, 300), (50, 300), (50,)))
     alone = torch.cat([product(row[None], weight, bias, out_dtype) for row in x])
@@ -97,12 +98,12 @@ def test_a_row_of_a_product_is_what_it_is_alone(level: str, out_dtype: torch.dty
         assert torch.equal(product(x.requires_grad_(), weight, bias, out_dtype), alone)
 
 
-def test_the_gradient_of_a_batch_invariant_linear_is_torchs() -> None:
+def test_the_gradient_of_a_batch_invariant_linear_is_that_of_torch() -> None:
     plain = torch.nn.Linear(60, 30).bfloat16()
     x, upstream = torch.randn(2, 7, 60).bfloat16().requires_grad_(), torch.randn(2, 7, 30).bfloat16()
     expected = torch.autograd.grad(plain(x), [x, plain.weight, plain.bias], upstream)
-    own = BatchInvariantLinear.convert(plain)
-    assert own is plain
-    found = torch.autograd.grad(own(x), [x, own.weight, own.bias], upstream)
+    converted = BatchInvariantLinear.convert(plain)
+    assert converted is plain
+    found = torch.autograd.grad(converted(x), [x, converted.weight, converted.bias], upstream)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

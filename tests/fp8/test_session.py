@@ -1,4 +1,4 @@
-"""Sessions: whose modules they hold, what is freed with a model, and what a copy takes along."""
+"""Sessions: their modules, the memory that is freed with a model, and copies."""
 
 import copy
 import gc
@@ -39,7 +39,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_model_that_says_nothing_is_in_the_common_session() -> None:
+def test_a_model_without_a_session_is_in_the_common_session() -> None:
     assert Session.of(model()) is common_session()
 
 
@@ -51,7 +51,7 @@ def test_a_session_holds_the_modules_of_its_model_in_their_order() -> None:
     assert not set(common_session().live_modules()) & set(made_last_first)
 
 
-def test_a_session_changes_no_number() -> None:
+def test_a_session_changes_no_bit() -> None:
     plain, owner = model(), model()
     session = Session(owner)
     for i in range(3):
@@ -59,7 +59,7 @@ def test_a_session_changes_no_number() -> None:
     assert equal(everything(plain), everything(owner))
 
 
-def test_a_model_of_two_sessions_or_none_has_to_be_given_one() -> None:
+def test_a_model_with_two_sessions_or_none_is_refused() -> None:
     mixed = nn.Sequential(model(), model())
     Session(mixed[0])
     with pytest.raises(RecipeError, match="have 2 sessions; make one"):
@@ -101,28 +101,30 @@ def run_twice(module: nn.Module, session: Session | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
 @pytest.mark.parametrize("use", [run_twice, train_compiled, fail_backward])
-def test_a_dropped_model_takes_everything_along(use: Callable[[nn.Module, Session | None], None]) -> None:
-    own, plain = model(), model()
-    session = Session(own)
-    use(own, session)
+def test_a_deleted_model_frees_its_session_states_and_rules(use: Callable[[nn.Module, Session | None], None]) -> None:
+    owner, plain = model(), model()
+    session = Session(owner)
+    use(owner, session)
     use(plain, None)
-    gone = [weakref.ref(thing) for thing in (own, own[0], session, plain, plain[0], scaling_state(own[0])["input"])]
-    keys = [layer.key for layer in (own[0], own[2], plain[0], plain[2])]
-    gc.collect()  # what earlier tests left behind is not counted
+    references = [
+        weakref.ref(thing) for thing in (owner, owner[0], session, plain, plain[0], scaling_state(owner[0])["input"])
+    ]
+    keys = [layer.key for layer in (owner[0], owner[2], plain[0], plain[2])]
+    gc.collect()  # garbage of earlier tests
     rules = len(UPDATE_CONFIGS)
-    del own, plain, session
+    del owner, plain, session
     gc.collect()
-    assert [ref() for ref in gone] == [None] * len(gone)
+    assert [ref() for ref in references] == [None] * len(references)
     assert [MODULES.get(key) for key in keys] == [None] * 4
-    assert len(UPDATE_CONFIGS) == rules - 1  # that of the model's session
+    assert len(UPDATE_CONFIGS) == rules - 1  # the rule of the model's own session
 
 
-def test_a_backward_pass_after_its_model_is_gone() -> None:
-    own = model()
+def test_a_backward_pass_runs_after_its_model_is_deleted() -> None:
+    owner = model()
     x = torch.ones(2, 8, requires_grad=True)
-    with autocast(recipe=SHORT, session=Session(own)):
-        y = own(x)
-    del own
+    with autocast(recipe=SHORT, session=Session(owner)):
+        y = owner(x)
+    del owner
     gc.collect()
     y.sum().backward()
     assert x.grad is not None
@@ -141,46 +143,48 @@ def by_file(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("make", [copy.deepcopy, by_pickle, by_file])
 @pytest.mark.parametrize("owning", [False, True])
-def test_a_copy_has_states_of_its_own_and_goes_on_alike(make: Callable[[Any], Any], owning: bool) -> None:
+def test_a_copy_has_its_own_states_and_trains_like_the_original(make: Callable[[Any], Any], owning: bool) -> None:
     original = model()
     session = Session(original) if owning else None
     step(original, session)
     before = everything(original)
     twin = make(original)
-    its = Session.of(twin)
-    assert (its is common_session()) is not owning
-    assert its is not session
-    assert [m.position.number for m in its.live_modules()[-2:]] == [m.position.number for m in (twin[0], twin[2])]
-    step(twin, its if owning else None, magnitude=9.0)
+    twin_session = Session.of(twin)
+    assert (twin_session is common_session()) is not owning
+    assert twin_session is not session
+    assert [m.position.number for m in twin_session.live_modules()[-2:]] == [
+        m.position.number for m in (twin[0], twin[2])
+    ]
+    step(twin, twin_session if owning else None, magnitude=9.0)
     assert equal(everything(original), before)
     step(original, session, magnitude=9.0)
     assert equal(everything(original), everything(twin))
 
 
-def test_copies_in_the_common_session_stand_apart_from_what_is_made() -> None:
+def test_copies_in_the_common_session_do_not_use_numbers_of_new_modules() -> None:
     layer = Linear(8, 8)
     copies = [copy.deepcopy(layer) for _ in range(3)]
     assert Linear(8, 8).position.number == layer.position.number + 1
     assert {c.position.order for c in copies} != {layer.position.order}
 
 
-def test_a_shallow_copy_does_not_take_the_place_of_its_original() -> None:
+def test_a_shallow_copy_does_not_replace_its_original() -> None:
     owner = model()
     session = Session(owner)
     twin = copy.copy(owner[0])
     assert set(session.live_modules()) == {owner[0], owner[2], twin}
 
 
-def test_a_state_dict_goes_between_sessions() -> None:
+def test_a_state_dict_can_be_loaded_in_another_session() -> None:
     first, second = model(), model()
     step(first, Session(first))
-    own = Session(second)
+    owner = Session(second)
     second.load_state_dict(first.state_dict())
-    assert torch.equal(step(first, Session.of(first)), step(second, own))
+    assert torch.equal(step(first, Session.of(first)), step(second, owner))
     assert equal(everything(first), everything(second))
 
 
-def test_only_what_keeps_scaling_state_is_asked_for_it() -> None:
+def test_scaling_state_of_a_module_without_states_is_refused() -> None:
     assert scaling_state(DotProductAttention()) == {}
     for module in (nn.Linear(8, 8), model(), NormLinear(nn.LayerNorm(8), Linear(8, 8))):
         with pytest.raises(TypeError, match=f"A {type(module).__name__} has no scaling state of its own"):

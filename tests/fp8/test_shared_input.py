@@ -1,6 +1,6 @@
-"""One cast for layers with the same input: the bits of a cast in every layer, and states that stay apart if they must.
+"""Layers with the same input share one cast, with the bits of a cast in every layer; states that differ stay separate.
 
-A hook that does nothing makes every layer cast for itself, as it did before inputs were shared.
+To compare, a forward hook that does nothing makes every layer cast its own input.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ RECIPES: dict[str, Any] = {
 
 
 class Projections(nn.Module):
-    """q, k and v of one input, and a layer after them."""
+    """Layers q, k and v with the same input, and a layer o after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def batches(count: int, shape: tuple[int, ...] = (3, 40, 128)) -> Iterator[Tenso
 
 
 def results(model: nn.Module, steps: int, recipe: Recipe, **options: Any) -> dict[str, Tensor]:
-    """Outputs, gradients and states of a few steps of SGD."""
+    """Returns the outputs, gradients and states of a few steps of SGD with two microbatches each."""
     found: dict[str, Tensor] = {}
     for step, parts in enumerate(zip(*[batches(2 * steps)] * 2, strict=True)):
         for i, x in enumerate(parts):
@@ -96,7 +96,7 @@ def run(
 
 
 def count_casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the name of every cast that runs from now on."""
+    """Returns a list that gets the name of every cast that runs from now on."""
     calls: list[str] = []
 
     def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,9 +127,9 @@ OPTIONS: list[dict[str, bool]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_bits_of_separate_casts(name: str, options: dict[str, bool]) -> None:
-    together, alone = make(separately=False), make(separately=True)
-    assert_equal(results(together, 3, RECIPES[name], **options), results(alone, 3, RECIPES[name], **options))
+def test_a_shared_cast_has_the_bits_of_separate_casts(name: str, options: dict[str, bool]) -> None:
+    shared, separate = make(separately=False), make(separately=True)
+    assert_equal(results(shared, 3, RECIPES[name], **options), results(separate, 3, RECIPES[name], **options))
 
 
 @pytest.mark.parametrize("layout", ["tn", "any"])
@@ -178,7 +178,7 @@ def inputs(model: Any) -> list[Any]:
     return [layer.scaling["input"] for layer in (model.q, model.k, model.v)]
 
 
-def test_states_are_one_until_someone_asks_for_them() -> None:
+def test_layers_share_a_state_until_it_is_accessed() -> None:
     model = make(separately=False)
     with autocast(recipe=DELAYED):
         model(next(batches(1)))
@@ -191,11 +191,11 @@ def test_states_are_one_until_someone_asks_for_them() -> None:
     assert len({before[f"{name}.input.scale"].data_ptr() for name in "qkv"}) == 3
     with autocast(recipe=DELAYED):
         model(next(batches(1)))
-    assert len({id(state) for state in inputs(model)}) == 1, "they are equal, so they are shared again"
+    assert len({id(state) for state in inputs(model)}) == 1, "equal states are shared again"
 
 
-def test_a_layer_that_also_runs_alone_keeps_its_own_state() -> None:
-    """The layer's own call counts for its own history only, in a step with a common call and in one without."""
+def test_a_layer_that_is_also_called_separately_has_its_own_state() -> None:
+    """A separate call changes only its own layer's history, in steps with and without a shared call."""
     models = [make(separately=False), make(separately=True)]
     for model in models:
         for i, x in enumerate(batches(6)):
@@ -208,7 +208,7 @@ def test_a_layer_that_also_runs_alone_keeps_its_own_state() -> None:
     assert scaling_state(models[0].v)["input"].scale != scaling_state(models[0].q)["input"].scale
 
 
-def test_states_that_differ_stay_apart() -> None:
+def test_states_that_differ_are_not_shared() -> None:
     models = [trained(make(separately)) for separately in (False, True)]
     for model in models:
         states = {n: t * 2 if n == "k.input.scale" else t for n, t in model.state_dict().items()}
@@ -218,7 +218,7 @@ def test_states_that_differ_stay_apart() -> None:
 
 
 def test_values_are_compared_once_for_states_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing waits for the GPU."""
+    """A comparison synchronizes with the GPU, so it must not be repeated in every step."""
     from fp8serve.fp8 import shared_input
 
     model = trained(make(separately=False))
@@ -232,7 +232,7 @@ def test_values_are_compared_once_for_states_that_differ(monkeypatch: pytest.Mon
     assert compared == [1]
 
 
-def test_a_hook_that_changes_the_input_is_obeyed() -> None:
+def test_a_hook_that_changes_the_input_is_applied() -> None:
     models = [make(separately=False), make(separately=True)]
     for model in models:
         trained(model)
@@ -240,7 +240,7 @@ def test_a_hook_that_changes_the_input_is_obeyed() -> None:
     assert_equal(results(models[0], 2, DELAYED), results(models[1], 2, DELAYED))
 
 
-def test_a_hook_of_all_modules_is_called() -> None:
+def test_a_global_module_hook_is_called_for_every_layer() -> None:
     model, seen = make(separately=False), []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
@@ -263,7 +263,7 @@ def test_a_copy_shares_nothing_with_its_original() -> None:
 
 
 def test_frozen_weights_need_no_transposed_input() -> None:
-    """k alone is trained: it needs transposed data, which q, the first layer, does not cast."""
+    """Only k is trained; it needs a transposed input, which q, the first layer, does not cast."""
     models = [make(separately=False), make(separately=True)]
     for model in models:
         for layer in (model.q, model.v):
@@ -293,8 +293,8 @@ def test_observers_of_all_layers_see_the_input() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_in_a_compiled_graph(name: str) -> None:
-    """Reading the states, as a trainer that writes checkpoints does, compiles nothing again."""
+def test_a_compiled_model_has_the_bits_of_the_eager_one(name: str) -> None:
+    """Reading the states, as for a checkpoint, does not cause a recompilation."""
     eager, compiled = make(separately=False), make(separately=False)
     counter = CompileCounterWithBackend("aot_eager")
     model = torch.compile(compiled, backend=counter, fullgraph=True)
@@ -313,7 +313,7 @@ def test_in_a_compiled_graph(name: str) -> None:
     assert type(compiled.q) is Linear
 
 
-def test_calibrating_in_high_precision_leaves_states_apart() -> None:
+def test_calibrating_in_high_precision_does_not_share_states() -> None:
     """The calibrator reads and writes the states of every layer."""
     model = make(separately=False)
     with autocast(enabled=False, calibrating=True, recipe=DELAYED):

@@ -1,4 +1,4 @@
-"""Specs: the shapes of scales, their refusals, and that every recipe is described by them."""
+"""Specs: shapes of scales, errors, and the specs of every recipe."""
 
 import pickle
 from dataclasses import replace
@@ -18,7 +18,7 @@ GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block1x128", "block1
 
 @pytest.mark.parametrize("scale_format", ["fp32", "power_of_2"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_format: ScaleFormat) -> None:
+def test_a_cast_by_a_spec_has_the_bits_of_quantize(granularity: Granularity, scale_format: ScaleFormat) -> None:
     x = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     for element in ("e4m3", "e5m2"):
         spec = QuantSpec(element, granularity, scale_format)
@@ -32,7 +32,7 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
 
 
 @pytest.mark.parametrize(
-    ("found", "sentence"),
+    ("fields", "sentence"),
     [
         ({"element": "e3m4"}, "no element format 'e3m4'; use e4m3, e5m2 or bf16"),
         ({"granularity": "column"}, "no granularity 'column'; use tensor, row, block1x128, block128x128 or block1x32"),
@@ -40,9 +40,9 @@ def test_a_cast_by_a_spec_is_that_of_quantize(granularity: Granularity, scale_fo
         ({"source": "nowhere"}, "no source of scales 'nowhere'; use delayed, current or stored"),
     ],
 )
-def test_what_does_not_exist_is_refused(found: dict[str, str], sentence: str) -> None:
+def test_unknown_values_are_refused(fields: dict[str, str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
-        QuantSpec(**found)  # type: ignore[arg-type]
+        QuantSpec(**fields)  # type: ignore[arg-type]
 
 
 def test_a_shape_that_no_granularity_gives_is_refused() -> None:
@@ -52,7 +52,7 @@ def test_a_shape_that_no_granularity_gives_is_refused() -> None:
     assert not QuantSpec(granularity="block128x128").divides(256, 192)
 
 
-def test_delayed_scaling() -> None:
+def test_specs_of_delayed_scaling() -> None:
     specs = DelayedScaling(fp8_mha=True).specs
     assert specs.linear == {
         "input": QuantSpec(source="delayed"),
@@ -64,7 +64,7 @@ def test_delayed_scaling() -> None:
     assert specs.linear["input"].for_serving() == QuantSpec(source="stored")
 
 
-def test_scaling_by_content() -> None:
+def test_specs_of_current_and_block_scaling() -> None:
     by_row = Float8CurrentScaling(granularity="row", power_2_scale=True, fp8_dpa=True).specs
     assert set(by_row.linear.values()) == {
         QuantSpec("e4m3", "row", "power_of_2"),
@@ -91,7 +91,7 @@ def test_every_recipe_has_a_spec_for_every_role(recipe: Recipe) -> None:
     assert as_delayed(recipe) is (recipe if isinstance(recipe, DelayedScaling) else None)
 
 
-def test_specs_follow_a_recipe_that_is_copied_and_are_no_parameter() -> None:
+def test_specs_of_a_copied_recipe_are_recomputed_and_not_shown() -> None:
     recipe = DelayedScaling()
     assert replace(recipe, fp8_format=Format.E4M3).specs.element("grad_output") == "e4m3"
     assert pickle.loads(pickle.dumps(recipe)).specs == recipe.specs

@@ -1,4 +1,4 @@
-"""Contexts entered again, left in the wrong order, and entered by several threads; training in several threads."""
+"""Contexts nested in themselves, left in the wrong order or entered by several threads; training in threads."""
 
 import sys
 import threading
@@ -18,16 +18,16 @@ STEPS = 12
 
 
 @pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads change places as often as they can."""
+def frequent_switches() -> Iterator[None]:
+    """Makes Python switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def together(*bodies: Callable[[], None]) -> None:
-    """Run each in a thread of its own, from the same moment on; the first error of any is raised here."""
+def run_in_threads(*bodies: Callable[[], None]) -> None:
+    """Runs each function in its own thread, all starting together; raises the first error of any thread."""
     barrier, errors = threading.Barrier(len(bodies)), []
 
     def run(body: Callable[[], None]) -> None:
@@ -48,14 +48,14 @@ def together(*bodies: Callable[[], None]) -> None:
 
 
 def train(seed: int, found: dict[int, dict[str, Tensor]]) -> None:
-    """A training run from its own seed, model and optimizer to the final state."""
+    """Trains a model with its own seed and optimizer; stores its final state in `found[seed]`."""
     generator = torch.Generator().manual_seed(seed)
     model = convert(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)))
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=generator) / 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        recipe = DelayedScaling(amax_history_len=4, margin=step % 3)  # rules that the runs share, found and made anew
+        recipe = DelayedScaling(amax_history_len=4, margin=step % 3)  # the threads create and reuse the same rules
         with autocast(recipe=recipe):
             loss = model(torch.randn(8, 16, generator=generator) * (1 + step)).square().mean()
         loss.backward()
@@ -64,19 +64,19 @@ def train(seed: int, found: dict[int, dict[str, Tensor]]) -> None:
     found[seed] = model.state_dict()
 
 
-def test_runs_in_threads_are_bit_equal_to_runs_in_a_row(hasty: None) -> None:
-    alone: dict[int, dict[str, Tensor]] = {}
-    beside: dict[int, dict[str, Tensor]] = {}
+def test_runs_in_threads_are_bit_equal_to_runs_in_a_row(frequent_switches: None) -> None:
+    sequential: dict[int, dict[str, Tensor]] = {}
+    concurrent: dict[int, dict[str, Tensor]] = {}
     for seed in range(4):
-        train(seed, alone)
-    together(*(lambda seed=seed: train(seed, beside) for seed in range(4)))
-    for seed, wanted in alone.items():
-        assert beside[seed].keys() == wanted.keys()
-        assert all(torch.equal(beside[seed][name], value) for name, value in wanted.items())
+        train(seed, sequential)
+    run_in_threads(*(lambda seed=seed: train(seed, concurrent) for seed in range(4)))
+    for seed, expected in sequential.items():
+        assert concurrent[seed].keys() == expected.keys()
+        assert all(torch.equal(concurrent[seed][name], value) for name, value in expected.items())
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
-def test_threads_may_run_one_model_without_gradients(hasty: None) -> None:
+def test_threads_may_run_one_model_without_gradients(frequent_switches: None) -> None:
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)))
     xs = [torch.randn(4, 16) for _ in range(4)]
@@ -88,30 +88,30 @@ def test_threads_may_run_one_model_without_gradients(hasty: None) -> None:
                 with autocast(recipe=SHORT):
                     found.setdefault(i, []).append(model(xs[i]))
 
-    together(*(lambda i=i: run(i) for i in range(4)))  # the first run of all, which creates the states
+    run_in_threads(*(lambda i=i: run(i) for i in range(4)))  # the first run, which creates the states
     with torch.no_grad(), autocast(recipe=SHORT):
-        wanted = [model(x) for x in xs]
-    assert all(torch.equal(y, wanted[i]) for i in range(4) for y in found[i])
+        expected = [model(x) for x in xs]
+    assert all(torch.equal(y, expected[i]) for i in range(4) for y in found[i])
     assert all(state.steps == 0 for state in scaling_state(model[0]).values())  # type: ignore[index]
 
 
-def test_modules_made_in_threads_have_places_of_their_own(hasty: None) -> None:
-    made: list[Linear] = []
-    together(*(lambda: made.extend(Linear(2, 2) for _ in range(200)) for _ in range(4)))
-    assert len({m.position for m in made}) == len({m.key for m in made}) == 800
+def test_modules_created_in_threads_have_unique_positions(frequent_switches: None) -> None:
+    modules: list[Linear] = []
+    run_in_threads(*(lambda: modules.extend(Linear(2, 2) for _ in range(200)) for _ in range(4)))
+    assert len({m.position for m in modules}) == len({m.key for m in modules}) == 800
 
 
-def test_rules_made_in_threads_do_not_meet(hasty: None) -> None:
+def test_threads_may_create_rules_concurrently(frequent_switches: None) -> None:
     def enter() -> None:
         for _ in range(250):
             with autocast(recipe=DelayedScaling(amax_compute_algo=lambda history: history.amax())):
                 pass
 
-    together(*[enter] * 4)
+    run_in_threads(*[enter] * 4)
 
 
 def test_one_context_may_be_entered_by_several_threads() -> None:
-    """A decorator is one object; each call of its function, in whatever thread, has its own rule and step."""
+    """A decorator is one object, but each call of its function has its own rule and step, in every thread."""
     inside = threading.Barrier(2)
     layers = [Linear(8, 8), Linear(8, 8)]
     decorator = autocast(recipe=SHORT)
@@ -122,12 +122,12 @@ def test_one_context_may_be_entered_by_several_threads() -> None:
         layers[i](torch.full((2, 8), i + 1.0))
         inside.wait(PATIENCE)
 
-    together(lambda: call(0), lambda: call(1))
+    run_in_threads(lambda: call(0), lambda: call(1))
     assert [scaling_state(m)["input"].amax_history[-1].item() for m in layers] == [1.0, 2.0]
-    assert not {"group", "rule", "held", "step"} & set(vars(decorator))  # nothing of an entry is on the object
+    assert not {"group", "rule", "held", "step"} & set(vars(decorator))  # the object stores no state of a call
 
 
-def test_one_context_may_be_entered_again_inside_itself() -> None:
+def test_one_context_may_be_nested_in_itself() -> None:
     layer, context = Linear(8, 8), autocast(recipe=SHORT)
     with context:
         with autocast(recipe=Float8CurrentScaling()), context:
@@ -156,10 +156,10 @@ def test_contexts_left_in_the_wrong_order_are_refused() -> None:
     assert state.steps == 1
 
 
-def test_a_context_is_left_in_the_thread_that_entered_it() -> None:
+def test_leaving_a_context_in_another_thread_is_refused() -> None:
     context = autocast(recipe=SHORT)
     with context:
         with pytest.raises(RecipeError, match="was not entered in this thread"):
-            together(lambda: context.__exit__(None, None, None))
+            run_in_threads(lambda: context.__exit__(None, None, None))
         assert current_frame() is not None
     assert current_frame() is None

@@ -1,4 +1,4 @@
-"""Private names of PyTorch: which of them an upgrade has taken away, and that one module alone uses any."""
+"""The private names of PyTorch that fp8serve uses exist, and only one module uses them."""
 
 import ast
 import importlib
@@ -37,7 +37,7 @@ MAY_BE_MISSING = {"torch._C._cuda_getDriverVersion": "exists only if torch was b
 
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
-def test_torch_still_has(name: str) -> None:
+def test_torch_has_the_private_name(name: str) -> None:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -63,7 +63,7 @@ def test_no_other_module_uses_a_private_name() -> None:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Every `torch...` attribute and import of which a part begins with one underscore."""
+    """Yields every attribute or import of torch whose name has a part that begins with one underscore."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (f"{node.module}.{a.name}" for a in node.names if is_private(f"{node.module}.{a.name}"))

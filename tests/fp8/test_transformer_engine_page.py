@@ -1,4 +1,4 @@
-"""The tables of docs/transformer-engine.md: the tests that they name prove their claims about fp8serve."""
+"""The tables of docs/transformer-engine.md name existing tests; the tests here check the claims that no other does."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ MODULES = ("LayerNormLinear", "LayerNormMLP", "GroupedLinear", "TransformerLayer
 
 
 @pytest.mark.parametrize(("owner", "name"), ABSENT)
-def test_what_is_absent_is_refused(owner: Any, name: str) -> None:
+def test_parameters_that_do_not_exist_are_refused(owner: Any, name: str) -> None:
     sizes = (16, 16) if owner is Linear else ()
     with pytest.raises(TypeError, match=name):
         owner(*sizes, **{name: None})
@@ -61,10 +61,10 @@ def test_what_is_absent_is_refused(owner: Any, name: str) -> None:
 def test_block_scales_are_powers_of_two_on_request(weight: bool) -> None:
     x = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     assert Float8BlockScaling().power_2_scale is False
-    for asked in (True, False):
-        recipe = Float8BlockScaling(power_2_scale=asked)
+    for power_2_scale in (True, False):
+        recipe = Float8BlockScaling(power_2_scale=power_2_scale)
         operand = cast_current_rowwise(x, recipe.specs.linear["weight" if weight else "input"])
-        assert bool((operand.scale_inv.frexp().mantissa == 0.5).all()) is asked
+        assert bool((operand.scale_inv.frexp().mantissa == 0.5).all()) is power_2_scale
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
@@ -73,9 +73,9 @@ def test_backward_override_is_override_linear_precision(kind: Any) -> None:
     assert kind(backward_override="high_precision") == same
     assert kind(backward_override=None) == kind()
     assert repr(kind(backward_override="high_precision")) == repr(same)
-    for wrong in ("dequantized", "bf16"):
-        with pytest.raises(RecipeError, match=f"None or \"high_precision\", found '{wrong}'"):
-            kind(backward_override=wrong)
+    for invalid in ("dequantized", "bf16"):
+        with pytest.raises(RecipeError, match=f"None or \"high_precision\", found '{invalid}'"):
+            kind(backward_override=invalid)
 
 
 def test_gradients_under_backward_override_are_those_of_high_precision() -> None:
@@ -98,7 +98,7 @@ def test_params_dtype_is_dtype(dtype: torch.dtype) -> None:
         Linear(4, 4, dtype=torch.float32, params_dtype=dtype)
 
 
-def test_a_linear_begins_as_torchs() -> None:
+def test_a_linear_is_initialized_as_in_torch() -> None:
     torch.manual_seed(0)
     ours = Linear(16, 16, False)
     torch.manual_seed(0)

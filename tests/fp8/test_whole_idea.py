@@ -1,4 +1,4 @@
-"""examples/whole_idea.py does by hand what the library does: the same numbers, bit for bit."""
+"""examples/whole_idea.py implements FP8 training in plain Python; it has the bits of the library."""
 
 import importlib.util
 from pathlib import Path
@@ -22,24 +22,24 @@ def example() -> Any:
 
 def test_the_layer_of_the_example_gives_the_library_s_bits() -> None:
     idea = example()
-    by_hand, ours = idea.Fp8Linear(48, 32), Linear(48, 32, bias=False)
-    by_hand.mode = "fp8"
-    ours.load_state_dict({"weight": by_hand.weight.detach().clone()}, strict=False)
+    example_layer, library_layer = idea.Fp8Linear(48, 32), Linear(48, 32, bias=False)
+    example_layer.mode = "fp8"
+    library_layer.load_state_dict({"weight": example_layer.weight.detach().clone()}, strict=False)
     for step in range(5):
         x = torch.randn(16, 48, generator=torch.Generator().manual_seed(step)) * 3**step
-        pair = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+        inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
         with autocast(recipe=DelayedScaling(amax_history_len=16)):
-            theirs = ours(pair[1])
-        mine = by_hand(pair[0])
-        assert torch.equal(mine, theirs)
-        mine.square().sum().backward()
-        theirs.square().sum().backward()
-        idea.update(list(by_hand.states.values()))
-        assert torch.equal(pair[0].grad, pair[1].grad)  # type: ignore[arg-type]
-        assert torch.equal(by_hand.weight.grad, ours.weight.grad)
-        by_hand.zero_grad()
-        ours.zero_grad()
+            expected = library_layer(inputs[1])
+        actual = example_layer(inputs[0])
+        assert torch.equal(actual, expected)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        idea.update(list(example_layer.states.values()))
+        assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+        assert torch.equal(example_layer.weight.grad, library_layer.weight.grad)
+        example_layer.zero_grad()
+        library_layer.zero_grad()
 
 
-def test_the_example_is_read_in_one_sitting() -> None:
+def test_the_example_has_at_most_300_lines() -> None:
     assert len(PATH.read_text().splitlines()) <= 300

@@ -1,7 +1,8 @@
-"""Imported by every Python process whose PYTHONPATH has this folder: writes down who is asked for over the network.
+"""Logs every address outside of this machine that a Python process resolves or connects to.
 
-Each line of the file that WATCHED_SOCKETS names is an address outside of this machine. Sockets that libraries open
-below Python are not seen.
+Python imports this module at the start of every process whose PYTHONPATH has this folder. The environment variable
+WATCHED_SOCKETS names the log file, with one line for each access. Native libraries that open sockets without Python's
+`socket` module are not logged.
 """
 
 import ipaddress
@@ -19,7 +20,7 @@ def _is_outside(host: Any) -> bool:
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
-        return True  # a name that has to be looked up
+        return True  # a host name
     return not (address.is_loopback or address.is_unspecified)
 
 

@@ -1,8 +1,8 @@
-"""Runs a function on several gloo processes, and records what it sends.
+"""Runs a function on several gloo processes, and counts its collectives.
 
-The processes are forked from a server that has imported torch and runs no threads: a fork of the tests' own process, in
-which others have left some, may crash. They meet in a file. A rank that fails or hangs fails the test: collectives give
-up after PATIENCE, and the processes are killed soon after.
+The processes are forked from a server that has imported torch and has no threads; a fork of the test process itself,
+which may have threads, could crash. Their store is a file. A rank that fails or hangs fails the test: collectives time
+out after PATIENCE seconds, and the processes are killed 10 seconds later.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import fp8serve.fp8.distributed  # noqa: F401
 from tests.patience import PATIENCE
 
-IMPORTED = [  # once, in the server
+IMPORTED = [  # once, by the server
     *("pytest", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", __name__),
     *("tests.train.test_processes", "fp8serve.train.methods.dpo.method", "fp8serve.train.sharded.building"),
 ]
@@ -42,16 +42,16 @@ def _entry(rank: int, world: int, folder: str, body: Callable[..., Any], args: t
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", store, timedelta(seconds=PATIENCE), world_size=world, rank=rank)
         torch.save(body(rank, *args), f"{folder}/{rank}")
-        dist.barrier()  # nobody leaves while another still talks to it
+        dist.barrier()  # a rank must not exit while another still communicates with it
         dist.destroy_process_group()
         faulthandler.disable()
 
 
 def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """The results of `body(rank, *args)` on each of `world` processes of one default process group."""
+    """Runs `body(rank, *args)` on `world` processes with a default process group; returns the results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (world, folder, body, args)
-        context = mp.start_processes(_entry, given, nprocs=world, join=False, start_method="forkserver")
+        arguments = (world, folder, body, args)
+        context = mp.start_processes(_entry, arguments, nprocs=world, join=False, start_method="forkserver")
         assert context is not None
         deadline = time.monotonic() + PATIENCE + 10
         try:
@@ -67,7 +67,7 @@ def on_ranks(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 class Wire(TorchDispatchMode):
-    """Counts the collectives of this rank, and the bytes that it puts into each kind."""
+    """Counts the collectives of this rank, and the bytes of its inputs, for each kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""A small network trained by data parallelism on each rank's own batch, and the same arithmetic in one process.
+"""Data-parallel training of a small network on several ranks, and the same training in one process.
 
-The one process runs the batches of all ranks inside one autocast and one backward pass of the sum of their losses, then
-divides the gradients by the number of ranks: amaxes over all batches, gradients averaged, as the ranks do it. What
-remains is the order in which the gradients of the ranks are added. Two numbers have only one order: two ranks give the
-same bits as one process. With four, the last bits of a sum depend on the algorithm of the collective; see `close`.
+The single process runs the batches of all ranks in one autocast, runs one backward pass of the sum of their losses, and
+divides the gradients by the number of ranks. So its amaxes are maxima over all batches and its gradients are averages,
+as on the ranks. Only the order in which the ranks' gradients are added may differ. Two ranks have only one order, so
+they have the bits of one process (`assert_same`). With four ranks, the last bits of a sum depend on the algorithm of
+the collective (`assert_close`).
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def network(inner: int = 49) -> nn.Module:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """[6, 24]; sizes that grow with the rank, so that the ranks' amaxes differ."""
+    """Returns x [6, 24]. Its values grow with the rank, so that the ranks have different amaxes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(6, 24, generator=generator) * (1 + rank)
 
@@ -57,7 +58,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def result(model: nn.Module, losses: list[float]) -> dict[str, Any]:
-    """Losses, and the whole state of the model, including scaling states."""
+    """Returns the losses and the unsharded state dict, including scaling states."""
     state = {name: whole(value).detach() for name, value in model.state_dict().items()}
     return {"losses": losses, "state": {name.removeprefix("module."): value for name, value in state.items()}}
 
@@ -72,22 +73,22 @@ def train(model: nn.Module, step: Callable[[int], float]) -> dict[str, Any]:
     return result(model, losses)
 
 
-def announced(m: int, microbatches: int) -> bool | None:
-    """The argument of `autocast` for microbatch `m` of a step with several."""
+def is_first_microbatch(m: int, microbatches: int) -> bool | None:
+    """Returns the argument of `autocast` for microbatch `m` of a step."""
     return m == 0 if microbatches > 1 else None
 
 
-def alone(recipe: Recipe, world: int, microbatches: int = 1) -> list[dict[str, Any]]:
-    """The run of one process on the batches of `world` ranks: for each rank its losses, and the final state."""
+def train_on_one_process(recipe: Recipe, world: int, microbatches: int = 1) -> list[dict[str, Any]]:
+    """Trains one process on the batches of `world` ranks; returns the losses of each rank, and the final state."""
     model = network()
     losses: list[list[float]] = [[] for _ in range(world)]
 
     def step(i: int) -> float:
         for m in range(microbatches):
-            with autocast(recipe=recipe, is_first_microbatch=announced(m, microbatches)):
-                found = [loss_of(model, batch(i * microbatches + m, rank)) for rank in range(world)]
-            torch.stack(found).sum().backward()  # type: ignore[no-untyped-call]
-            for rank, loss in enumerate(found):
+            with autocast(recipe=recipe, is_first_microbatch=is_first_microbatch(m, microbatches)):
+                step_losses = [loss_of(model, batch(i * microbatches + m, rank)) for rank in range(world)]
+            torch.stack(step_losses).sum().backward()  # type: ignore[no-untyped-call]
+            for rank, loss in enumerate(step_losses):
                 losses[rank].append(loss.item())
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -95,16 +96,16 @@ def alone(recipe: Recipe, world: int, microbatches: int = 1) -> list[dict[str, A
         return 0.0
 
     state = train(model, step)["state"]
-    return [{"losses": found, "state": state} for found in losses]
+    return [{"losses": of_rank, "state": state} for of_rank in losses]
 
 
-def on_rank(model: nn.Module, rank: int, recipe: Recipe, group: Any, microbatches: int = 1) -> dict[str, Any]:
-    """The run of one rank."""
+def train_on_rank(model: nn.Module, rank: int, recipe: Recipe, group: Any, microbatches: int = 1) -> dict[str, Any]:
+    """Trains this rank on its own batches."""
     losses = []
 
     def step(i: int) -> float:
         for m in range(microbatches):
-            first = announced(m, microbatches)
+            first = is_first_microbatch(m, microbatches)
             with autocast(recipe=recipe, amax_reduction_group=group, is_first_microbatch=first):
                 loss = loss_of(model, batch(i * microbatches + m, rank))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -114,27 +115,27 @@ def on_rank(model: nn.Module, rank: int, recipe: Recipe, group: Any, microbatche
     return {**train(model, step), "losses": losses}
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Equal losses, weights and scaling states, bit for bit."""
-    assert found["losses"] == wanted["losses"]
-    assert found["state"].keys() == wanted["state"].keys()
-    for name, value in wanted["state"].items():
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Checks that losses, weights and scaling states are equal, bit for bit."""
+    assert found["losses"] == expected["losses"]
+    assert found["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
         torch.testing.assert_close(found["state"][name], value, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 LOSSES, SCALES = 1e-5, 1e-5
 
 
-def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Losses and scales within 1e-5, counters exact.
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Checks that losses and scales differ by at most 1e-5, and that counters are equal.
 
-    Adding four gradients in another order changes their last bit (2^-24), and AdamW's steps by as much. A few steps of
-    that stay far below 1e-5 as long as no value crosses the border between two FP8 values, which does not happen in
-    these runs.
+    Another order of four summands changes the last bit of a gradient (2^-24), and the steps of AdamW by as much. After
+    a few steps, the difference is far below 1e-5, unless a value is rounded to another FP8 value, which does not happen
+    in these runs.
     """
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(wanted["losses"]), rtol=LOSSES, atol=0)
-    assert found["state"].keys() == wanted["state"].keys()
-    for name, value in wanted["state"].items():
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=LOSSES, atol=0)
+    assert found["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
         if name.endswith(("steps", "nonfinite")):
             assert torch.equal(found["state"][name], value), name
         elif name.endswith(("scale", "amax_history")):

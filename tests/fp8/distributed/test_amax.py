@@ -1,4 +1,4 @@
-"""Amax reduction: one collective an update, equal scales, and no hang where a module, or nothing at all, runs."""
+"""Amax reduction: one collective for each update, equal scales, and no hang if a rank skips a module or all modules."""
 
 import copy
 from typing import Any
@@ -37,13 +37,13 @@ def train(rank: int) -> Any:
             (y.sum() * (rank + 1)).backward()
         with autocast(recipe=RECIPE, amax_reduction_group=group):
             if rank == 1:
-                first(torch.full((2, 8), 7.0))  # the others run nothing at all
+                first(torch.full((2, 8), 7.0))  # the other ranks run no module
     return states(first), states(second), states(never), dict(wire.calls)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_hold_equal_scales_whatever_ran_where(world: int) -> None:
+def test_ranks_have_equal_scales_whatever_modules_they_ran(world: int) -> None:
     ranks = on_ranks(world, train)
     assert all(r == ranks[0] for r in ranks)
     first, second, never, calls = ranks[0]
@@ -52,11 +52,11 @@ def test_ranks_hold_equal_scales_whatever_ran_where(world: int) -> None:
     assert first["input"][2] == 1
     assert {name: entry[3] for name, entry in second.items()} == {"input": 3, "weight": 3, "grad_output": 3}
     assert never == {}
-    assert calls == {"allreduce": 3 * 2 + 1}  # one a forward pass, one a backward pass, for all layers together
+    assert calls == {"allreduce": 3 * 2 + 1}  # one for each forward and one for each backward pass, for all layers
 
 
 def batches(step: int, rank: int) -> Any:
-    """Rank r has data in the first r + 1 steps only; so every rank but the last runs nothing at some time."""
+    """Rank r has data in the first r + 1 steps only, so that every rank has steps without data."""
     return torch.full((2, 8), float(step + rank + 1)) if step <= rank else None
 
 
@@ -85,7 +85,7 @@ def idle(rank: int) -> Any:
 
 
 def idle_alone(world: int) -> Any:
-    """The same in one process, which runs the batches of all ranks in one context and one backward pass."""
+    """Runs the batches of all ranks in one process, with one context and one backward pass for each step."""
     model = two_layers()
     for step in range(world + 1):
         with autocast(recipe=RECIPE):
@@ -102,13 +102,13 @@ def idle_alone(world: int) -> Any:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_run_nothing_neither_hang_nor_diverge(world: int) -> None:
     ranks = on_ranks(world, idle)
-    wanted, weight = idle_alone(world)
-    assert wanted[1]["grad_output"][3] == world
-    for found, its_weight in ranks:
+    expected, weight = idle_alone(world)
+    assert expected[1]["grad_output"][3] == world
+    for found, rank_weight in ranks:
         assert found == ranks[0][0]
-        assert torch.equal(its_weight, ranks[0][1])
-        torch.testing.assert_close(its_weight, weight, rtol=1e-5, atol=1e-6)
-        for layer, alone in zip(found, wanted, strict=True):
+        assert torch.equal(rank_weight, ranks[0][1])
+        torch.testing.assert_close(rank_weight, weight, rtol=1e-5, atol=1e-6)
+        for layer, alone in zip(found, expected, strict=True):
             for name, (scale, history, nonfinite, steps) in alone.items():
                 assert layer[name][0] == pytest.approx(scale, rel=1e-5)  # sums of gradients in another order
                 assert layer[name][1] == pytest.approx(history, rel=1e-5)
@@ -126,16 +126,16 @@ def skipping(rank: int) -> Any:
                 y.sum().backward()
     except RecipeError as error:
         return str(error)
-    return "nothing was noticed"
+    return "no error"
 
 
-def test_a_rank_that_skips_its_backward_pass_is_told_so() -> None:
-    for said in on_ranks(2, skipping):
-        assert "must call backward when the others do" in said
+def test_a_rank_that_skips_its_backward_pass_gets_an_error() -> None:
+    for message in on_ranks(2, skipping):
+        assert "must call backward when the others do" in message
 
 
 def compiled(rank: int) -> Any:
-    """Rank 0 runs a compiled layer, rank 1 nothing."""
+    """Rank 0 runs a compiled layer, rank 1 no layer."""
     layer, group = Linear(8, 8), dist.group.WORLD
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
@@ -160,12 +160,12 @@ def test_compiled_layers_announce_their_backward_pass() -> None:
     [
         (False, True, (False, False, False), True),
         (False, False, (False, False, False), False),
-        (True, True, (False, False, False), False),  # no gradient is wanted of anything
+        (True, True, (False, False, False), False),  # nothing requires a gradient
         (False, True, (False, True, True), False),  # gradients in high precision are not staged
         (False, True, (True, True, False), True),
     ],
 )
-def test_a_backward_pass_is_expected_where_gradients_will_be_staged(
+def test_a_backward_pass_is_expected_if_gradients_will_be_staged(
     frozen: bool, graph: bool, override: tuple[bool, bool, bool], expected: bool
 ) -> None:
     layer = Linear(8, 8, bias=False).requires_grad_(not frozen)
@@ -176,7 +176,7 @@ def test_a_backward_pass_is_expected_where_gradients_will_be_staged(
 
 
 def discarding(rank: int) -> Any:
-    """Rank 0 still holds modules that the others have dropped, and makes a copy that they do not."""
+    """Rank 0 keeps modules that the other ranks have deleted, and runs a copy that they do not have."""
     dropped = [Linear(8, 8) for _ in range(40)]
     layer = Linear(8, 8)
     if rank != 0:
@@ -189,12 +189,12 @@ def discarding(rank: int) -> Any:
     return scaling_state(layer)["input"].amax_history[-1].item()
 
 
-def test_modules_that_one_rank_alone_has_do_no_harm() -> None:
+def test_modules_of_one_rank_only_do_not_disturb_the_reduction() -> None:
     assert on_ranks(2, discarding) == [2.0, 2.0]
 
 
 def halves(rank: int) -> Any:
-    """Ranks 0, 1 and ranks 2, 3 reduce apart from each other."""
+    """Ranks 0 and 1 reduce in one group, ranks 2 and 3 in another."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     layer = Linear(8, 8)
     with autocast(recipe=RECIPE, amax_reduction_group=groups[rank // 2]):
@@ -202,19 +202,19 @@ def halves(rank: int) -> Any:
     return scaling_state(layer)["input"].amax_history[-1].item()
 
 
-def test_only_the_given_group_is_asked() -> None:
+def test_amaxes_are_reduced_over_the_given_group_only() -> None:
     assert on_ranks(4, halves) == [2.0, 2.0, 4.0, 4.0]
 
 
-def apart(rank: int) -> Any:
+def without_reduction(rank: int) -> Any:
     layer = Linear(8, 8)
     with autocast(recipe=DelayedScaling(amax_history_len=4, reduce_amax=False), amax_reduction_group=dist.group.WORLD):
         layer(torch.full((2, 8), float(rank + 1)))
     return scaling_state(layer)["input"].amax_history[-1].item()
 
 
-def test_reduce_amax_false_leaves_ranks_alone() -> None:
-    assert on_ranks(2, apart) == [1.0, 2.0]
+def test_reduce_amax_false_keeps_each_ranks_own_amax() -> None:
+    assert on_ranks(2, without_reduction) == [1.0, 2.0]
 
 
 def failing(rank: int) -> Any:

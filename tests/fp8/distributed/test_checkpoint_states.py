@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of converted models: it gets, saves, loads and sets their scaling states, too."""
+"""torch.distributed.checkpoint saves and loads the scaling states of converted models, too."""
 
 import copy
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def step(trained: Trained, number: int, rank: int = 0) -> float:
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    """The scaling states, by the names of the unwrap_model model."""
+    """Returns the scaling states, by their names in the unwrapped model."""
     parts = ("scale", "amax_history", "nonfinite", "steps")
     found = {n.removeprefix("module.").removeprefix("_orig_mod."): v for n, v in model.state_dict().items()}
     return {n: whole(v) for n, v in found.items() if n.endswith(parts)}
@@ -76,19 +76,19 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() != set() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_torch_gets_is_the_state_dict_and_what_it_sets_continues_with_the_same_bits() -> None:
+def test_get_state_dict_and_set_state_dict_restore_a_run_with_the_same_bits() -> None:
     source, target = prepared(network()), prepared(network())
     for number in range(2):
         step(source, number)
-    got, optimizer_state = get_state_dict(*source)
-    assert list(got) == list(source[0].state_dict())
-    alone = copy.deepcopy(optimizer_state)  # torch's optimizers share the tensors that they are given
-    set_state_dict(*target, model_state_dict=got, optim_state_dict=alone)
+    state_dict, optimizer_state = get_state_dict(*source)
+    assert list(state_dict) == list(source[0].state_dict())
+    optimizer_copy = copy.deepcopy(optimizer_state)  # optimizers share the tensors of a loaded state dict
+    set_state_dict(*target, model_state_dict=state_dict, optim_state_dict=optimizer_copy)
     assert same(states(source[0]), states(target[0]))
     assert [step(source, n) for n in range(2, 5)] == [step(target, n) for n in range(2, 5)]
 
 
-def test_a_model_that_has_never_run_takes_the_states_too() -> None:
+def test_states_can_be_set_on_a_model_that_has_not_run() -> None:
     source, target = prepared(network()), network()
     step(source, 0)
     set_model_state_dict(target, get_model_state_dict(source[0]))
@@ -101,22 +101,22 @@ def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
         step(source, number)
     model_state, optimizer_state = get_state_dict(*source)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-    places, optimizer_places = get_state_dict(*target)
-    dcp.load({"model": places, "optimizer": optimizer_places}, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(*target, model_state_dict=places, optim_state_dict=optimizer_places)
+    loaded, loaded_optimizer = get_state_dict(*target)
+    dcp.load({"model": loaded, "optimizer": loaded_optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(*target, model_state_dict=loaded, optim_state_dict=loaded_optimizer)
     assert [step(source, n) for n in range(2, 5)] == [step(target, n) for n in range(2, 5)]
 
 
 def test_a_compiled_model_is_named_like_the_original() -> None:
     source, target = prepared(network()), prepared(network())
     step(source, 0)
-    got = get_model_state_dict(torch.compile(source[0], backend="eager"))
-    assert list(got) == list(source[0].state_dict())
-    set_model_state_dict(torch.compile(target[0], backend="eager"), got)
+    state_dict = get_model_state_dict(torch.compile(source[0], backend="eager"))
+    assert list(state_dict) == list(source[0].state_dict())
+    set_model_state_dict(torch.compile(target[0], backend="eager"), state_dict)
     assert same(states(source[0]), states(target[0]))
 
 
-def test_attention_is_named_too() -> None:
+def test_states_of_attention_are_saved_and_loaded() -> None:
     source, target = DotProductAttention(), DotProductAttention()
     q, k, v = (torch.randn(4, 2, 8).requires_grad_() for _ in range(3))
     with autocast(recipe=DelayedScaling(amax_history_len=4, fp8_dpa=True)):
@@ -125,7 +125,7 @@ def test_attention_is_named_too() -> None:
     assert same(source.state_dict(), target.state_dict())
 
 
-def test_the_states_are_no_buffers_where_tensors_are_moved_or_broadcast() -> None:
+def test_states_are_not_listed_as_buffers() -> None:
     model, _ = prepared(network())
     assert list(model.buffers()) == []
     layer = model[2]  # type: ignore[index]
@@ -134,7 +134,7 @@ def test_the_states_are_no_buffers_where_tensors_are_moved_or_broadcast() -> Non
 
 
 def test_accelerate_offloads_a_trained_model_and_loads_it() -> None:
-    """It looks every buffer that a layer lists up as an attribute of the layer."""
+    """accelerate accesses every listed buffer as an attribute of its layer, so states must not be listed."""
     accelerate = pytest.importorskip("accelerate")
     trained = prepared(network())
     step(trained, 0)
@@ -147,11 +147,11 @@ def test_accelerate_offloads_a_trained_model_and_loads_it() -> None:
 
 @pytest.mark.parametrize("restore", [restore_scaling, load_saved])
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter:UserWarning")  # torch: offloaded weights
-def test_accelerate_places_the_weights_and_the_states_are_restored(
+def test_states_are_restored_after_accelerate_has_loaded_the_weights(
     tmp_path: Path, restore: Callable[[nn.Module, Path], Any]
 ) -> None:
-    """Its loader follows keys by attributes, which a state has none of: it loads the weights of a model that has not
-    run, and the states are restored afterwards, also of layers whose weights are on disk while they do not run."""
+    """accelerate's loader resolves keys as attributes, and states are no attributes. So it loads the weights into a
+    model that has not run, and the states are restored afterwards, also for layers that are offloaded to disk."""
     accelerate = pytest.importorskip("accelerate")
     trained, model = prepared(network()), network()
     step(trained, 0)
@@ -165,7 +165,7 @@ def test_accelerate_places_the_weights_and_the_states_are_restored(
 
 
 def test_accelerate_loads_into_a_model_that_has_states(tmp_path: Path) -> None:
-    """Without a map of devices it calls torch's function, which finds states; the map is given afterwards."""
+    """Without a device map, accelerate calls torch's load_state_dict, which loads states; the map is applied later."""
     accelerate = pytest.importorskip("accelerate")
     trained, (model, _) = prepared(network()), prepared(network())
     step(trained, 0)
@@ -178,7 +178,7 @@ def test_accelerate_loads_into_a_model_that_has_states(tmp_path: Path) -> None:
 
 
 def test_states_follow_parameters_that_are_moved_one_by_one() -> None:
-    """As accelerate moves them to several devices. "meta" stands for the second device."""
+    """accelerate moves parameters to several devices. The device "meta" stands for the second one."""
     model, _ = prepared(network())
     for state in scaling_state(model[2]).values():  # type: ignore[index]
         state.move(torch.device("meta"))
@@ -186,7 +186,7 @@ def test_states_follow_parameters_that_are_moved_one_by_one() -> None:
     assert {s.scale.device.type for s in scaling_state(model[2]).values()} == {"cpu"}  # type: ignore[index]
 
 
-def test_states_prepared_on_meta_begin_anew_on_a_device() -> None:
+def test_states_prepared_on_meta_are_reset_by_to_empty() -> None:
     with torch.device("meta"):
         model, _ = prepared(network())
     model.to_empty(device="cpu")
@@ -205,9 +205,9 @@ def sharded(in_fp8: bool) -> Trained:
 
 
 def interrupted(rank: int, folder: str, in_fp8: bool) -> Any:
-    """Four steps; two, saved and loaded into a model sharded anew, and two more. Then as whole tensors."""
-    through, before, after = (sharded(in_fp8) for _ in range(3))
-    expected = [step(through, n, rank) for n in range(4)]
+    """Returns the losses of four steps, and of two steps, a checkpoint, and two steps of a newly sharded model."""
+    uninterrupted, before, after = (sharded(in_fp8) for _ in range(3))
+    expected = [step(uninterrupted, n, rank) for n in range(4)]
     found = [step(before, n, rank) for n in range(2)]
     if in_fp8:  # a shard that is gathered in FP8 is saved as whole tensors
         options = StateDictOptions(full_state_dict=True)
@@ -216,9 +216,9 @@ def interrupted(rank: int, folder: str, in_fp8: bool) -> Any:
     else:
         model_state, optimizer_state = get_state_dict(*before)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        places, optimizer_places = get_state_dict(*after)
-        dcp.load({"model": places, "optimizer": optimizer_places}, checkpoint_id=folder)
-        set_state_dict(*after, model_state_dict=places, optim_state_dict=optimizer_places)
+        loaded, loaded_optimizer = get_state_dict(*after)
+        dcp.load({"model": loaded, "optimizer": loaded_optimizer}, checkpoint_id=folder)
+        set_state_dict(*after, model_state_dict=loaded, optim_state_dict=loaded_optimizer)
     return expected, found + [step(after, n, rank) for n in range(2, 4)]
 
 
@@ -230,22 +230,22 @@ def test_a_sharded_model_resumes_with_the_same_bits(tmp_path: Path, in_fp8: bool
 
 
 def broadcast(rank: int) -> Any:
-    """The first rank has the state of a trained DDP model, and gives it to all, in a model wrapped anew."""
+    """Rank 0 broadcasts the state of a trained DDP model into new DDP models on all ranks."""
     source = prepared(DistributedDataParallel(network()))
     for number in range(2):
         step(source, number, rank)
     target = DistributedDataParallel(network())
     prepare_states(target, DELAYED)
-    got = get_model_state_dict(source[0])
+    state_dict = get_model_state_dict(source[0])
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
-    set_model_state_dict(target, dict(got) if rank == 0 else {}, options=options)
-    return list(got), states(source[0]), states(target), states(source[0].module)
+    set_model_state_dict(target, dict(state_dict) if rank == 0 else {}, options=options)
+    return list(state_dict), states(source[0]), states(target), states(source[0].module)
 
 
 @pytest.mark.smoke
 @pytest.mark.distributed
 def test_states_reach_every_rank_of_a_wrapped_model() -> None:
-    for names, expected, found, unwrap_model in on_ranks(2, broadcast):
+    for names, expected, found, unwrapped in on_ranks(2, broadcast):
         assert "0.up.weight.scale" in names
         assert same(expected, found)
-        assert same(expected, unwrap_model)
+        assert same(expected, unwrapped)

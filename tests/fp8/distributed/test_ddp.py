@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the scaling states are no buffers that it would broadcast, and the amaxes cost two MAXes."""
+"""DistributedDataParallel has the results of one process, and a step needs two collectives for its amaxes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .ranks import counted, on_ranks
-from .runs import RECIPES, STEPS, alone, close, network, on_rank, same
+from .runs import RECIPES, STEPS, assert_close, assert_same, network, train_on_one_process, train_on_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -15,22 +15,22 @@ pytestmark = pytest.mark.distributed
 def ddp(rank: int, name: str) -> Any:
     model = DistributedDataParallel(network())
     with counted() as wire:
-        return {**on_rank(model, rank, RECIPES[name], dist.group.WORLD), "calls": dict(wire.calls)}
+        return {**train_on_rank(model, rank, RECIPES[name], dist.group.WORLD), "calls": dict(wire.calls)}
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_ranks_are_one_process_bit_for_bit(name: str) -> None:
+def test_two_ranks_have_the_bits_of_one_process(name: str) -> None:
     found = on_ranks(2, ddp, name)
-    for rank, wanted in enumerate(alone(RECIPES[name], 2)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
+        assert_same(found[rank], expected)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_four_ranks_are_one_process_to_the_last_bits(name: str) -> None:
+def test_four_ranks_have_the_results_of_one_process(name: str) -> None:
     found = on_ranks(4, ddp, name)
-    for rank, wanted in enumerate(alone(RECIPES[name], 4)):
-        close(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 4)):
+        assert_close(found[rank], expected)
 
 
 def test_delayed_scaling_adds_two_collectives_to_a_step() -> None:

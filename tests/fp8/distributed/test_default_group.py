@@ -1,6 +1,6 @@
 """Without an explicit group, `autocast` reduces over the default process group, as Transformer Engine does.
 
-Whoever wants scales of each rank's own says so with `reduce_amax=False`; what runs on one rank alone says it by itself.
+`reduce_amax=False` gives each rank its own scales. Calibration and training on one rank never reduce.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from fp8serve.train.trainer import Trainer
 from tests.tiny import CHATS, write_tiny_model
 
 from .ranks import counted, on_ranks
-from .runs import DELAYED, STEPS, alone, network, on_rank, same
+from .runs import DELAYED, STEPS, assert_same, network, train_on_one_process, train_on_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -34,27 +34,27 @@ def newest(layer: Linear) -> float:
 
 
 def ported(rank: int, recipe: Recipe) -> Any:
-    """A data-parallel script that says nothing about a group."""
+    """Runs a data-parallel script that passes no group."""
     with counted() as wire:
-        found = on_rank(DistributedDataParallel(network()), rank, recipe, None)
+        found = train_on_rank(DistributedDataParallel(network()), rank, recipe, None)
     return {**found, "calls": wire.calls["allreduce"]}
 
 
 @pytest.mark.smoke
 def test_a_script_without_a_group_has_the_scales_of_one_process() -> None:
     found = on_ranks(2, ported, DELAYED)
-    for rank, wanted in enumerate(alone(DELAYED, 2)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(DELAYED, 2)):
+        assert_same(found[rank], expected)
 
 
-def test_reduce_amax_false_sends_nothing() -> None:
-    apart, together = (on_ranks(2, ported, recipe) for recipe in (replace(DELAYED, reduce_amax=False), DELAYED))
-    assert [r["calls"] for r in together] == [r["calls"] + 2 * STEPS for r in apart]
+def test_reduce_amax_false_needs_no_collective() -> None:
+    separate, reduced = (on_ranks(2, ported, recipe) for recipe in (replace(DELAYED, reduce_amax=False), DELAYED))
+    assert [r["calls"] for r in reduced] == [r["calls"] + 2 * STEPS for r in separate]
     name = "0.up.input.scale"
-    assert not torch.equal(apart[0]["state"][name], apart[1]["state"][name])
+    assert not torch.equal(separate[0]["state"][name], separate[1]["state"][name])
 
 
-@autocast(recipe=SHORT)  # made while there is no process group yet
+@autocast(recipe=SHORT)  # created before there is a process group
 def decorated(layer: Linear, x: torch.Tensor) -> None:
     layer(x)
 
@@ -68,12 +68,12 @@ def early(rank: int) -> float:
 def test_the_group_is_looked_up_when_the_context_is_entered() -> None:
     assert on_ranks(2, early) == [2.0, 2.0]
     layer = Linear(8, 8)
-    decorated(layer, torch.ones(2, 8))  # and here is none
+    decorated(layer, torch.ones(2, 8))  # without a process group
     assert newest(layer) == 1.0
 
 
 def on_one_rank(rank: int) -> float:
-    """What one rank must be able to do alone: evaluate, and compute in high precision."""
+    """Rank 0 evaluates, and trains in high precision, without the other rank."""
     layer, x = Linear(8, 8), torch.full((2, 8), float(rank + 1))
     with autocast(recipe=SHORT):
         layer(x)
@@ -92,8 +92,8 @@ def test_one_rank_may_evaluate_alone() -> None:
     assert on_ranks(2, on_one_rank) == [2.0, 2.0]
 
 
-def anew(rank: int) -> float:
-    """The default group is destroyed and made again, by one rank for itself alone."""
+def with_new_group(rank: int) -> float:
+    """Each rank destroys the default group and creates one of its own."""
     layer, x = Linear(8, 8), torch.full((2, 8), float(rank + 1))
     with autocast(recipe=SHORT):
         layer(x)
@@ -106,25 +106,25 @@ def anew(rank: int) -> float:
     return newest(layer)
 
 
-def test_another_default_group_is_noticed_and_a_group_of_one_sends_nothing() -> None:
-    assert on_ranks(2, anew) == [3.0, 6.0]
+def test_a_new_default_group_is_used_and_a_group_of_one_needs_no_collective() -> None:
+    assert on_ranks(2, with_new_group) == [3.0, 6.0]
 
 
 def left_behind(rank: int) -> bool:
-    """Whether anything still refers to a group that was reduced over and destroyed."""
+    """Returns whether a destroyed group, which amaxes were reduced over, is still referenced."""
     layer, group = Linear(8, 8), dist.new_group([0, 1])
     with autocast(recipe=SHORT, amax_reduction_group=group):
         y = layer(torch.ones(2, 8))
     y.sum().backward()
     dist.barrier()
-    found = weakref.ref(group)
+    reference = weakref.ref(group)
     dist.destroy_process_group(group)
     del group
-    return found() is not None
+    return reference() is not None
 
 
-def test_the_common_session_lets_a_destroyed_group_go() -> None:
-    """Otherwise its threads would live as long as the process."""
+def test_the_common_session_keeps_no_reference_to_a_destroyed_group() -> None:
+    """A reference would keep the threads of the group alive."""
     assert on_ranks(2, left_behind) == [False, False]
 
 
@@ -139,16 +139,16 @@ def destroyed_too_early(rank: int) -> str:
         y.sum().backward()
     except RecipeError as error:
         return str(error)
-    return "gradients of one rank alone"
+    return "no error"
 
 
 def test_a_backward_pass_without_its_group_is_refused() -> None:
-    told = "The process group was destroyed before the amaxes of this step were reduced over it."
-    assert on_ranks(2, destroyed_too_early) == [told, told]
+    message = "The process group was destroyed before the amaxes of this step were reduced over it."
+    assert on_ranks(2, destroyed_too_early) == [message, message]
 
 
 def whole_job(rank: int, folder: str) -> int:
-    """Rank 0 alone calibrates a model and fine-tunes the result while the others wait."""
+    """Rank 0 calibrates a model and fine-tunes the result while the other rank waits."""
     if rank == 0:
         out, data = Path(folder) / "fp8", Path(folder) / "chats.jsonl"
         calibrate(Path(folder) / "model", out=out, recipe=SHORT, samples=2, seq_len=32, batch_size=1)

@@ -1,4 +1,4 @@
-"""The torchrun example, as its docstring runs it: two gloo processes."""
+"""The torchrun example on two gloo processes, started as in its docstring."""
 
 import os
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_two_processes_learn() -> None:
+def test_the_loss_of_two_processes_falls() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_fsdp2.py"]
     options = ["--steps", "12", "--recipe", "delayed"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -1,4 +1,4 @@
-"""FSDP2: the gathered FP8 data, the bytes they send, and comparison with the run of one process."""
+"""FSDP2: the gathered FP8 weights, the bytes that ranks send, and results equal to those of one process."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,7 +18,19 @@ from fp8serve.fp8.fsdp import GatheredWeight, gather_in_fp8, load_whole_state, w
 from fp8serve.fp8.recipe import Recipe
 
 from .ranks import Wire, counted, on_ranks
-from .runs import DELAYED, RECIPES, Block, alone, batch, close, layers, loss_of, network, on_rank, same
+from .runs import (
+    DELAYED,
+    RECIPES,
+    Block,
+    assert_close,
+    assert_same,
+    batch,
+    layers,
+    loss_of,
+    network,
+    train_on_one_process,
+    train_on_rank,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +42,7 @@ def mesh() -> DeviceMesh:
 
 
 def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
-    """Every block and the rest, over all ranks."""
+    """Shards every block, and the remaining parameters, over all ranks."""
     over, policy = mesh(), policy or MixedPrecisionPolicy()
     for block in (m for m in model.children() if isinstance(m, Block)):
         fully_shard(block, mesh=over, mp_policy=policy)
@@ -42,46 +54,48 @@ def sharded(rank: int, name: str, in_fp8: bool, microbatches: int = 1) -> Any:
     model = network()
     if in_fp8:
         gather_in_fp8(model)
-    return on_rank(shard(model), rank, RECIPES[name], dist.group.WORLD, microbatches)
+    return train_on_rank(shard(model), rank, RECIPES[name], dist.group.WORLD, microbatches)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_two_ranks_gathering_in_fp8_are_one_process_bit_for_bit(name: str) -> None:
+def test_two_ranks_gathering_in_fp8_have_the_bits_of_one_process(name: str) -> None:
     found = on_ranks(2, sharded, name, True)
-    for rank, wanted in enumerate(alone(RECIPES[name], 2)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
+        assert_same(found[rank], expected)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_four_ranks_gathering_in_fp8_are_one_process_to_the_last_bits(name: str) -> None:
+def test_four_ranks_gathering_in_fp8_have_the_results_of_one_process(name: str) -> None:
     found = on_ranks(4, sharded, name, True)
-    for rank, wanted in enumerate(alone(RECIPES[name], 4)):
-        close(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 4)):
+        assert_close(found[rank], expected)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_accumulating_gradients_is_one_process_bit_for_bit(name: str) -> None:
+def test_accumulated_gradients_have_the_bits_of_one_process(name: str) -> None:
     found = on_ranks(2, sharded, name, True, 3)
-    for rank, wanted in enumerate(alone(RECIPES[name], 2, 3)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2, 3)):
+        assert_same(found[rank], expected)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gathering_in_high_precision_serves_every_recipe(name: str) -> None:
+def test_gathering_in_high_precision_works_with_every_recipe(name: str) -> None:
     found = on_ranks(2, sharded, name, False)
-    for rank, wanted in enumerate(alone(RECIPES[name], 2)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
+        assert_same(found[rank], expected)
 
 
-def seen_data(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    """The FP8 data and scale_inv of every weight as its layer sees them in a forward pass."""
+def weight_data(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Returns the FP8 data and scale_inv that every layer uses for its weight in a forward pass."""
     found: dict[str, Any] = {}
 
     def keep(layer: str, q: Tensor, scale_inv: Tensor) -> None:
         found[layer] = [q.view(torch.uint8).clone(), scale_inv.clone()]
 
-    def gathered(layer: str, weight: Tensor) -> None:  # cast elsewhere, so that its layer's observer sees nothing
+    def gathered(
+        layer: str, weight: Tensor
+    ) -> None:  # a gathered weight is already cast, so the layer's observer is not called
         if isinstance(weight, GatheredWeight):
             keep(layer, weight.quantized.q, weight.quantized.scale_inv)
 
@@ -105,12 +119,12 @@ def data_on_rank(rank: int, recipe: Recipe) -> Any:
 
 
 def steps_with_data(model: nn.Module, context: Callable[[], autocast]) -> list[Any]:
-    """Three steps on the same data everywhere; the weights grow from step to step."""
+    """Runs three steps on the same data on all ranks; multiplies the weights by 3 after every step."""
     found = []
     for i in range(3):
         with context():
             loss = loss_of(model, batch(i, 0))
-            found.append(seen_data(model, batch(i, 0)))
+            found.append(weight_data(model, batch(i, 0)))
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -121,10 +135,10 @@ def steps_with_data(model: nn.Module, context: Callable[[], autocast]) -> list[A
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_the_data_are_those_of_one_process(world: int, name: str) -> None:
-    wanted = steps_with_data(network(), lambda: autocast(recipe=RECIPES[name]))
+def test_gathered_weights_are_those_of_one_process(world: int, name: str) -> None:
+    expected = steps_with_data(network(), lambda: autocast(recipe=RECIPES[name]))
     for found in on_ranks(world, data_on_rank, RECIPES[name]):
-        for here, there in zip(found, wanted, strict=True):
+        for here, there in zip(found, expected, strict=True):
             assert here.keys() == there.keys()
             for layer in there:
                 assert torch.equal(here[layer][0], there[layer][0])
@@ -140,7 +154,7 @@ def step(model: nn.Module, recipe: Recipe) -> Wire:
 
 
 def bytes_on_wire(rank: int) -> Any:
-    """The bytes that a step gathers: in FP8 under either recipe, and in BF16."""
+    """Returns the bytes and calls of a step that gathers in FP8, with each recipe, and in BF16."""
     found = {}
     for name, recipe in {"delayed": DELAYED, "current": RECIPES["current"], "bf16": RECIPES["current"]}.items():
         model = nn.Sequential(*[Linear(32, 32, bias=False) for _ in range(4)])
@@ -156,11 +170,11 @@ def bytes_on_wire(rank: int) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_half_the_bytes_of_bf16(world: int) -> None:
+def test_gathering_in_fp8_sends_half_the_bytes_of_bf16(world: int) -> None:
     found = on_ranks(world, bytes_on_wire)[0]
-    elements = 4 * 32 * 32 // world  # that a rank sends in one gather of all layers
+    elements = 4 * 32 * 32 // world  # elements that a rank sends to gather all layers once
     assert found["bf16"]["bytes"]["allgather_base"] == 2 * 2 * elements  # forward and backward
-    in_fp8 = 2 * (elements + 4 * 4)  # and the amax of each layer's rows
+    in_fp8 = 2 * (elements + 4 * 4)  # and the amax of each layer's shard
     assert found["delayed"]["bytes"]["allgather_base"] == in_fp8
     assert found["current"]["bytes"]["allgather_base"] == in_fp8
     assert found["delayed"]["calls"]["allreduce"] == 2  # forward and backward amaxes of all four layers
@@ -169,53 +183,55 @@ def test_half_the_bytes_of_bf16(world: int) -> None:
 
 
 class Choice(nn.Module):
-    """Two layers that are gathered together, of which one runs."""
+    """Two layers that are gathered together; each call runs one of them."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Linear(32, rows, bias=False), Linear(32, rows, bias=False)])
 
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.layers[which](x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        return self.layers[index](x)  # type: ignore[no-any-return]
 
 
 def amaxes_of_weights(rank: int, rows: int) -> list[list[float]]:
-    """What the weights' histories hold after each layer has run on one rank, and what it should be."""
+    """Runs another layer on each rank; returns the amaxes in the weights' histories, and the expected amaxes."""
     torch.manual_seed(0)
     model = Choice(rows)
     with torch.no_grad():
-        for layer, other in zip(model.layers, (slice(17, None), slice(0, 16)), strict=True):
-            cast(Any, layer).weight[other] *= 8  # of the rank on which it does not run
-    wanted = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
+        for layer, rows_of_other_rank in zip(model.layers, (slice(17, None), slice(0, 16)), strict=True):
+            cast(Any, layer).weight[rows_of_other_rank] *= (
+                8  # the maximum is in the shard of the rank that does not run the layer
+            )
+    expected = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
     gather_in_fp8(model)
     fully_shard(model, mesh=mesh())
     with autocast(recipe=DELAYED):
         model(torch.randn(4, 32), rank)
-    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], wanted]
+    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], expected]
 
 
 @pytest.mark.parametrize("rows", [32, 33])
 def test_a_layer_that_runs_on_one_rank_has_the_amax_of_its_whole_weight(rows: int) -> None:
-    for found, wanted in on_ranks(2, amaxes_of_weights, rows):
-        assert found == wanted
+    for found, expected in on_ranks(2, amaxes_of_weights, rows):
+        assert found == expected
 
 
 def amaxes_of_two_microbatches(rank: int) -> list[list[float]]:
-    """What the weights' histories hold after each layer has run in one of two microbatches, and what they should."""
+    """Runs one layer in each of two microbatches; returns the amaxes in the histories, and the expected amaxes."""
     torch.manual_seed(0)
     model = Choice(32)
-    wanted = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
+    expected = [float(cast(Any, layer).weight.detach().abs().max()) for layer in model.layers]
     gather_in_fp8(model)
     fully_shard(model, mesh=mesh())
-    for which in (0, 1):
-        with autocast(recipe=DELAYED, is_first_microbatch=which == 0):
-            model(torch.randn(4, 32), which)
-    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], wanted]
+    for index in (0, 1):
+        with autocast(recipe=DELAYED, is_first_microbatch=index == 0):
+            model(torch.randn(4, 32), index)
+    return [[float(cast(Any, layer).scaling["weight"].amax_history.max()) for layer in model.layers], expected]
 
 
-def test_a_layer_that_runs_in_a_later_microbatch_only_has_its_amax() -> None:
-    for found, wanted in on_ranks(2, amaxes_of_two_microbatches):
-        assert found == wanted
+def test_a_layer_that_runs_only_in_a_later_microbatch_records_its_amax() -> None:
+    for found, expected in on_ranks(2, amaxes_of_two_microbatches):
+        assert found == expected
 
 
 REFUSED: dict[str, tuple[Recipe, bool, str]] = {
@@ -228,23 +244,25 @@ REFUSED: dict[str, tuple[Recipe, bool, str]] = {
 
 
 def refusals(rank: int) -> Any:
-    said, only_this_one = {}, [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    for name, (recipe, spanning, _) in REFUSED.items():
+    messages, own_group = {}, [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    for name, (recipe, uses_default_group, _) in REFUSED.items():
         model = shard(gather_in_fp8(network()))
         with (
             pytest.raises(RecipeError) as error,
-            autocast(recipe=recipe, amax_reduction_group=None if spanning else only_this_one),
+            autocast(recipe=recipe, amax_reduction_group=None if uses_default_group else own_group),
         ):
             model(batch(0, 0))
-        said[name] = str(error.value)
+        messages[name] = str(error.value)
     with pytest.raises(RecipeError) as error:
         shard(gather_in_fp8(network()))(batch(0, 0))
-    said["outside"] = str(error.value)
-    said["island"] = in_an_island(shard(gather_in_fp8(nn.Sequential(Island(network())))))
-    return said
+    messages["outside"] = str(error.value)
+    messages["island"] = in_an_island(shard(gather_in_fp8(nn.Sequential(Island(network())))))
+    return messages
 
 
 class Island(nn.Module):
+    """Runs a module in high precision inside FP8 autocast."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -260,15 +278,15 @@ def in_an_island(model: nn.Module) -> str:
     return str(error.value)
 
 
-def test_what_needs_high_precision_weights_is_refused_in_words() -> None:
-    for said in on_ranks(2, refusals):
-        assert all(words in said[name] for name, (_, _, words) in REFUSED.items())
-        assert "inside autocast" in said["outside"]
-        assert "no high-precision values" in said["island"]
+def test_recipes_that_need_high_precision_weights_are_refused_with_a_reason() -> None:
+    for messages in on_ranks(2, refusals):
+        assert all(words in messages[name] for name, (_, _, words) in REFUSED.items())
+        assert "inside autocast" in messages["outside"]
+        assert "no high-precision values" in messages["island"]
 
 
 def evaluated(rank: int) -> Any:
-    """A step, an evaluation, and a step: as in one process, evaluating leaves no trace."""
+    """Alternates evaluations and steps; as in one process, an evaluation must not change any state."""
     model = shard(gather_in_fp8(network()))
     return [step_and_evaluate(model, dist.group.WORLD) for _ in range(3)]
 
@@ -289,42 +307,43 @@ def step_and_evaluate(model: nn.Module, group: Any) -> list[float]:
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_evaluating_between_steps_changes_nothing() -> None:
     model = network()
-    wanted = [step_and_evaluate(model, None) for _ in range(3)]
-    assert on_ranks(2, evaluated) == [wanted, wanted]
+    expected = [step_and_evaluate(model, None) for _ in range(3)]
+    assert on_ranks(2, evaluated) == [expected, expected]
 
 
 def loaded(rank: int) -> Any:
-    """From the meta device: shard first, then allocate and fill."""
+    """Creates the model on the device "meta", shards it, allocates it and fills it."""
     filled = network().state_dict()
     with torch.device("meta"):
         model = network()
     shard(gather_in_fp8(model)).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
-        mine = cast(DTensor, parameter).to_local()
+        shard_of_rank = cast(DTensor, parameter).to_local()
         start = sum(len(part) for part in filled[name].chunk(dist.get_world_size())[:rank])
         with torch.no_grad():
-            mine.copy_(filled[name][start : start + len(mine)])
-    return on_rank(model, rank, DELAYED, dist.group.WORLD)
+            shard_of_rank.copy_(filled[name][start : start + len(shard_of_rank)])
+    return train_on_rank(model, rank, DELAYED, dist.group.WORLD)
 
 
-def test_a_model_from_the_meta_device() -> None:
+def test_a_model_from_the_meta_device_has_the_bits_of_one_process() -> None:
     found = on_ranks(2, loaded)
-    for rank, wanted in enumerate(alone(DELAYED, 2)):
-        same(found[rank], wanted)
+    for rank, expected in enumerate(train_on_one_process(DELAYED, 2)):
+        assert_same(found[rank], expected)
 
 
 def interrupted(rank: int) -> Any:
-    """Two steps, saved and loaded into a model sharded anew; two more: against four without a break."""
-    through, before = (shard(gather_in_fp8(network())) for _ in range(2))
+    """Returns the losses of four steps; of two steps, a checkpoint and two steps of a newly sharded model; and of one
+    step of an unsharded model from that checkpoint."""
+    uninterrupted, before = (shard(gather_in_fp8(network())) for _ in range(2))
     group = dist.group.WORLD
-    found = [step_and_evaluate(through, group) for _ in range(4)]
-    again = [step_and_evaluate(before, group) for _ in range(2)]
+    found = [step_and_evaluate(uninterrupted, group) for _ in range(4)]
+    resumed = [step_and_evaluate(before, group) for _ in range(2)]
     state = whole_state(before)
     after = shard(gather_in_fp8(network()))
     load_whole_state(after, {name: value.clone() for name, value in state.items()})
-    alone = network()
-    alone.load_state_dict(state)
-    return found, again + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(alone, None)
+    unsharded = network()
+    unsharded.load_state_dict(state)
+    return found, resumed + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(unsharded, None)
 
 
 @pytest.mark.smoke
@@ -335,7 +354,7 @@ def test_a_sharded_model_is_saved_whole_and_resumes_with_the_same_bits() -> None
 
 
 class Recomputed(nn.Module):
-    """A block whose activations are dropped and computed again in the backward pass."""
+    """A block whose activations are recomputed in the backward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -346,7 +365,7 @@ class Recomputed(nn.Module):
 
 
 def variants(rank: int) -> Any:
-    """FSDP2 as it is often used: activations recomputed; weights kept between forward and backward; prefetched."""
+    """Common uses of FSDP2: recomputed activations, weights kept between forward and backward, prefetched weights."""
     group = dist.group.WORLD
     recomputed = gather_in_fp8(nn.Sequential(*[Recomputed(m) if isinstance(m, Block) else m for m in network()]))
     for module in recomputed:
@@ -358,10 +377,10 @@ def variants(rank: int) -> Any:
     sharded = [fully_shard(module, mesh=mesh()) for module in prefetched]
     sharded[0].set_modules_to_forward_prefetch(sharded[1:])
     models = recomputed, kept, prefetched
-    return [on_rank(fully_shard(m, mesh=mesh()), rank, DELAYED, group)["losses"] for m in models]
+    return [train_on_rank(fully_shard(m, mesh=mesh()), rank, DELAYED, group)["losses"] for m in models]
 
 
-def test_recomputing_keeping_and_prefetching_change_nothing() -> None:
-    wanted = alone(DELAYED, 2)
+def test_recomputing_keeping_and_prefetching_do_not_change_the_losses() -> None:
+    expected = train_on_one_process(DELAYED, 2)
     for rank, found in enumerate(on_ranks(2, variants)):
-        assert found == [wanted[rank]["losses"]] * 3
+        assert found == [expected[rank]["losses"]] * 3

@@ -1,4 +1,4 @@
-"""FSDP2: a gathered weight is the weight as it is, whoever wrote to the shards and how."""
+"""FSDP2: a gathered weight has the current values of its shards, however they were written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ Step = Callable[[nn.Module, Callable[[], None]], None]
 
 
 def sharded(in_fp8: bool) -> nn.Module:
-    """Nothing stays gathered after a forward pass: what FSDP2 itself does not gather again is no matter of ours."""
+    """Reshards every weight after the forward pass; a weight that FSDP2 keeps gathered is not tested here."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = gather_in_fp8(network()) if in_fp8 else network()
     for block in (*list(model.children())[:2], model):
@@ -34,24 +34,24 @@ def sharded(in_fp8: bool) -> nn.Module:
     return model
 
 
-def by_optimizer(make: Callable[..., torch.optim.Optimizer], before: bool, none: bool) -> Step:
-    made: list[torch.optim.Optimizer] = []
+def by_optimizer(make: Callable[..., torch.optim.Optimizer], before: bool, set_to_none: bool) -> Step:
+    created: list[torch.optim.Optimizer] = []
 
     def step(model: nn.Module, backward: Callable[[], None]) -> None:
-        if not made:
-            made.append(make(model.parameters()))
+        if not created:
+            created.append(make(model.parameters()))
         if before:
-            made[0].zero_grad(set_to_none=none)
+            created[0].zero_grad(set_to_none=set_to_none)
         backward()
-        made[0].step()
+        created[0].step()
         if not before:
-            made[0].zero_grad(set_to_none=none)
+            created[0].zero_grad(set_to_none=set_to_none)
 
     return step
 
 
 def by_writing(write: Callable[[Tensor], None]) -> Step:
-    """Gradients stay, an evaluation comes before the write."""
+    """Evaluates after the backward pass, then writes the weights; gradients are kept."""
 
     def step(model: nn.Module, backward: Callable[[], None]) -> None:
         backward()
@@ -82,9 +82,9 @@ def in_place(parameter: Tensor) -> None:
 
 
 def steps() -> Iterator[tuple[str, Step]]:
-    for before, none in product((True, False), (True, False)):
-        made = by_optimizer(lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), before, none)
-        yield f"AdamW fused, zero_grad {'before' if before else 'after'}, {none}", made
+    for before, set_to_none in product((True, False), (True, False)):
+        step = by_optimizer(lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), before, set_to_none)
+        yield f"AdamW fused, zero_grad {'before' if before else 'after'}, {set_to_none}", step
     # SGD has no fused form for shards
     yield "Adagrad plain", by_optimizer(lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=False), True, False)
     yield "SGD foreach", by_optimizer(lambda p: torch.optim.SGD(p, lr=0.05, foreach=True), True, False)
@@ -92,13 +92,13 @@ def steps() -> Iterator[tuple[str, Step]]:
         yield write.__name__, by_writing(write)
 
 
-def frozen(rank: int, recipe: Recipe, in_fp8: bool, one_context: bool) -> Any:
-    """The steps after which the sharded model differs from a whole one with its weights and scales."""
-    wrong = []
+def differing_steps(rank: int, recipe: Recipe, in_fp8: bool, one_context: bool) -> Any:
+    """Returns the names of the steps after which the sharded model differs from an unsharded one with its state."""
+    differing = []
     for name, step in steps():
         model = sharded(in_fp8)
-        around = autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD)
-        outer, inner = (around, nullcontext()) if one_context else (nullcontext(), around)
+        context = autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD)
+        outer, inner = (context, nullcontext()) if one_context else (nullcontext(), context)
         with outer:
             for _ in range(2):
                 with inner:
@@ -106,8 +106,8 @@ def frozen(rank: int, recipe: Recipe, in_fp8: bool, one_context: bool) -> Any:
                 with inner:  # for the evaluations
                     step(model, loss.backward)  # type: ignore[arg-type]
                 if not equal_to_whole(model, recipe):
-                    wrong.append(name)
-    return wrong
+                    differing.append(name)
+    return differing
 
 
 def equal_to_whole(model: nn.Module, recipe: Recipe) -> bool:
@@ -121,18 +121,18 @@ def equal_to_whole(model: nn.Module, recipe: Recipe) -> bool:
 
 
 @pytest.mark.parametrize(("name", "one_context"), [("delayed", False), ("current", False), ("current", True)])
-def test_what_is_gathered_in_fp8_is_the_weight_as_it_is(name: str, one_context: bool) -> None:
-    """Current scaling works in one context around a whole loop, too; delayed scaling warns of that."""
-    assert on_ranks(2, frozen, RECIPES[name], True, one_context) == [[], []]
+def test_weights_gathered_in_fp8_are_current(name: str, one_context: bool) -> None:
+    """Current scaling also works in one context around a whole loop; delayed scaling warns there."""
+    assert on_ranks(2, differing_steps, RECIPES[name], True, one_context) == [[], []]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_gathered_in_high_precision_is_the_weight_as_it_is(name: str) -> None:
-    assert on_ranks(2, frozen, RECIPES[name], False, False) == [[], []]
+def test_weights_gathered_in_high_precision_are_current(name: str) -> None:
+    assert on_ranks(2, differing_steps, RECIPES[name], False, False) == [[], []]
 
 
 def accumulating(rank: int, recipe: Recipe) -> Any:
-    """How many bytes are cast in each microbatch, announced, and after a step that only the weights show."""
+    """Returns the collectives of every microbatch, and whether the weights are current after an optimizer step."""
     model = sharded(True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
     calls = []
@@ -148,8 +148,8 @@ def accumulating(rank: int, recipe: Recipe) -> Any:
     return calls, equal_to_whole(model, recipe)
 
 
-def test_announced_microbatches_find_no_amax_anew() -> None:
-    """Under a current recipe a cast takes one collective for the amaxes of all weights."""
-    for calls, right in on_ranks(2, accumulating, RECIPES["current"]):
+def test_later_microbatches_compute_no_amax() -> None:
+    """With current scaling, quantizing the weights takes one collective for their amaxes."""
+    for calls, is_current in on_ranks(2, accumulating, RECIPES["current"]):
         assert calls == [1, 0, 1, 0]
-        assert right
+        assert is_current

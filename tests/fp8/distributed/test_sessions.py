@@ -1,4 +1,4 @@
-"""Places in the collective: copies, large models, models of one rank alone, sessions that a model owns."""
+"""Slots of modules in the amax collective: copies, large models, models of one rank only, and own sessions."""
 
 import copy
 from typing import Any
@@ -22,13 +22,13 @@ def newest(layer: Linear) -> float:
 
 
 def run(layer: torch.nn.Module, rank: int, session: Session | None = None) -> None:
-    """One forward pass on data of magnitude rank + 1."""
+    """Runs a forward pass on data of magnitude rank + 1."""
     with autocast(recipe=RECIPE, session=session):
         layer(torch.full((2, 8), float(rank + 1)))
 
 
 def copying(rank: int) -> Any:
-    """Rank 0 alone copies the model again and again, more often than a collective has places."""
+    """Rank 0 alone copies the model, more often than the collective has slots."""
     layer = Linear(8, 8)
     for _ in range(1100 if rank == 0 else 0):
         copied = copy.deepcopy(layer)
@@ -42,14 +42,14 @@ def copying(rank: int) -> Any:
 
 
 @pytest.mark.smoke
-def test_copies_of_one_rank_change_neither_the_length_nor_any_place() -> None:
+def test_copies_on_one_rank_change_neither_the_length_nor_the_slots_of_the_collective() -> None:
     one, other = on_ranks(2, copying)
     assert one == other
     assert one[:2] == (2.0, 2.0)
 
 
 def running_copies(rank: int) -> Any:
-    """Rank 0's copies are trained, under the reduction; then all ranks make another model."""
+    """Rank 0 runs copies of the model, with reduction; then all ranks create another model."""
     layer = Linear(8, 8)
     extra = [copy.deepcopy(layer) for _ in range(3 if rank == 0 else 0)]
     with autocast(recipe=RECIPE):
@@ -60,7 +60,7 @@ def running_copies(rank: int) -> Any:
     return newest(layer), newest(later)
 
 
-def test_amaxes_of_a_copy_enter_no_other_model() -> None:
+def test_amaxes_of_a_copy_do_not_enter_another_model() -> None:
     assert on_ranks(2, running_copies) == [(2.0, 2.0), (2.0, 2.0)]
 
 
@@ -75,7 +75,7 @@ def test_a_copy_that_all_ranks_make_is_reduced() -> None:
 
 
 def large(rank: int) -> Any:
-    """More modules than the places a group begins with; the last of them runs on rank 0 only."""
+    """Creates more modules than a group has slots at first; the last module runs on rank 0 only."""
     layers = [Linear(8, 8, bias=False) for _ in range(1030)]
     calls = []
     for _ in range(2):
@@ -95,11 +95,11 @@ def test_a_model_larger_than_the_first_collective_is_reduced_at_once() -> None:
     assert first["input"][1] == [0.0, 0.0, 2.0, 2.0]
     assert last["input"][1] == [0.0, 0.0, 5.0, 5.0]
     assert [state[3] for state in last.values()] == [2, 2, 2]
-    assert calls == [2, 1]  # counted without the backward pass: once more in the very first update, never again
+    assert calls == [2, 1]  # forward passes only; the first update needs a second collective
 
 
 def growing(rank: int) -> Any:
-    """A model that is made later goes beyond the agreed places; rank 1 does not run it."""
+    """Creates a second model later, for which the group has too few slots; only rank 0 runs it."""
     layer, found = Linear(8, 8), []
     run(layer, rank)
     later = [Linear(8, 8, bias=False) for _ in range(1030)][-1]
@@ -112,16 +112,16 @@ def growing(rank: int) -> Any:
     return found, states(later), newest(layer)
 
 
-def test_places_that_are_needed_later_are_there_from_the_next_step_on() -> None:
-    (one, state, newest_here), (other, its_state, newest_there) = on_ranks(2, growing)
+def test_slots_that_are_needed_later_are_added_in_the_next_step() -> None:
+    (one, state, newest_here), (other, other_state, newest_there) = on_ranks(2, growing)
     assert one == [(1, [0]), (1, [1]), (1, [2])]
-    assert other == [(1, []), (1, [1]), (1, [2])]  # it never ran the model and has its states all the same
-    assert state == its_state
+    assert other == [(1, []), (1, [1]), (1, [2])]  # rank 1 has states of a model that it has not run
+    assert state == other_state
     assert newest_here == newest_there == 2.0
 
 
 def owned(rank: int) -> Any:
-    """The ranks have made different numbers of modules and copies, and rank 1 does not run the model at first."""
+    """The ranks have created different numbers of modules; rank 1 does not run the model in the first step."""
     others = [Linear(8, 8) for _ in range(3 * rank)]
     model = torch.nn.Sequential(Linear(8, 8), Linear(8, 8))
     session = Session(model)
@@ -131,7 +131,7 @@ def owned(rank: int) -> Any:
         if y is not None:
             y.sum().backward()
     with autocast(recipe=RECIPE, session=session):
-        pass  # the gradients' amaxes, which wait for the next context because rank 1 had no backward pass at first
+        pass  # reduces the last gradient amaxes, since rank 1 had no backward pass in the first step
     return [states(layer) for layer in model], wire.calls["allreduce"], len(others)  # type: ignore[arg-type]
 
 
@@ -142,20 +142,20 @@ def test_ranks_that_made_different_modules_agree_in_a_session_of_the_model() -> 
 
 
 def copied_session(rank: int) -> Any:
-    """Rank 0 copies a model that owns its session, and trains the copy by itself."""
+    """Rank 0 copies a model with its own session, and runs the copy without reduction."""
     model = torch.nn.Sequential(Linear(8, 8))
     session = Session(model)
-    alone = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    local_recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
     if rank == 0:
         twin = copy.deepcopy(model)
-        with autocast(recipe=alone, session=Session.of(twin)):
+        with autocast(recipe=local_recipe, session=Session.of(twin)):
             twin(torch.full((2, 8), 50.0))
         assert newest(twin[0]) == 50.0
     run(model, rank, session)
     return newest(model[0])  # type: ignore[arg-type]
 
 
-def test_a_copy_of_a_model_with_a_session_is_nobody_elses_business() -> None:
+def test_a_copy_of_a_model_with_a_session_has_a_session_of_its_own() -> None:
     assert on_ranks(2, copied_session) == [2.0, 2.0]
 
 
@@ -165,12 +165,12 @@ def unnamed(rank: int) -> Any:
     try:
         run(model, rank)
     except RecipeError as error:
-        run(model, rank, session)  # the failed step has left nothing behind
+        run(model, rank, session)  # the failed step has changed no state
         return str(error), newest(model[0])  # type: ignore[arg-type]
-    return "nothing was noticed", 0.0
+    return "no error", 0.0
 
 
-def test_a_layer_that_the_context_would_not_reduce_is_refused() -> None:
-    for said, amax in on_ranks(2, unnamed):
-        assert "name the session of its model: autocast(session=...)" in said
+def test_a_layer_of_another_session_than_the_context_is_refused() -> None:
+    for message, amax in on_ranks(2, unnamed):
+        assert "name the session of its model: autocast(session=...)" in message
         assert amax == 2.0

@@ -1,12 +1,12 @@
-"""Column and row layers, with and without sequence parallelism, against the whole layer in one process.
+"""Column and row layers, with and without sequence parallelism, have the results of the whole layer in one process.
 
-Scales are equal bit for bit as long as what they are made from is: for a single layer always. Results are sums of the
-same FP32 products in another order (over the ranks, and by a BLAS that adds differently for other sizes): K terms move
-by at most K * 2^-24 of the largest, so `CLOSE` = 1e-5 bounds one layer. In a run of several steps such a difference can
-push a value over the border between two FP8 values, which moves it by up to 1/16 of itself; averaged over a loss that
-is some 1e-3, our bound `RUN` = 5e-3 for losses and scales of a run. A scale for each row or block is found by each
-rank in its part, so there two quantizations are compared, each with the error of E5M2 gradients (about 7 %):
-`QUANTIZED`.
+Scales have the same bits if they are computed from the same bits, which is always so for a single layer. Results are
+sums of the same FP32 products in another order (over the ranks, and in a BLAS whose order depends on the size). This
+changes a sum of K terms by at most K * 2^-24 of the largest term, so `CLOSE` = 1e-5 bounds one layer. In a run of
+several steps, such a difference can round a value to another FP8 value, up to 1/16 away; in the mean over a loss this
+is about 1e-3, and `RUN` = 5e-3 bounds losses and scales of a run. Recipes with a scale for each row or block compute it
+on each rank from its own part. So two different quantizations are compared, each with the error of E5M2 gradients
+(about 7 %); `QUANTIZED` bounds their difference.
 """
 
 from typing import Any, Literal
@@ -33,7 +33,7 @@ Kind = Literal["column", "row"]
 
 
 def layer(kind: str = "whole") -> nn.Module:
-    """32 -> 16 with weights and biases that differ a lot from row to row and from column to column."""
+    """Returns a layer 32 -> 16 whose weight has rows and columns of very different magnitudes."""
     torch.manual_seed(0)
     linear = Linear(32, 16)
     with torch.no_grad():
@@ -42,14 +42,15 @@ def layer(kind: str = "whole") -> nn.Module:
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
-    """x [8, 32] and the gradient of y [8, 16]; tokens of different sizes."""
+    """Returns x [8, 32] and the gradient of y [8, 16], with tokens of different magnitudes."""
     generator = torch.Generator().manual_seed(step)
     size = torch.linspace(0.5, 5.0, 8).unsqueeze(1)
     return torch.randn(8, 32, generator=generator) * size, torch.randn(8, 16, generator=generator) / size
 
 
 def three_steps(linear: Linear, recipe: Recipe, group: Any, mine: Any, whole: Any) -> list[Any]:
-    """Per step the whole y, dx, dW and db. `mine` cuts an input to one's part, `whole` puts results together."""
+    """Returns the unsharded y, dX, dW and db of every step. `mine` selects this rank's part of a tensor; `whole`
+    gathers the parts of all ranks."""
     found = []
     for i in range(3):
         x, dy = data(i)
@@ -68,8 +69,8 @@ def alone(recipe: Recipe) -> Any:
     return three_steps(linear, recipe, None, lambda n, t: t, lambda n, t: t), states(linear)
 
 
-def cuts(kind: Kind, sequence_parallel: bool) -> dict[str, int | None]:
-    """The dimension along which each tensor is divided; None: whole on every rank."""
+def sharded_dims(kind: Kind, sequence_parallel: bool) -> dict[str, int | None]:
+    """Returns the dimension along which each tensor is sharded, or None if every rank has all of it."""
     tokens = 0 if sequence_parallel else None
     if kind == "column":
         return {"x": tokens, "y": 1, "w": 0, "b": 0}
@@ -79,7 +80,7 @@ def cuts(kind: Kind, sequence_parallel: bool) -> dict[str, int | None]:
 def parallel(rank: int, kind: Kind, sequence_parallel: bool, name: str) -> Any:
     group, world = dist.group.WORLD, dist.get_world_size()
     linear = parallelize(layer(kind), {kind: kind}, group, sequence_parallel)[kind]
-    cut = cuts(kind, sequence_parallel)
+    cut = sharded_dims(kind, sequence_parallel)
 
     def mine(n: str, t: Tensor) -> Tensor:
         return t if cut[n] is None else t.chunk(world, cut[n])[rank].contiguous()
@@ -99,44 +100,47 @@ def parallel(rank: int, kind: Kind, sequence_parallel: bool, name: str) -> Any:
 @pytest.mark.parametrize("name", PER_TENSOR)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole tokens", "sequence parallel"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_cut_layer_computes_what_the_whole_layer_does(kind: Kind, sequence_parallel: bool, name: str) -> None:
-    wanted, scales = alone(RECIPES[name])
+def test_a_sharded_layer_has_the_results_of_the_whole_layer(kind: Kind, sequence_parallel: bool, name: str) -> None:
+    expected, scales = alone(RECIPES[name])
     for found, found_scales in on_ranks(2, parallel, kind, sequence_parallel, name):
         assert found_scales == scales
-        for here, there in zip(found, wanted, strict=True):
-            for a, b in zip(here, there, strict=True):
+        for actual, reference in zip(found, expected, strict=True):
+            for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_four_ranks(kind: Kind) -> None:
-    wanted, scales = alone(DELAYED)
+def test_four_ranks_have_the_results_of_the_whole_layer(kind: Kind) -> None:
+    expected, scales = alone(DELAYED)
     for found, found_scales in on_ranks(4, parallel, kind, True, "delayed"):
         assert found_scales == scales
-        for here, there in zip(found, wanted, strict=True):
-            for a, b in zip(here, there, strict=True):
+        for actual, reference in zip(found, expected, strict=True):
+            for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["rowwise", "block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_recipes_that_gather_in_high_precision(kind: Kind, name: str) -> None:
-    """Each rank scales its part of a row or block by itself: the result is near that of the whole layer, not equal."""
-    wanted, _ = alone(RECIPES[name])
+def test_recipes_that_gather_in_high_precision_are_close_to_the_whole_layer(kind: Kind, name: str) -> None:
+    """Each rank scales its own part of a row or block, so the result is not equal to that of the whole layer."""
+    expected, _ = alone(RECIPES[name])
     for found, _ in on_ranks(2, parallel, kind, True, name):
-        for here, there in zip(found, wanted, strict=True):
-            for a, b in zip(here, there, strict=True):
+        for actual, reference in zip(found, expected, strict=True):
+            for a, b in zip(actual, reference, strict=True):
                 assert float((a - b).norm() / b.norm()) < QUANTIZED
 
 
 def wire_bytes(rank: int, kind: Kind) -> Any:
-    """What one step gathers, in FP8 and in BF16, where the whole tensor has 8 x 32 (x) or 8 x 16 (y) elements."""
+    """Returns the bytes that one step gathers in FP8 and in BF16; x has 8 x 32 and y 8 x 16 elements."""
     found = {}
     for name, recipe in {"fp8": DELAYED, "bf16": RECIPES["rowwise"]}.items():
         linear = parallelize(layer(kind), {kind: kind}, dist.group.WORLD, sequence_parallel=True)[kind]
         x, dy = (t.bfloat16() for t in data(0))
-        x, dy = x.chunk(2, cuts(kind, True)["x"] or 0)[rank], dy.chunk(2, cuts(kind, True)["y"] or 0)[rank]
+        x, dy = (
+            x.chunk(2, sharded_dims(kind, True)["x"] or 0)[rank],
+            dy.chunk(2, sharded_dims(kind, True)["y"] or 0)[rank],
+        )
         with counted() as wire:
             with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
                 y = linear(x.clone().requires_grad_())
@@ -148,12 +152,12 @@ def wire_bytes(rank: int, kind: Kind) -> Any:
 @pytest.mark.parametrize(("kind", "gathered"), [("column", {"fp8": 2 * 4 * 32, "bf16": 2 * 4 * 32}),
                                                 ("row", {"fp8": 4 * 16, "bf16": 2 * 4 * 16})])  # fmt: skip
 def test_gathered_bytes(kind: Kind, gathered: dict[str, int]) -> None:
-    """A column layer gathers one byte twice (and keeps its own tokens); in BF16 it gathers two once, and keeps all."""
+    """A column layer gathers FP8 twice and saves only its own tokens; it gathers BF16 once and saves all tokens."""
     assert on_ranks(2, wire_bytes, kind) == [gathered, gathered]
 
 
 class Block(nn.Module):
-    """Norm, column layer, SiLU, row layer, residual: what is between blocks is cut along the tokens."""
+    """Norm, column layer, SiLU, row layer and residual. Activations between blocks are sharded along the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +173,7 @@ def blocks() -> nn.Module:
 
 
 def train(model: nn.Module, recipe: Recipe, group: Any, rank: int, world: int, recompute: bool = False) -> Any:
-    """Five steps; rank r has the r-th part of the tokens. Returns the losses over all tokens, and all scales."""
+    """Runs five steps; rank r has the r-th part of the tokens. Returns the losses over all tokens, and all scales."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shared = [p for n, p in model.named_parameters() if "norm" in n]
     losses = []
@@ -199,14 +203,14 @@ def train_parallel(rank: int, name: str, recompute: bool = False) -> Any:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
-def test_a_run_is_that_of_one_process(world: int, name: str) -> None:
+def test_a_run_has_the_losses_and_scales_of_one_process(world: int, name: str) -> None:
     losses, scales = train(blocks(), RECIPES[name], None, 0, 1)
     for found, found_scales in on_ranks(world, train_parallel, name):
         assert found == pytest.approx(losses, rel=RUN)
-        for here, there in zip(found_scales, scales, strict=True):
-            for tensor in there:
-                assert here[tensor][0] == pytest.approx(there[tensor][0], rel=RUN)
-                assert here[tensor][2:] == there[tensor][2:]
+        for actual, reference in zip(found_scales, scales, strict=True):
+            for tensor in reference:
+                assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)
+                assert actual[tensor][2:] == reference[tensor][2:]
 
 
 def test_recomputed_activations_change_nothing() -> None:
@@ -214,7 +218,7 @@ def test_recomputed_activations_change_nothing() -> None:
 
 
 def outside(rank: int) -> Any:
-    """Without autocast, and where override_linear_precision asks for it, everything is in high precision."""
+    """Returns the largest difference from the unsharded model, without autocast, so in high precision."""
     group = dist.group.WORLD
     model = parallelize(blocks(), {"*.up": "column", "*.down": "row"}, group, sequence_parallel=True)
     whole = blocks()
@@ -241,13 +245,13 @@ def refusals(rank: int) -> Any:
     return str(error.value)
 
 
-def test_what_cannot_work_is_refused_in_words() -> None:
-    assert all("amax_reduction_group" in said for said in on_ranks(2, refusals))
+def test_unsupported_settings_are_refused_with_a_reason() -> None:
+    assert all("amax_reduction_group" in message for message in on_ranks(2, refusals))
 
 
 def overflow(rank: int, kind: Kind, sequence_parallel: bool) -> Any:
-    """Which of dX, dW and db are finite on this rank if dY holds one infinity: in high precision, and in FP8."""
-    group, cut = dist.group.WORLD, cuts(kind, sequence_parallel)
+    """Returns which of dX, dW and db are finite on this rank if dY has one infinity, in high precision and in FP8."""
+    group, cut = dist.group.WORLD, sharded_dims(kind, sequence_parallel)
     x, dy = data(0)
     dy[0, 0] = torch.inf
 
@@ -269,11 +273,11 @@ def overflow(rank: int, kind: Kind, sequence_parallel: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole tokens", "sequence parallel"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_an_infinite_gradient_reaches_every_rank_that_it_reaches_in_high_precision(
+def test_an_infinite_gradient_reaches_the_ranks_that_it_reaches_in_high_precision(
     kind: Kind, sequence_parallel: bool
 ) -> None:
     ranks = on_ranks(2, overflow, kind, sequence_parallel)
     assert not all(flag for plain, _ in ranks for flag in plain)
     for plain, by_recipe in ranks:
         for name, found in by_recipe.items():
-            assert not any(here and not there for here, there in zip(found, plain, strict=True)), name
+            assert not any(actual and not reference for actual, reference in zip(found, plain, strict=True)), name

@@ -1,7 +1,7 @@
-"""FSDP2 over one dimension of a mesh and tensor parallelism over the other, against one process: 2 x 2 ranks.
+"""FSDP2 over one dimension of a 2 x 2 mesh and tensor parallelism over the other have the results of one process.
 
-The rows of the mesh have batches of their own, its columns share each layer's weight; the weights are gathered in FP8.
-Sums have another order than in one process, so what test_tensor_parallel.py says of its bound `RUN` holds here.
+Each row of the mesh has its own batches, and its columns share each layer's weight. Weights are gathered in FP8. Sums
+have another order than in one process; `RUN` of test_tensor_parallel.py bounds the difference.
 """
 
 from typing import Any
@@ -29,16 +29,16 @@ LAYOUT: Any = {"*.up": "column", "*.down": "row"}
 
 
 def batch(step: int, row: int) -> Tensor:
-    """[8, 32]; the rows of the mesh see values of different sizes."""
+    """Returns x [8, 32]; its magnitude depends on the row of the mesh."""
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + row)) * (1 + row)
 
 
-def loss_of(model: nn.Module, x: Tensor, wanted: Tensor) -> Tensor:
-    return (model(x) - wanted).square().sum() / (32 * 8)
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return (model(x) - target).square().sum() / (32 * 8)
 
 
 def alone(recipe: Recipe) -> tuple[list[list[float]], list[Any]]:
-    """Losses of every step for both rows, and all scales."""
+    """Trains one process on the batches of both rows; returns the losses of every step for each row, and all scales."""
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -57,7 +57,7 @@ def alone(recipe: Recipe) -> tuple[list[list[float]], list[Any]]:
 
 
 def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
-    """This rank's row, its losses, all scales, and whether every layer saw a weight that was gathered in FP8."""
+    """Returns this rank's row, its losses, all scales, and whether all layers used weights gathered in FP8."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     row, column, tensor = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank(), mesh["tensor"].get_group()
     model = gather_in_fp8(parallelize(blocks(), LAYOUT, tensor, sequence_parallel))
@@ -88,14 +88,14 @@ def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_two_by_two_ranks_are_one_process(name: str, sequence_parallel: bool) -> None:
+def test_two_by_two_ranks_have_the_results_of_one_process(name: str, sequence_parallel: bool) -> None:
     losses, scales = alone(RECIPES[name])
     for row, found, found_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
         assert in_fp8
-        assert found == pytest.approx([both[row] for both in losses], rel=RUN)
-        for here, there in zip(found_scales, scales, strict=True):
-            assert here.keys() == there.keys()
-            for tensor in there:
-                assert here[tensor][0] == pytest.approx(there[tensor][0], rel=RUN)
-                assert here[tensor][1] == pytest.approx(there[tensor][1], rel=RUN)
-                assert here[tensor][2:] == there[tensor][2:]
+        assert found == pytest.approx([step_losses[row] for step_losses in losses], rel=RUN)
+        for actual, reference in zip(found_scales, scales, strict=True):
+            assert actual.keys() == reference.keys()
+            for tensor in reference:
+                assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)
+                assert actual[tensor][1] == pytest.approx(reference[tensor][1], rel=RUN)
+                assert actual[tensor][2:] == reference[tensor][2:]
