@@ -19,7 +19,7 @@ from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
 from tests.train.test_job_process import events, finish, make_job
 from tests.train.test_killed_groups import assert_same, assert_stops_by_a_signal, metrics_in, run_shared
-from tests.train.test_processes import SHARED, _train_spoiled, by_processes, metrics_of, trained
+from tests.train.test_processes import SHARED, _train_spoiled, hashes_of, metrics_of, train_on
 
 pytestmark = pytest.mark.distributed
 
@@ -39,14 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def assert_trains_as_one(configure: Configure, tmp_path: Path, worlds: tuple[int, ...] = (2,), **options: Any) -> None:
     """Whether sharded runs tell, and leave in their directories, what an undivided one does."""
-    told = by_processes(1, configure(**{**SHARED, **options}, out=str(tmp_path / "one")))
+    told = train_on(1, configure(**{**SHARED, **options}, out=str(tmp_path / "one")))
     for world in worlds:
         config = configure(**{**SHARED, **options}, fsdp=True, out=str(tmp_path / str(world)))
-        heard, *silent = by_processes(world, config)
+        heard, *silent = train_on(world, config)
         assert silent == [[]] * (world - 1)
         assert len(heard) == len(told[0]) + 1  # which says how weights are divided
-        assert "model/training.json" in trained(tmp_path / "one")
-        assert trained(tmp_path / "one") == trained(tmp_path / str(world))
+        assert "model/training.json" in hashes_of(tmp_path / "one")
+        assert hashes_of(tmp_path / "one") == hashes_of(tmp_path / str(world))
         assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / str(world))
 
 
@@ -65,8 +65,8 @@ def test_a_model_that_is_in_fp8_already(configure: Configure, tmp_path: Path, fp
 def test_three_processes_whose_shards_are_uneven(configure: Configure, tmp_path: Path) -> None:
     """22, 22 and 20 of 64 rows; AdamW rounds what is left over after 16 numbers in another way."""
     options = {**SHARED, "recipe": "bf16"}
-    by_processes(1, configure(**options, out=str(tmp_path / "1")))
-    by_processes(3, configure(**options, fsdp=True, out=str(tmp_path / "3")))
+    train_on(1, configure(**options, out=str(tmp_path / "1")))
+    train_on(3, configure(**options, fsdp=True, out=str(tmp_path / "3")))
     one, three = (metrics_of(tmp_path / name)["metrics"] for name in ("1", "3"))
     assert one == pytest.approx(three, rel=1e-6)
 
@@ -107,18 +107,18 @@ def test_a_run_that_diverges_goes_back(configure: Configure, tmp_path: Path) -> 
         config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
         told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
     assert told[1][1] == []
-    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+    assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
     assert metrics_of(tmp_path / "2")["returns"] == 2
 
 
 def test_a_job_goes_on_divided_or_not_with_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SHARED, "max_steps": 8}
-    by_processes(1, configure(**options, out=str(tmp_path / "through")))
+    train_on(1, configure(**options, out=str(tmp_path / "through")))
     plan = ((2, True, 2), (4, False, 2), (1, True, 2), (2, True, None))
     for world, fsdp, stop_after in plan:
-        by_processes(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
+        train_on(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
     last = [
-        {n: h for n, h in trained(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
+        {n: h for n, h in hashes_of(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
         for run in ("through", "changing")
     ]
     assert len(last[0]) > 5
@@ -130,11 +130,11 @@ def test_moments_of_eight_bits_are_those_of_one_process(configure: Configure, tm
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "layers": 1, "heads": 4, "kv_heads": 2}
     model = write_random_model(tmp_path / "wide", TEXTS, **sizes, context=128)
     options: dict[str, Any] = {**SHARED, "model": str(model), "optimizer_states": "8bit", "max_steps": 6}
-    by_processes(1, configure(**options, out=str(tmp_path / "one")))
+    train_on(1, configure(**options, out=str(tmp_path / "one")))
     config = configure(**options, fsdp=True, out=str(tmp_path / "two"))
-    by_processes(2, config, 3)
-    by_processes(2, config)
-    one, two = ({n: h for n, h in trained(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
+    train_on(2, config, 3)
+    train_on(2, config)
+    one, two = ({n: h for n, h in hashes_of(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
     assert any(name.endswith("optimizer.safetensors") for name in one)
     assert one == two
 
