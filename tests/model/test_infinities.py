@@ -13,7 +13,7 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_hf_directory
 from fp8serve.model.storage.files import encode_nonfinite, read_json
 from fp8serve.model.stored_checkpoint import open_checkpoint
-from tests.model import checkpoints
+from tests.model import checkpoints as drafts
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_nan_is_read_and_written() -> None:
 
 
 def test_infinity_is_written_as_transformers_does(tmp_path: Path) -> None:
-    draft = checkpoints.plain()
+    draft = drafts.plain()
     draft.config["_limit"] = [0.0, {"__float__": "Infinity"}]
     source = draft.write(tmp_path / "source")
     write_hf_directory(tmp_path / "out", read_text_config(source), open_checkpoint(source))
@@ -49,7 +49,7 @@ def test_infinity_is_written_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_an_embedding_model_without_modules_json_is_not_only_called_incomplete(tmp_path: Path) -> None:
-    draft = checkpoints.plain()
+    draft = drafts.plain()
     draft.config["architectures"] = ["LlamaModel"]
     del draft.tensors["lm_head.weight"]
     folder = draft.write(tmp_path / "m")

@@ -14,7 +14,7 @@ from fp8serve.errors import Fp8ServeError
 from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_any_servable, open_checkpoint
 from fp8serve.model.config.decoder import is_encoder_directory
 from tests.compatibility.cases import make
-from tests.model import checkpoints
+from tests.model import checkpoints as drafts
 from tests.model.checkpoints import Draft
 from tests.model.encoders import FAMILIES, MODERN
 from tests.model.encoders import make as make_encoder
@@ -29,7 +29,7 @@ from tests.model.test_verify import (
     UP,
     each,
     put,
-    quantization_config_with,
+    quant_config,
     without_config,
 )
 
@@ -75,7 +75,7 @@ def test_a_poisoned_checkpoint(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILE_POISONS)
 def test_a_damaged_file(name: str, tmp_path: Path) -> None:
-    folder = checkpoints.sharded().write(tmp_path / "m")
+    folder = drafts.sharded().write(tmp_path / "m")
     FILE_POISONS[name][0](folder)
     agrees(folder)
 
@@ -86,27 +86,27 @@ def with_blocks_of(block: int, dtype: torch.dtype = torch.float32) -> Callable[[
 
 
 def groups_of_32(draft: Draft) -> None:
-    for name in checkpoints.NAMES:
+    for name in drafts.NAMES:
         rows, columns = draft.tensors[f"{name}.weight"].shape
         draft.tensors[f"{name}.weight_scale"] = torch.full((rows, columns // 32), 1e-4)
 
 
 UNLOADABLE: dict[str, tuple[Base, Callable[[Draft], Any]]] = {
-    "blocks of another size than the config says": (checkpoints.blocks, each("weight_scale_inv", with_blocks_of(64))),
+    "blocks of another size than the config says": (drafts.blocks, each("weight_scale_inv", with_blocks_of(64))),
     "E8M0 as uint8 under 128 x 128": (
-        checkpoints.blocks, each("weight_scale_inv", lambda s: s.to(torch.float8_e8m0fnu).view(torch.uint8))),
-    "FP64 scales": (checkpoints.rows, each("weight_scale", Tensor.double)),
-    "FP32 groups of 32": (checkpoints.rows, groups_of_32),
-    "no quantization_config": (checkpoints.static, without_config),
-    "a fused scale of three": (checkpoints.static, put(f"{UP}.weight_scale", torch.full((3,), 1e-4))),
-    "static without input_scale": (checkpoints.rows, quantization_config_with(**quantization("ct-static"))),
+        drafts.blocks, each("weight_scale_inv", lambda s: s.to(torch.float8_e8m0fnu).view(torch.uint8))),
+    "FP64 scales": (drafts.rows, each("weight_scale", Tensor.double)),
+    "FP32 groups of 32": (drafts.rows, groups_of_32),
+    "no quantization_config": (drafts.static, without_config),
+    "a fused scale of three": (drafts.static, put(f"{UP}.weight_scale", torch.full((3,), 1e-4))),
+    "static without input_scale": (drafts.rows, quant_config(**quantization("ct-static"))),
     "a layer of no group": (
-        checkpoints.rows, lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["x"])),
+        drafts.rows, lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["x"])),
     "cache scales of only one layer": (
-        checkpoints.rows, lambda d: [put(f"model.layers.0.self_attn.{r}_scale", torch.ones(1))(d) for r in "kv"]),
-    "a k scale without a v scale": (checkpoints.rows, put("model.layers.0.self_attn.k_scale", torch.ones(1))),
-    "a k scale that is NaN": (checkpoints.static, put("model.layers.0.self_attn.k_scale", NAN)),
-    "an MXFP8 exponent too large": (lambda: checkpoints.mx(8), put(f"{UP}.weight_scale", 254, (0, 0))),
+        drafts.rows, lambda d: [put(f"model.layers.0.self_attn.{r}_scale", torch.ones(1))(d) for r in "kv"]),
+    "a k scale without a v scale": (drafts.rows, put("model.layers.0.self_attn.k_scale", torch.ones(1))),
+    "a k scale that is NaN": (drafts.static, put("model.layers.0.self_attn.k_scale", NAN)),
+    "an MXFP8 exponent too large": (lambda: drafts.mx(8), put(f"{UP}.weight_scale", 254, (0, 0))),
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_unloadable_checkpoints(name: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_scale_that_is_not_read_does_not_change_the_status(tmp_path: Path) -> None:
-    draft = checkpoints.rows()
+    draft = drafts.rows()
     draft.tensors[f"{UP}.input_scale"] = torch.zeros(1)
     assert agrees(draft.write(tmp_path / "m"))
 
@@ -138,7 +138,7 @@ def test_an_encoder(config: Any, tmp_path: Path) -> None:
     assert agrees(tmp_path)
 
 
-LAYERS = range(checkpoints.CONFIG["num_hidden_layers"])
+LAYERS = range(drafts.CONFIG["num_hidden_layers"])
 ONE = torch.full((1,), 0.01)
 Cache = dict[str, Tensor]
 
@@ -171,7 +171,7 @@ UNUSABLE = {
 
 
 def with_cache(scales: Cache, folder: Path) -> Path:
-    draft = checkpoints.static()
+    draft = drafts.static()
     kept = {key: tensor for key, tensor in draft.tensors.items() if not key.endswith(("k_scale", "v_scale"))}
     Draft(kept | scales, draft.config).write(folder)
     write_tokenizer(folder)
@@ -186,7 +186,7 @@ def generates(folder: Path, *options: str) -> bool:
 def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enlarges the embedding of drafts to the vocabulary of the tests' tokenizer."""
     monkeypatch.setattr(checkpoints, "VOCABULARY", 320)
-    monkeypatch.setitem(checkpoints.CONFIG, "vocab_size", 320)
+    monkeypatch.setitem(drafts.CONFIG, "vocab_size", 320)
 
 
 @pytest.mark.usefixtures("vocabulary")
