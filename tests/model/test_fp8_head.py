@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Base, tuple[str, ...]]] = {
 @pytest.fixture(autouse=True)
 def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enlarges the embedding of drafts to the vocabulary of the tests' tokenizer."""
-    monkeypatch.setattr(checkpoints, "VOCABULARY", 320)
+    monkeypatch.setattr(drafts, "VOCABULARY", 320)
     monkeypatch.setitem(drafts.CONFIG, "vocab_size", 320)
 
 

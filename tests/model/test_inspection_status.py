@@ -185,7 +185,7 @@ def generates(folder: Path, *options: str) -> bool:
 @pytest.fixture
 def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enlarges the embedding of drafts to the vocabulary of the tests' tokenizer."""
-    monkeypatch.setattr(checkpoints, "VOCABULARY", 320)
+    monkeypatch.setattr(drafts, "VOCABULARY", 320)
     monkeypatch.setitem(drafts.CONFIG, "vocab_size", 320)
 
 
