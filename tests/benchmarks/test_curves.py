@@ -1,4 +1,4 @@
-"""Comparisons of curves: both trainers see the same rows in the same order, and a run is computed once."""
+"""The benchmark of loss curves: both trainers see the same rows in the same order, and results of runs are reused."""
 
 import runpy
 import sys
@@ -15,15 +15,15 @@ CURVES: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks/curves.py"))
 ROWS = [{"number": i} for i in range(12)]
 
 
-def taken(rows: list[dict[str, int]]) -> list[dict[str, int]]:
-    """The rows as the trainer takes them."""
+def rows_of_trainer(rows: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Returns the rows in the order of the trainer."""
     config = TrainConfig(model="m", data=("d",), out="o", batch_size=4, seed=3)
     steps = iterate_steps([1] * len(rows), config, Cursor(), 3)
     return [rows[i] for step, _ in steps for microbatch in step for i in microbatch]
 
 
 def test_a_peer_gets_the_rows_in_the_order_of_the_trainer() -> None:
-    assert CURVES["in_order"](ROWS, 3) == taken(ROWS) != ROWS
+    assert CURVES["in_order"](ROWS, 3) == rows_of_trainer(ROWS) != ROWS
 
 
 def test_a_run_is_computed_once(tmp_path: Path) -> None:

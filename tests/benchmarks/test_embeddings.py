@@ -1,4 +1,4 @@
-"""Programs take turns on the same texts, the best round counts, and ours are measured end to end."""
+"""The benchmark of embeddings: programs take turns on the same texts, and the best round of each counts."""
 
 import json
 import runpy
@@ -15,7 +15,7 @@ PATH = Path(__file__).parents[2] / "benchmarks/embeddings.py"
 BENCH: dict[str, Any] = runpy.run_path(str(PATH))
 
 
-def test_texts_have_the_lengths_that_were_asked_for() -> None:
+def test_texts_have_the_requested_lengths() -> None:
     found = BENCH["make_texts"](lambda text: [0, *map(len, text.split()), 0], [f"w{i}" for i in range(900)], 200)
     assert list(found) == ["short", "128 tokens", "256 tokens", "mixed"]
     lengths = {kind: [len(text.split()) + 2 for text in texts.texts] for kind, texts in found.items()}
@@ -43,7 +43,7 @@ def test_the_best_round_counts() -> None:
 
 
 @pytest.mark.slow
-def test_ours_is_measured_end_to_end(tmp_path: Path) -> None:
+def test_fp8serve_is_measured_end_to_end(tmp_path: Path) -> None:
     make(tmp_path / "tiny", BERT)
     pooled(tmp_path / "tiny", "mean_tokens", normalize=True, max_length=24)
     command = [sys.executable, str(PATH), "tiny", "--rounds", "1", "--threads", "1", "--out", "out"]

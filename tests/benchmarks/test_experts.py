@@ -1,4 +1,4 @@
-"""The benchmark of experts: the model that it makes, and one run beside peers that do not exist."""
+"""The benchmark of mixtures of experts: the model that it writes, and a run without installed peers."""
 
 import json
 import sys

@@ -1,11 +1,12 @@
-"""What the server does for a token of a stream is held without a clock: by the number of functions that it calls."""
+"""The server's work per streamed token is bounded by the number of function calls, which does not depend on the
+machine."""
 
 import pytest
 
 from benchmarks.front_calls import measure
 from fp8serve.server.serving.generation import Generation
 
-MAX_CALLS = 32.0  # Python and C functions, of a token that is an event of its own
+MAX_CALLS = 32.0  # Python and C functions per token, with one event per token
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -14,7 +15,7 @@ async def test_a_token_calls_few_functions(route: str) -> None:
     assert 0 < figures["calls"] <= MAX_CALLS
 
 
-async def test_more_work_for_a_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_work_for_a_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokens = Generation.write_tokens
 
     def slower(generation: Generation, *arguments: object) -> bool:

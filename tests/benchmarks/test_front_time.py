@@ -1,4 +1,4 @@
-"""The benchmark of the server process, on a few short streams: it imitates the engine process's parts by hand."""
+"""The benchmark of the server process, on a few short streams: it imitates the engine process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""make gpu, as far as a machine without a GPU can run it: limits, failures, and the files it writes."""
+"""`make gpu`, as far as it runs without a GPU: time limits, failures, and the written files."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ def options(**given: object) -> argparse.Namespace:
     )
 
 
-def test_a_command_that_takes_too_long_is_ended_with_what_it_started() -> None:
+def test_a_command_beyond_its_time_limit_is_killed_with_its_children() -> None:
     result = gpu.run(["sh", "-c", "sleep 3600 & echo begun; wait"], 3.0)
     assert result["status"] == 124
     assert result["tail"] == "begun\n"
     assert result["seconds"] < PATIENCE
 
 
-def test_a_command_that_is_not_there_is_a_result() -> None:
+def test_a_missing_command_is_a_result_with_a_status() -> None:
     assert gpu.run(["/nonexistent/tool"], 1.0)["status"] == 127
 
 
@@ -43,7 +43,7 @@ def test_a_failing_part_does_not_hide_the_others() -> None:
     assert gpu.attempted(broken, options()) == {"status": 1, "seconds": 0, "tail": "OSError: the disk is full"}
 
 
-def test_cutlass_comes_out_of_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_is_unpacked_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "BUILD", tmp_path / "build")
     wheel = tmp_path / "nvidia_cutlass-4.2.0.0-py3-none-any.whl"
     wanted = ["cutlass_library/source/include/cutlass/cutlass.h", "cutlass_library/source/tools/util/include/a.h"]
@@ -69,12 +69,14 @@ def test_a_wheel_in_the_repository_is_found(tmp_path: Path, monkeypatch: pytest.
     assert gpu.cutlass(tmp_path / "given") == tmp_path / "given"
 
 
-def test_without_cutlass_it_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler error in CUTLASS must not cost the whole loan."""
-    asked: list[list[str]] = []
+def test_if_the_build_with_cutlass_fails_one_without_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler error in CUTLASS must not use up the whole device time."""
+    builds: list[list[str]] = []
 
     def compiled(settings: list[str]) -> gpu.Result:
-        asked.append(settings)
+        builds.append(settings)
         return {"status": 0 if "-DFP8SERVE_CUTLASS_DIR=none" in settings else 1, "seconds": 1.0}
 
     monkeypatch.setattr(gpu, "BUILD", tmp_path)
@@ -83,7 +85,7 @@ def test_without_cutlass_it_is_built_all_the_same(tmp_path: Path, monkeypatch: p
     result = gpu.build(options(cutlass=tmp_path))
     assert result["status"] == 1
     assert result["parts"]["build without CUTLASS"]["status"] == 0
-    assert asked[0] == ["-DFP8SERVE_CUDA_ARCHS=90a", f"-DFP8SERVE_CUTLASS_DIR={tmp_path}"]
+    assert builds[0] == ["-DFP8SERVE_CUDA_ARCHS=90a", f"-DFP8SERVE_CUTLASS_DIR={tmp_path}"]
 
 
 ABSENT = """
@@ -101,7 +103,7 @@ sys.exit(pytest.main())
 
 
 @pytest.mark.slow
-def test_gpu_tests_are_collected_with_nothing_but_torch_and_pytest() -> None:
+def test_gpu_tests_are_collected_with_only_torch_and_pytest() -> None:
     """They do not need the plugins and options of this repository's development environment."""
     flags = [flag for flag in gpu.PYTEST[3:] if flag not in ("-m", "gpu")]
     absent = [f"-pno:{plugin}" for plugin in ("timeout", "hypothesispytest", "schemathesis", "anyio", "xdist")]
@@ -125,7 +127,8 @@ def test_functions_are_listed_once() -> None:
 
 
 def run_tests_with(monkeypatch: pytest.MonkeyPatch, collected: str, results: dict[str, tuple[int, str]]) -> gpu.Result:
-    """Runs `gpu.test` where pytest prints `collected`, and ends with a status and output of `results` (else 0)."""
+    """Runs `gpu.test` with a simulated pytest, which prints `collected` and gives the status and output in `results`,
+    or 0."""
 
     def run(command: list[str], limit: float, keep: int = 2000, **environment: str) -> gpu.Result:
         default = (2, collected) if "--collect-only" in command else (0, "1 passed")
@@ -137,7 +140,7 @@ def run_tests_with(monkeypatch: pytest.MonkeyPatch, collected: str, results: dic
 
 
 def test_a_file_that_cannot_be_collected_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that lacks a package of one file."""
+    """This happens if the machine lacks a package that one file imports."""
     result = run_tests_with(monkeypatch, "tests/cuda/test_a.py::test_one[cuda]\n", {})
     assert result["status"] == 2
     assert {name: part["status"] for name, part in result["parts"].items()} == {"collect": 2, "tests/cuda/test_a.py": 0}
@@ -157,7 +160,7 @@ def test_functions_of_a_file_that_crashes_run_by_themselves(
     assert statuses == {f"{a}::test_one": 0, f"{a}::test_two": status, b: 1}
 
 
-def test_a_library_that_was_built_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prebuilt_library_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     (tmp_path / "fp8serve").mkdir()
     assert gpu.build(options(library=tmp_path / "nowhere"))["status"] == 1
@@ -174,7 +177,7 @@ def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "there is no part tests" in capsys.readouterr().err
 
 
-def test_everything_is_written_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_written_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     def build(_: argparse.Namespace) -> gpu.Result:
@@ -198,7 +201,7 @@ def test_everything_is_written_whatever_fails(tmp_path: Path, monkeypatch: pytes
     assert "| a | 1 | 0.5 | 2 | reached |" in page
 
 
-def test_a_page_has_a_table_for_each_group_and_names_what_failed() -> None:
+def test_the_page_has_a_table_for_each_group_and_names_failures() -> None:
     rows = [{"what": "x", "us": 12.3456}, {"what": "y", "by": "cuBLASLt", "refused": "no"}]
     groups = {
         "gemm": {"status": 0, "seconds": 2.0, "measured": {"rows": rows}},
@@ -216,7 +219,7 @@ def test_a_page_has_a_table_for_each_group_and_names_what_failed() -> None:
     assert "## casts\n\nNothing was measured." in page
 
 
-def test_the_sanitizers_are_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sanitizers_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def run(command: list[str], limit: float, **environment: str) -> gpu.Result:

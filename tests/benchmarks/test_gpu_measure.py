@@ -1,4 +1,4 @@
-"""What will be measured on a GPU, tried on the CPU: every group runs to its end, and every promise has a row."""
+"""The GPU measurements, run on a CPU: every group runs to its end, and every promise of the documentation has a row."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_a_group_runs_and_has_its_promises(group: str, tmp_path: Path) -> None:
     for row in rows:
         values = [value for value in row.values() if isinstance(value, float)]
         assert "refused" in row or (values and all(value > 0 for value in values)), row
-    if group == "gemm":  # torch has FP8 on the CPU, and nobody but a GPU has our tiles
+    if group == "gemm":  # torch has FP8 products on the CPU; fp8serve's tiles exist on GPUs only
         assert not any("refused" in row for row in rows if row.get("by") in ("fp8serve", "cuBLASLt"))
         assert any("refused" in row for row in rows if row.get("by") == "fp8serve medium/4")
 
@@ -63,7 +63,7 @@ def test_every_promise_is_in_the_table_of_the_documentation(tmp_path: Path) -> N
     assert gpu.goals_table([gpu_measure.goal("x", 1.0, 0.5, 0.9)]).endswith("| short |")
 
 
-def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_measured_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def updating(bench: Bench) -> Iterator[dict[str, Any]]:
         yield {"what": "one", "us": 1.0}
         raise ZeroDivisionError("division by zero")

@@ -1,4 +1,4 @@
-"""The table of tiles: the kernels look up what Python writes."""
+"""The table of GEMM tiles: Python writes it as a C++ header, and the kernels' lookup gives the same choices."""
 
 import shutil
 import subprocess
@@ -69,7 +69,7 @@ def entries_of(tables: gpu_tiles.Tables, number: int) -> list[TileEntry]:
     return [entry for (chip, _), table in tables.items() if chip == number for entry in table.entries]
 
 
-def test_the_kernels_look_up_what_python_does(look_up: Lookup) -> None:
+def test_the_kernels_and_python_choose_the_same_tiles(look_up: Lookup) -> None:
     tables = gpu_tiles.parsed(HEADER.read_text())
     questions = [
         (chip, scales, *shape) for chip in CHIPS for scales in SCALES for shape in [*SHAPES, *JOINED_SHAPES, *ODD]
@@ -81,8 +81,9 @@ def test_the_kernels_look_up_what_python_does(look_up: Lookup) -> None:
     assert look_up(questions) == expected
 
 
-def test_mixed_scales_without_lines_have_those_of_rows_or_a_thin_tile(compile_lookup: Callable[[str], Lookup]) -> None:
-    """cuBLASLt's lines count from 129 rows on: for fewer, repeating the single scale takes as long as the product."""
+def test_mixed_scales_without_entries_use_those_of_rows_or_a_thin_tile(compile_lookup: Callable[[str], Lookup]) -> None:
+    """cuBLASLt entries are used from 129 rows on: for fewer, expanding the single scale takes as long as the
+    product."""
     lines = [
         TileEntry("row", 32, 4096, 4096, BLAS),
         TileEntry("row", 128, 4096, 4096, TileChoice("thin32", 8)),
@@ -110,11 +111,11 @@ def test_mixed_scales_without_lines_have_those_of_rows_or_a_thin_tile(compile_lo
         (120, 256, 6144, "small"),
     ],
 )
-def test_the_shape_chooses_where_a_kernel_refuses(look_up: Lookup, chip: int, m: int, n: int, tile: str) -> None:
+def test_the_fallback_tile_is_chosen_by_shape(look_up: Lookup, chip: int, m: int, n: int, tile: str) -> None:
     assert look_up([(chip, "mixed", m, n, 4096)])[0][1] == TileChoice(tile, 1)
 
 
-def test_every_chip_has_a_table_and_says_where_it_is_from() -> None:
+def test_every_chip_has_a_table_with_its_origin() -> None:
     tables, predicted = gpu_tiles.parsed(HEADER.read_text()), gpu_tiles.predicted_tables()
     assert set(tables) >= set(predicted)
     for (number, scales), (origin, entries) in tables.items():
@@ -127,7 +128,7 @@ def test_every_chip_has_a_table_and_says_where_it_is_from() -> None:
             assert entry.choice in gpu_tiles.candidates(CHIPS[number], scales)
 
 
-def test_tiles_are_those_of_the_kernels() -> None:
+def test_tiles_are_those_that_the_kernels_instantiate() -> None:
     for number, chip in CHIPS.items():
         source = (HEADER.parent / f"gemm_sm{number}.cu").read_text()
         assert {name for name in TILES if f"Tile::{name};" in source} == set(chip.tiles)
@@ -135,14 +136,14 @@ def test_tiles_are_those_of_the_kernels() -> None:
             assert f"using Tile = Shape<_{rows}, _{columns}, _128>;" in source
 
 
-def test_a_line_that_changes_no_answer_is_left_out() -> None:
+def test_redundant_entries_are_removed() -> None:
     same = [TileEntry("tensor", m, 4096, 4096, TileChoice("large", 1)) for m in (64, 256, 1024)]
     other = TileEntry("tensor", 4096, 4096, 4096, TileChoice("small", 4))
     assert gpu_tiles.thinned([*same, other]) == [same[-1], other]
 
 
 @pytest.mark.parametrize(("blas", "best"), [(1.0, TileChoice("small", 2)), (-0.5, gpu_tiles.BLAS)])
-def test_the_fastest_tile_wins_and_refusals_do_not_count(blas: float, best: TileChoice) -> None:
+def test_the_fastest_tile_that_is_not_refused_is_chosen(blas: float, best: TileChoice) -> None:
     def measure(scales: str, m: int, n: int, k: int, choice: TileChoice) -> float:
         if choice.tile == "large":
             raise RuntimeError("kernel: is large, which does not multiply this here")
@@ -160,7 +161,7 @@ def test_cublaslt_is_tried_where_it_can_multiply_and_never_predicted() -> None:
         assert not {BLAS, gpu_tiles.SKINNY} & {entry.choice for entry in table.entries}
 
 
-def test_when_nothing_answers_it_says_why() -> None:
+def test_if_every_tile_is_refused_the_reason_is_given() -> None:
     def measure(*_: object) -> float:
         raise RuntimeError("no such kernel")
 
@@ -168,7 +169,7 @@ def test_when_nothing_answers_it_says_why() -> None:
         gpu_tiles.fastest(CHIPS[90], measure, "row", 64, 64, 64)
 
 
-def test_a_table_is_written_in_its_place_and_read_back() -> None:
+def test_written_tables_are_read_back() -> None:
     text = HEADER.read_text()
     mixed = [TileEntry("mixed", 1, 2, 3, TileChoice("small", 1)), TileEntry("mixed", 4, 5, 6, BLAS)]
     measured = {

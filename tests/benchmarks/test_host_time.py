@@ -1,4 +1,5 @@
-"""What the host does for a step is held without a clock: by the number of functions that one more sequence calls."""
+"""The host's work per step is bounded by the number of function calls per sequence, which does not depend on the
+machine."""
 
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from fp8serve.engine.engine import Engine
 from fp8serve.engine.graphs import Buffers
 from fp8serve.train.scratch import write_random_model
 
-MAX_CALLS = 12.0  # Python and C functions, of a greedy sequence in a step
+MAX_CALLS = 12.0  # Python and C functions per greedy sequence and step
 MAX_MIXED_CALLS = 20.0  # if the step also computes the prompt of a new request
 
 
@@ -40,7 +41,7 @@ def test_prompts_beside_sequences_that_decode_are_replayed(model_dir: Path, monk
     assert replayed == [8, 8, 8]
 
 
-def test_more_work_for_a_sequence_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_work_for_a_sequence_is_detected(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_token = Engine._append_token
 
     def slower(engine: Engine, *arguments: object) -> object:

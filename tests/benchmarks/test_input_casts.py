@@ -24,7 +24,7 @@ def test_four_significant_bits_are_kept(name: str) -> None:
     assert 0 < float(((got - x).abs() / x.abs())[kept].max()) <= 1 / 16 + 1e-6
 
 
-def test_the_largest_value_is_exact_but_for_powers_of_two() -> None:
+def test_the_largest_value_is_exact_except_with_power_of_two_scales() -> None:
     x = torch.full((1, 128), 0.3)
     for name, cast in CASTS.items():
         exact = torch.allclose(cast(x, 0.3), x, rtol=1e-6)

@@ -25,13 +25,13 @@ batch = [8]
 
 
 def engine(prefill: float, decode: float) -> str:
-    """The relevant part of the output of `bench engine --json`."""
+    """Returns the relevant part of the output of `bench engine --json`."""
     figures = {"model": {}, "prefill": {"tokens_per_second": prefill}, "decode": [{"tokens_per_second": decode}]}
     return json.dumps(figures, indent=1)
 
 
 class Fake:
-    """Programs that get faster by one token a second each time."""
+    """Simulates programs whose speed rises by one token per second with each run."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -56,7 +56,7 @@ class Fake:
         (engine(406.0, 36.3), (406.0, 36.3)),
     ],
 )
-def test_what_programs_print(output: str, found: tuple[float | None, float | None]) -> None:
+def test_speeds_are_parsed_from_the_output_of_programs(output: str, found: tuple[float | None, float | None]) -> None:
     speeds = PEERS["speeds"](output)
     assert (speeds.get("prefill"), speeds.get("decode")) == found
 
@@ -71,7 +71,7 @@ def test_rounds_alternate_and_the_best_counts(tmp_path: Path, capsys: pytest.Cap
     fake = Fake()
     status = PEERS["main"](["model", str(tmp_path / "peers.toml"), "--rounds", "2", "--out", str(tmp_path)], run=fake)
     one_round = ["ours 1", "q8 1", "ours 8", "q8 8"]
-    assert fake.started == [*one_round, "broken", *one_round]  # it is not started again
+    assert fake.started == [*one_round, "broken", *one_round]  # a failed peer is not started again
     assert status == 1
     printed = capsys.readouterr()
     assert "broken gave no figures: batch 8: ended with status 1" in printed.err

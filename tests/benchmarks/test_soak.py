@@ -1,4 +1,5 @@
-"""The soak finds a leak, a wrong answer, an unfair server and an uncounted request; and fp8serve's server passes."""
+"""The soak test detects a leak, a wrong answer, unfair scheduling and an uncounted request, and fp8serve's server
+passes."""
 
 import json
 import os
@@ -24,13 +25,13 @@ def samples(*anonymous: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("curve", "grown"),
     [
-        ([50.0, 90.0, *[100.0] * 16], 0.0),  # the warm-up is not judged
+        ([50.0, 90.0, *[100.0] * 16], 0.0),  # growth during warm-up is ignored
         ([50.0, 90.0, *[100.0 + i for i in range(16)]], 12.0),
-        ([50.0, 90.0, *[100.0] * 7, 180.0, *[100.0] * 8], 0.0),  # nor is one peak
-        ([50.0, 90.0], 0.0),  # it ended with its warm-up
+        ([50.0, 90.0, *[100.0] * 7, 180.0, *[100.0] * 8], 0.0),  # a single peak is ignored
+        ([50.0, 90.0], 0.0),  # there are no samples after the warm-up
     ],
 )
-def test_growth_is_that_of_the_quarters(curve: list[float], grown: float) -> None:
+def test_growth_compares_quarters_after_the_warm_up(curve: list[float], grown: float) -> None:
     assert soak_memory.growth(samples(*curve), 2.0, "engine") == pytest.approx(grown)
 
 
@@ -45,8 +46,8 @@ input()
 """
 
 
-def test_the_memory_of_a_process() -> None:
-    """It is that of a child process, because earlier tests leave free heap and threads in this one."""
+def test_resident_measures_the_memory_of_a_process() -> None:
+    """The test measures a child process, because earlier tests leave free heap memory and threads in this one."""
     with subprocess.Popen([sys.executable, "-c", GROWING], stdin=-1, stdout=-1, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -56,7 +57,7 @@ def test_the_memory_of_a_process() -> None:
             seen[when] = soak_memory.resident(child.pid)
             print(file=child.stdin, flush=True)
     grown = seen["after"]["anonymous"] - seen["before"]["anonymous"]
-    assert 32 <= grown < 66  # the bytes that were written may still be held
+    assert 32 <= grown < 66  # the written bytes object may still be allocated
     assert seen["after"]["resident"] > seen["after"]["anonymous"]
 
 
@@ -66,14 +67,14 @@ def test_the_children_of_a_process() -> None:
         child.communicate(b"\n")
 
 
-def test_every_kind_of_request_says_what_is_due() -> None:
+def test_every_kind_of_request_has_an_expected_status() -> None:
     asks = [make(random.Random(seed), 200) for seed in range(20) for make in MAKERS]
     assert len({ask.kind for ask in asks}) == len(MAKERS)
     assert {ask.status for ask in asks} == {200, 400, 404}
     assert {ask.hang_up for ask in asks} == {None, 0, 1, 6}
 
 
-def test_an_answer_that_is_not_due_is_kept() -> None:
+def test_unexpected_answers_are_recorded() -> None:
     counts, ask = soak.Counts(), Ask("short", "/v1/completions", {})
     counts.answered(ask, 200, b"fine")
     counts.answered(ask, 500, b"oh")
@@ -92,7 +93,7 @@ EQUAL = {"bulk": 100.0, "evening": 100.0}
     ("asked", "share", "done"),
     [
         (EQUAL, 1.0, {"bulk": 200, "evening": 200}),
-        ({"bulk": 300.0, "single": 10.0}, 1.0, {"bulk": 310, "single": 20}),  # the small one is done in two turns
+        ({"bulk": 300.0, "single": 10.0}, 1.0, {"bulk": 310, "single": 20}),  # `single` is finished after two turns
         ({"bulk": 100.0, "team": 60.0, "single": 10.0}, 0.5, {"bulk": 110, "team": 70, "single": 15}),
     ],
 )
@@ -101,11 +102,11 @@ def test_a_fair_server_divides_its_time_equally(asked: dict[str, float], share: 
 
 
 def crowd(*tenants: str) -> list[Served]:
-    """One request of ten tokens each, answered one a second in this order."""
+    """Returns one request of ten tokens per tenant, answered in this order, one per second."""
     return [Served(tenant, 200, 1.0 + at, 8, 2) for at, tenant in enumerate(tenants)]
 
 
-def test_first_come_first_served_is_unfair_and_turns_are_fair() -> None:
+def test_first_come_first_served_is_unfair_and_round_robin_is_fair() -> None:
     in_turn = soak_load.by_tenant(crowd(*["bulk", "single"] * 20, *["bulk"] * 60))
     assert in_turn["single"]["times_fair"] <= 1.1
     assert in_turn["bulk"]["times_fair"] <= 1.1
@@ -113,22 +114,22 @@ def test_first_come_first_served_is_unfair_and_turns_are_fair() -> None:
     assert as_they_come["single"]["times_fair"] > soak_load.MOST_OFF
 
 
-def test_what_the_metrics_do_not_tell_is_found() -> None:
+def test_requests_missing_in_the_metrics_are_detected() -> None:
     served = crowd("bulk", "single")
-    told = soak_load.due(served)
-    assert soak_load.uncounted({}, told, served) == []
-    told["fp8serve_prompt_tokens_total"] -= 8
-    assert soak_load.uncounted({}, told, served) == [
+    expected = soak_load.due(served)
+    assert soak_load.uncounted({}, expected, served) == []
+    expected["fp8serve_prompt_tokens_total"] -= 8
+    assert soak_load.uncounted({}, expected, served) == [
         "/metrics: fp8serve_prompt_tokens_total rose by 8, and 16 are due."
     ]
 
 
-def test_the_crowd_asks_for_every_length_up_to_the_context() -> None:
-    asked = soak_load.wanted(2000, 512)
-    assert {tenant: sum(one.tenant == tenant for one in asked) for tenant in soak_load.SHARES} == {
+def test_load_has_requests_of_all_lengths_up_to_the_context() -> None:
+    load = soak_load.wanted(2000, 512)
+    assert {tenant: sum(one.tenant == tenant for one in load) for tenant in soak_load.SHARES} == {
         "bulk": 1100, "evening": 500, "team": 300, "single": 100,
     }  # fmt: skip
-    bodies = [one.body for one in asked if isinstance(one.body.get("prompt"), list)]
+    bodies = [one.body for one in load if isinstance(one.body.get("prompt"), list)]
     assert max(len(body["prompt"]) + body["max_tokens"] for body in bodies) == 512
 
 
@@ -142,7 +143,7 @@ def test_our_server_counts_everything_and_stays_flat(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("soak-*.json")
     result = json.loads(path.read_text())
     failed = result["load"]["failed"] + result["soak"]["failed"]
-    # so few and short requests take turns in the order in which they arrive, which is the machine's
+    # the order of so few and short requests depends on the machine, so their fairness is not judged
     assert [sentence for sentence in failed if "times its fair p95" not in sentence] == []
     assert sum(found["requests"] for found in result["load"]["tenants"].values()) == 120
     assert len(result["soak"]["requests"]["sent"]) == len(MAKERS)

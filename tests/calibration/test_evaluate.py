@@ -73,7 +73,7 @@ def test_a_head_in_fp8_is_measured(model_dir: Path, capsys: pytest.CaptureFixtur
     assert "(bf16, head in FP8)" in capsys.readouterr().out
 
 
-def test_other_recipes_and_given_scales(model_dir: Path, fp8_dir: Path) -> None:
+def test_recipes_and_scales_of_the_caller_are_used(model_dir: Path, fp8_dir: Path) -> None:
     rowwise = evaluate(model_dir, None, model_dir, recipe=from_name("rowwise"), **SMALL)  # type: ignore[arg-type]
     assert rowwise.recipe == "rowwise"
     scales = fp8_dir / "scales.safetensors"
@@ -98,7 +98,7 @@ def test_an_unknown_recipe_is_refused(model_dir: Path) -> None:
         evaluate(model_dir, recipe="rowwize", **SMALL)  # type: ignore[arg-type]
 
 
-def test_models_that_do_not_fit_each_other_are_refused(fp8_dir: Path, tmp_path: Path) -> None:
+def test_unrelated_models_are_refused(fp8_dir: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", num_hidden_layers=3)
     with pytest.raises(ModelError, match="num_layers is 2 in one and 3 in the other"):
         evaluate(fp8_dir, None, other, **SMALL)  # type: ignore[arg-type]

@@ -30,7 +30,9 @@ def write_qwen(folder: Path, starve: bool = False) -> Path:
     config = Qwen3MoeConfig(**SIZES, num_experts=6, moe_intermediate_size=48, head_dim=16, norm_topk_prob=True)
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     write_tokenizer(folder)
-    if starve:  # of a, -a, b, -b two are never below the zero of expert 3
+    if (
+        starve
+    ):  # two of the logits a, -a, b, -b are never below 0, the logit of the starved expert, so it is never chosen
         weights = load_file(folder / "model.safetensors")
         router = weights["model.layers.1.mlp.gate.weight"]
         router[1], router[4], router[STARVED] = -router[0], -router[2], 0
@@ -70,7 +72,7 @@ def test_tokens_are_counted(qwen: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
 @pytest.mark.parametrize("kind", ["qwen", "mixtral"])
-def test_what_is_written_is_read_back(kind: str, format_: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_written_scales_are_read_back(kind: str, format_: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     model: Path = request.getfixturevalue(kind)
     report = run(model, tmp_path / "out", format=format_)
     stored = open_checkpoint(tmp_path / "out")
@@ -108,27 +110,29 @@ def test_an_expert_without_tokens_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_all_experts_gives_it_a_scale_that_was_measured(tmp_path: Path) -> None:
+def test_all_experts_measures_a_scale_for_a_starved_expert(tmp_path: Path) -> None:
     model = write_qwen(tmp_path / "model", starve=True)
     report = run(model, tmp_path / "out", all_experts=True)
     assert report.experts[1].tokens[STARVED] == 0
     assert sum(report.experts[1].tokens) == 2 * report.data.tokens
     assert any("sent no calibration token to model.layers.1.mlp.experts.3; their scales" in n for n in report.notes)
     scales = load_scales(tmp_path / "out" / "scales.safetensors")
-    one, other = (scales.tensors[f"model.layers.1.mlp.experts.{i}.gate_proj.input"] for i in (STARVED, 0))
-    assert torch.equal(one.scale, other.scale)  # both saw every token
+    starved, first = (scales.tensors[f"model.layers.1.mlp.experts.{i}.gate_proj.input"] for i in (STARVED, 0))
+    assert torch.equal(starved.scale, first.scale)  # both experts got every token
     down = scales.tensors[f"model.layers.1.mlp.experts.{STARVED}.down_proj.input"]
-    assert down.scale not in (1, one.scale)
+    assert down.scale not in (1, starved.scale)
 
 
-def test_a_starved_expert_is_noted_where_no_scale_is_needed(tmp_path: Path) -> None:
+def test_a_starved_expert_is_noted_by_recipes_without_stored_scales(tmp_path: Path) -> None:
     model = write_qwen(tmp_path / "model", starve=True)
     report = run(model, tmp_path / "out", recipe=from_name("rowwise"))
     assert any("experts.3; their inputs were not observed" in note for note in report.notes)
 
 
-def test_resumed_is_the_same(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted after observing, counts included."""
+def test_a_resumed_calibration_writes_the_same_bytes(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run is interrupted after observation; the token counts are resumed, too."""
     whole = run(qwen, tmp_path / "whole")
 
     def stop(*args: object) -> None:
@@ -145,7 +149,7 @@ def test_resumed_is_the_same(qwen: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(torch.equal(one[key].float(), other[key].float()) for key in one)
 
 
-def test_gradients_smoothing_rounding_and_healing_know_experts(qwen: Path, tmp_path: Path) -> None:
+def test_gradients_smoothing_rounding_and_healing_work_with_experts(qwen: Path, tmp_path: Path) -> None:
     report = run(qwen, tmp_path / "a", gradients=True, smoothing=0.5, samples=8)
     assert not any(".experts." in pair for pair in (report.smoothing.pairs if report.smoothing else ()))
     scales = load_scales(tmp_path / "a" / "scales.safetensors")
@@ -155,7 +159,7 @@ def test_gradients_smoothing_rounding_and_healing_know_experts(qwen: Path, tmp_p
 
 def test_the_experts_of_a_layer_stay_in_bf16_together(qwen: Path, tmp_path: Path) -> None:
     names = load_servable(qwen, "bf16").linear_names()
-    assert len(serving_groups(names)) == 2 * 3  # qkv, o and the experts of each layer
+    assert len(serving_groups(names)) == 2 * 3  # three groups per layer: qkv, o and the experts
     assert len(input_groups(names)) == 2 * (2 + 6 * 2)
     run(qwen, tmp_path / "out", skip=("model.layers.0.mlp.experts.*",))
     served = load_servable(tmp_path / "out")

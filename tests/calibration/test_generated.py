@@ -33,23 +33,25 @@ PROMPTS = [
 ]
 
 
-def test_the_likeliest_tokens_are_those_of_transformers(model_dir: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(model_dir: Path) -> None:
     ours = generate_continuations(load_servable(model_dir, "bf16"), PROMPTS, tokens=20, temperature=0)
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     for prompt, found in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([prompt + found])
         logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(found)[:, None])[:, 0]
-        assert torch.all(chosen >= logits.max(-1).values - 0.1)  # BF16 has ties that two libraries break differently
+        assert torch.all(
+            chosen >= logits.max(-1).values - 0.1
+        )  # two libraries break near ties of BF16 logits differently
 
 
-def test_prompts_do_not_know_each_other(model_dir: Path) -> None:
+def test_continuations_do_not_depend_on_other_prompts(model_dir: Path) -> None:
     model = load_servable(model_dir, "bf16")
     alone = [generate_continuations(model, [prompt], tokens=12)[0] for prompt in PROMPTS]
     assert sum(a == b for a, b in zip(generate_continuations(model, PROMPTS, tokens=12), alone, strict=True)) >= 2
 
 
-def test_the_prompt_of_a_chat_is_its_question_and_that_of_a_text_its_beginning() -> None:
+def test_the_prompt_is_the_question_of_a_chat_or_the_beginning_of_a_text() -> None:
     chat = Sample(tuple(range(40)), (False,) * 30 + (True,) * 10)
     text = Sample(tuple(range(60)), (True,) * 60)
     without_answer = Sample(tuple(range(20)), (False,) * 20)
@@ -59,7 +61,7 @@ def test_the_prompt_of_a_chat_is_its_question_and_that_of_a_text_its_beginning()
     assert all(prompt == list(range(len(prompt))) for prompt in prompts)
 
 
-def test_a_prompt_is_shown_with_the_marks_of_its_template(tmp_path: Path) -> None:
+def test_a_prompt_is_shown_with_its_special_tokens(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny")
     (tmp_path / "chats.jsonl").write_text(CHATS)
     files = {"data": [tmp_path / "chats.jsonl"], "holdout": [tmp_path / "chats.jsonl"]}
@@ -68,12 +70,12 @@ def test_a_prompt_is_shown_with_the_marks_of_its_template(tmp_path: Path) -> Non
     marks = [tokenizer.token_text(i) for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == ""]
     for sample in report.generated:
         assert any(mark and mark in sample.prompt for mark in marks)
-        assert "assistant" in sample.prompt[-24:]  # the model is asked, not stopped within the question
+        assert "assistant" in sample.prompt[-24:]  # the prompt is not truncated within the question
         assert f'<p class="text">{escape(sample.prompt)}</p>' in html_report(report)
 
 
-def test_both_models_draw_with_the_same_random_numbers(model_dir: Path) -> None:
-    """Equal models say the same, and a prompt gets the same numbers whatever is beside it."""
+def test_both_models_sample_with_the_same_random_numbers(model_dir: Path) -> None:
+    """Equal models generate equal tokens, and the random numbers of a prompt do not depend on the batch."""
     logits = torch.zeros(2, 50)
     first = _gumbel(logits, [torch.Generator().manual_seed(seed) for seed in (1, 2)])
     (again,) = _gumbel(logits[:1], [torch.Generator().manual_seed(2)])
@@ -84,7 +86,7 @@ def test_both_models_draw_with_the_same_random_numbers(model_dir: Path) -> None:
     assert generate_continuations(model, PROMPTS) != generate_continuations(model, PROMPTS, temperature=0)
 
 
-def test_the_noise_draws_from_the_softmax() -> None:
+def test_gumbel_noise_samples_from_the_softmax() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     drawn = [int((logits + TEMPERATURE * _gumbel(logits, [generator])).argmax()) for _ in range(20_000)]
@@ -109,7 +111,7 @@ def test_the_report_has_both_texts(model_dir: Path, tmp_path: Path, kv_cache: bo
     assert CalibrationReport.from_json((tmp_path / "out" / "calibration.json").read_text()) == report
 
 
-def test_none_are_generated_where_none_are_wanted_or_the_model_is_too_large(
+def test_nothing_is_generated_on_request_or_if_the_model_is_too_large(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = calibrate(model_dir, out=tmp_path / "none", generated_samples=0, **SMALL)  # type: ignore[arg-type]
@@ -119,8 +121,8 @@ def test_none_are_generated_where_none_are_wanted_or_the_model_is_too_large(
     assert (report.generated, report.notes) == ((), (TOO_LARGE,))
 
 
-def test_the_scales_of_a_cache_lie_where_it_lies(model_dir: Path) -> None:
-    """They are read on the CPU, and a GPU's kernels refuse them there."""
+def test_cache_scales_are_on_the_device_of_the_cache(model_dir: Path) -> None:
+    """They are loaded on the CPU, and kernels on a GPU refuse tensors of the CPU."""
     one, decoder = torch.ones(()), load_servable(model_dir, "bf16")
     cache = _Cache(decoder, [4], torch.device("meta"), {0: (one, one)})
     assert [scale.device.type for scale in cache._scales[0]] == ["meta", "meta"]

@@ -1,4 +1,4 @@
-"""Error-compensated rounding: it computes the textbook's formula, and outputs gain by it."""
+"""GPTQ rounding: it equals the formula of the paper, and reduces the error of outputs."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def products(inputs: Tensor) -> Tensor:
     return inputs.t() @ inputs
 
 
-def nearest(weight: Tensor, scale_inv: Tensor) -> Tensor:
+def round_to_nearest(weight: Tensor, scale_inv: Tensor) -> Tensor:
     return (weight / expand(scale_inv, *weight.shape)).clamp(-448, 448).to(E4M3)
 
 
@@ -39,20 +39,20 @@ SCALES = {
 
 
 @pytest.mark.parametrize("granularity", SCALES)
-def test_outputs_are_nearer_than_with_rounding_to_nearest(granularity: str) -> None:
+def test_output_error_is_smaller_than_with_rounding_to_nearest(granularity: str) -> None:
     weight, inputs = weight_and_inputs()
     scale_inv = SCALES[granularity](weight)
     found = round_compensated(weight, products(inputs), scale_inv)
     assert found.dtype is E4M3
-    error, plain = (output_error(weight, inputs, q, scale_inv) for q in (found, nearest(weight, scale_inv)))
+    error, plain = (output_error(weight, inputs, q, scale_inv) for q in (found, round_to_nearest(weight, scale_inv)))
     assert error < 0.3 * plain
 
 
-def test_inputs_that_have_nothing_in_common_leave_rounding_to_nearest() -> None:
+def test_uncorrelated_inputs_give_rounding_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["row"](weight)
     found = round_compensated(weight, torch.diag(torch.rand(COLUMNS) + 0.5), scale_inv)
-    assert torch.equal(found.view(torch.uint8), nearest(weight, scale_inv).view(torch.uint8))
+    assert torch.equal(found.view(torch.uint8), round_to_nearest(weight, scale_inv).view(torch.uint8))
 
 
 def test_columns_that_no_input_reaches_are_rounded_to_nearest() -> None:
@@ -60,18 +60,19 @@ def test_columns_that_no_input_reaches_are_rounded_to_nearest() -> None:
     inputs[:, 7] = 0
     scale_inv = SCALES["tensor"](weight)
     found = round_compensated(weight, products(inputs), scale_inv)
-    assert torch.equal(found[:, 7].float(), nearest(weight, scale_inv)[:, 7].float())
+    assert torch.equal(found[:, 7].float(), round_to_nearest(weight, scale_inv)[:, 7].float())
 
 
-def test_no_input_at_all_leaves_rounding_to_nearest() -> None:
+def test_without_inputs_weights_are_rounded_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["tensor"](weight)
     found = round_compensated(weight, torch.zeros(COLUMNS, COLUMNS), scale_inv)
-    assert torch.equal(found.float(), nearest(weight, scale_inv).float())
+    assert torch.equal(found.float(), round_to_nearest(weight, scale_inv).float())
 
 
-def test_it_is_the_optimal_brain_surgeon_one_column_at_a_time() -> None:
-    """The triangular factor holds the inverse of H over the remaining columns, here computed anew after each column."""
+def test_gptq_equals_optimal_brain_surgeon_column_by_column() -> None:
+    """GPTQ reads the inverse of H over the remaining columns from a Cholesky factor; this test inverts H after each
+    column."""
     weight, inputs = weight_and_inputs()
     hessian, scale_inv = inputs.t() @ inputs, SCALES["row"](weight)
     order = hessian.diagonal().argsort(descending=True).tolist()
@@ -80,9 +81,9 @@ def test_it_is_the_optimal_brain_surgeon_one_column_at_a_time() -> None:
     for place, column in enumerate(order):
         rest = order[place:]
         inverse = damped[rest][:, rest].inverse()
-        expected[:, column] = nearest(left[:, column : column + 1].float(), scale_inv)[:, 0].float()
+        expected[:, column] = round_to_nearest(left[:, column : column + 1].float(), scale_inv)[:, 0].float()
         error = left[:, column] - expected[:, column] * scale_inv[:, 0]
         left[:, rest] -= torch.outer(error, inverse[0] / inverse[0, 0])
     found = round_compensated(weight, products(inputs), scale_inv).float()
-    assert (found != expected).float().mean() < 0.002  # FP32 here and there, and a tie falls either way
+    assert (found != expected).float().mean() < 0.002  # a few differences by FP32 rounding near ties
     assert torch.equal(found[:, order[0]], expected[:, order[0]])

@@ -41,7 +41,7 @@ def test_sqnr_is_that_of_the_dequantized_tensor(granularity: str) -> None:
     expected = 10 * math.log10(float(x.double().square().sum() / (x - back).double().square().sum()))
     report = tallied(x, granularity=granularity)
     assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
-    assert report.headroom == pytest.approx(0, abs=1e-3)  # every scale is that of its own largest value
+    assert report.headroom == pytest.approx(0, abs=1e-3)  # each part has the scale of its own amax
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +59,6 @@ def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.sqnr_db == pytest.approx(other.sqnr_db)
 
 
-def test_nothing_and_zeros() -> None:
+def test_empty_and_all_zero_tensors() -> None:
     assert GridTally().report() is None
     assert tallied(torch.zeros(2, 2), scale=1.0) == CastReport(None, None, 1.0, (0.0,) * 16, 0.0)

@@ -1,4 +1,4 @@
-"""heal: training in FP8 towards the model's own output in high precision; the final weights and scales are written."""
+"""`heal`: training the FP8 model towards the output of the original model; the final weights and scales are written."""
 
 import math
 from pathlib import Path
@@ -36,7 +36,9 @@ def run(model: Path, out: Path, recipe: Recipe, **options: object) -> Calibratio
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_it_brings_the_model_nearer_and_is_served_as_measured(recipe: Recipe, model_dir: Path, tmp_path: Path) -> None:
+def test_healing_reduces_the_divergence_and_is_served_as_measured(
+    recipe: Recipe, model_dir: Path, tmp_path: Path
+) -> None:
     report = run(model_dir, tmp_path / "out", recipe, heal=40)
     healing = report.healing
     assert healing is not None
@@ -50,7 +52,7 @@ def test_it_brings_the_model_nearer_and_is_served_as_measured(recipe: Recipe, mo
     assert CalibrationReport.from_json((tmp_path / "out" / "calibration.json").read_text()) == report
 
 
-def test_it_goes_on_from_compensated_rounding(model_dir: Path, tmp_path: Path) -> None:
+def test_healing_starts_from_gptq_rounding(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=40, rounding="gptq")
     plain = run(model_dir, tmp_path / "plain", RECIPES["delayed"], rounding="gptq")
     assert report.healing is not None
@@ -65,7 +67,7 @@ def test_the_same_samples_give_the_same_bytes(model_dir: Path, tmp_path: Path) -
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
 
 
-def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
+def test_the_weights_after_the_last_step_are_served(model_dir: Path) -> None:
     """The training forward pass of the next step has the same bits as that of the frozen layers."""
     decoder, linears = load_for_calibration(model_dir, "cpu")
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
@@ -82,7 +84,7 @@ def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
         assert layer.input_scale is not None
         assert torch.equal(layer.input_scale, state.scale)
         kept[name] = layer.weight_q.float() * layer.weight_scale_inv
-        linears[name].weight = torch.nn.Parameter(kept[name])  # what the trained weight is in FP8, exactly
+        linears[name].weight = torch.nn.Parameter(kept[name])  # exactly the FP8 values of the trained weight
     x = torch.randn(7, 64)
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
         with torch.no_grad(), autocast(recipe=recipe):
@@ -90,7 +92,7 @@ def test_what_the_last_step_left_is_what_is_served(model_dir: Path) -> None:
         assert torch.equal(frozen[name](x), expected)
 
 
-def test_scales_of_the_cache_hold_what_healing_saw(model_dir: Path, tmp_path: Path) -> None:
+def test_cache_scales_cover_the_amaxes_of_healing(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "plain", RECIPES["delayed"], kv_cache=True)
     report = run(model_dir, tmp_path / "healed", RECIPES["delayed"], kv_cache=True, heal=40)
     tensor = report.tensor("model.layers.0.self_attn.k")
@@ -108,7 +110,7 @@ def test_scales_belong_to_the_healed_weights_only(model_dir: Path, tmp_path: Pat
         load_scales(scales, model_dir)
 
 
-def test_what_does_not_help_is_not_written(model_dir: Path, tmp_path: Path) -> None:
+def test_healing_that_does_not_help_is_discarded(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "plain", RECIPES["delayed"])
     report = run(model_dir, tmp_path / "out", RECIPES["delayed"], heal=3, heal_rate=0.5)
     assert report.healing is not None
@@ -141,7 +143,9 @@ def test_a_divergence_is_an_error(model_dir: Path, tmp_path: Path, monkeypatch: 
         ({"heal": 0, "heal_rate": 1e-4}, "healing, which is off; give heal, or leave out heal_rate"),
     ],
 )
-def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(
+    options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Fp8ServeError, match=sentence):
         run(model_dir, tmp_path / "out", **({"recipe": RECIPES["delayed"], "heal": 4} | options))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

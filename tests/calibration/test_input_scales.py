@@ -1,4 +1,4 @@
-"""Stored scales that do not represent all observed values: the search, and refusals."""
+"""`input_scales="search"`: scales with the least error, at which some observed values saturate; and refused options."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def loaded(model_dir: Path) -> tuple[Decoder, dict[str, Linear], list[Batch]]:
 
 @torch.no_grad()
 def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], name: str) -> torch.Tensor:
-    """Every input of a linear, [tokens, K]."""
+    """Returns all inputs of a linear, [tokens, K]."""
     seen: list[torch.Tensor] = []
     with forward_hooks({name: linears[name]}, lambda _: lambda module, args, out: seen.append(args[0])):
         for batch in batches:
@@ -39,7 +39,7 @@ def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], n
     return torch.cat(seen)
 
 
-def test_the_search_takes_the_range_with_the_least_error(
+def test_the_search_finds_the_range_with_the_least_error(
     loaded: tuple[Decoder, dict[str, Linear], list[Batch]],
 ) -> None:
     decoder, linears, batches = loaded
@@ -78,7 +78,9 @@ def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) ->
         ({"input_scales": "median"}, "median"),
     ],
 )
-def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(
+    options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Exception, match=sentence) as refused:
         calibrate(model_dir, out=tmp_path / "out", **SMALL, **options)  # type: ignore[arg-type]
     assert type(refused.value).__module__ == RecipeError.__module__

@@ -1,4 +1,4 @@
-"""A model computes no sequence longer than its trained context, and says so in the report and on the terminal."""
+"""Sequences are truncated to the trained context of the model; report and terminal say so."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ CUT = "Sequences were cut to the model's context of 32 tokens instead of 48 toke
 
 
 def edited(model_dir: Path, folder: Path, **changes: object) -> Path:
-    """A copy of the tiny model with other numbers in its config.json."""
+    """Returns a copy of the tiny model with changed values in its config.json."""
     shutil.copytree(model_dir, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -31,7 +31,7 @@ def short(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edited(model_dir, tmp_path_factory.mktemp("short") / "model", max_position_embeddings=32)
 
 
-def test_calibration_and_evaluation_say_that_they_cut(short: Path, model_dir: Path, tmp_path: Path) -> None:
+def test_calibration_and_evaluation_report_truncation(short: Path, model_dir: Path, tmp_path: Path) -> None:
     report = calibrate(short, out=tmp_path / "out", seq_len=48, **SMALL)  # type: ignore[arg-type]
     assert (report.notes, report.data.seq_len) == ((CUT,), 32)
     assert CalibrationReport.from_json((tmp_path / "out" / "calibration.json").read_text()) == report
@@ -41,13 +41,13 @@ def test_calibration_and_evaluation_say_that_they_cut(short: Path, model_dir: Pa
     assert (against.notes, against.seq_len) == ((CUT,), 32)
 
 
-def test_nothing_is_said_where_nothing_is_cut(short: Path, model_dir: Path) -> None:
+def test_without_truncation_nothing_is_reported(short: Path, model_dir: Path) -> None:
     assert evaluate(short, recipe="bf16", seq_len=32, **SMALL).notes == ()  # type: ignore[arg-type]
     assert evaluate(model_dir, recipe="bf16", seq_len=48, **SMALL).notes == ()  # type: ignore[arg-type]
 
 
-def test_a_window_cuts_nothing(model_dir: Path, tmp_path: Path) -> None:
-    """Calibrated and measured beyond the 32 tokens that the layers see."""
+def test_a_sliding_window_does_not_truncate(model_dir: Path, tmp_path: Path) -> None:
+    """Sequences are longer than the window of 32 tokens."""
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
     unknown = dict.fromkeys(("attention_bias", "mlp_bias", "pretraining_tp"))
     windowed = edited(model_dir, tmp_path / "windowed", **mistral, **unknown)
@@ -57,7 +57,7 @@ def test_a_window_cuts_nothing(model_dir: Path, tmp_path: Path) -> None:
     assert inspect(windowed)["notes"] == []
 
 
-def test_commands_say_it_beside_the_result(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_truncation(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--samples", "4", "--seq-len", "48", "--json"]
     for command in (
         ["eval", str(short), "--recipe", "bf16"],
@@ -69,7 +69,7 @@ def test_commands_say_it_beside_the_result(short: Path, tmp_path: Path, capsys: 
         assert json.loads(out)["notes"] == [CUT]
 
 
-def test_far_less_data_than_asked_for_is_said(model_dir: Path, tmp_path: Path) -> None:
+def test_far_less_data_than_requested_is_reported(model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "few.jsonl"
     data.write_text("".join(json.dumps({"text": f"The text with number {i}."}) + "\n" for i in range(3)))
     report = calibrate(model_dir, data=data, out=tmp_path / "out", samples=16, seq_len=64)

@@ -9,7 +9,7 @@ from fp8serve.errors import DataError, ModelError
 from fp8serve.fp8.ops import quantize
 
 
-def test_token_figures_equal_torchs_own() -> None:
+def test_token_figures_equal_those_of_torch() -> None:
     torch.manual_seed(0)
     logits, reference, targets = torch.randn(40, 17), torch.randn(40, 17), torch.randint(17, (40,))
     tally = TokenTally()
@@ -24,7 +24,7 @@ def test_token_figures_equal_torchs_own() -> None:
     assert quality.top1_agreement == int((logits.argmax(-1) == reference.argmax(-1)).sum()) / 40
 
 
-def test_a_model_agrees_with_itself() -> None:
+def test_a_model_has_no_divergence_from_itself() -> None:
     logits, targets = torch.randn(9, 5), torch.randint(5, (9,))
     tally = TokenTally()
     tally.add(targets, logits, logits)
@@ -56,7 +56,7 @@ def test_sqnr_is_the_ratio_of_powers_in_decibel() -> None:
     exact = torch.tensor([[3.0, 4.0]])
     tally.add_output(exact, exact + torch.tensor([[0.3, 0.4]]))
     assert tally.sqnr_db == pytest.approx(20, abs=1e-4)
-    tally.add_output(torch.zeros(1, 2), torch.zeros(1, 2))  # more tokens without signal or noise change nothing
+    tally.add_output(torch.zeros(1, 2), torch.zeros(1, 2))  # tokens without signal or noise change nothing
     assert tally.sqnr_db == pytest.approx(20, abs=1e-4)
 
 
@@ -66,13 +66,13 @@ def test_an_exact_layer_has_no_sqnr() -> None:
     assert tally.sqnr_db is None
 
 
-def test_what_fp8_cannot_hold_is_told_apart() -> None:
+def test_saturated_and_underflowed_values_are_counted_separately() -> None:
     tally = LayerTally()
     x = torch.tensor([[1.0, -449.0, 448.0, 1e9, 440.0, 1e-4, 0.0, -0.0]])
     tally.add_input(x, *quantize(x, scale=1.0))
     report = tally.report("layer")
     assert (report.saturated, report.rounded_to_top, report.underflowed) == (2 / 8, 2 / 8, 1 / 8)
-    own = torch.full((1, 8), 1e9)  # a scale of its own: nothing is cut off
+    own = torch.full((1, 8), 1e9)  # with a scale of its own amax, nothing saturates
     tally.add_input(own, *quantize(own, granularity="row"))
     report = tally.report("layer")
     assert (report.saturated, report.rounded_to_top, report.underflowed) == (2 / 16, 10 / 16, 1 / 16)

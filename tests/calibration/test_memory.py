@@ -1,4 +1,4 @@
-"""The memory of a calibration holds neither freed blocks nor the weights of finished layers."""
+"""The resident memory of a calibration contains neither freed heap blocks nor the weights of finished layers."""
 
 import re
 import subprocess
@@ -33,13 +33,13 @@ print(before - anonymous())
 
 
 @linux
-def test_what_was_freed_goes_back_to_the_system() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 350 * MIB  # of 375
 
 
 def resident(folder: Path) -> dict[str, int]:
-    """Bytes in memory of each file below the folder that is mapped, by its name."""
+    """Returns the resident bytes of each memory-mapped file below `folder`, by name."""
     found: dict[str, int] = {}
     name = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():

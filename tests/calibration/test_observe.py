@@ -68,7 +68,7 @@ def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
         assert torch.equal(history, found[1][name][1]), name
 
 
-def test_every_batch_counts_even_when_the_history_is_shorter(model_dir: Path) -> None:
+def test_every_batch_counts_even_if_the_history_is_shorter(model_dir: Path) -> None:
     batches = random_batches(7)
     alone = []
     for batch in batches:
@@ -105,7 +105,7 @@ def test_recorded_amaxes_are_those_of_the_untouched_model(decoder: Decoder, mode
     assert scales(observer) == {n: float(torch.tensor(448.0) / torch.tensor(a)) for n, a in largest.items()}
 
 
-def test_the_maths_stays_in_high_precision(decoder: Decoder, model_dir: Path) -> None:
+def test_observing_computes_in_high_precision(decoder: Decoder, model_dir: Path) -> None:
     (batch,) = random_batches(1)
     expected = forward(plain(model_dir), batch)
     linears = converted(decoder)
@@ -161,7 +161,7 @@ def test_margin_and_most_recent_are_honoured(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 1024])
-def test_histories_have_the_length_that_was_asked_for(decoder: Decoder, length: int) -> None:
+def test_histories_have_the_requested_length(decoder: Decoder, length: int) -> None:
     recipe = DelayedScaling(amax_history_len=length, interval=3)
     observer = observe(decoder, converted(decoder), random_batches(2), recipe)
     for name, state in final_states(observer).items():

@@ -8,14 +8,14 @@ from fp8serve.fp8.recipe import DelayedScaling
 SMALL = {"samples": 8, "seq_len": 32}
 
 
-def test_a_call_can_be_typed_again() -> None:
+def test_call_text_is_a_valid_python_call() -> None:
     text = call_text("calibrate", Path("model"), out=Path("out"), recipe=DelayedScaling(), data=None, samples=3)
     assert text.startswith("fp8serve.calibrate('model', out='out', recipe=DelayedScaling(")
     assert text.endswith(", samples=3)")
     assert call_text("evaluate", Path("model")) == "fp8serve.evaluate('model')"
 
 
-def test_reports_say_how_they_were_made(model_dir: Path, tmp_path: Path) -> None:
+def test_reports_contain_the_call_date_and_machine(model_dir: Path, tmp_path: Path) -> None:
     report = calibrate(model_dir, out=tmp_path / "out", generated_samples=0, **SMALL)  # type: ignore[arg-type]
     assert report.origin is not None
     assert report.origin.command.startswith(

@@ -21,7 +21,7 @@ from .reports import cast, make_report
 
 
 class Balance(HTMLParser):
-    """Fails on a tag that is closed but not open."""
+    """An HTML parser that fails on a closing tag without an opening one."""
 
     VOID = frozenset({"meta", "line", "circle", "polyline", "path", "rect", "br"})
 
@@ -40,7 +40,7 @@ class Balance(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_small_and_needs_no_network() -> None:
+def test_the_page_is_valid_small_and_loads_nothing() -> None:
     page = html_report(make_report(layers=32))
     parser = Balance()
     parser.feed(page)
@@ -50,7 +50,7 @@ def test_the_page_is_whole_small_and_needs_no_network() -> None:
     assert len(page) < 1_000_000
 
 
-def test_the_input_of_every_expert_is_looked_at() -> None:
+def test_inputs_of_all_experts_are_included() -> None:
     report = make_report(layers=1)
     up = next(layer for layer in report.layers if layer.name.endswith("up_proj"))
     experts = [
@@ -75,7 +75,7 @@ def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
 
 
 def whole(page: str) -> str:
-    """The page, after checking that all its tags are closed."""
+    """Asserts that all tags are closed. Returns the page."""
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
@@ -91,7 +91,7 @@ def evaluation(report: CalibrationReport, **changes: object) -> EvalReport:
 @pytest.mark.parametrize(
     "draw", [html_report, lambda report: html_evaluation(evaluation(report, source=(report.model,)))]
 )
-def test_what_comes_from_outside_is_escaped(draw: object) -> None:
+def test_untrusted_text_is_escaped(draw: object) -> None:
     bad = "<script>alert(1)</script>"
     report = make_report(model=bad)
     said = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
@@ -125,7 +125,7 @@ def test_every_section_has_a_line_that_explains_it() -> None:
     assert len(re.findall('</h2><p class="why">[^<]{20,}</p>', page)) == len(titles)
 
 
-def test_the_page_says_how_it_was_made() -> None:
+def test_the_page_contains_the_command() -> None:
     page = html_report(make_report())
     assert "<pre>fp8serve calibrate models/tiny --out out</pre>" in page
     assert "2026-01-02T03:04:05" in page
@@ -144,8 +144,8 @@ def test_an_evaluation_is_a_page_with_and_without_a_reference() -> None:
 # -- findings ---------------------------------------------------------------------------------------------------------
 
 
-def calm() -> CalibrationReport:
-    """Nothing cut off, nothing lost, no layer that stands out, histories that do not vary."""
+def inconspicuous_report() -> CalibrationReport:
+    """Returns a report without saturation, without loss, without a conspicuous layer and with constant histories."""
     report = make_report()
     layers = (dataclasses.replace(x, sqnr_db=31.0, saturated=0.0, kl=1e-4, input=cast(0.5)) for x in report.layers)
     tensors = (dataclasses.replace(t, amax=1.0, history=(1.0,) * 20) for t in report.tensors)
@@ -160,8 +160,8 @@ def changed(report: CalibrationReport, name: str, **changes: object) -> Calibrat
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def test_a_calm_report_says_so() -> None:
-    (found,) = findings(calm())
+def test_an_inconspicuous_report_says_so() -> None:
+    (found,) = findings(inconspicuous_report())
     assert found == Finding(
         "No input value saturated. The largest value relative to its range is in the layer 0 q/k/v input: 71% of the "
         "range."
@@ -191,22 +191,24 @@ def test_a_calm_report_says_so() -> None:
     ],
 )
 def test_a_layer_that_stands_out_is_named(changes: dict[str, object], words: str, trouble: bool) -> None:
-    found = [f for f in findings(changed(calm(), DOWN, **changes)) if re.search(words, f.text)]
+    found = [f for f in findings(changed(inconspicuous_report(), DOWN, **changes)) if re.search(words, f.text)]
     assert [f.is_problem for f in found] == [trouble]
 
 
-def test_a_high_cost_comes_first_with_what_was_not_tried() -> None:
-    quality = dataclasses.replace(calm().quality, kl_divergence=0.05)
+def test_a_high_cost_comes_first_and_names_untried_options() -> None:
+    quality = dataclasses.replace(inconspicuous_report().quality, kl_divergence=0.05)
     healed = HealingReport(10, 1e-5, (0.1,), 0.06, 0.05)
-    report = dataclasses.replace(calm(), quality=quality, healing=healed)
+    report = dataclasses.replace(inconspicuous_report(), quality=quality, healing=healed)
     first = findings(report)[0]
     assert first.is_problem
     assert "--rounding gptq`, `--recipe rowwise`." in first.text
     assert "--heal" not in first.text
 
 
-def test_a_weight_that_rounding_made_another_is_named() -> None:
-    report = dataclasses.replace(changed(calm(), DOWN, weight=cast(0.0, sqnr_db=6.5)), healing=None, rounding="gptq")
+def test_a_weight_with_a_large_rounding_error_is_named() -> None:
+    report = dataclasses.replace(
+        changed(inconspicuous_report(), DOWN, weight=cast(0.0, sqnr_db=6.5)), healing=None, rounding="gptq"
+    )
     assert findings(report)[0].text.startswith(
         "Rounding left an SQNR below 15 dB in 1 weight: layer 2 down_proj (6.5 dB). More"
     )
@@ -215,15 +217,15 @@ def test_a_weight_that_rounding_made_another_is_named() -> None:
 
 
 def test_an_evaluation_says_that_the_cost_is_high() -> None:
-    dear = dataclasses.replace(calm().quality, kl_divergence=0.05)
-    first = evaluation_findings(evaluation(calm(), quality=dear))[0]
+    dear = dataclasses.replace(inconspicuous_report().quality, kl_divergence=0.05)
+    first = evaluation_findings(evaluation(inconspicuous_report(), quality=dear))[0]
     assert first == Finding(
         "The KL divergence of the FP8 model is 0.05 nats per token, which is high.", is_problem=True
     )
 
 
 def test_an_input_whose_range_one_batch_decides_is_named() -> None:
-    report = calm()
+    report = inconspicuous_report()
     name = f"{DOWN}.input"
     wild = (dataclasses.replace(t, amax=9.0, history=(1.0, 9.0, 1.0)) if t.name == name else t for t in report.tensors)
     texts = [f.text for f in findings(dataclasses.replace(report, tensors=tuple(wild)))]

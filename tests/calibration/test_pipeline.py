@@ -31,7 +31,7 @@ def run(model: Path, out: Path, **options: object) -> CalibrationReport:
 
 @torch.no_grad()
 def served_quality(folder: Path, report: CalibrationReport) -> Quality:
-    """Perplexity of the written directory on the samples that the report held out."""
+    """Returns the perplexity of the written directory on the held-out samples of the report."""
     tokenizer, model = Tokenizer.from_dir(folder), load_servable(folder)
     data = report.data
     batches = calibration_batches(
@@ -53,7 +53,7 @@ def test_the_directory_is_whole(calibrated: tuple[Path, CalibrationReport]) -> N
     out, report = calibrated
     expected = {"config.json", "model.safetensors", "tokenizer.json", "scales.safetensors", "calibration.json"}
     assert expected | {"report.html"} <= {p.name for p in out.iterdir()}
-    assert [p.name for p in out.parent.iterdir()] == [out.name]  # no temporary sibling left
+    assert [p.name for p in out.parent.iterdir()] == [out.name]  # no temporary directory is left beside it
     assert CalibrationReport.from_json((out / "calibration.json").read_text()) == report
     assert report.model in (out / "report.html").read_text()
     assert report.data.samples == 12
@@ -64,7 +64,7 @@ def test_the_directory_is_whole(calibrated: tuple[Path, CalibrationReport]) -> N
     assert all(t.observations == 3 and t.scale and t.amax > 0 for t in report.tensors)
 
 
-def test_what_was_measured_is_what_is_served(model_dir: Path, tmp_path: Path) -> None:
+def test_the_served_model_has_the_measured_quality(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out")
     served = served_quality(tmp_path / "out", report)
     assert served.perplexity == report.quality.perplexity
@@ -85,7 +85,7 @@ def weight_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_linears_that_read_the_same_input_share_a_weight_scale(
     model_dir: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """That of the largest amax; the served product then has one scale for each operand."""
+    """It is the scale of the largest amax. The product of joined linears then has one scale for each operand."""
     run(model_dir, tmp_path / "own", **options)
     run(model_dir, tmp_path / "shared", share_scales=True, **options)
     own, shared = weight_tensors(tmp_path / "own"), weight_tensors(tmp_path / "shared")
@@ -217,7 +217,7 @@ def test_a_second_run_gives_the_same_bits(
 
 
 def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp_path: Path) -> None:
-    """Sequences do not see each other, so their grouping can only change rounding."""
+    """Attention is within a sequence, so that the batch size can only change rounding."""
     found = [run(model_dir, tmp_path / str(size), batch_size=size) for size in (1, 12)]
     for one, other in zip(found[0].tensors, found[1].tensors, strict=True):
         assert one.amax == pytest.approx(other.amax, rel=0.02), one.name
@@ -243,7 +243,7 @@ def test_a_float32_sharded_model_with_tied_embeddings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_own_data_are_read_from_one_file_or_several(model_dir: Path, tmp_path: Path, several: bool) -> None:
+def test_data_of_the_user_are_read_from_one_or_several_files(model_dir: Path, tmp_path: Path, several: bool) -> None:
     prompts, text = tmp_path / "prompts.jsonl", tmp_path / "text.txt"
     rows = [{"prompt": f"{i} and {i} are ", "completion": str(2 * i)} for i in range(9)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -254,7 +254,7 @@ def test_own_data_are_read_from_one_file_or_several(model_dir: Path, tmp_path: P
     assert report.data.held_out_source == ("the passages shipped with fp8serve",)
 
 
-def test_what_is_held_out_is_named_and_never_calibrated_on(model_dir: Path, tmp_path: Path) -> None:
+def test_held_out_samples_are_named_and_never_calibrated_on(model_dir: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"{i} and {i} are ", "completion": str(2 * i)}) + "\n" for i in range(9)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     (tmp_path / "test.jsonl").write_text(rows[3] + rows[4] + json.dumps({"text": "Something else."}) + "\n")
@@ -284,7 +284,7 @@ def test_the_order_and_repetition_of_data_change_no_scale(model_dir: Path, tmp_p
             assert torch.equal(written[name][0][key], value)
 
 
-def test_progress_tells_every_stage_and_layer(model_dir: Path, tmp_path: Path) -> None:
+def test_progress_reports_every_stage_and_layer(model_dir: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
     assert [stage for stage, done, _ in told if done == 0] == [
@@ -317,7 +317,7 @@ def test_progress_tells_every_stage_and_layer(model_dir: Path, tmp_path: Path) -
         ({"data": "missing.jsonl"}, DataError, "missing.jsonl"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_nothing_is_written(
+def test_invalid_options_are_refused_and_nothing_is_written(
     model_dir: Path, tmp_path: Path, options: dict[str, object], error: type[Fp8ServeError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -325,7 +325,7 @@ def test_what_cannot_be_done_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_that_exists_is_left_alone(model_dir: Path, tmp_path: Path) -> None:
+def test_an_existing_output_is_not_overwritten(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine")
     with pytest.raises(ModelError, match="not empty"):
         run(model_dir, tmp_path)

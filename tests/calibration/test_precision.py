@@ -1,4 +1,5 @@
-"""Linears that stay in high precision: by name, or as few as meet a target; written, served and read by others."""
+"""Linears that stay in BF16: named ones, or the fewest that meet a quality target; such models are written, served, and
+read by transformers."""
 
 import json
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def test_only_named_layers_are_quantized(model_dir: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "block"])
-def test_the_engine_serves_both_kinds_side_by_side(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+def test_the_engine_serves_fp8_and_bf16_linears_together(recipe: str, model_dir: Path, tmp_path: Path) -> None:
     """A group of joined layers may have both kinds; greedy tokens are those of layers computed one by one."""
     run(model_dir, tmp_path / "out", recipe, skip=[QKV[0], "model.layers.1.mlp.*"])
     engine = Engine(tmp_path / "out")
@@ -69,7 +70,7 @@ def test_the_engine_serves_both_kinds_side_by_side(recipe: str, model_dir: Path,
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_transformers_reads_both_kinds(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+def test_transformers_reads_fp8_and_bf16_linears(recipe: str, model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "out", recipe, skip=[*QKV, DOWN])
     auto = transformers.AutoModelForCausalLM
     model, problems = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
@@ -81,7 +82,7 @@ def test_transformers_reads_both_kinds(recipe: str, model_dir: Path, tmp_path: P
         assert torch.equal(model.get_parameter(name), ours[name].float())
 
 
-def test_a_target_is_met_at_a_small_price(model_dir: Path, tmp_path: Path) -> None:
+def test_a_target_is_met_with_few_linears_in_bf16(model_dir: Path, tmp_path: Path) -> None:
     plain = run(model_dir, tmp_path / "plain").quality.kl_divergence
     assert plain is not None
     report = run(model_dir, tmp_path / "out", target_kl=0.6 * plain)
@@ -105,7 +106,7 @@ def test_a_target_that_is_met_already_changes_nothing(model_dir: Path, tmp_path:
     assert files[0] == files[1]
 
 
-def test_it_goes_with_rounding_and_healing(model_dir: Path, tmp_path: Path) -> None:
+def test_skipped_linears_work_with_gptq_and_healing(model_dir: Path, tmp_path: Path) -> None:
     options = {"rounding": "gptq", "heal": 20, "heal_rate": 3e-4, "kv_cache": True, "input_scales": "history"}
     report = run(model_dir, tmp_path / "out", skip=[*QKV], target_kl=0.03, **options)
     assert report.healing is not None
@@ -115,24 +116,24 @@ def test_it_goes_with_rounding_and_healing(model_dir: Path, tmp_path: Path) -> N
     assert QKV[0] not in {layer.name for layer in search.layers}
 
 
-def test_the_fewest_are_found() -> None:
+def test_the_smallest_number_of_groups_is_found_by_bisection() -> None:
     candidates = [LinearGroup((str(i),), 1, 1.0) for i in range(20)]
-    asked: list[int] = []
+    calls: list[int] = []
 
-    def needs(target: QualityTarget) -> int:
-        def enough(kept: Sequence[LinearGroup]) -> bool:
-            asked.append(len(kept))
+    def groups_for(target: QualityTarget) -> int:
+        def is_met(kept: Sequence[LinearGroup]) -> bool:
+            calls.append(len(kept))
             return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
 
-        return min_groups_in_bf16(candidates, enough)
+        return min_groups_in_bf16(candidates, is_met)
 
-    assert needs(QualityTarget(kl=0.349)) == 14
-    assert len(asked) <= 6
-    assert needs(QualityTarget(kl=1.0)) == 0
-    assert needs(QualityTarget(ppl_increase=9.0)) == 20
+    assert groups_for(QualityTarget(kl=0.349)) == 14
+    assert len(calls) <= 6
+    assert groups_for(QualityTarget(kl=1.0)) == 0
+    assert groups_for(QualityTarget(ppl_increase=9.0)) == 20
 
 
-def test_what_reads_one_input_is_one_choice() -> None:
+def test_linears_that_read_one_input_form_one_group() -> None:
     names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]
     assert input_groups(names) == [tuple(names[:2]), (names[2],), (names[3],)]
     assert excluded_linears(names, ["down_proj"], ()) == [names[3]]
@@ -153,7 +154,9 @@ def test_what_reads_one_input_is_one_choice() -> None:
         ({"skip": ["q_proj"], "scales_only": True}, "so it cannot choose which stay in high precision"),
     ],
 )
-def test_what_cannot_be_asked_for(options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(
+    options: dict[str, object], sentence: str, model_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Fp8ServeError, match=sentence) as refused:
         run(model_dir, tmp_path / "out", **options)  # type: ignore[arg-type]
     assert type(refused.value) is RecipeError or sentence.startswith(("target_kl", "max_ppl"))

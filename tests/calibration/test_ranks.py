@@ -20,7 +20,7 @@ from .test_stage_results import content
 
 pytestmark = pytest.mark.distributed
 
-SMALL = {"samples": 10, "seq_len": 32, "batch_size": 2}  # five batches: no number of ranks here divides them
+SMALL = {"samples": 10, "seq_len": 32, "batch_size": 2}  # five batches, which the ranks cannot share equally
 CASES: dict[str, tuple[Recipe | None, dict[str, object]]] = {
     "delayed": (DelayedScaling(amax_history_len=4), {}),
     "delayed smoothed": (DelayedScaling(), {"smoothing": 0.5}),
@@ -38,19 +38,19 @@ def run(model: str, out: str, case: str, ranks: Ranks) -> int:
     return report.data.batches
 
 
-def _together(rank: int, world: int, model: str, out: str, case: str) -> int:
+def _calibrate_on_rank(rank: int, world: int, model: str, out: str, case: str) -> int:
     return run(model, out, case, Ranks(rank, world))
 
 
 @pytest.mark.parametrize(("case", "world"), [("delayed", 3), ("rowwise gptq", 3), *((case, 2) for case in CASES)])
-def test_the_bytes_of_one_process(case: str, world: int, model_dir: Path, tmp_path: Path) -> None:
+def test_several_processes_write_the_bytes_of_one(case: str, world: int, model_dir: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each of the ranks
+    torch.set_num_threads(1)  # like each rank
     try:
         run(str(model_dir), str(tmp_path / "one"), case, Ranks())
     finally:
         torch.set_num_threads(before)
-    heard = on_ranks(world, _together, world, str(model_dir), str(tmp_path / "many"), case)
+    heard = on_ranks(world, _calibrate_on_rank, world, str(model_dir), str(tmp_path / "many"), case)
     assert heard == [5] * world
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
@@ -82,7 +82,7 @@ def test_the_command_under_torchrun(model_dir: Path, tmp_path: Path) -> None:
     options = ["--samples", "4", "--seq-len", "24", "--batch-size", "1", "--json"]
     done = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r'"perplexity"', done.stdout)) == 1, done.stdout  # one of them speaks
+    assert len(re.findall(r'"perplexity"', done.stdout)) == 1, done.stdout  # only rank 0 prints
     again = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
     assert again.returncode == 1
     assert again.stderr.count("is not empty; choose another output directory") == 1, again.stderr

@@ -1,6 +1,6 @@
-"""Calibration waits for the device a constant number of times, whatever the number of linears.
+"""Calibration synchronizes with the device a constant number of times, whatever the number of linears.
 
-A read of a tensor's value waits for a GPU. On a CPU it costs nothing, so these tests count the reads.
+Reading a tensor's value synchronizes with a GPU. On a CPU it costs nothing, so these tests count the reads.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ TRANSFERS = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
 
 
 class OnHost(torch.Tensor):
-    """A tensor that was read from the device, and what is computed from it on the host."""
+    """A tensor that was copied from the device, and all tensors computed from it on the host."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = super().to(*args, **kwargs)
@@ -103,11 +103,14 @@ def test_the_number_of_reads_does_not_depend_on_the_number_of_linears(model: Pat
     )
     observers: list[Observer] = []
     observed = reads(lambda: observers.append(observe(decoder, linears, batches.calibration, RECIPE, kv_cache=True)))
-    assert observed == {"tolist": 1, "aten::_local_scalar_dense": len(batches.calibration)}  # is each batch finite?
+    assert observed == {
+        "tolist": 1,
+        "aten::_local_scalar_dense": len(batches.calibration),
+    }  # one check per batch that its amaxes are finite
 
     states = final_states(observers[0])
     compared = reads(lambda: compare(decoder, linears, batches.held_out, RECIPE, states))
-    figures = 4  # of the quality: two perplexities, KL and agreement
+    figures = 4  # two perplexities, KL divergence and agreement
     assert compared == {"cpu": 2, "aten::_local_scalar_dense": figures, "aten::nonzero": len(batches.held_out)}
 
     freeze = freeze_function(RECIPE, states)

@@ -23,7 +23,9 @@ def test_json_reads_back_equal() -> None:
     old["layers"] = [
         {k: v for k, v in layer.items() if k not in ("input", "weight", "outlier")} for layer in old["layers"]
     ]
-    assert CalibrationReport.from_json(json.dumps(old)).layers[0].name == report.layers[0].name  # of an earlier version
+    assert (
+        CalibrationReport.from_json(json.dumps(old)).layers[0].name == report.layers[0].name
+    )  # a report of an earlier version
     assert report.origin is not None
     renamed = report.to_json().replace('"in_bf16":', '"kept":').replace('"origin":', '"made":')
     assert CalibrationReport.from_json(renamed) == report

@@ -21,11 +21,11 @@ def calibrated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_calibrate_writes_the_page_there_as_well(calibrated: Path) -> None:
+def test_calibrate_writes_the_page_to_the_file_and_the_directory(calibrated: Path) -> None:
     assert (calibrated / "the page.html").read_bytes() == (calibrated / "out" / "report.html").read_bytes()
 
 
-def test_the_page_has_the_command_as_it_was_typed(calibrated: Path, model_dir: Path) -> None:
+def test_the_page_contains_the_command_line(calibrated: Path, model_dir: Path) -> None:
     origin = read_report(calibrated / "out").origin
     assert origin is not None
     words = shlex.split(origin.command)
@@ -50,13 +50,13 @@ def test_eval_writes_its_page(calibrated: Path, model_dir: Path, tmp_path: Path)
     assert f"fp8serve eval {calibrated / 'out'}" in text
 
 
-def test_inspect_draws_the_page_again(calibrated: Path, tmp_path: Path) -> None:
+def test_inspect_writes_the_page_of_a_calibrated_directory(calibrated: Path, tmp_path: Path) -> None:
     page = tmp_path / "again.html"
     assert main(["inspect", str(calibrated / "out"), "--report", str(page)]) == 0
     assert page.read_bytes() == (calibrated / "out" / "report.html").read_bytes()
 
 
-def test_inspect_draws_nothing_of_what_was_not_calibrated(
+def test_inspect_refuses_a_report_of_an_uncalibrated_model(
     calibrated: Path, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = str(tmp_path / "page.html")
@@ -68,7 +68,7 @@ def test_inspect_draws_nothing_of_what_was_not_calibrated(
 
 
 @pytest.mark.parametrize("command", [("calibrate", "--out", "out"), ("eval",), ("inspect",)])
-def test_a_place_that_is_not_there_is_said_before_the_work(
+def test_an_unwritable_report_path_is_reported_before_the_work(
     command: tuple[str, ...], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

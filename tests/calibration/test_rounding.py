@@ -1,4 +1,5 @@
-"""rounding="gptq": the directory is nearer to the model than one rounded to nearest, and the report describes it."""
+"""`rounding="gptq"`: the written model diverges less from the original than with rounding to nearest, as the report
+says."""
 
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def run(model: Path, out: Path, recipe: str, **options: object) -> CalibrationRe
 
 @torch.no_grad()
 def divergence(folder: Path, model: Path) -> float:
-    """KL(model || folder) in nats per token, on the samples that a calibration holds out."""
+    """Returns KL(model || folder) in nats per token on the held-out samples."""
     tokenizer, served, exact = Tokenizer.from_dir(folder), load_servable(folder), load_servable(model, "bf16")
     found = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
     tally = TokenTally()
@@ -43,7 +44,7 @@ def divergence(folder: Path, model: Path) -> float:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "w8a16"])
-def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, tmp_path: Path) -> None:
+def test_gptq_reduces_the_divergence_and_is_served_as_measured(recipe: str, model_dir: Path, tmp_path: Path) -> None:
     nearest = run(model_dir, tmp_path / "nearest", recipe).quality.kl_divergence
     report = run(model_dir, tmp_path / "gptq", recipe, rounding="gptq")
     assert nearest is not None
@@ -55,8 +56,8 @@ def test_it_costs_less_and_is_served_as_measured(recipe: str, model_dir: Path, t
     assert "gptq" in (tmp_path / "gptq" / "report.html").read_text()
 
 
-def test_weights_are_fitted_to_inputs_as_the_layer_reads_them(model_dir: Path) -> None:
-    """Inputs are taken after their cast: with a scale so large that half of them are cut off, the products show it."""
+def test_weights_are_fitted_to_quantized_inputs(model_dir: Path) -> None:
+    """GPTQ gets inputs after their cast to FP8. The test uses a scale at which half of the inputs saturate."""
     decoder, linears = load_for_calibration(model_dir, "cpu")
     name = "model.layers.0.self_attn.q_proj"
     (stream,) = layerwise_passes(
@@ -73,7 +74,7 @@ def test_weights_are_fitted_to_inputs_as_the_layer_reads_them(model_dir: Path) -
     assert found.trace() < 0.9 * x.square().sum()
 
 
-def test_scales_and_everything_but_weights_are_those_of_rounding_to_nearest(model_dir: Path, tmp_path: Path) -> None:
+def test_gptq_changes_only_the_codes_of_weights(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "nearest", "delayed")
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     plain, found = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
@@ -96,7 +97,7 @@ def test_the_same_samples_give_the_same_bits(model_dir: Path, tmp_path: Path) ->
     assert weights[0] == weights[1]
 
 
-def test_training_goes_on_from_the_weights_that_are_served(model_dir: Path, tmp_path: Path) -> None:
+def test_training_starts_from_the_served_weights(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
     stored, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
     name = stored.fp8_linears[0]
@@ -105,7 +106,7 @@ def test_training_goes_on_from_the_weights_that_are_served(model_dir: Path, tmp_
     assert torch.equal(trainable.get_parameter(f"{name}.weight"), layer.weight_q.float() * layer.weight_scale_inv)
 
 
-def test_what_cannot_be_asked_for(model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match="rounding must be"):
         run(model_dir, tmp_path / "out", "delayed", rounding="up")
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, so their rounding"):

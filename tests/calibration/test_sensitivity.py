@@ -1,4 +1,5 @@
-"""The estimated shares of the KL divergence against the divergence itself, one layer in FP8 at a time."""
+"""Each layer's estimated share of the KL divergence is compared with the divergence of a model with only that layer in
+FP8."""
 
 from pathlib import Path
 
@@ -23,19 +24,20 @@ RECIPE = DelayedScaling(amax_history_len=8)
 
 @pytest.fixture(scope="module")
 def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """(estimated shares, KL divergence with that layer alone in FP8), of a model with one layer that is much worse."""
+    """Returns, by layer, the estimated shares and the KL divergence with only that layer in FP8, of a model in which
+    one layer is much worse than the others."""
     decoder, linears = load_for_calibration(model_dir, "cpu")
-    found = calibration_batches(
+    batches = calibration_batches(
         None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
     )
-    states = final_states(observe(decoder, linears, found.calibration, DelayedScaling(amax_history_len=8)))
+    states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling(amax_history_len=8)))
     states["model.layers.0.self_attn.o_proj.input"].scale.mul_(2.0**-13)  # most of its inputs underflow
     freeze = freeze_function(DelayedScaling(), states)
-    shares = kl_shares(decoder, linears, found.held_out, lambda name, linear, x: freeze(name, linears[name])(x))
+    shares = kl_shares(decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x))
 
     def alone(name: str) -> float:
         tally = TokenTally()
-        for batch in found.held_out:
+        for batch in batches.held_out:
             exact = forward(decoder, batch)
             with forward_hooks(
                 {name: linears[name]}, lambda n: lambda linear, args, out: freeze(n, linears[n])(args[0])
@@ -47,7 +49,7 @@ def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
         return shares, {name: alone(name) for name in linears}
 
 
-def test_the_order_of_shares_is_that_of_the_divergence(measured: tuple[dict[str, float], dict[str, float]]) -> None:
+def test_shares_and_divergences_rank_layers_alike(measured: tuple[dict[str, float], dict[str, float]]) -> None:
     shares, alone = measured
     by_share, by_divergence = (sorted(d, key=lambda n: -d[n]) for d in (shares, alone))
     assert by_share[0] == by_divergence[0] == "model.layers.0.self_attn.o_proj"
@@ -60,7 +62,7 @@ def test_shares_are_in_nats(measured: tuple[dict[str, float], dict[str, float]])
     assert 0.5 < sum(shares[n] for n in ordinary) / sum(alone[n] for n in ordinary) < 2
 
 
-def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> None:
+def test_layers_are_ranked_by_share_and_not_by_sqnr() -> None:
     rows = [
         LayerReport("loud", 10.0, 0.0, kl=1e-5),
         LayerReport("harmful", 40.0, 0.0, kl=1e-3),
@@ -69,8 +71,8 @@ def test_the_ranking_goes_by_the_share_and_not_by_the_power_of_the_noise() -> No
     assert [row.name for row in by_cost(rows)] == ["harmful", "loud", "exact"]
 
 
-def test_joined_sequences_have_the_same_shares(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU ranks several sequences in one pass."""
+def test_several_sequences_in_one_pass_give_the_same_shares(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, several sequences are computed in one pass."""
     decoder, linears = load_for_calibration(model_dir, "cpu")
     batches = calibration_batches(
         None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0

@@ -1,4 +1,4 @@
-"""max_shard_size: weights in several files, which have the contents of one file, and which every command reads."""
+"""`max_shard_size`: weights are written to several files with the same contents, which every command reads."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ def called(*arguments: str) -> str:
     return done.output
 
 
-def test_the_files_keep_to_the_size_and_hold_the_same(sharded: Path, model_dir: Path, tmp_path: Path) -> None:
+def test_files_stay_within_the_size_and_have_the_same_contents(sharded: Path, model_dir: Path, tmp_path: Path) -> None:
     files = sorted(sharded.glob("model-*.safetensors"))
     assert len(files) > 3
-    largest = 512 * 64 * 2  # the embedding, larger than a file may be, has one of its own
+    largest = 512 * 64 * 2  # the embedding is larger than the limit and gets its own file
     assert all(file.stat().st_size < largest + 4096 for file in files)
     called("calibrate", str(model_dir), "--out", str(tmp_path / "one"), *OPTIONS)
     one, many = open_checkpoint(tmp_path / "one"), open_checkpoint(sharded)
@@ -45,11 +45,11 @@ def test_the_files_keep_to_the_size_and_hold_the_same(sharded: Path, model_dir: 
     ],
     ids=lambda command: command[0],
 )
-def test_commands_read_them(command: list[str], sharded: Path) -> None:
+def test_commands_read_sharded_models(command: list[str], sharded: Path) -> None:
     assert called(*[part.format(sharded) for part in command])
 
 
-def test_a_fine_tune_starts_from_them(sharded: Path, tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_a_sharded_model(sharded: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "What is a scale?", "completion": "A multiplier."}\n' * 4)
     called(

@@ -1,4 +1,5 @@
-"""Smoothing: the model does not change by a bit, and a planted outlier is found, named and survived."""
+"""Smoothing: it changes no bit of the model in high precision, and removes the loss by a planted outlier, which reports
+name."""
 
 import random
 import re
@@ -40,7 +41,7 @@ from .conftest import VOCAB, write_model, write_tokenizer
 from .planted import CHANNEL, NORM, plant
 from .test_rounding import SMALL, divergence
 
-LARGE = 18  # 2^18: more than E4M3 holds beside ordinary values; 2^7 it does hold
+LARGE = 18  # 2^18 exceeds the range of E4M3 relative to ordinary values; 2^7 does not
 # How many pairs a layer has: Gemma's norms by 1 + weight hold no factor exactly, OLMo has no norm before a linear, what
 # fused linears make is not told apart, and one norm may be read by all.
 PAIRS = {"llama-bias": 4, "llama-wide-head": 4, "qwen2": 4, "qwen3": 4, "gemma2": 2, "gemma3": 2, "granite": 4,
@@ -60,7 +61,7 @@ def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> C
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str], CalibrationReport]:
-    """What a calibration without smoothing reports, by model and recipe."""
+    """Returns a function that gives the report of a calibration without smoothing, by model and recipe."""
 
     @cache
     def report(model: Path, recipe: str) -> CalibrationReport:
@@ -83,7 +84,7 @@ def batch(vocab: int = 320) -> Batch:
 
 
 def fold_at_random(decoder: Decoder) -> int:
-    """Fold factors from 2^-6 to 2^6 into every pair of every layer; how many pairs there are."""
+    """Folds factors from 2^-6 to 2^6 into every pair of every layer. Returns the number of pairs."""
     generator, names, count = torch.Generator().manual_seed(0), [n for n, _ in decoder.named_modules()], 0
     for index in range(decoder.config.num_layers):
         for pair in smoothing_pairs(decoder.config, index, names):
@@ -118,7 +119,7 @@ def test_a_factor_that_weights_cannot_hold_is_not_folded(model_dir: Path) -> Non
 
 
 @pytest.mark.smoke
-def test_factors_even_channels_out_by_alpha() -> None:
+def test_smoothing_factors_follow_alpha() -> None:
     inputs, weights = torch.tensor([1.0, 1.0, 64.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 1 / 64, 1.0, 1.0])
     for alpha in (0.0, 0.5, 1.0):
         assert smoothing_factors(inputs, weights, alpha).tolist() == [1, 1, 64, 1, 1]
@@ -139,7 +140,7 @@ def test_a_planted_model_is_the_same_in_high_precision(model_dir: Path, planted:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
-def test_it_survives_a_planted_outlier_and_is_served_as_measured(
+def test_smoothing_removes_the_loss_by_an_outlier_and_is_served_as_measured(
     recipe: str, model_dir: Path, planted: Path, tmp_path: Path, reports: Callable[[Path, str], CalibrationReport]
 ) -> None:
     usual, harmed = reports(model_dir, recipe), reports(planted, recipe)
@@ -155,8 +156,8 @@ def test_it_survives_a_planted_outlier_and_is_served_as_measured(
 
 
 @pytest.mark.slow
-def test_blocks_survive_it_too(model_dir: Path, tmp_path: Path) -> None:
-    """128 channels share a scale: the others are out of reach."""
+def test_block_scaling_tolerates_an_outlier(model_dir: Path, tmp_path: Path) -> None:
+    """Only the 128 channels that share a scale with the outlier are affected."""
     wide = write_model(tmp_path / "wide", hidden_size=256)
     norm = "model.layers.0.post_attention_layernorm"
     harmful = plant(wide, tmp_path / "harmful", LARGE, norm)
@@ -182,7 +183,7 @@ def test_an_outlier_is_found_and_named(
     assert re.search(rf"largest outlier channel .* model.layers.1.mlp.\w+_proj, channel {CHANNEL}: ", out.getvalue())
 
 
-def test_an_ordinary_model_has_none(model_dir: Path, reports: Callable[[Path, str], CalibrationReport]) -> None:
+def test_an_ordinary_model_has_no_outlier(model_dir: Path, reports: Callable[[Path, str], CalibrationReport]) -> None:
     report = reports(model_dir, "delayed")
     assert not any("--smoothing" in f.text for f in findings(report))
     assert report.smoothing is None
@@ -206,8 +207,8 @@ def test_with_other_methods(options: dict[str, object], model_dir: Path, planted
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> None:
-    """The norm before the MLP serves gate_proj, in FP8, and up_proj, in BF16."""
+def test_layers_in_bf16_are_smoothed_too(planted: Path, tmp_path: Path) -> None:
+    """The norm before the MLP feeds gate_proj, which is in FP8, and up_proj, which is in BF16."""
     run(planted, tmp_path / "out", smoothing=0.5, skip=("*.up_proj",))
     before, after = open_checkpoint(planted), open_checkpoint(tmp_path / "out")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -217,7 +218,7 @@ def test_layers_in_bf16_are_written_smoothed(planted: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
+def test_an_fp8_model_is_dequantized_and_smoothed(planted: Path, tmp_path: Path) -> None:
     """Its weights are dequantized and smoothed."""
     run(planted, tmp_path / "first", "block")
     harmed = run(tmp_path / "first", tmp_path / "harmed")
@@ -227,7 +228,7 @@ def test_a_model_that_is_fp8_already(planted: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pair_that_no_fp8_reads_is_not_tried(model_dir: Path, tmp_path: Path) -> None:
+def test_pairs_without_fp8_layers_are_not_smoothed(model_dir: Path, tmp_path: Path) -> None:
     report = run(model_dir, tmp_path / "out", smoothing=0.5, only=("*.o_proj",))
     assert report.smoothing is not None
     assert report.smoothing.tried == 2

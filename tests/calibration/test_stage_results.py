@@ -1,4 +1,4 @@
-"""A calibration that is killed at any point continues, and ends with the bytes of one that was not."""
+"""A calibration that was killed at any step can be resumed, and writes the same bytes as one that was not."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def run(model: Path, out: Path, case: str, **options: object) -> None:
     calibrate(model, out=out, recipe=recipe, **SMALL | chosen | options)  # type: ignore[arg-type]
 
 
-def _die(model: Path, out: Path, case: str, steps: int, resume: bool) -> None:
+def _calibrate_and_die(model: Path, out: Path, case: str, steps: int, resume: bool) -> None:
     left = steps
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -40,9 +40,9 @@ def _die(model: Path, out: Path, case: str, steps: int, resume: bool) -> None:
     run(model, out, case, progress=progress, resume=resume)
 
 
-def survives(model: Path, out: Path, case: str, steps: int, resume: bool) -> bool:
-    """Whether a calibration in another process comes to its end before the step at which it is killed."""
-    process = get_context("fork").Process(target=_die, args=(model, out, case, steps, resume))
+def finishes(model: Path, out: Path, case: str, steps: int, resume: bool) -> bool:
+    """Calibrates in a child process that is killed after `steps` steps. Returns whether it finished before."""
+    process = get_context("fork").Process(target=_calibrate_and_die, args=(model, out, case, steps, resume))
     process.start()
     process.join()
     assert process.exitcode in (0, -signal.SIGKILL)
@@ -68,26 +68,26 @@ def one_thread() -> object:
 def test_killed_at_every_step(case: str, model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "whole", case)
     out, steps = tmp_path / "again" / "out", 3
-    while not out.exists():  # each run gets a step farther; the last one dies when all is written
-        survives(model_dir, out, case, steps, resume=True)
+    while not out.exists():  # each run is killed one step later; the last one after writing everything
+        finishes(model_dir, out, case, steps, resume=True)
         steps += 1
     assert content(out) == content(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_is_finished_is_not_computed_again(model_dir: Path, tmp_path: Path) -> None:
-    assert not survives(model_dir, tmp_path / "out", "delayed", 7, resume=False)  # in the midst of rounding
+def test_finished_stages_are_not_computed_again(model_dir: Path, tmp_path: Path) -> None:
+    assert not finishes(model_dir, tmp_path / "out", "delayed", 7, resume=False)  # while rounding
     (unfinished,) = tmp_path.iterdir()
     assert {p.name for p in unfinished.iterdir()} >= {"run.json", "observed.safetensors"}
-    told: list[str] = []
-    run(model_dir, tmp_path / "out", "delayed", resume=True, progress=lambda stage, done, total: told.append(stage))
-    assert "observe" not in told
-    assert "round" in told
+    stages: list[str] = []
+    run(model_dir, tmp_path / "out", "delayed", resume=True, progress=lambda stage, done, total: stages.append(stage))
+    assert "observe" not in stages
+    assert "round" in stages
 
 
-def test_going_on_is_asked_for_and_only_with_what_it_began_with(model_dir: Path, tmp_path: Path) -> None:
+def test_resuming_needs_the_option_and_the_same_arguments(model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert not survives(model_dir, out, "delayed", 7, resume=False)
+    assert not finishes(model_dir, out, "delayed", 7, resume=False)
     with pytest.raises(ModelError, match=r"was interrupted; continue it with --resume, or remove .*out.calibrating"):
         run(model_dir, out, "delayed")
     with pytest.raises(ModelError, match="began with kv_cache=true, not false"):
@@ -104,13 +104,13 @@ def test_going_on_is_asked_for_and_only_with_what_it_began_with(model_dir: Path,
     assert not out.exists()
 
 
-def test_resume_with_nothing_to_go_on_from_begins(model_dir: Path, tmp_path: Path) -> None:
+def test_resume_without_a_previous_run_starts_one(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "out", "delayed", resume=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("size", ["much", "-1GB", ""])
-def test_a_size_that_is_none(size: str, model_dir: Path, tmp_path: Path) -> None:
+def test_an_invalid_shard_size_is_refused(size: str, model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Fp8ServeError, match="max_shard_size must be a number of bytes"):
         run(model_dir, tmp_path / "out", "delayed", max_shard_size=size)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,8 @@ from fp8serve.model.formats.peft import PeftConfig
 def write_random_adapter(
     folder: Path, model: Path, *, rank: int = 4, dora: bool = False, only: Sequence[str] = ("proj",), seed: int = 0
 ) -> Path:
-    """An adapter of every linear of `model` whose name holds one of `only`, large enough to change answers."""
+    """Writes an adapter of every linear layer of `model` whose name contains one of `only`, large enough to change
+    answers. Returns `folder`."""
     noise = torch.Generator().manual_seed(seed)
     linears = adaptable_linears(read_config(model))
     weights = {}

@@ -1,4 +1,4 @@
-"""A model, a draft model that always guesses right, and one that does not."""
+"""A model, a draft model whose tokens are always accepted, and one whose tokens are mostly rejected."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,9 @@ LAYERS = 8
 
 
 def write_drafts(home: Path) -> Path:
-    """`model`: of its layers all but the first add nothing. `same`: that one, whose guesses are always right. `other`:
-    one layer of other weights, whose guesses are not."""
+    """Writes three models into `home`, and returns it. `model` has `LAYERS` layers, of which only the first changes the
+    hidden state. `same` is that layer alone, so that its drafts are always right. `other` is one layer of other
+    weights."""
     write_model(home / "model", num_hidden_layers=LAYERS)
     write_model(home / "same", num_hidden_layers=1)
     write_model(home / "other", num_hidden_layers=1, seed=5)

@@ -1,6 +1,7 @@
-"""256 greedy tokens of a model that is sure of them, and the same from the reference ops: run this file.
+"""256 greedy tokens of a model. Run as a program, this file prints those of the reference ops.
 
-The model has learnt a text by heart, so that its best token is best by more than what FP8 and the order of a sum do.
+The model has memorized a text, so that the logit of the best token exceeds the second by more than FP8 rounding and the
+summation order can change.
 """
 
 import json
@@ -15,8 +16,17 @@ from fp8serve.fp8.recipe import DelayedScaling
 
 TEXT = b"It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 NEW, CONTEXT = 256, 384
-_PLACES = ((0, 14), (30, 40), (60, 25), (5, 64), (0, 24), (33, 30), (50, 60), (13, 50))  # each once in the text
-PROMPTS = [tuple(TEXT[at : at + size]) for at, size in _PLACES]
+_SUBSTRINGS = (
+    (0, 14),
+    (30, 40),
+    (60, 25),
+    (5, 64),
+    (0, 24),
+    (33, 30),
+    (50, 60),
+    (13, 50),
+)  # (offset, length); each substring occurs once in the text
+PROMPTS = [tuple(TEXT[at : at + size]) for at, size in _SUBSTRINGS]
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "delayed": {"recipe": DelayedScaling()},
@@ -28,7 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def engine(model: Path, mode: str, **options: Any) -> Engine:
-    """Prompts in chunks of 8; `model` has scales for every linear and for the cache at `made-up`."""
+    """Returns an engine that prefills 8 tokens a step. The file `model / "made-up"` holds scales of every linear layer
+    and of the KV cache."""
     chosen = dict(MODES[mode])
     if isinstance(chosen["recipe"], DelayedScaling):
         chosen["scales"] = model / "made-up"
@@ -36,19 +47,19 @@ def engine(model: Path, mode: str, **options: Any) -> Engine:
 
 
 def tokens(runner: Engine, prompts: list[tuple[int, ...]], tenant: str = "") -> list[list[int]]:
-    """The engine's answer to each prompt, all in one batch. Tenants do not share cached prefixes."""
+    """Returns the generated tokens for each prompt, all in one batch. Tenants do not share cached prefixes."""
     params = SamplingParams(max_new_tokens=NEW, temperature=0.0, ignore_eos=True)
-    said: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    for name, prompt in zip(said, prompts, strict=True):
+    generated: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for name, prompt in zip(generated, prompts, strict=True):
         runner.add_request(Request(name, prompt, params, tenant=tenant))
     while runner.has_work():
         for output in runner.step():
-            said[output.request_id] += output.token_ids
-    return list(said.values())
+            generated[output.request_id] += output.token_ids
+    return list(generated.values())
 
 
 def main(model: Path) -> None:
-    """The reference's tokens for every mode, as JSON."""
+    """Prints the tokens of the reference ops for every mode as JSON."""
     from fp8serve.fp8 import ops
 
     if "cpu kernel" in " ".join(ops.backends().values()):

@@ -1,4 +1,4 @@
-"""The decisions of an engine on a GPU, tested without one: stand-ins give the GPU's answers."""
+"""Decisions of an engine on a GPU (cache size, graph capture), tested on a CPU with stand-ins for calls to the GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def on_gpu(**options: Any) -> EngineOptions:
 
 @pytest.fixture
 def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A GPU of so many bytes, free and in all, on which a step takes so many."""
+    """Returns a function that simulates a GPU with `free` of `total` bytes, on which a step takes `step` bytes."""
 
     def make(free: int, total: int, step: int = 0) -> None:
         monkeypatch.setattr(memory, "gpu_memory_info", lambda device: (free, total))
@@ -35,7 +35,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return make
 
 
-def test_the_cache_gets_what_is_left(gpu_with: Callable[..., None]) -> None:
+def test_the_cache_gets_the_remaining_memory(gpu_with: Callable[..., None]) -> None:
     gpu_with(60 * GIB, 80 * GIB)
     parts = memory.ATTENTION_WORKSPACE_BYTES
     assert gpu_cache_budget(GPU, on_gpu(), 2 * GIB, GIB) == 60 * GIB - 8 * GIB + 1 - 3 * GIB - parts  # rounded down
@@ -43,7 +43,7 @@ def test_the_cache_gets_what_is_left(gpu_with: Callable[..., None]) -> None:
     assert gpu_cache_budget(GPU, on_gpu(gpu_memory=0.5), 0, 0) == 20 * GIB - parts
 
 
-def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
+def test_no_memory_for_a_cache_is_an_error(gpu_with: Callable[..., None]) -> None:
     gpu_with(9 * GIB, 80 * GIB)
     with pytest.raises(
         MachineError, match=r"No memory is left for the KV cache on cuda: .* of its 85,899,345,920 bytes"
@@ -52,8 +52,10 @@ def test_nothing_left_is_a_sentence(gpu_with: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
-def test_the_plan_follows_the_largest_step(model_dir: Path, gpu_with: Callable[..., None], recipe: str) -> None:
-    """The step itself runs, here on the CPU, by fused ops and by plain ones."""
+def test_the_cache_size_is_planned_around_the_largest_step(
+    model_dir: Path, gpu_with: Callable[..., None], recipe: str
+) -> None:
+    """The step itself runs on the CPU, by fused ops under rowwise and by plain ones under bf16."""
     gpu_with(GIB, GIB, step=1000)
     engine = Engine(model_dir, recipe=recipe)
     runner, options = engine.loaded.runner, on_gpu(gpu_memory=1, max_num_seqs=4)
@@ -82,7 +84,7 @@ def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     raise RuntimeError("operation not permitted when stream is capturing\nand a trace")
 
 
-def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> None:
+def test_a_failed_capture_is_reported_and_decoding_runs_without_graphs(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
     report = engine.loaded.runner.capture_steps(on_gpu(), 128, fails)
     assert report.text() == "off: operation not permitted when stream is capturing"
@@ -92,7 +94,7 @@ def test_a_capture_that_fails_is_named_and_decoding_goes_on(model_dir: Path) -> 
         engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=True), 128, fails)
 
 
-def test_decoding_is_captured_where_prompts_cannot_be(model_dir: Path) -> None:
+def test_decoding_is_captured_if_capturing_prompts_fails(model_dir: Path) -> None:
     """Prompts are captured first; they need the most memory."""
     engine = Engine(model_dir, recipe="rowwise")
     problems = ["out of memory\nand a trace"]
@@ -108,7 +110,7 @@ def test_decoding_is_captured_where_prompts_cannot_be(model_dir: Path) -> None:
     assert len(engine.generate([[1, 2]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
 
 
-def test_what_is_captured_is_said(model_dir: Path) -> None:
+def test_info_says_which_steps_are_captured(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="rowwise")
     assert engine.info()["cuda_graphs"] == "off: the device is no GPU"
     assert engine.loaded.runner.capture_steps(on_gpu(cuda_graphs=False), 128).text() == "off: switched off"
@@ -126,12 +128,12 @@ def test_what_is_captured_is_said(model_dir: Path) -> None:
         ({"device": "cpu", "cuda_graphs": True}, "cuda_graphs is for a GPU, and the device is 'cpu'"),
     ],
 )
-def test_options_of_a_gpu(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_gpu_options_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         EngineOptions(**options)
 
 
-def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(MachineError, match=r"cuda:3 was requested, but PyTorch finds 1 GPU here"):

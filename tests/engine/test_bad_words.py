@@ -9,7 +9,7 @@ TOKENS = ["a", "b", "c", "ab", "bc", "cab", "abc", " a", "é", "<end>", "<specia
 
 
 class Texts:
-    """A vocabulary of pieces; the last but one ends an answer, the last is special."""
+    """A vocabulary of pieces. The second to last token ends an answer, the last one is special."""
 
     special_ids = frozenset({10})
 
@@ -17,16 +17,16 @@ class Texts:
         return self.token_text(token_id).encode()
 
     def token_text(self, token_id: int) -> str:
-        return TOKENS[token_id] if token_id < len(TOKENS) else ""  # a vocabulary is often padded
+        return TOKENS[token_id] if token_id < len(TOKENS) else ""  # ids beyond the pieces are padding of the vocabulary
 
 
-def bans() -> Bans:
+def make_bans() -> Bans:
     return Bans(Texts(), 16, (9,))
 
 
 @given(st.lists(st.sampled_from(["a", "ab", "bca", "cc", "abcabc", "é", "c a"]), min_size=1, max_size=3), st.data())
-def test_exactly_what_would_complete_a_word_is_ruled_out(words: list[str], data: st.DataObject) -> None:
-    ban = bans().ban(tuple(words))
+def test_exactly_the_tokens_that_would_complete_a_word_are_banned(words: list[str], data: st.DataObject) -> None:
+    ban = make_bans().ban(tuple(words))
     assert ban is not None
     text = ""
     for _ in range(12):
@@ -37,14 +37,14 @@ def test_exactly_what_would_complete_a_word_is_ruled_out(words: list[str], data:
         ban.accept(token)
 
 
-def test_a_special_token_is_a_word_only_by_its_whole_name() -> None:
+def test_a_special_token_is_banned_only_by_its_whole_name() -> None:
     for words, expected in ((("<special>",), {10}), (("<end>",), {9}), (("special", "e", "<"), set[int]())):
-        ban = bans().ban(words)
+        ban = make_bans().ban(words)
         assert ban is not None
         assert set(ban.tokens().tolist()) == expected
 
 
-def test_a_half_character_is_completed_by_its_other_half() -> None:
+def test_a_word_may_be_completed_by_a_part_of_a_character() -> None:
     """Tokens of a byte-level vocabulary may end within a character."""
 
     class Halves(Texts):
@@ -58,5 +58,5 @@ def test_a_half_character_is_completed_by_its_other_half() -> None:
     assert ban.tokens().tolist() == [1]
 
 
-def test_no_words_are_no_ban() -> None:
+def test_without_words_nothing_is_banned() -> None:
     assert Bans(None, 16).ban(()) is None

@@ -1,4 +1,5 @@
-"""Classifiers and cross-encoders: transformers' logits bit for bit, and scores as their files say."""
+"""Classifiers and cross-encoders: logits equal those of transformers bit for bit; the model's files decide how scores
+are computed."""
 
 import json
 from copy import deepcopy
@@ -19,11 +20,11 @@ from tests.model.encoders import BERT, FAMILIES, make
 
 WITH_A_HEAD = transformers.AutoModelForSequenceClassification
 PAIRS = [("some text", "other words"), ("a", "b c"), ("query", "some tent")]
-TEXTS = ["sometext", "a", "otherwordshere"]  # no unknown token, whose id is that of padding
+TEXTS = ["sometext", "a", "otherwordshere"]  # without the unknown token, which has the id of padding
 
 
 def headed(folder: Path, config: Any, labels: int, **said: Any) -> Path:
-    """The directory of a classifier; `said` is added to its config.json."""
+    """Writes a classifier to `folder`, with `said` added to its config.json, and returns the directory."""
     config = deepcopy(config)
     config.num_labels = labels
     make(folder, config, WITH_A_HEAD)
@@ -50,7 +51,7 @@ def test_logits_are_transformers_bit_for_bit(tmp_path: Path, config: Any, labels
     found = classifier.classify(texts)
     assert torch.equal(found.logits, theirs(tmp_path / "m", texts, classifier))
     assert torch.allclose(found.scores, found.logits.sigmoid() if labels == 1 else found.logits.softmax(1))
-    for i, text in enumerate(texts):  # alone as in a batch
+    for i, text in enumerate(texts):  # a text alone has the bits of a batch
         assert torch.equal(classifier.classify([text]).logits[0], found.logits[i])
 
 
@@ -64,14 +65,14 @@ def test_logits_are_transformers_bit_for_bit(tmp_path: Path, config: Any, labels
         ({}, "softmax"),
     ],
 )
-def test_the_files_say_what_makes_scores(tmp_path: Path, said: dict[str, Any], activation: str) -> None:
+def test_the_files_decide_how_scores_are_computed(tmp_path: Path, said: dict[str, Any], activation: str) -> None:
     classifier = Classifier(headed(tmp_path / "m", BERT, 3, **said), recipe="bf16")
     assert classifier.head.activation == activation
     assert classifier.head.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_a_calibrated_classifier_says_the_same(tmp_path: Path, recipe: str) -> None:
+def test_a_calibrated_classifier_has_the_same_scores(tmp_path: Path, recipe: str) -> None:
     headed(tmp_path / "m", BERT, 3)
     calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", recipe=from_name(recipe), samples=12, seq_len=24)
     exact, got = Classifier(tmp_path / "m", recipe="bf16"), Classifier(tmp_path / "fp8")
@@ -79,7 +80,7 @@ def test_a_calibrated_classifier_says_the_same(tmp_path: Path, recipe: str) -> N
     assert (exact.classify(PAIRS).scores - got.classify(PAIRS).scores).abs().max() < 0.05
 
 
-def test_what_is_no_classifier_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_directories_without_a_usable_classifier_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "plain", BERT)
     with pytest.raises(ModelError, match="BertModel, which has no labels"):
         Classifier(tmp_path / "plain", recipe="bf16")
@@ -99,8 +100,8 @@ def test_what_is_no_classifier_or_cannot_be_read_is_refused(tmp_path: Path) -> N
             Classifier(tmp_path / "m", recipe="bf16")
 
 
-def test_an_encoder_without_a_head_is_the_model_it_was(tmp_path: Path) -> None:
-    """Scales that were written before there were heads still fit."""
+def test_old_scales_of_an_encoder_without_a_head_still_fit(tmp_path: Path) -> None:
+    """The scales were written by a version that did not know heads."""
     make(tmp_path / "plain", BERT)
     assert "head" not in _config_fields(tmp_path / "plain")
     assert _config_fields(headed(tmp_path / "m", BERT, 1))["head"]["labels"] == ("LABEL_0",)

@@ -1,4 +1,5 @@
-"""The engine's process from a server's view: it answers, refuses, dies, drains, and never leaves anyone waiting."""
+"""The client of an engine process: it answers, refuses requests and drains; if the process dies, no caller waits
+forever."""
 
 import asyncio
 import os
@@ -25,7 +26,7 @@ from tests.patience import PATIENCE, eventually
 
 OPTIONS = EngineOptions(recipe="bf16", max_num_seqs=4, num_blocks=1100)
 CONTEXT = 4096
-ENDLESS = SamplingParams(max_new_tokens=4000, ignore_eos=True, seed=1)  # nobody waits for its end
+ENDLESS = SamplingParams(max_new_tokens=4000, ignore_eos=True, seed=1)  # too long for any test to wait for its end
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +35,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-async def alive(model_dir: Path) -> AsyncIterator[EngineClient]:
+async def shared_client(model_dir: Path) -> AsyncIterator[EngineClient]:
     client = await EngineClient.start(model_dir, OPTIONS)
     yield client
     await client.close()
 
 
 @pytest.fixture
-async def mortal(model_dir: Path) -> AsyncIterator[EngineClient]:
-    """One that the test may kill."""
+async def own_client(model_dir: Path) -> AsyncIterator[EngineClient]:
+    """A client whose process the test may kill."""
     client = await EngineClient.start(model_dir, OPTIONS)
     yield client
     await client.close()
@@ -56,11 +57,13 @@ async def collect(client: EngineClient, item: Request) -> list[RequestOutput]:
     return [output async for output in client.generate(item)]
 
 
-async def test_answers_are_those_of_an_engine_in_process(alive: EngineClient, model_dir: Path) -> None:
+async def test_answers_equal_those_of_an_engine_in_the_same_process(
+    shared_client: EngineClient, model_dir: Path
+) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
     prompts = (b"Hello", b"a", b"Once upon a time")
     items = [request(str(i), params, prompt) for i, prompt in enumerate(prompts)]
-    found = await asyncio.gather(*(collect(alive, item) for item in items))
+    found = await asyncio.gather(*(collect(shared_client, item) for item in items))
     engine = Engine(model_dir, recipe="bf16")
     expected = engine.generate(
         [list(prompt) for prompt in prompts], max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1
@@ -72,33 +75,35 @@ async def test_answers_are_those_of_an_engine_in_process(alive: EngineClient, mo
         assert outputs[-1].finish_reason == "length"
 
 
-async def test_what_cannot_run_is_refused_before_it_is_sent(alive: EngineClient) -> None:
+async def test_invalid_requests_are_refused_before_they_are_sent(shared_client: EngineClient) -> None:
     with pytest.raises(RequestError, match=f"together {CONTEXT + 2}"):
-        alive.generate(request("r", SamplingParams(max_new_tokens=CONTEXT - 3)))
-    running = alive.generate(request("same"))
+        shared_client.generate(request("r", SamplingParams(max_new_tokens=CONTEXT - 3)))
+    running = shared_client.generate(request("same"))
     await anext(running)
     with pytest.raises(RequestError, match="still running"):
-        alive.generate(request("same"))
+        shared_client.generate(request("same"))
     await running.aclose()
 
 
-async def test_closing_the_iterator_aborts_the_request(alive: EngineClient) -> None:
-    before = (await alive.stats())["finished_total"]["abort"]
-    outputs = alive.generate(request("leaver"))
+async def test_closing_the_iterator_aborts_the_request(shared_client: EngineClient) -> None:
+    before = (await shared_client.stats())["finished_total"]["abort"]
+    outputs = shared_client.generate(request("leaver"))
     await anext(outputs)
     await outputs.aclose()
 
     async def freed() -> bool:
-        stats = await alive.stats()
+        stats = await shared_client.stats()
         return bool(stats["kv_blocks_used"] == 0 and stats["finished_total"]["abort"] == before + 1)
 
     await eventually(freed)
 
 
-async def test_closing_an_iterator_that_has_ended_leaves_a_later_request_of_its_id(alive: EngineClient) -> None:
-    first = alive.generate(request("x", SamplingParams(max_new_tokens=1, ignore_eos=True)))
+async def test_closing_a_finished_iterator_does_not_abort_a_later_request_with_its_id(
+    shared_client: EngineClient,
+) -> None:
+    first = shared_client.generate(request("x", SamplingParams(max_new_tokens=1, ignore_eos=True)))
     assert [output.finish_reason async for output in aiter_once(first)] == ["length"]
-    second = alive.generate(request("x", SamplingParams(max_new_tokens=3, ignore_eos=True)))
+    second = shared_client.generate(request("x", SamplingParams(max_new_tokens=3, ignore_eos=True)))
     output = await anext(second)
     await first.aclose()
     outputs = [output, *[output async for output in second]]
@@ -110,11 +115,11 @@ async def aiter_once(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[Req
     yield await anext(outputs)
 
 
-async def test_a_cancelled_task_aborts_its_request(alive: EngineClient) -> None:
-    task = asyncio.create_task(collect(alive, request("cancelled")))
+async def test_a_cancelled_task_aborts_its_request(shared_client: EngineClient) -> None:
+    task = asyncio.create_task(collect(shared_client, request("cancelled")))
 
     async def busy() -> bool:
-        return bool((await alive.stats())["running"])
+        return bool((await shared_client.stats())["running"])
 
     await eventually(busy)
     task.cancel()
@@ -127,94 +132,96 @@ async def test_a_cancelled_task_aborts_its_request(alive: EngineClient) -> None:
     await eventually(idle)
 
 
-async def test_a_request_may_have_the_id_of_one_that_was_cancelled_just_before(alive: EngineClient) -> None:
+async def test_a_request_may_have_the_id_of_one_that_was_cancelled_just_before(shared_client: EngineClient) -> None:
     first, second = list[Any](), list[Any]()
-    alive.submit(request("same"), first.append)
+    shared_client.submit(request("same"), first.append)
     await eventually(lambda: first)
-    alive.cancel("same")
-    alive.submit(request("same", SamplingParams(max_new_tokens=3, ignore_eos=True)), second.append)
+    shared_client.cancel("same")
+    shared_client.submit(request("same", SamplingParams(max_new_tokens=3, ignore_eos=True)), second.append)
     await eventually(lambda: second and second[-1].finish_reason is not None)
     assert [(output.num_generated, output.finish_reason) for output in second] == [(1, None), (2, None), (3, "length")]
 
 
-async def test_of_two_iterators_with_one_id_the_later_is_refused_and_the_other_completes(alive: EngineClient) -> None:
+async def test_of_two_iterators_with_one_id_the_later_is_refused_and_the_other_completes(
+    shared_client: EngineClient,
+) -> None:
     tokens = CONTEXT - 10
-    first = alive.generate(request("twice", SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
+    first = shared_client.generate(request("twice", SamplingParams(max_new_tokens=tokens, ignore_eos=True)))
     async with asyncio.timeout(PATIENCE):
         outputs = [await anext(first)]
         with pytest.raises(RequestError, match="is still running"):
-            await collect(alive, request("twice"))
+            await collect(shared_client, request("twice"))
         outputs += [output async for output in first]
     assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", tokens)
 
 
-async def test_it_says_how_it_is(alive: EngineClient) -> None:
-    assert alive.alive
-    await eventually(lambda: alive.heartbeat_age < 30)
-    assert alive.info["architecture"] == "LlamaForCausalLM"
-    assert alive.limits.max_model_len == CONTEXT
-    assert (await alive.stats())["kv_blocks"] == 1100
-    assert await alive.scales() == []
+async def test_info_stats_and_health(shared_client: EngineClient) -> None:
+    assert shared_client.alive
+    await eventually(lambda: shared_client.heartbeat_age < 30)
+    assert shared_client.info["architecture"] == "LlamaForCausalLM"
+    assert shared_client.limits.max_model_len == CONTEXT
+    assert (await shared_client.stats())["kv_blocks"] == 1100
+    assert await shared_client.scales() == []
 
 
-async def test_a_killed_process_ends_every_stream_with_a_sentence(mortal: EngineClient) -> None:
-    tasks = [asyncio.create_task(collect(mortal, request(name))) for name in ("a", "b")]
+async def test_a_killed_process_ends_every_stream_with_a_sentence(own_client: EngineClient) -> None:
+    tasks = [asyncio.create_task(collect(own_client, request(name))) for name in ("a", "b")]
 
     async def both_run() -> bool:
-        return bool((await mortal.stats())["running"] == 2)
+        return bool((await own_client.stats())["running"] == 2)
 
     await eventually(both_run)
-    os.kill(mortal.pid, signal.SIGKILL)
+    os.kill(own_client.pid, signal.SIGKILL)
     for outputs in await asyncio.gather(*tasks):
         assert outputs[-1].finish_reason == "error"
         assert "was killed (SIGKILL)" in (outputs[-1].error or "")
         assert "SIGKILL" in (outputs[-1].error or "")
         assert outputs[-1].num_prompt_tokens == 5
-    assert not mortal.alive
+    assert not own_client.alive
     with pytest.raises(MachineError, match="was killed"):
-        mortal.generate(request("late"))
+        own_client.generate(request("late"))
     with pytest.raises(MachineError, match="was killed"):
-        await mortal.stats()
+        await own_client.stats()
 
 
-async def test_sigterm_lets_what_runs_finish(mortal: EngineClient) -> None:
-    running = mortal.generate(request("r", SamplingParams(max_new_tokens=100, ignore_eos=True)))
+async def test_sigterm_lets_running_requests_finish(own_client: EngineClient) -> None:
+    running = own_client.generate(request("r", SamplingParams(max_new_tokens=100, ignore_eos=True)))
     await anext(running)
-    os.kill(mortal.pid, signal.SIGTERM)
+    os.kill(own_client.pid, signal.SIGTERM)
     outputs = [output async for output in running]
     assert (outputs[-1].finish_reason, outputs[-1].num_generated) == ("length", 100)
-    await mortal.drain(10)
-    assert not mortal.alive
+    await own_client.drain(10)
+    assert not own_client.alive
 
 
-async def test_drain_has_a_deadline_and_refuses_newcomers(mortal: EngineClient) -> None:
+async def test_drain_has_a_deadline_and_refuses_new_requests(own_client: EngineClient) -> None:
     async def ending(outputs: AsyncIterator[RequestOutput]) -> str | None:
         try:
             return [output async for output in outputs][-1].finish_reason
         except RequestError as problem:
             return str(problem)
 
-    running = mortal.generate(request("r"))
+    running = own_client.generate(request("r"))
     await anext(running)
-    newcomer = mortal.generate(request("late"))
-    draining = asyncio.create_task(mortal.drain(0.0))
+    newcomer = own_client.generate(request("late"))
+    draining = asyncio.create_task(own_client.drain(0.0))
     await asyncio.sleep(0)
     refused = ("error", "The engine is shutting down and takes no new requests.")
     assert await ending(newcomer) in refused
     assert await ending(running) in ("abort", "length")
     await draining
-    assert not mortal.alive
+    assert not own_client.alive
 
 
-async def test_a_stopped_process_is_noticed(alive: EngineClient) -> None:
-    os.kill(alive.pid, signal.SIGSTOP)
-    await eventually(lambda: alive.heartbeat_age > 1.3)
-    os.kill(alive.pid, signal.SIGCONT)
-    await alive.stats()
-    await eventually(lambda: alive.heartbeat_age < 1.3)
+async def test_a_stopped_process_is_noticed(shared_client: EngineClient) -> None:
+    os.kill(shared_client.pid, signal.SIGSTOP)
+    await eventually(lambda: shared_client.heartbeat_age > 1.3)
+    os.kill(shared_client.pid, signal.SIGCONT)
+    await shared_client.stats()
+    await eventually(lambda: shared_client.heartbeat_age < 1.3)
 
 
-async def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
+async def test_a_load_error_keeps_its_class_and_leaves_no_process(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -229,7 +236,7 @@ async def test_a_load_error_arrives_as_what_it_is_and_leaves_nothing_behind(
 
 
 async def test_the_socket_is_private(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the worker looks at it, and then ends silently."""
+    """A stand-in for the worker reads the permissions of the socket, and then ends without output."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     modes: list[int] = []
 

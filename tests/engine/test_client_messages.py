@@ -1,4 +1,5 @@
-"""What an engine's process sends, however long or wrong it is: nobody waits for ever, and other requests go on."""
+"""Messages from the engine process to its client: invalid ones end all waiting calls, and long ones arrive in
+pieces."""
 
 import asyncio
 import itertools
@@ -24,8 +25,8 @@ from fp8serve.engine.worker import Worker
 from fp8serve.errors import MachineError, RequestError
 from tests.patience import eventually
 
-# An engine's process that is ready, waits for two requests and a question, sends the bytes in its first argument, and
-# closes the connection if the second is "close".
+# Stands for an engine process: it reports that it is ready, waits for two requests and a question, sends the bytes in
+# its first argument, and closes the connection if the second argument is "close".
 PROGRAM = """
 import json, socket, struct, sys
 peer = socket.socket(socket.AF_UNIX)
@@ -47,7 +48,7 @@ Start = Callable[..., Awaitable[EngineClient]]
 
 @pytest.fixture
 async def sender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Starts an engine's process that sends some bytes when it has three commands."""
+    """Returns a function that starts a process which sends the given bytes once it has got three commands."""
     started: list[EngineClient] = []
 
     async def start(data: bytes, then: str = "wait") -> EngineClient:
@@ -62,7 +63,7 @@ async def sender(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 async def answer(client: EngineClient, name: str) -> RequestOutput:
-    """Its last output."""
+    """Returns the last output of a request."""
     request = Request(name, (1, 2), SamplingParams(max_new_tokens=4))
     return [output async for output in client.generate(request)][-1]
 
@@ -76,7 +77,7 @@ def frame(*numbers: int, text: bytes = b"", kind: int = 2) -> bytes:
     return struct.pack("<BI", kind, len(payload)) + payload
 
 
-WRONG = {
+INVALID_MESSAGES = {
     "json": json_message("{"),
     "utf-8": json_message("\xff"),
     "list": json_message("[]"),
@@ -100,8 +101,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("data", WRONG.values(), ids=WRONG)
-async def test_what_cannot_be_read_ends_everything_that_waits(data: bytes, sender: Start) -> None:
+@pytest.mark.parametrize("data", INVALID_MESSAGES.values(), ids=INVALID_MESSAGES)
+async def test_an_invalid_message_ends_all_waiting_calls(data: bytes, sender: Start) -> None:
     client = await sender(data)
     tasks = [asyncio.create_task(answer(client, name)) for name in ("one", "two")]
     question = asyncio.create_task(client.stats())
@@ -110,13 +111,13 @@ async def test_what_cannot_be_read_ends_everything_that_waits(data: bytes, sende
         assert "sent an invalid message" in (output.error or "")
     with pytest.raises(MachineError, match="sent an invalid message"):
         await question
-    assert not client.alive  # so that the supervisor starts another
+    assert not client.alive  # so that the supervisor starts another process
     with pytest.raises(MachineError, match="sent an invalid message"):
         client.generate(Request("late", (1,)))
 
 
 @pytest.mark.parametrize("length", [1, 5, 12])
-async def test_a_message_that_is_cut_off_ends_everything_that_waits(length: int, sender: Start) -> None:
+async def test_a_truncated_message_ends_all_waiting_calls(length: int, sender: Start) -> None:
     client = await sender(frame(1, 0, 7, 1, text=b"a")[:length], "close")
     tasks = [asyncio.create_task(answer(client, name)) for name in ("one", "two")]
     with pytest.raises(MachineError, match="ended in the middle of a message"):
@@ -126,13 +127,13 @@ async def test_a_message_that_is_cut_off_ends_everything_that_waits(length: int,
         assert output.error == "The engine process has ended in the middle of a message."
 
 
-async def test_tokens_of_a_request_that_nobody_reads_are_dropped(sender: Start) -> None:
+async def test_tokens_of_an_unknown_or_cancelled_request_are_dropped(sender: Start) -> None:
     client = await sender(frame(3, 0, 1, 99, 7, 8, 9, 1, 2, 1, text="aéb".encode()))
     request = Request("one", (1, 2), SamplingParams(max_new_tokens=4))
     first, second = list[Any](), list[Any]()
     client.submit(request, first.append)
     client.submit(replace(request, request_id="two"), second.append)
-    client.cancel("one")  # the third command
+    client.cancel("one")  # cancel is the third command, after which the process sends the frame
     await eventually(lambda: second)
     assert first == []
     assert second == [RequestOutput("two", "é", (8,), num_prompt_tokens=2, num_generated=1)]
@@ -142,7 +143,7 @@ async def test_tokens_of_a_request_that_nobody_reads_are_dropped(sender: Start) 
 
 
 @pytest.mark.parametrize("late", ["the end of the abort", "its last token", "a refusal"])
-def test_a_message_about_a_cancelled_request_does_not_reach_its_successor_with_the_same_id(late: str) -> None:
+def test_a_message_of_a_cancelled_request_does_not_reach_a_new_one_with_the_same_id(late: str) -> None:
     def add_request(request: Request, arrived: float) -> None:
         if late == "a refusal" and request.params.max_new_tokens == 7:
             raise RequestError("The grammar is invalid.")
@@ -150,8 +151,8 @@ def test_a_message_about_a_cancelled_request_does_not_reach_its_successor_with_t
     def abort(request_id: str) -> RequestOutput | None:
         return RequestOutput(request_id, finish_reason="abort") if late == "the end of the abort" else None
 
-    worker, wire = in_pieces(SimpleNamespace(add_request=add_request, abort=abort))
-    client, commands = taker(), list[dict[str, Any]]()
+    worker, wire = worker_and_wire(SimpleNamespace(add_request=add_request, abort=abort))
+    client, commands = offline_client(), list[dict[str, Any]]()
     client._write = lambda op, **fields: commands.append({"op": op, "arrived": 0.0, **fields})  # type: ignore[method-assign]
     first, second = list[RequestOutput | Exception](), list[RequestOutput | Exception]()
     client._start(Request("same", (1,), SamplingParams(max_new_tokens=7)), first.append)
@@ -182,7 +183,7 @@ def plain(name: str, text: str, token: int, count: int) -> RequestOutput:
 
 
 def step_outputs() -> list[RequestOutput]:
-    """Everything that a step may return, with several tokens of a request that drafts."""
+    """Returns outputs of every kind that a step may return; one request has several tokens, as with drafts."""
     first = RequestOutput("a", "x", (1,), None, None, 1, 1, 3, timing=Timing(0.5, 0.25, 0.125))
     other = RequestOutput("b", "y", (2**31,), (TokenLogprob(2, -0.5),), None, 1, 1, 3, settled_chars=(1,))
     last = RequestOutput("c", "", (5,), None, "stop", 1, 4, 3, "end", timing=Timing(0.5, 0.25, 0.125, 1.0))
@@ -194,7 +195,7 @@ def step_outputs() -> list[RequestOutput]:
     ]  # fmt: skip
 
 
-def of_request(outputs: Sequence[Any], name: str) -> list[Any]:
+def outputs_of(outputs: Sequence[Any], name: str) -> list[Any]:
     return [output for output in outputs if output.request_id == name]
 
 
@@ -219,8 +220,8 @@ def test_a_stream_may_be_cancelled_while_its_tokens_are_written() -> None:
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is_written: bool) -> None:
-    worker, wire = in_pieces(SimpleNamespace())
-    client, received = taker(), list[Any]()
+    worker, wire = worker_and_wire(SimpleNamespace())
+    client, received = offline_client(), list[Any]()
 
     def write_tokens(tokens: list[Token]) -> bool:
         received.append(tokens)
@@ -238,8 +239,8 @@ def test_tokens_of_several_frames_are_passed_on_together_before_later_outputs(is
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: int) -> None:
-    worker, wire = in_pieces(SimpleNamespace())
-    client, delivered = taker(), list[RequestOutput | Exception]()
+    worker, wire = worker_and_wire(SimpleNamespace())
+    client, delivered = offline_client(), list[RequestOutput | Exception]()
     for name in "abc":
         client._start(Request(name, (1,)), delivered.append)
         worker._streams[name] = client._streams[name].number
@@ -251,14 +252,14 @@ def test_outputs_arrive_as_they_were_sent_however_the_bytes_are_divided(size: in
     client._deliver_pending()
     assert reader.is_complete
     for name in "abc":  # the outputs of each request are in order
-        assert of_request(delivered, name) == of_request(step_outputs(), name)
+        assert outputs_of(delivered, name) == outputs_of(step_outputs(), name)
     assert len(delivered) == len(step_outputs())
     assert set(client._streams) == set(worker._streams) == {"a"}
     assert len(client._streams_by_number) == 1
 
 
 def test_a_step_of_many_plain_tokens_is_one_short_frame() -> None:
-    worker, wire = in_pieces(SimpleNamespace())
+    worker, wire = worker_and_wire(SimpleNamespace())
     names = [f"request-{number}" for number in range(128)]
     worker._streams = {name: number for number, name in enumerate(names)}
     worker._send_outputs([plain(name, " word", 7, 2) for name in names])
@@ -270,7 +271,7 @@ def test_a_step_of_many_plain_tokens_is_one_short_frame() -> None:
 
 
 class Wire:
-    """A connection that keeps the messages."""
+    """A connection that stores its messages in `messages`."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -282,7 +283,7 @@ class Wire:
         self.messages.append(messages)
 
     def read(self, client: EngineClient) -> list[int]:
-        """Hands the messages to a client, and returns their sizes."""
+        """Passes the stored messages to `client`. Returns their sizes in bytes."""
         reader, sizes = MessageReader(), []
         for message, size in reader.feed(b"".join(self.messages)):
             client._handle(message)
@@ -291,14 +292,14 @@ class Wire:
         return sizes
 
 
-def in_pieces(engine: Any) -> tuple[Worker, Wire]:
+def worker_and_wire(engine: Any) -> tuple[Worker, Wire]:
     wire = Wire()
     worker = Worker(wire, engine)  # type: ignore[arg-type]
     return worker, wire
 
 
-def taker() -> EngineClient:
-    """A client without a process, which is handed messages."""
+def offline_client() -> EngineClient:
+    """Returns a client without a process; tests pass messages to it."""
     client = EngineClient.__new__(EngineClient)
     client._streams, client._streams_by_number, client._replies, client._partial_replies = {}, {}, {}, {}
     client._ids, client._exit_message, client._pending = itertools.count(), None, []
@@ -314,10 +315,10 @@ def logprobs(count: int) -> tuple[TokenLogprob, ...]:
 def test_log_probabilities_of_a_prompt_arrive_in_pieces_as_one_output(count: int) -> None:
     expected = RequestOutput("r", "a", (5,), num_generated=1, prompt_logprobs=logprobs(count))
     other = RequestOutput("s", "b", (6,), num_prompt_tokens=1, num_generated=1)
-    worker, wire = in_pieces(SimpleNamespace())
+    worker, wire = worker_and_wire(SimpleNamespace())
     worker._streams = {"r": 0, "s": 1}
     worker._send_outputs([other, expected])
-    client, delivered = taker(), list[RequestOutput | Exception]()
+    client, delivered = offline_client(), list[RequestOutput | Exception]()
     for name in ("r", "s"):
         client._start(Request(name, (1,)), delivered.append)
     sizes = wire.read(client)
@@ -330,10 +331,10 @@ def test_the_outputs_of_a_step_arrive_in_their_order() -> None:
     first = RequestOutput("r", "a", (5,), num_generated=1, prompt_logprobs=logprobs(2000))
     second = RequestOutput("r", "b", (6,), (TokenLogprob(6, -0.5),), "length", 1, 2, settled_chars=(1,))
     others = [RequestOutput("s", "c", (7,), num_generated=1, timing=Timing(0.5, 0.25, 0.125)), first]
-    worker, wire = in_pieces(SimpleNamespace())
+    worker, wire = worker_and_wire(SimpleNamespace())
     worker._streams = {"r": 0, "s": 1}
     worker._send_outputs([*others, second])
-    client, delivered = taker(), list[RequestOutput | Exception]()
+    client, delivered = offline_client(), list[RequestOutput | Exception]()
     for name in ("r", "s"):
         client._start(Request(name, (1,)), delivered.append)
     wire.read(client)
@@ -343,11 +344,11 @@ def test_the_outputs_of_a_step_arrive_in_their_order() -> None:
 async def test_vectors_and_scores_arrive_in_pieces_as_one_reply() -> None:
     values = ["x" * 40_000 for _ in range(100)]
     engine = EncoderEngine.__new__(EncoderEngine)
-    worker, wire = in_pieces(engine)
+    worker, wire = worker_and_wire(engine)
     engine.step = list  # type: ignore[method-assign]
     engine.pop_finished_calls = lambda: [SimpleNamespace(number=3, results=values)]  # type: ignore[method-assign,return-value,list-item]
     worker._step()
-    client = taker()
+    client = offline_client()
     client._replies = {3: asyncio.get_running_loop().create_future()}
     sizes = wire.read(client)
     assert max(sizes) < 2 * worker_module.PIECE_BYTES

@@ -1,4 +1,5 @@
-"""Options that nobody has set: rules for made-up GPUs and models, and how an engine's plan applies them."""
+"""Defaults of options that the user does not set: the rules, on simulated GPUs and models, and how an engine applies
+them."""
 
 import json
 from collections.abc import Callable
@@ -63,14 +64,14 @@ def test_prompt_tokens_take_25_milliseconds() -> None:
     assert defaults.prefill_tokens(1000, 0.001) == 768
 
 
-def test_given_limits_win() -> None:
+def test_limits_set_by_the_user_win() -> None:
     limits = defaults.step_limits(on_gpu(max_num_seqs=300, max_batch_tokens=1000), 80 * GIB)
     assert (limits.max_num_seqs, limits.max_batch_tokens) == (300, 1000)
     assert defaults.step_limits(on_gpu(max_batch_tokens=100), 80 * GIB).max_num_seqs == 100
     assert defaults.step_limits(on_gpu(max_num_seqs=9000), 80 * GIB).max_batch_tokens == 9000
 
 
-def test_a_full_cache_limits_the_sequences() -> None:
+def test_the_cache_size_limits_the_number_of_sequences() -> None:
     assert defaults.fitting_num_seqs(256, 512 * 100, 8192) == 96
     assert defaults.fitting_num_seqs(256, 512 * 3, 8192) == 16
     assert defaults.fitting_num_seqs(256, 128 * 256, 128) == 256
@@ -158,41 +159,42 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return make
 
 
-def derived(model: Engine, **options: Any) -> tuple[int, int, int]:
+def planned_limits(model: Engine, **options: Any) -> tuple[int, int, int]:
     _, limits = plan_gpu_cache(model.loaded.runner.model, model.loaded.config, on_gpu(**options), torch.bfloat16)
     assert None not in (limits.max_num_seqs, limits.max_batch_tokens, limits.max_prefill_tokens)
     return limits.num_seqs, limits.step_tokens, limits.prefill_tokens
 
 
 def test_a_plan_derives_the_limits_of_a_step(model: Engine, fake_gpu: Callable[..., list[int]]) -> None:
-    """The largest step is run for its memory and for its time, and the largest captured one for that of graphs."""
+    """The plan runs the largest step to measure its memory and its time, and the largest captured step to measure the
+    memory of graphs."""
     steps = fake_gpu(80, token_bytes=100_000)
-    assert derived(model) == (256, 8192, 2048)
+    assert planned_limits(model) == (256, 8192, 2048)
     assert steps == [8192, 4096, 8192]
-    assert derived(model, max_num_seqs=10, max_batch_tokens=100, max_prefill_tokens=50) == (10, 100, 50)
+    assert planned_limits(model, max_num_seqs=10, max_batch_tokens=100, max_prefill_tokens=50) == (10, 100, 50)
 
 
 def test_a_step_that_takes_too_much_memory_is_halved(model: Engine, fake_gpu: Callable[..., list[int]]) -> None:
     steps = fake_gpu(40, token_bytes=2**20)
-    assert derived(model)[1] == 2048  # 3.2 GiB are 8 %
+    assert planned_limits(model)[1] == 2048  # a step may take 8 %, which is 3.2 GiB
     assert steps[:4] == [8192, 4096, 2048, 2048]
     fake_gpu(40, token_bytes=2**20)
-    assert derived(model, max_batch_tokens=8192)[1] == 8192
+    assert planned_limits(model, max_batch_tokens=8192)[1] == 8192
     fake_gpu(40, out_of_memory_from=5000)
-    assert derived(model)[1] == 4096
+    assert planned_limits(model)[1] == 4096
     for options in ({}, {"max_batch_tokens": 5000}):
         fake_gpu(40, out_of_memory_from=1)
         tokens = options.get("max_batch_tokens", 512)
         with pytest.raises(MachineError, match=f"A step of {tokens} tokens does not fit in the memory of cpu beside"):
-            derived(model, **options)
+            planned_limits(model, **options)
 
 
 def test_a_small_cache_limits_the_sequences_of_a_plan(model: Engine, fake_gpu: Callable[..., list[int]]) -> None:
     """This model's context is 128 tokens, 8 blocks."""
     fake_gpu(80)
-    assert derived(model, num_blocks=8 * 40)[0] == 32
-    assert derived(model, num_blocks=8)[0] == 16
-    assert derived(model, num_blocks=8, max_num_seqs=100)[0] == 100
+    assert planned_limits(model, num_blocks=8 * 40)[0] == 32
+    assert planned_limits(model, num_blocks=8)[0] == 16
+    assert planned_limits(model, num_blocks=8, max_num_seqs=100)[0] == 100
 
 
 def test_the_share_of_memory_is_chosen_before_loading(
@@ -205,10 +207,10 @@ def test_the_share_of_memory_is_chosen_before_loading(
     assert open_device(Path("m"), EngineOptions()).gpu_memory is None
 
 
-def test_info_shows_what_is_in_effect(model_dir: Path) -> None:
+def test_info_shows_the_effective_options(model_dir: Path) -> None:
     info = Engine(model_dir, recipe="rowwise", max_num_seqs=3).info()
-    shown = ("max_num_seqs", "max_batch_tokens", "max_prefill_tokens", "gpu_memory", "kv_cache_dtype")
-    assert [info[name] for name in shown] == [3, 512, 128, None, "bf16"]
+    names = ("max_num_seqs", "max_batch_tokens", "max_prefill_tokens", "gpu_memory", "kv_cache_dtype")
+    assert [info[name] for name in names] == [3, 512, 128, None, "bf16"]
 
 
 @pytest.mark.gpu

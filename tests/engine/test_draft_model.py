@@ -1,4 +1,4 @@
-"""With a draft model, right or wrong, an answer has every bit that it has without, and its cache is the sequence's."""
+"""A draft model, right or wrong, changes no bit of an answer, and its KV cache uses the block table of the sequence."""
 
 import logging
 import random
@@ -42,11 +42,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def engine(home: Path, draft: str | None, **options: Any) -> Engine:
-    return fresh(home, draft, **options)
+def shared_engine(home: Path, draft: str | None, **options: Any) -> Engine:
+    return new_engine(home, draft, **options)
 
 
-def fresh(home: Path, draft: str | None, **options: Any) -> Engine:
+def new_engine(home: Path, draft: str | None, **options: Any) -> Engine:
     chosen = {"recipe": "bf16", "block_size": BLOCK_SIZE, **options}
     return Engine(home / "model", **chosen, draft_model=None if draft is None else str(home / draft))
 
@@ -55,41 +55,42 @@ def sampling(**changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": 40, "temperature": 0.0, "seed": 3, "ignore_eos": True, "logprobs": 2, **changes}
 
 
-def counted(engine: Engine, prompts: Items[Any], **changes: Any) -> tuple[Any, dict[str, int]]:
-    """The answers, and the engine's counters for them."""
-    before = engine.stats()
-    found, after = engine.generate(prompts, **sampling(**changes)), engine.stats()
-    return found, {name: after[name] - before[name] for name in after if name.endswith("_total") and name[0] != "f"}
+def generate_and_count(shared_engine: Engine, prompts: Items[Any], **changes: Any) -> tuple[Any, dict[str, int]]:
+    """Returns the answers, and how much each counter of the engine rose."""
+    before = shared_engine.stats()
+    answers, after = shared_engine.generate(prompts, **sampling(**changes)), shared_engine.stats()
+    return answers, {name: after[name] - before[name] for name in after if name.endswith("_total") and name[0] != "f"}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), draft=st.sampled_from(["same", "other"]), most=st.sampled_from([1, 4, 7]))
-def test_drafts_change_no_bit(home: Path, recipe: str, seed: int, draft: str, most: int) -> None:
-    """Among others, in a cache and a batch that are too small: chunks, preemption, shared prefixes, aborts."""
+def test_a_draft_model_changes_no_bit(home: Path, recipe: str, seed: int, draft: str, most: int) -> None:
+    """The cache and the batch are too small for all requests, so that there are chunks, preemptions, shared prefixes
+    and aborts."""
     rng = random.Random(seed)
-    most_new = TIGHT["num_blocks"] * BLOCK_SIZE - LONGEST_PROMPT  # what one sequence alone has room for
-    mine = [longer(request(rng, f"mine {i}"), rng.randint(1, most_new)) for i in range(3)]
-    noise = [longer(request(rng, f"noise {i}"), 12) for i in range(3)]
+    most_new = TIGHT["num_blocks"] * BLOCK_SIZE - LONGEST_PROMPT  # so that the cache holds any one sequence
+    mine = [with_new_tokens(request(rng, f"mine {i}"), rng.randint(1, most_new)) for i in range(3)]
+    noise = [with_new_tokens(request(rng, f"noise {i}"), 12) for i in range(3)]
     expected: dict[str, list[Any]] = {}
     for each in mine:
-        expected |= run(engine(home, None, recipe=recipe), [each], random.Random(0))
-    crowded = engine(home, draft, recipe=recipe, **TIGHT, speculative_tokens=most)
-    found = run(crowded, [*mine, *noise], rng)
-    assert {name: found[name] for name in expected} == expected
+        expected |= run(shared_engine(home, None, recipe=recipe), [each], random.Random(0))
+    crowded = shared_engine(home, draft, recipe=recipe, **TIGHT, speculative_tokens=most)
+    actual = run(crowded, [*mine, *noise], rng)
+    assert {name: actual[name] for name in expected} == expected
     assert crowded.stats()["kv_blocks_used"] == 0
 
 
-def longer(request: Request, new: int) -> Request:
+def with_new_tokens(request: Request, new: int) -> Request:
     return replace(request, params=replace(request.params, max_new_tokens=new))
 
 
-def test_these_schedules_preempt_share_accept_and_reject(home: Path) -> None:
+def test_tight_schedules_preempt_share_accept_and_reject(home: Path) -> None:
     totals: dict[str, int] = {}
     for draft in ("same", "other"):
-        crowded, rng = fresh(home, draft, **TIGHT), random.Random(0)
+        crowded, rng = new_engine(home, draft, **TIGHT), random.Random(0)
         for batch in range(4):
-            run(crowded, [longer(request(rng, f"{batch} {i}"), 16) for i in range(7)], rng)
+            run(crowded, [with_new_tokens(request(rng, f"{batch} {i}"), 16) for i in range(7)], rng)
         stats = crowded.stats()
         totals |= {f"{draft} {name}": stats[f"{name}_total"] for name in ("draft_tokens", "accepted_draft_tokens")}
         assert stats["preemptions_total"] > 0
@@ -99,21 +100,26 @@ def test_these_schedules_preempt_share_accept_and_reject(home: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_is_always_right_saves_its_steps(home: Path, temperature: float) -> None:
-    expected, _ = counted(engine(home, None), [PROMPT], temperature=temperature)
-    found, totals = counted(fresh(home, "same"), [PROMPT], temperature=temperature)
-    assert found == expected
+def test_accepted_drafts_save_steps(home: Path, temperature: float) -> None:
+    expected, _ = generate_and_count(shared_engine(home, None), [PROMPT], temperature=temperature)
+    actual, totals = generate_and_count(new_engine(home, "same"), [PROMPT], temperature=temperature)
+    assert actual == expected
     assert totals["draft_tokens_total"] == totals["accepted_draft_tokens_total"] == 40 - totals["steps_total"]
-    assert totals["steps_total"] <= 12  # a prompt's; then five tokens at a time, once there is enough to spend
-    # it reads the prompt once, and every token of the answer but those that end a draft
+    assert totals["steps_total"] <= 12  # one for the prompt; five tokens a step once the draft budget suffices
+    # the draft model computes every token of prompt and answer at most once
     assert totals["draft_model_tokens_total"] <= len(PROMPT) + 40
 
 
-def test_a_draft_that_is_never_right_soon_costs_nothing(home: Path) -> None:
+def test_drafting_stops_if_drafts_are_rejected(home: Path) -> None:
     for batch in range(3):
-        wrong = engine(home, "other", max_num_seqs=4)
-        found, _ = counted(wrong, PROMPTS, max_new_tokens=60, temperature=float(batch > 0))
-        assert found == counted(engine(home, None), PROMPTS, max_new_tokens=60, temperature=float(batch > 0))[0]
+        wrong = shared_engine(home, "other", max_num_seqs=4)
+        actual, _ = generate_and_count(wrong, PROMPTS, max_new_tokens=60, temperature=float(batch > 0))
+        assert (
+            actual
+            == generate_and_count(shared_engine(home, None), PROMPTS, max_new_tokens=60, temperature=float(batch > 0))[
+                0
+            ]
+        )
     stats, parts = wrong.stats(), wrong.loaded.draft
     assert parts is not None
     assert stats["accepted_draft_tokens_total"] < stats["draft_tokens_total"] / 4
@@ -122,69 +128,69 @@ def test_a_draft_that_is_never_right_soon_costs_nothing(home: Path) -> None:
     assert 0 < spent < draft_model.START_STEPS + earned + 1
 
 
-def test_what_was_read_is_shared_with_the_prefix(home: Path) -> None:
-    right = fresh(home, "same")
-    first, told = counted(right, [PROMPT], max_new_tokens=8)
-    again, totals = counted(right, [PROMPT], max_new_tokens=8)
-    assert again == first
-    assert told["draft_model_tokens_total"] > len(PROMPT)
-    assert totals["draft_model_tokens_total"] < told["draft_model_tokens_total"] - len(PROMPT) // 4 * 4 + 4
+def test_a_cached_prefix_includes_the_draft_models_cache(home: Path) -> None:
+    drafting = new_engine(home, "same")
+    first, first_totals = generate_and_count(drafting, [PROMPT], max_new_tokens=8)
+    second, totals = generate_and_count(drafting, [PROMPT], max_new_tokens=8)
+    assert second == first
+    assert first_totals["draft_model_tokens_total"] > len(PROMPT)
+    assert totals["draft_model_tokens_total"] < first_totals["draft_model_tokens_total"] - len(PROMPT) // 4 * 4 + 4
 
 
-def test_adapters_forms_and_bad_words(home: Path, tmp_path: Path) -> None:
-    """The draft model has no adapter; answers with a form or bad words are not drafted."""
+def test_adapters_are_drafted_and_answers_with_grammar_or_bad_words_are_not(home: Path, tmp_path: Path) -> None:
+    """The draft model runs without the adapter."""
     adapter = write_random_adapter(tmp_path / "a", home / "model", rank=4, seed=1)
-    plain, drafting = fresh(home, None), fresh(home, "same")
+    plain, drafting = new_engine(home, None), new_engine(home, "same")
     for each in (plain, drafting):
         each.load_adapter("a", adapter)
     for name in ("a", None):
         answers = [each.generate(PROMPTS, adapter=name, **sampling()) for each in (plain, drafting)]
         assert answers[0] == answers[1]
-    for form in ({"regex": "(ab)+c", "ignore_eos": False}, {"bad_words": ("e",)}):
-        found, totals = counted(drafting, [PROMPT], **form)
-        assert found == counted(plain, [PROMPT], **form)[0]
+    for options in ({"regex": "(ab)+c", "ignore_eos": False}, {"bad_words": ("e",)}):
+        actual, totals = generate_and_count(drafting, [PROMPT], **options)
+        assert actual == generate_and_count(plain, [PROMPT], **options)[0]
         assert totals["drafts_total"] == 0
 
 
-def test_an_answer_goes_on_behind_the_draft_models_context(home: Path) -> None:
+def test_an_answer_continues_beyond_the_draft_models_context(home: Path) -> None:
     write_model(home / "short", num_hidden_layers=1, max_position_embeddings=48)
     rewrite(home / "short", load_file(home / "same" / "model.safetensors"))
-    found, totals = counted(fresh(home, "short"), [PROMPT], max_new_tokens=90)
-    assert found == counted(engine(home, None), [PROMPT], max_new_tokens=90)[0]
+    actual, totals = generate_and_count(new_engine(home, "short"), [PROMPT], max_new_tokens=90)
+    assert actual == generate_and_count(shared_engine(home, None), [PROMPT], max_new_tokens=90)[0]
     assert 0 < totals["draft_tokens_total"] <= 48 - len(PROMPT)
 
 
 @pytest.mark.parametrize("size", [VOCAB - 2, VOCAB + 6])
-def test_a_padded_vocabulary(home: Path, size: int) -> None:
-    """The tokens are the same, with more or fewer unused rows."""
+def test_a_draft_models_vocabulary_may_have_other_padding(home: Path, size: int) -> None:
+    """The embedding of the draft model has more or fewer unused rows."""
     name = f"padded {size}"
     write_model(home / name, num_hidden_layers=1, vocab_size=size)
     tensors = load_file(home / "same" / "model.safetensors")
     rows = tensors["model.embed_tokens.weight"]
     tensors["model.embed_tokens.weight"] = torch.cat([rows, torch.ones(6, rows.shape[1]).bfloat16()])[:size]
     rewrite(home / name, tensors)
-    drafting = fresh(home, name)
+    drafting = new_engine(home, name)
     for prompt in (PROMPT, [VOCAB - 1, *PROMPT]):
-        found, totals = counted(drafting, [prompt])
-        assert found == counted(engine(home, None), [prompt])[0]
+        actual, totals = generate_and_count(drafting, [prompt])
+        assert actual == generate_and_count(shared_engine(home, None), [prompt])[0]
         assert (totals["draft_tokens_total"] > 0) == (size > VOCAB or max(prompt) < size)
 
 
-def test_a_draft_model_that_cannot_compute(
+def test_a_failing_draft_model_changes_no_answer(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model(home / "damaged", num_hidden_layers=1)
     tensors = load_file(home / "same" / "model.safetensors")
     rewrite(home / "damaged", tensors | {"model.norm.weight": torch.full((64,), torch.nan).bfloat16()})
-    expected = counted(engine(home, None), [PROMPT])[0]
-    found, totals = counted(fresh(home, "damaged"), [PROMPT])
-    assert (found, totals["draft_tokens_total"]) == (expected, 0)
+    expected = generate_and_count(shared_engine(home, None), [PROMPT])[0]
+    actual, totals = generate_and_count(new_engine(home, "damaged"), [PROMPT])
+    assert (actual, totals["draft_tokens_total"]) == (expected, 0)
 
-    failing = fresh(home, "same")
+    failing = new_engine(home, "same")
     assert failing.loaded.draft is not None
     monkeypatch.setattr(failing.loaded.draft.runner, "run", fail)
     with caplog.at_level(logging.WARNING):
-        assert counted(failing, [PROMPT])[0] == expected
+        assert generate_and_count(failing, [PROMPT])[0] == expected
     assert [record.getMessage() for record in caplog.records if "same failed" in record.getMessage()] != []
 
 
@@ -192,17 +198,19 @@ def fail(work: object) -> Tensor:
     raise RuntimeError("out of memory")
 
 
-def test_its_memory_is_counted(home: Path) -> None:
-    alone, both = (fresh(home, draft, kv_cache_bytes=200_000).info() for draft in (None, "same"))
-    assert both["num_blocks"] == 200_000 // (alone["kv_cache_bytes"] // alone["num_blocks"] * (LAYERS + 1) // LAYERS)
-    assert both["kv_cache_bytes"] <= 200_000
+def test_the_draft_models_cache_counts_against_kv_cache_bytes(home: Path) -> None:
+    alone, with_draft = (new_engine(home, draft, kv_cache_bytes=200_000).info() for draft in (None, "same"))
+    assert with_draft["num_blocks"] == 200_000 // (
+        alone["kv_cache_bytes"] // alone["num_blocks"] * (LAYERS + 1) // LAYERS
+    )
+    assert with_draft["kv_cache_bytes"] <= 200_000
     assert alone["draft_model"] is None
-    assert both["draft_model"].keys() == {"name", "layers", "weight_bytes", "step_cost"}
+    assert with_draft["draft_model"].keys() == {"name", "layers", "weight_bytes", "step_cost"}
     with pytest.raises(MachineError, match="lower num_blocks"):
-        fresh(home, "same", kv_cache_bytes=200_000, num_blocks=alone["num_blocks"])
+        new_engine(home, "same", kv_cache_bytes=200_000, num_blocks=alone["num_blocks"])
 
 
-def test_what_cannot_be_is_refused(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_draft_models_are_refused(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path / "wide", vocab_size=VOCAB + 40)
     (tmp_path / "wide" / "tokenizer.json").unlink()
     words = write_model(tmp_path / "words") / "tokenizer.json"
@@ -218,19 +226,22 @@ def test_what_cannot_be_is_refused(home: Path, tmp_path: Path, caplog: pytest.Lo
         (embeds, "draft model cannot be used: .* and not to write text"),
     ):
         with pytest.raises(ModelError, match=sentence):
-            fresh(home, str(directory))
+            new_engine(home, str(directory))
     with caplog.at_level(logging.WARNING):
-        assert fresh(home, "model").generate([PROMPT], **sampling()) == counted(engine(home, None), [PROMPT])[0]
+        assert (
+            new_engine(home, "model").generate([PROMPT], **sampling())
+            == generate_and_count(shared_engine(home, None), [PROMPT])[0]
+        )
     assert "too much for drafts to save time" in caplog.text
 
 
-def test_the_command_line_says_what_became_of_drafts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["generate", str(home / "model"), "--recipe", "bf16", "--ignore-eos", "to be or not to be"]
-    assert main(ask) == 0
+def test_generate_command_reports_accepted_drafts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(home / "model"), "--recipe", "bf16", "--ignore-eos", "to be or not to be"]
+    assert main(command) == 0
     expected = capsys.readouterr()
-    assert main([*ask, "--draft-model", str(home / "same")]) == 0
-    found = capsys.readouterr()
-    assert found.out == expected.out
-    assert re.search(r"speculation: (\d+) of \1 draft tokens .* 64 tokens in \d\d steps", found.err)
-    assert main([*ask, "--draft-model", str(home / "nowhere")]) == 1
+    assert main([*command, "--draft-model", str(home / "same")]) == 0
+    actual = capsys.readouterr()
+    assert actual.out == expected.out
+    assert re.search(r"speculation: (\d+) of \1 draft tokens .* 64 tokens in \d\d steps", actual.err)
+    assert main([*command, "--draft-model", str(home / "nowhere")]) == 1
     assert "nowhere is not a directory" in capsys.readouterr().err

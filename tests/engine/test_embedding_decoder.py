@@ -1,4 +1,5 @@
-"""Decoders that embed (Qwen3-Embedding): transformers' vectors bit for bit, distinguished from models that write."""
+"""Decoders that embed texts (Qwen3-Embedding): vectors equal those of transformers bit for bit, and a directory of such
+a model is distinguished from one that generates text."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.model.encoders import ids_of, letters, pooled
 from tests.model.oracle import SIZES, make_random
 
 TEXTS = ["some text", "other words here", "a"]
-Spelling = str  # of the directory: a class with a head, one without, or one whose head was left out of the file
+Spelling = str  # variants of the directory: a class with a head, one without, and one whose head is missing in the file
 
 
 def embedding(folder: Path, spelling: Spelling = "head", **config: Any) -> Path:
@@ -75,7 +76,7 @@ def test_a_text_gets_the_same_bits_alone_and_in_a_batch(tiny: Path, recipe: str)
 
 
 @pytest.mark.parametrize("spelling", ["head", "left out"])
-def test_what_calibrate_writes_embeds_like_the_original(tmp_path: Path, spelling: Spelling) -> None:
+def test_a_calibrated_model_embeds_like_the_original(tmp_path: Path, spelling: Spelling) -> None:
     source, out = embedding(tmp_path / "m", spelling), tmp_path / "fp8"
     assert main(["calibrate", str(source), "--out", str(out), "--samples", "12", "--seq-len", "24"]) == 0
     quality = json.loads((out / "calibration.json").read_text())["quality"]
@@ -95,7 +96,7 @@ def test_gptq_and_a_target_are_of_decoders_too(tiny: Path, tmp_path: Path) -> No
     assert 0 < len(report.layers) < len(plain.layers) == 14
 
 
-def test_what_a_directory_is_for(tiny: Path, tmp_path: Path) -> None:
+def test_embedding_and_generating_directories_are_told_apart(tiny: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "writes")
     headless = embedding(tmp_path / "m", "left out")
     assert [task_of(f) for f in (tiny, tmp_path / "writes", headless)] == ["embed", "generate", "embed"]

@@ -1,4 +1,4 @@
-"""Requests take turns text by text, and share steps."""
+"""The queue of texts to encode: calls take turns text by text and share steps."""
 
 import asyncio
 from pathlib import Path
@@ -33,13 +33,13 @@ def test_small_requests_share_a_step_and_do_not_wait_for_a_large_one() -> None:
     assert step(queue, 12) == []
 
 
-def test_a_text_that_fills_more_than_a_step_has_one_of_its_own() -> None:
+def test_a_text_larger_than_a_step_gets_its_own_step() -> None:
     queue = EncodingQueue()
     queue.add(call(1, 5, 50, 5))
     assert [step(queue, 10) for _ in range(3)] == [[(1, 0)], [(1, 1)], [(1, 2)]]
 
 
-def test_what_nobody_waits_for_is_not_computed() -> None:
+def test_cancelled_calls_are_not_computed() -> None:
     queue = EncodingQueue()
     queue.add(call(1, 5, 5))
     queue.add(call(2, 5))
@@ -57,7 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_refused_call_leaves_the_others_alone(tiny: Path) -> None:
+def test_a_refused_call_does_not_affect_others(tiny: Path) -> None:
     engine = EmbeddingEngine(tiny, recipe="bf16")
     engine.embed(call(1, 3, 3))
     for wrong in (
@@ -75,7 +75,7 @@ def test_a_refused_call_leaves_the_others_alone(tiny: Path) -> None:
     assert engine.pop_finished_calls() == []
 
 
-def test_small_calls_are_answered_before_a_large_one_that_came_first(tiny: Path) -> None:
+def test_small_calls_finish_before_an_earlier_large_one(tiny: Path) -> None:
     engine = EmbeddingEngine(tiny, recipe="bf16", max_batch_tokens=64)
     engine.embed(call(0, *[12] * 400))
     for number in range(1, 41):
@@ -88,24 +88,24 @@ def test_small_calls_are_answered_before_a_large_one_that_came_first(tiny: Path)
     assert sorted(answered[:-1]) == list(range(1, 41))
 
 
-async def test_many_clients_get_the_bits_that_each_gets_alone(tiny: Path) -> None:
-    """With another number of dimensions each; and one that goes away is forgotten."""
+async def test_concurrent_calls_get_the_same_bits_as_alone(tiny: Path) -> None:
+    """Each call asks for another number of dimensions, and one call is cancelled."""
     options = EngineOptions(recipe="rowwise", max_batch_tokens=64)
     client = await EngineClient.start(tiny, options)
     try:
         texts = [ids_of(3 + i % 20, seed=i).tolist() for i in range(40)]
-        gone = asyncio.create_task(client.embed(texts * 1000))
-        await client.embed(texts[:1])  # `gone` has arrived before it
-        gone.cancel()
+        cancelled = asyncio.create_task(client.embed(texts * 1000))
+        await client.embed(texts[:1])  # the engine has got `cancelled` before this call
+        cancelled.cancel()
         large = asyncio.create_task(client.embed(texts * 100))
-        found = await asyncio.gather(*(client.embed([ids], 8 + i) for i, ids in enumerate(texts)))
-        whole = await large
+        vectors = await asyncio.gather(*(client.embed([ids], 8 + i) for i, ids in enumerate(texts)))
+        large_result = await large
         embedder = Embedder(tiny, recipe="rowwise")
-        for i, ((vector,), ids) in enumerate(zip(found, texts, strict=True)):
+        for i, ((vector,), ids) in enumerate(zip(vectors, texts, strict=True)):
             expected = embedder.embed([ids], dimensions=8 + i).vectors[0]
             assert torch.equal(torch.frombuffer(bytearray(vector), dtype=torch.float32), expected)
-            assert whole[i] == whole[i + 40] == embedder.embed([ids]).vectors[0].numpy().tobytes()
+            assert large_result[i] == large_result[i + 40] == embedder.embed([ids]).vectors[0].numpy().tobytes()
         steps = (await client.stats())["steps_total"]
-        assert steps < 40 * 1000 * 12.5 / 64  # what was forgotten was not computed to its end
+        assert steps < 40 * 1000 * 12.5 / 64  # the cancelled call was not computed to its end
     finally:
         await client.close()

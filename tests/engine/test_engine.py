@@ -1,4 +1,4 @@
-"""The engine from its user's view: answers, ends, refusals, and its facts about itself."""
+"""The engine's public interface: completions, stop conditions, refused requests, failures, info and statistics."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def greedy(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> Compl
 
 
 def drive(engine: Engine, *requests: Request) -> dict[str, list[RequestOutput]]:
-    """All outputs, by request."""
+    """Runs the engine until it has no work. Returns all outputs by request id."""
     found: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add_request(request)
@@ -41,7 +41,7 @@ def drive(engine: Engine, *requests: Request) -> dict[str, list[RequestOutput]]:
     return found
 
 
-def test_prompts_as_text_and_as_ids_are_the_same(engine: Engine) -> None:
+def test_text_and_token_ids_as_prompts_give_the_same_answer(engine: Engine) -> None:
     text = "naïve café"
     assert engine.tokenizer is not None
     first, second = engine.generate([text, engine.tokenizer.encode(text)], temperature=0.0, max_new_tokens=8)
@@ -56,7 +56,7 @@ def test_completions_come_in_the_order_of_their_prompts(engine: Engine) -> None:
     assert together == [engine.generate([prompt], temperature=0.0, max_new_tokens=5)[0] for prompt in prompts]
 
 
-def test_streamed_text_is_the_whole_text_and_half_characters_are_held_back(engine: Engine) -> None:
+def test_streamed_text_adds_up_and_incomplete_characters_are_held_back(engine: Engine) -> None:
     assert engine.tokenizer is not None
     params = SamplingParams(temperature=1.5, seed=3, max_new_tokens=60, ignore_eos=True)
     (outputs,) = drive(engine, Request("r", tuple(PROMPT), params)).values()
@@ -66,7 +66,7 @@ def test_streamed_text_is_the_whole_text_and_half_characters_are_held_back(engin
     assert [output.finish_reason for output in outputs] == [None] * 59 + ["length"]
 
 
-def test_end_of_text_ends_the_text(engine: Engine) -> None:
+def test_an_end_of_text_token_ends_the_answer(engine: Engine) -> None:
     token = greedy(engine).token_ids[5]
     engine.eos_ids, saved = (token,), engine.eos_ids
     try:
@@ -79,7 +79,7 @@ def test_end_of_text_ends_the_text(engine: Engine) -> None:
         engine.eos_ids = saved
 
 
-def test_a_stop_token_ends_the_text_and_says_so(engine: Engine) -> None:
+def test_a_stop_token_ends_the_answer_and_is_the_stop_reason(engine: Engine) -> None:
     plain = greedy(engine)
     token = plain.token_ids[4]
     first = plain.token_ids.index(token)
@@ -91,7 +91,7 @@ def test_a_stop_token_ends_the_text_and_says_so(engine: Engine) -> None:
     assert "".join(o.text_delta for o in outputs) == engine.tokenizer.decode(plain.token_ids[:first])
 
 
-def test_a_stop_string_over_several_tokens_ends_the_text_and_does_not_leak(engine: Engine) -> None:
+def test_a_stop_string_over_several_tokens_ends_the_answer_and_is_not_returned(engine: Engine) -> None:
     plain = greedy(engine)
     stop = plain.text[4:7]
     params = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True, stop=(stop,))
@@ -100,7 +100,7 @@ def test_a_stop_string_over_several_tokens_ends_the_text_and_does_not_leak(engin
     assert "".join(output.text_delta for output in outputs) == plain.text[: plain.text.index(stop)]
 
 
-def test_logprobs_are_given_when_asked_for(engine: Engine) -> None:
+def test_logprobs_are_returned_on_request(engine: Engine) -> None:
     assert greedy(engine).logprobs is None
     done = greedy(engine, logprobs=3)
     assert done.logprobs is not None
@@ -120,7 +120,7 @@ def test_logprobs_are_given_when_asked_for(engine: Engine) -> None:
         ([[1], [2]], {"top_p": 2}, r"top_p"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing(
+def test_invalid_requests_are_refused_and_leave_no_state(
     engine: Engine, prompts: Any, sampling: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(RequestError, match=sentence):
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     assert not engine.has_work()
 
 
-def test_an_id_is_used_once_at_a_time(engine: Engine) -> None:
+def test_the_id_of_a_running_request_cannot_be_used_again(engine: Engine) -> None:
     engine.add_request(Request("same", (1,)))
     with pytest.raises(RequestError, match="still running"):
         engine.add_request(Request("same", (1,)))
@@ -148,7 +148,7 @@ def test_aborting_at_any_point_frees_the_blocks(engine: Engine, steps: int) -> N
     assert engine.stats()["kv_blocks_used"] == 0
 
 
-def test_a_batch_that_fails_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_batch_ends_only_its_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(work: list[Work]) -> torch.Tensor:
         raise RuntimeError("CUDA out of memory.\nand a long story")
 
@@ -164,7 +164,7 @@ def test_a_batch_that_fails_fails_alone(engine: Engine, monkeypatch: pytest.Monk
     assert len(greedy(engine).token_ids) == 24
 
 
-def test_an_interrupted_call_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_no_request_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(work: list[Work]) -> torch.Tensor:
         raise KeyboardInterrupt
 
@@ -175,7 +175,7 @@ def test_an_interrupted_call_leaves_nothing_running(engine: Engine, monkeypatch:
     assert engine.step() == []
 
 
-def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_logits_end_only_their_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine.loaded.runner.run
 
     def sometimes_broken(work: list[Work]) -> torch.Tensor:
@@ -192,13 +192,13 @@ def test_numbers_that_are_none_end_their_request_only(engine: Engine, monkeypatc
 
 @pytest.mark.parametrize("length", [1, 8, 9, 10, 17])
 def test_a_prompt_of_any_length_is_counted_once(model_dir: Path, length: int) -> None:
-    """Also one whose last chunk is a single token, which runs beside the decoded tokens."""
+    """This includes a prompt whose last chunk is a single token, which runs in the decoding part of the batch."""
     engine = Engine(model_dir, recipe="bf16", max_num_seqs=2, max_batch_tokens=8, max_prefill_tokens=8)
     engine.generate([list(range(1, length + 1))], max_new_tokens=2, ignore_eos=True)
     assert engine.stats()["prompt_tokens_total"] == length
 
 
-def test_what_it_says_about_itself(model_dir: Path) -> None:
+def test_stats_and_info(model_dir: Path) -> None:
     engine = Engine(model_dir, recipe="bf16", num_blocks=20)
     engine.generate([PROMPT, PROMPT], temperature=0.0, max_new_tokens=4)
     engine.generate([PROMPT], temperature=0.0, max_new_tokens=4)
@@ -213,7 +213,7 @@ def test_what_it_says_about_itself(model_dir: Path) -> None:
     assert (info["architecture"], info["num_blocks"], info["max_model_len"]) == ("LlamaForCausalLM", 20, 128)
 
 
-def test_stored_scales_are_watched(model_dir: Path, tmp_path: Path) -> None:
+def test_scales_reports_headroom_and_saturation_of_stored_scales(model_dir: Path, tmp_path: Path) -> None:
     scales = write_scales(model_dir, tmp_path / "scales.safetensors")
     engine = Engine(model_dir, recipe=DelayedScaling(), scales=scales)
     assert engine.info()["input_scales"] == "stored"
@@ -239,7 +239,7 @@ def test_an_fp8_cache_needs_scales_and_uses_them(model_dir: Path, tmp_path: Path
     assert a[0].logprob != b[0].logprob
 
 
-def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Path) -> None:
+def test_without_a_tokenizer_token_ids_can_be_used(model_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model_dir / name, tmp_path)
     engine = Engine(tmp_path, recipe="bf16")
@@ -251,5 +251,5 @@ def test_without_a_tokenizer_token_ids_still_work(model_dir: Path, tmp_path: Pat
         greedy(engine, stop="x")
 
 
-def test_the_end_of_text_token_is_known(engine: Engine) -> None:
+def test_the_end_of_text_token_is_read_from_the_model(engine: Engine) -> None:
     assert engine.eos_ids == (EOS,)

@@ -1,4 +1,5 @@
-"""Mixtures of experts in the engine: stacked and grouped they give the bits of experts called one by one."""
+"""Mixtures of experts in the engine: stacked weights and grouped products give the same bits as experts called one by
+one."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fp8serve.fp8.batch_invariant import has_batch_invariant_products
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.model.network.experts import Mixture
 
-from .test_fused import MODES, make
+from .test_fused import MODES, make_engine
 from .test_oracle import TEXT, learn
 from .tiny import call_each_layer, write_model
 
@@ -32,8 +33,8 @@ def sizes_of(kind: str) -> dict[str, int]:
     }
 
 
-def logits_of_every_step(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
-    """The logits that the sampler saw, and the tokens that it chose last."""
+def logits_and_tokens(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
+    """Returns the logits of every step, followed by the generated tokens of each prompt."""
     run, seen = engine.loaded.runner.run, list[torch.Tensor]()
 
     def watched(*work: Any) -> torch.Tensor:
@@ -62,14 +63,14 @@ def test_grouped_experts_equal_experts_called_one_by_one(
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: False)
     sizes = sizes_of(kind)
-    plain, grouped = (make(tmp_path / "model", mode, kind, **sizes) for _ in range(2))
+    plain, grouped = (make_engine(tmp_path / "model", mode, kind, **sizes) for _ in range(2))
     assert all(mixture.experts.stacks() for mixture in mixtures(grouped))
     call_each_layer(plain)
     monkeypatch.setattr(packing, "worth_packing", lambda: True)
-    fast = make(tmp_path / "model", mode, kind, **sizes)
-    expected = logits_of_every_step(plain, PROMPTS, 12)
-    assert all(map(torch.equal, logits_of_every_step(grouped, PROMPTS, 12), expected))
-    assert all(map(torch.equal, logits_of_every_step(fast, PROMPTS, 12), expected))
+    fast = make_engine(tmp_path / "model", mode, kind, **sizes)
+    expected = logits_and_tokens(plain, PROMPTS, 12)
+    assert all(map(torch.equal, logits_and_tokens(grouped, PROMPTS, 12), expected))
+    assert all(map(torch.equal, logits_and_tokens(fast, PROMPTS, 12), expected))
     assert not packed(grouped)
     assert packed(fast)
     columns = ("name", "amax", "saturated", "saturation")
@@ -98,8 +99,8 @@ def test_64_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_counters_of_an_expert_count_its_own_rows(tmp_path: Path) -> None:
-    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+def test_an_experts_statistics_count_only_its_own_rows(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, ignore_eos=True)
     records = {record["name"]: record for record in engine.scales()}
     for i, mixture in enumerate(mixtures(engine)):
@@ -112,7 +113,7 @@ def test_counters_of_an_expert_count_its_own_rows(tmp_path: Path) -> None:
 
 
 def test_saturation_is_counted_for_the_expert_that_saturates(tmp_path: Path) -> None:
-    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    engine = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     mixture = mixtures(engine)[0]
     x, norm = torch.randn(5, 256).bfloat16() * 40, torch.nn.Identity()
     with torch.no_grad():
@@ -127,13 +128,13 @@ def test_saturation_is_counted_for_the_expert_that_saturates(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_weight_that_is_written_to_or_replaced_counts(
+def test_writing_to_or_replacing_a_weight_takes_effect(
     pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: pack)
 
     def changed(how: str) -> list[torch.Tensor]:
-        engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+        engine = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
         engine.generate(PROMPTS, temperature=0.0, max_new_tokens=2)
         for mixture in mixtures(engine):
             for expert in mixture.experts:
@@ -152,7 +153,7 @@ def test_a_weight_that_is_written_to_or_replaced_counts(
                 elif how == "another":
                     parts = down.weight_scale_inv * 2, None, down.input_scale, down.input_spec, down.out_dtype
                     expert.down_proj = FrozenLinear(down.weight_q, *parts)
-        return logits_of_every_step(engine, PROMPTS, 4)
+        return logits_and_tokens(engine, PROMPTS, 4)
 
     same, *others = (changed(how) for how in ("not", "written", "replaced", "data", "set", "swapped", "another"))
     assert not all(map(torch.equal, same, others[0]))
@@ -162,7 +163,7 @@ def test_a_weight_that_is_written_to_or_replaced_counts(
 
 def test_packing_does_not_bring_a_replaced_tensor_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: True)
-    engine = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    engine = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     down: Any = mixtures(engine)[0].experts[0].down_proj
     down.weight_scale_inv = doubled = down.weight_scale_inv * 2
     engine.loaded.packer.pack()
@@ -170,7 +171,7 @@ def test_packing_does_not_bring_a_replaced_tensor_back(tmp_path: Path, monkeypat
 
 
 def test_a_hook_on_an_expert_is_called(tmp_path: Path) -> None:
-    engine, seen = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
+    engine, seen = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
     for expert in mixtures(engine)[0].experts:
         expert.up_proj.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
     engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=1)
@@ -180,8 +181,8 @@ def test_a_hook_on_an_expert_is_called(tmp_path: Path) -> None:
 def test_experts_that_memory_cannot_hold_twice_stay_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stacked = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    stacked = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     monkeypatch.setattr("fp8serve.model.network.experts.free_memory", lambda: 1000)
-    loose = make(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
+    loose = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES)
     assert not any(mixture.experts.stacks() for mixture in mixtures(loose))
-    assert all(map(torch.equal, logits_of_every_step(loose, PROMPTS, 6), logits_of_every_step(stacked, PROMPTS, 6)))
+    assert all(map(torch.equal, logits_and_tokens(loose, PROMPTS, 6), logits_and_tokens(stacked, PROMPTS, 6)))

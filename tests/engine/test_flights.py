@@ -1,6 +1,7 @@
-"""A step launched before the previous one lands, with a stand-in for a GPU: results are readable only when they land.
+"""Async scheduling: the engine launches a step before it has read the results of the previous one. A stand-in for a GPU
+records launches ("launch") and reads ("land"); a result cannot be read before its step lands.
 
-Bits on a CPU do not depend on other rows, so an engine with flights must generate what an engine without generates.
+Bits on a CPU do not depend on other rows, so an engine with async scheduling must generate the same as one without.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,12 +30,12 @@ OPTIONS: dict[str, Any] = {"recipe": "bf16", "max_num_seqs": 6, "max_batch_token
 
 
 class Device:
-    """A GPU that has computed nothing until the host waits for it. `events` are launches and landings in order."""
+    """A GPU that computes nothing until the host waits for it. `events` lists launches and reads in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.launched = 0
-        self.error: str | None = None  # of the next step that lands
+        self.error: str | None = None  # raised when the next step is read
 
     def copy(self, source: Tensor) -> "Copy":
         return Copy(self, source)
@@ -45,7 +46,7 @@ class Device:
 
 
 class Copy:
-    """A copy to the host, which the device makes late: until then nobody can read it."""
+    """A copy to the host that is complete only when `read` waits for it."""
 
     def __init__(self, device: Device, source: Tensor) -> None:
         self._device, self._source, self._step = device, source.clone(), device.launched
@@ -62,30 +63,30 @@ class Copy:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device()
-    monkeypatch.setattr(sampler, "HostCopy", made.copy)
-    return made
+    fake = Device()
+    monkeypatch.setattr(sampler, "HostCopy", fake.copy)
+    return fake
 
 
-def engine(model_dir: Path, *, flights: bool = True, graphs: bool = False, **options: Any) -> Engine:
-    made = Engine(model_dir, **{**OPTIONS, **options})
-    made.async_scheduling = flights
+def make_engine(model_dir: Path, *, flights: bool = True, graphs: bool = False, **options: Any) -> Engine:
+    engine = Engine(model_dir, **{**OPTIONS, **options})
+    engine.async_scheduling = flights
     if graphs:
-        made.pack_weights()
-        made.loaded.runner.use_graphs(FakeGraphs(), 6, made.limits.max_model_len, made.options.step_tokens)
-    return made
+        engine.pack_weights()
+        engine.loaded.runner.use_graphs(FakeGraphs(), 6, engine.limits.max_model_len, engine.options.step_tokens)
+    return engine
 
 
-def drive(made: Engine, *requests: Request, each: Callable[[int], None] = lambda step: None) -> list[RequestOutput]:
-    """All outputs in order. `each` is called before every step."""
+def drive(engine: Engine, *requests: Request, each: Callable[[int], None] = lambda step: None) -> list[RequestOutput]:
+    """Runs the requests to their ends. `each` is called before every step. Returns all outputs in order."""
     for request in requests:
-        made.add_request(request)
+        engine.add_request(request)
     outputs, step = list[RequestOutput](), 0
-    while made.has_work():
+    while engine.has_work():
         each(step)
-        outputs += made.step()
+        outputs += engine.step()
         step += 1
-    assert made.stats()["kv_blocks_used"] == 0
+    assert engine.stats()["kv_blocks_used"] == 0
     return outputs
 
 
@@ -94,8 +95,8 @@ def requests(**params: Any) -> Iterator[Request]:
         yield Request(f"r{number}", tuple(prompt), SamplingParams(**{"seed": number, "max_new_tokens": 20, **params}))
 
 
-def texts(outputs: list[RequestOutput]) -> dict[str, tuple[str, list[int], Any, Any]]:
-    """The text, the tokens, the finish reason and the stop reason of each request."""
+def results_of(outputs: list[RequestOutput]) -> dict[str, tuple[str, list[int], Any, Any]]:
+    """Returns text, tokens, finish reason and stop reason of each request."""
     result: dict[str, tuple[str, list[int], Any, Any]] = {}
     for output in outputs:
         text, tokens, finish, _ = result.get(output.request_id, ("", [], None, None))
@@ -122,78 +123,83 @@ POOLS: dict[str, dict[str, Any]] = {"roomy": {}, "preempting": {"block_size": 4,
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("pool", list(POOLS))
 @pytest.mark.parametrize("sampling", list(SAMPLING))
-def test_completions_are_those_without_flights(
+def test_completions_equal_those_without_async_scheduling(
     model_dir: Path, device: Device, sampling: str, pool: str, graphs: bool
 ) -> None:
     """Sequences end at different steps, by every stop condition, while the next step is in flight."""
-    made, plain = engine(model_dir, graphs=graphs, **POOLS[pool]), engine(model_dir, flights=False, **POOLS[pool])
+    engine, plain = (
+        make_engine(model_dir, graphs=graphs, **POOLS[pool]),
+        make_engine(model_dir, flights=False, **POOLS[pool]),
+    )
     params = {"max_new_tokens": 20, "seed": 4, **SAMPLING[sampling]}
-    assert generate(made, params) == generate(plain, params)
+    assert generate(engine, params) == generate(plain, params)
     if pool == "preempting" and SAMPLING[sampling].get("ignore_eos"):
-        assert made.stats()["preemptions_total"] > 0
-    assert made.stats()["generated_tokens_total"] == plain.stats()["generated_tokens_total"]
+        assert engine.stats()["preemptions_total"] > 0
+    assert engine.stats()["generated_tokens_total"] == plain.stats()["generated_tokens_total"]
 
 
-def generate(made: Engine, params: dict[str, Any]) -> list[Completion]:
-    return made.generate([*PROMPTS, *PROMPTS[:2]], **params)
+def generate(engine: Engine, params: dict[str, Any]) -> list[Completion]:
+    return engine.generate([*PROMPTS, *PROMPTS[:2]], **params)
 
 
 def test_a_step_is_launched_before_the_previous_one_lands(model_dir: Path, device: Device) -> None:
-    drive(engine(model_dir), Request("r", (1, 2, 3), SamplingParams(max_new_tokens=4, ignore_eos=True)))
+    drive(make_engine(model_dir), Request("r", (1, 2, 3), SamplingParams(max_new_tokens=4, ignore_eos=True)))
     assert device.events == ["launch 0", "launch 1", "land 0", "launch 2", "land 1", "launch 3", "land 2", "land 3"]
     device.events.clear()
     device.launched = 0
-    drive(engine(model_dir, flights=False), Request("r", (1, 2), SamplingParams(max_new_tokens=2, ignore_eos=True)))
+    drive(
+        make_engine(model_dir, flights=False), Request("r", (1, 2), SamplingParams(max_new_tokens=2, ignore_eos=True))
+    )
     assert device.events == ["launch 0", "land 0", "launch 1", "land 1"]
 
 
 def test_at_most_one_step_is_ahead(model_dir: Path, device: Device) -> None:
-    made = engine(model_dir, block_size=4, num_blocks=24)
+    engine = make_engine(model_dir, block_size=4, num_blocks=24)
     ahead = set[int]()
-    drive(made, *requests(ignore_eos=True), each=lambda step: ahead.add(device.in_flight))
+    drive(engine, *requests(ignore_eos=True), each=lambda step: ahead.add(device.in_flight))
     assert ahead == {0, 1}
 
 
-def test_special_rows_are_sampled_after_the_previous_step_landed(
+def test_rows_with_penalties_are_sampled_after_the_previous_step_is_read(
     model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But their model was launched before."""
-    made = engine(model_dir)
-    run = made.loaded.runner.run
+    """The forward pass is launched before that."""
+    engine = make_engine(model_dir)
+    run = engine.loaded.runner.run
 
     def forward(work: StepWork) -> Tensor:
         device.events.append("forward")
         return run(work)
 
-    monkeypatch.setattr(made.loaded.runner, "run", forward)
-    drive(made, Request("r", (1, 2, 3), SamplingParams(max_new_tokens=3, ignore_eos=True, presence_penalty=1.0)))
+    monkeypatch.setattr(engine.loaded.runner, "run", forward)
+    drive(engine, Request("r", (1, 2, 3), SamplingParams(max_new_tokens=3, ignore_eos=True, presence_penalty=1.0)))
     middle = ["forward", "land 0", "launch 1", "forward", "land 1", "launch 2"]
     assert device.events == ["forward", "launch 0", *middle, "land 2"]
 
 
-def test_a_request_ends_at_each_step_and_its_neighbours_do_not_notice(model_dir: Path, device: Device) -> None:
-    """The end-of-text token is, in turn, the one that the first request generates at each position."""
-    made, plain = engine(model_dir), engine(model_dir, flights=False)
-    free = texts(drive(plain, *requests(temperature=0.0, ignore_eos=True)))["r0"][1]
-    for token in dict.fromkeys(free):
-        for one in (made, plain):
-            one.eos_ids = (token,)
-        ended = texts(drive(made, *requests(temperature=0.0)))
-        assert ended == texts(drive(plain, *requests(temperature=0.0)))
-        assert ended["r0"][1] == free[: free.index(token) + 1]
+def test_a_request_may_end_at_any_step_without_affecting_others(model_dir: Path, device: Device) -> None:
+    """Each token that the first request generates is in turn made the end-of-text token."""
+    engine, plain = make_engine(model_dir), make_engine(model_dir, flights=False)
+    unstopped = results_of(drive(plain, *requests(temperature=0.0, ignore_eos=True)))["r0"][1]
+    for token in dict.fromkeys(unstopped):
+        for each in (engine, plain):
+            each.eos_ids = (token,)
+        ended = results_of(drive(engine, *requests(temperature=0.0)))
+        assert ended == results_of(drive(plain, *requests(temperature=0.0)))
+        assert ended["r0"][1] == unstopped[: unstopped.index(token) + 1]
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_an_abort_in_flight_drops_the_token_and_nothing_else(model_dir: Path, device: Device, step: int) -> None:
-    made = engine(model_dir)
+def test_an_abort_in_flight_drops_only_the_token_in_flight(model_dir: Path, device: Device, step: int) -> None:
+    engine = make_engine(model_dir)
     aborted = list[RequestOutput]()
 
     def abort(now: int) -> None:
-        if now == step and (output := made.abort("r1")) is not None:
+        if now == step and (output := engine.abort("r1")) is not None:
             aborted.append(output)
 
-    outputs = texts(drive(made, *requests(ignore_eos=True), each=abort))
-    expected = texts(drive(engine(model_dir, flights=False), *requests(ignore_eos=True)))
+    outputs = results_of(drive(engine, *requests(ignore_eos=True), each=abort))
+    expected = results_of(drive(make_engine(model_dir, flights=False), *requests(ignore_eos=True)))
     assert [output.finish_reason for output in aborted] == ["abort"]
     tokens = outputs.pop("r1", ("", [], None, None))[1]
     assert tokens == expected.pop("r1")[1][: len(tokens)]
@@ -201,188 +207,192 @@ def test_an_abort_in_flight_drops_the_token_and_nothing_else(model_dir: Path, de
     assert outputs == expected
 
 
-def test_aborting_all_leaves_a_step_in_flight_that_lands_without_outputs(model_dir: Path, device: Device) -> None:
-    made = engine(model_dir)
+def test_after_abort_all_the_step_in_flight_gives_no_outputs(model_dir: Path, device: Device) -> None:
+    engine = make_engine(model_dir)
     for request in requests(ignore_eos=True):
-        made.add_request(request)
-    made.step()
-    made.step()
-    assert len(made.abort_all()) == 4
-    assert made.has_work()
-    assert made.step() == []
-    assert not made.has_work()
+        engine.add_request(request)
+    engine.step()
+    engine.step()
+    assert len(engine.abort_all()) == 4
+    assert engine.has_work()
+    assert engine.step() == []
+    assert not engine.has_work()
 
 
 def test_an_id_can_be_used_again_while_its_old_sequence_is_in_flight(model_dir: Path, device: Device) -> None:
-    made = engine(model_dir)
+    engine = make_engine(model_dir)
     request = Request("r", (1, 2, 3), SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True))
-    made.add_request(request)
-    made.step()
-    made.step()
-    made.abort("r")
-    assert texts(drive(made, request)) == texts(drive(engine(model_dir, flights=False), request))
+    engine.add_request(request)
+    engine.step()
+    engine.step()
+    engine.abort("r")
+    assert results_of(drive(engine, request)) == results_of(drive(make_engine(model_dir, flights=False), request))
 
 
-def test_a_sequence_that_waits_though_there_is_room_lands_no_step(model_dir: Path, device: Device) -> None:
+def test_a_sequence_that_waits_for_a_shared_prefix_does_not_end_async_scheduling(
+    model_dir: Path, device: Device
+) -> None:
     """The second request of tenant b waits for the prefix that the first one computes, so nothing is preempted."""
-    made = engine(model_dir, num_blocks=64, max_batch_tokens=12, max_prefill_tokens=4, block_size=4)
+    engine = make_engine(model_dir, num_blocks=64, max_batch_tokens=12, max_prefill_tokens=4, block_size=4)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     for number in range(3):
-        made.add_request(Request(f"a{number}", (number + 1, 2, 3), params, "a"))
+        engine.add_request(Request(f"a{number}", (number + 1, 2, 3), params, "a"))
     for _ in range(4):
-        made.step()
+        engine.step()
     for number in range(2):
-        made.add_request(Request(f"b{number}", tuple(range(40)), params, "b"))
+        engine.add_request(Request(f"b{number}", tuple(range(40)), params, "b"))
     in_flight = list[int]()
     for _ in range(6):
-        made.step()
+        engine.step()
         in_flight.append(device.in_flight)
-        assert not made.scheduler.may_preempt()
-        assert len(made.scheduler.waiting) == 1
+        assert not engine.scheduler.may_preempt()
+        assert len(engine.scheduler.waiting) == 1
     assert in_flight == [1] * 6
-    made.abort_all()
+    engine.abort_all()
 
 
-def test_a_swap_of_weights_lands_the_step_in_flight(model_dir: Path, device: Device) -> None:
-    made = engine(model_dir)
-    made.stage_weights(model_dir)
-    made.add_request(Request("r", (1, 2, 3), SamplingParams(max_new_tokens=20, ignore_eos=True)))
-    made.step()
-    made.abort("r")
+def test_swapping_weights_reads_the_step_in_flight_first(model_dir: Path, device: Device) -> None:
+    engine = make_engine(model_dir)
+    engine.stage_weights(model_dir)
+    engine.add_request(Request("r", (1, 2, 3), SamplingParams(max_new_tokens=20, ignore_eos=True)))
+    engine.step()
+    engine.abort("r")
     assert device.in_flight == 1
-    made.swap_weights()
+    engine.swap_weights()
     assert device.in_flight == 0
 
 
 def test_no_sequence_in_flight_is_preempted(model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for its blocks nor for fairness."""
-    made = engine(model_dir, max_num_seqs=2, block_size=4, num_blocks=8)
-    preempt, in_flight = made.scheduler._preempt, list[int]()
+    """Neither to free blocks nor for fairness."""
+    engine = make_engine(model_dir, max_num_seqs=2, block_size=4, num_blocks=8)
+    preempt, in_flight = engine.scheduler._preempt, list[int]()
 
     def preempting(seq: Any) -> None:
         in_flight.append(seq.num_launched - seq.num_computed)
         preempt(seq)
 
-    monkeypatch.setattr(made.scheduler, "_preempt", preempting)
+    monkeypatch.setattr(engine.scheduler, "_preempt", preempting)
     params = SamplingParams(max_new_tokens=20, seed=1, ignore_eos=True)
     tenants = [Request(f"{tenant}{i}", (i, 1), params, tenant) for tenant in "ab" for i in range(3)]
     for request in tenants[:3]:
-        made.add_request(request)
+        engine.add_request(request)
     for _ in range(6):
-        made.step()
-    drive(made, *tenants[3:])
+        engine.step()
+    drive(engine, *tenants[3:])
     assert len(in_flight) > 2
     assert set(in_flight) == {0}
 
 
-def test_an_error_in_flight_ends_its_requests_once_and_loses_no_other(model_dir: Path, device: Device) -> None:
-    made = engine(model_dir)
+def test_an_error_in_flight_ends_only_the_requests_of_its_step(model_dir: Path, device: Device) -> None:
+    engine = make_engine(model_dir)
     late = Request("late", (3, 4), SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True))
 
     def fail(step: int) -> None:
         if step == 4:
             device.error = "CUDA error: an illegal memory access was encountered\nand a trace"
-            made.add_request(late)  # it is in the next step, not in the one that fails
+            engine.add_request(late)  # it is in the next step, not in the one that fails
 
-    outputs = drive(made, *requests(ignore_eos=True), each=fail)
+    outputs = drive(engine, *requests(ignore_eos=True), each=fail)
     errors = [(output.request_id, output.error) for output in outputs if output.error is not None]
     message = "The model failed on this batch: CUDA error: an illegal memory access was encountered"
     assert sorted(errors) == [(f"r{i}", message) for i in range(4)]
-    assert texts(outputs)["late"] == texts(drive(engine(model_dir, flights=False), late))["late"]
+    assert results_of(outputs)["late"] == results_of(drive(make_engine(model_dir, flights=False), late))["late"]
 
 
-def test_a_launch_that_fails_lands_the_step_before_it(
+def test_a_failed_launch_still_reads_the_previous_step(
     model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(model_dir)
-    run = made.loaded.runner.run
+    engine = make_engine(model_dir)
+    run = engine.loaded.runner.run
 
     def fail(step: int) -> None:
         if step == 6:
-            monkeypatch.setattr(made.loaded.runner, "run", out_of_memory)
+            monkeypatch.setattr(engine.loaded.runner, "run", out_of_memory)
 
     def out_of_memory(work: StepWork) -> Tensor:
         raise RuntimeError("CUDA out of memory.")
 
     request = Request("r", (1, 2, 3), SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True))
-    (_, tokens, reason, _) = texts(drive(made, request, each=fail))["r"]
+    (_, tokens, reason, _) = results_of(drive(engine, request, each=fail))["r"]
     assert (len(tokens), reason) == (6, "error")
-    made.loaded.runner.run = run  # type: ignore[method-assign]
-    assert tokens == texts(drive(made, request))["r"][1][:6]
+    engine.loaded.runner.run = run  # type: ignore[method-assign]
+    assert tokens == results_of(drive(engine, request))["r"][1][:6]
 
 
-def test_rows_that_are_not_finite_end_their_request_only(
+def test_nonfinite_logits_end_only_their_request(
     model_dir: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(model_dir)
-    run = made.loaded.runner.run
+    engine = make_engine(model_dir)
+    run = engine.loaded.runner.run
 
     def sometimes_broken(work: StepWork) -> Tensor:
         logits = run(work)
         broken = [item.seq.request_id == "r2" and item.start > 45 for item in work if item.needs_sample]
         return logits.masked_fill(torch.tensor(broken)[:, None], torch.nan)
 
-    monkeypatch.setattr(made.loaded.runner, "run", sometimes_broken)
-    outputs = texts(drive(made, *requests(ignore_eos=True)))
-    expected = texts(drive(engine(model_dir, flights=False), *requests(ignore_eos=True)))
+    monkeypatch.setattr(engine.loaded.runner, "run", sometimes_broken)
+    outputs = results_of(drive(engine, *requests(ignore_eos=True)))
+    expected = results_of(drive(make_engine(model_dir, flights=False), *requests(ignore_eos=True)))
     (_, tokens, reason, _) = outputs.pop("r2")
     assert (tokens, reason) == (expected.pop("r2")[1][:7], "error")
     assert outputs == expected
 
 
-def test_weights_are_replaced_only_after_the_step_in_flight(model_dir: Path, device: Device, tmp_path: Path) -> None:
+def test_weights_are_loaded_only_after_the_step_in_flight_is_read(
+    model_dir: Path, device: Device, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other", seed=7)
-    made, fresh = engine(model_dir), engine(other, flights=False)
+    engine, fresh = make_engine(model_dir), make_engine(other, flights=False)
     for request in requests(ignore_eos=True):
-        made.add_request(request)
-    made.step()
-    made.step()
+        engine.add_request(request)
+    engine.step()
+    engine.step()
     with pytest.raises(RequestError, match="4 requests are running"):
-        made.load_weights(other)
-    made.step()
-    made.abort_all()
+        engine.load_weights(other)
+    engine.step()
+    engine.abort_all()
     assert device.in_flight == 1
-    made.load_weights(other)
+    engine.load_weights(other)
     assert device.in_flight == 0
-    assert generate(made, SAMPLING["greedy"]) == generate(fresh, SAMPLING["greedy"])
+    assert generate(engine, SAMPLING["greedy"]) == generate(fresh, SAMPLING["greedy"])
 
 
 def test_an_adapter_is_replaced_while_its_sequences_are_in_flight(
     model_dir: Path, device: Device, tmp_path: Path
 ) -> None:
     directory = write_random_adapter(tmp_path / "adapter", model_dir)
-    made, plain = engine(model_dir), engine(model_dir, flights=False)
+    engine, plain = make_engine(model_dir), make_engine(model_dir, flights=False)
     params = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True)
     mixed = [Request("with", (1, 2, 3), params, adapter="a"), Request("without", (1, 2, 3), params)]
-    for one in (made, plain):
+    for one in (engine, plain):
         one.load_adapter("a", directory)
 
     def unload(step: int) -> None:
         if step == 4:
             assert device.in_flight == 1
-            made.unload_adapter("a")
-            made.load_adapter("a", write_random_adapter(tmp_path / "another", model_dir, seed=1))
+            engine.unload_adapter("a")
+            engine.load_adapter("a", write_random_adapter(tmp_path / "another", model_dir, seed=1))
 
-    assert texts(drive(made, *mixed, each=unload)) == texts(drive(plain, *mixed))
-    assert [adapter.digest for adapter in made.adapters._by_number.values()] == [made.adapters.find("a").digest]
+    assert results_of(drive(engine, *mixed, each=unload)) == results_of(drive(plain, *mixed))
+    assert [adapter.digest for adapter in engine.adapters._by_number.values()] == [engine.adapters.find("a").digest]
 
 
-def test_a_window_of_the_scale_monitor_has_the_numbers_without_flights(
+def test_scale_monitor_windows_equal_those_without_async_scheduling(
     model_dir: Path, device: Device, tmp_path: Path
 ) -> None:
     scales = write_scales(model_dir, tmp_path / "scales")
     options: dict[str, Any] = {"recipe": DelayedScaling(), "scales": scales, "drift_window": 16}
-    made, plain = engine(model_dir, **options), engine(model_dir, flights=False, **options)
-    for one in (made, plain):
+    engine, plain = make_engine(model_dir, **options), make_engine(model_dir, flights=False, **options)
+    for one in (engine, plain):
         drive(one, *requests(ignore_eos=True))
-    assert made.stats()["scale_windows_total"] == plain.stats()["scale_windows_total"] > 2
-    assert made.scales() == plain.scales()
+    assert engine.stats()["scale_windows_total"] == plain.stats()["scale_windows_total"] > 2
+    assert engine.scales() == plain.scales()
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_an_engine_on_a_cpu_or_with_drafts_launches_no_step_ahead(model_dir: Path, device: Device, drafts: int) -> None:
-    made = Engine(model_dir, **OPTIONS, speculative_tokens=drafts)
-    assert not made.async_scheduling
+def test_engines_on_a_cpu_or_with_drafts_schedule_synchronously(model_dir: Path, device: Device, drafts: int) -> None:
+    engine = Engine(model_dir, **OPTIONS, speculative_tokens=drafts)
+    assert not engine.async_scheduling
     in_flight = set[int]()
-    drive(made, *requests(ignore_eos=True), each=lambda step: in_flight.add(device.in_flight))
+    drive(engine, *requests(ignore_eos=True), each=lambda step: in_flight.add(device.in_flight))
     assert in_flight == {0}

@@ -1,4 +1,4 @@
-"""Answers of a given form have it, even from a model that knows nothing."""
+"""Grammars, regular expressions and JSON schemas: answers match them, even those of a model with random weights."""
 
 import json
 import re
@@ -37,20 +37,20 @@ def test_json_follows_its_schema(engine: Engine) -> None:
     done = engine.generate(prompts, max_new_tokens=100, json_schema=text, seed=1)
     assert [item.finish_reason for item in done] == ["stop"] * 8
     for item in done:
-        found = json.loads(item.text)
-        assert set(found) == {"name", "age"}
-        assert len(found["name"]) <= 5
-        assert 0 <= found["age"] <= 99
+        answer = json.loads(item.text)
+        assert set(answer) == {"name", "age"}
+        assert len(answer["name"]) <= 5
+        assert 0 <= answer["age"] <= 99
 
 
-def test_white_space_in_json_has_an_end(engine: Engine) -> None:
-    """Random weights choose a blank as often as any other token."""
+def test_white_space_in_json_is_bounded(engine: Engine) -> None:
+    """A model with random weights samples blanks as often as any other token."""
     schema = '{"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}'
     for answer in engine.generate([[1]] * 8, max_new_tokens=120, json_schema=schema, temperature=1.0, seed=1):
         assert re.fullmatch(r"\[(\n? *1\n? *),(\n? *1\n? *)\]", answer.text), answer.text
 
 
-def test_a_regex_is_matched_to_its_end(engine: Engine) -> None:
+def test_answers_match_the_whole_regex(engine: Engine) -> None:
     done = engine.generate([[1], [2], [3]], max_new_tokens=30, regex=r"(ab|cde){2}-[0-9]{3}", seed=0)
     assert all(re.fullmatch(r"(ab|cde){2}-[0-9]{3}", item.text) for item in done)
     assert {item.finish_reason for item in done} == {"stop"}
@@ -68,27 +68,27 @@ def test_a_grammar_is_followed_in_both_notations(engine: Engine, grammar: str) -
         assert (answer.finish_reason, bool(re.fullmatch(r"\d\+\d\+\d", answer.text))) == ("stop", True)
 
 
-def test_rows_with_a_form_and_without_one_keep_their_own(engine: Engine) -> None:
-    """In one batch and alone, to the bit."""
-    asked: list[dict[str, Any]] = [
+def test_each_row_of_a_batch_follows_its_own_grammar(engine: Engine) -> None:
+    """Answers with and without a grammar have the same bits in one batch as alone."""
+    grammars: list[dict[str, Any]] = [
         {},
         {"regex": "[0-9]+x"},
         {"json_schema": json.dumps(SCHEMA)},
         {"grammar": 'start: "a"+'},
     ]
     requests = [
-        Request(f"{i}", (1, i), SamplingParams(max_new_tokens=12, seed=i, logprobs=2, **form))
-        for i, form in enumerate(asked)
+        Request(f"{i}", (1, i), SamplingParams(max_new_tokens=12, seed=i, logprobs=2, **grammar_options))
+        for i, grammar_options in enumerate(grammars)
     ]
 
-    def run(some: list[Request]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {request.request_id: [] for request in some}
-        for request in some:
+    def run(batch: list[Request]) -> dict[str, list[Any]]:
+        outputs: dict[str, list[Any]] = {request.request_id: [] for request in batch}
+        for request in batch:
             engine.add_request(request)
         while engine.has_work():
             for output in engine.step():
-                found[output.request_id].append((output.token_ids, output.logprobs, output.finish_reason))
-        return found
+                outputs[output.request_id].append((output.token_ids, output.logprobs, output.finish_reason))
+        return outputs
 
     alone = {name: steps for request in requests for name, steps in run([request]).items()}
     assert run(requests) == alone
@@ -100,7 +100,7 @@ def test_what_is_cut_off_says_so(engine: Engine) -> None:
     assert (done.finish_reason, len(done.text)) == ("length", 3)
 
 
-def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
+def test_logprobs_are_those_before_the_mask(engine: Engine) -> None:
     (free,) = engine.generate([[1]], max_new_tokens=1, temperature=0.0, logprobs=1)
     (bound,) = engine.generate([[1]], max_new_tokens=1, temperature=0.0, logprobs=1, regex="#")
     assert bound.text == "#"
@@ -133,18 +133,18 @@ def test_logprobs_are_still_the_models_own(engine: Engine) -> None:
         ({"regex": "a", "ignore_eos": True}, "cannot be used with"),
     ],
 )
-def test_what_is_no_grammar_is_refused(params: dict[str, Any], sentence: str) -> None:
+def test_invalid_grammars_are_refused(params: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence) as caught:
         validate(SamplingParams(**params))
     assert len(str(caught.value)) < 300
 
 
-def test_a_form_that_asks_for_itself_without_end_is_refused(engine: Engine) -> None:
+def test_an_infinitely_recursive_schema_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"The JSON schema cannot be used: no text of finite length matches it\.$"):
         engine.generate([[1]], max_new_tokens=4, json_schema='{"$ref": "#"}')
 
 
-def test_many_answers_of_one_form_compile_it_once(engine: Engine) -> None:
+def test_a_grammar_is_compiled_once_for_many_answers(engine: Engine) -> None:
     compiled = engine.loaded.grammars._compiled
     misses = compiled.cache_info().misses
     done = engine.generate([[i] for i in range(8)], max_new_tokens=20, regex="once|upon|a time", seed=3)
@@ -152,8 +152,8 @@ def test_many_answers_of_one_form_compile_it_once(engine: Engine) -> None:
     assert compiled.cache_info().misses == misses + 1
 
 
-def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:
-    """Whatever its cost, it must neither stop the engine nor take long."""
+def test_an_exponential_regex_is_refused_or_harmless(engine: Engine) -> None:
+    """It must neither stop the engine nor take long."""
     try:
         (done,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
     except RequestError:
@@ -161,8 +161,10 @@ def test_a_bomb_is_refused_or_harmless(engine: Engine) -> None:
     assert done.finish_reason == "length"
 
 
-def test_a_form_too_complex_for_its_first_step_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the request is queued, whatever the limits are; here they are tiny."""
+def test_a_grammar_too_complex_for_its_first_step_is_refused_before_queueing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test sets tiny limits."""
     limits = llguidance.LLParserLimits(max_lexer_states=3)
     original = llguidance.LLMatcher
 
@@ -179,7 +181,7 @@ def test_a_form_too_complex_for_its_first_step_is_refused(engine: Engine, monkey
     assert "<state>" not in str(caught.value)
 
 
-def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None:
+def test_masks_equal_those_of_the_library_without_slices(engine: Engine) -> None:
     """At every step of an answer."""
     schema = json.dumps(SCHEMA | {"properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "null"}}})
     vocab = engine.limits.vocab_size
@@ -193,7 +195,7 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
     masks = Masks(vocab)
     assert engine.tokenizer is not None
     tokens = engine.tokenizer.encode('{"name": "a name of many letters", "age": null}')
-    for token in [token for token in tokens if token < 256]:  # without the special ones
+    for token in [token for token in tokens if token < 256]:  # without special tokens
         mask = masks.start([seq.matcher for seq in seqs])
         assert mask is not None
         assert mask.rows == [0, 2]
@@ -201,8 +203,8 @@ def test_masks_are_what_the_library_finds_without_slices(engine: Engine) -> None
         allowed = np.unpackbits(bits, bitorder="little")[:vocab].astype(bool)
         assert allowed.any()
         assert not allowed.all()
-        found = np.unpackbits(mask.allowed().view(np.uint8), axis=1, bitorder="little")[:, :vocab]
-        assert (found == allowed).all()
+        actual = np.unpackbits(mask.allowed().view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+        assert (actual == allowed).all()
         assert reference.consume_token(token)
         for seq in seqs:
             assert seq.matcher is None or seq.matcher.consume_token(token)

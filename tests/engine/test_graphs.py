@@ -1,4 +1,5 @@
-"""Steps by replay, with a stand-in for the GPU's graphs: which steps, in which size, on which buffers."""
+"""CUDA graphs, with a stand-in that runs on a CPU: which steps are replayed, with which size, on which buffers, and
+when graphs are captured again."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -23,7 +24,8 @@ PROMPTS = [[256, *b"Once upon"], [5, 6, 7], list(range(40)), [9]]
 
 
 class FakeGraphs:
-    """Captures like a GPU: what `run` read and wrote at capture, the layers' `live_rows` included, a replay does."""
+    """A stand-in for CUDA graphs: a replay reads and writes the tensors of the capture, the layers' `live_rows`
+    included."""
 
     def __init__(self) -> None:
         self.captured: list[int] = []
@@ -61,7 +63,7 @@ def engine(model_dir: Path, capture: Any = None, prompt_tokens: int = 0, **optio
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])
-def test_answers_are_those_of_an_engine_without_graphs(model_dir: Path, options: dict[str, Any]) -> None:
+def test_answers_equal_those_of_an_engine_without_graphs(model_dir: Path, options: dict[str, Any]) -> None:
     """The second pool is so small that sequences lose their blocks and come back with others."""
     graphs = FakeGraphs()
     sampling: dict[str, Any] = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True, "logprobs": 2}
@@ -74,7 +76,7 @@ def test_answers_are_those_of_an_engine_without_graphs(model_dir: Path, options:
         assert replayed.stats()["preemptions_total"] > 0
 
 
-def test_prompts_are_not_replayed_and_batches_are_filled_up(model_dir: Path) -> None:
+def test_decoding_batches_are_padded_to_a_captured_size_and_prompts_run_without_graphs(model_dir: Path) -> None:
     graphs = FakeGraphs()
     made = engine(model_dir, graphs)
     made.generate([[1, 2, 3]], max_new_tokens=1)
@@ -106,7 +108,7 @@ def test_steps_with_prompts_are_replayed(model_dir: Path, options: dict[str, Any
     assert made.loaded.runner.graphed_prompts.sizes == prompt_sizes(tokens, 6, made.limits.max_model_len)
 
 
-def test_steps_that_no_graph_supports_run_without_one(model_dir: Path) -> None:
+def test_scored_prompts_drafts_and_large_steps_run_without_graphs(model_dir: Path) -> None:
     """Prompts that are scored, drafts, and steps of more tokens than were captured."""
     made, plain = (engine(model_dir, graphs, 32) for graphs in (FakeGraphs(), None))
     for options in ({"prompt_logprobs": 1}, {}):
@@ -144,7 +146,9 @@ def test_padding_writes_no_keys(model_dir: Path, prompt_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 64])
-def test_padding_is_not_counted(model_dir: Path, tmp_path: Path, prompt_tokens: int) -> None:
+def test_padding_rows_are_not_counted_by_the_scale_statistics(
+    model_dir: Path, tmp_path: Path, prompt_tokens: int
+) -> None:
     """On scales so large that inputs of these weights are cut off, too."""
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
     made, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
@@ -157,7 +161,7 @@ def test_padding_is_not_counted(model_dir: Path, tmp_path: Path, prompt_tokens: 
     assert all(layer.live_rows is None for layer in made.loaded.frozen.values())
 
 
-def test_replaced_weights_are_captured_anew(model_dir: Path) -> None:
+def test_graphs_are_captured_again_after_weights_are_replaced(model_dir: Path) -> None:
     """What is written to lies where the capture read it."""
     graphs = FakeGraphs()
     made, plain = engine(model_dir, graphs), engine(model_dir)
@@ -261,7 +265,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_every_change_of_a_captured_model_is_noticed(change: Callable[[Any], Any]) -> None:
+def test_every_change_of_a_captured_model_is_detected(change: Callable[[Any], Any]) -> None:
     model = small_model()
     captured, other = CapturedModel(model), CapturedModel(model)
     assert captured.is_current()
@@ -272,7 +276,7 @@ def test_every_change_of_a_captured_model_is_noticed(change: Callable[[Any], Any
     assert not captured.is_current()
 
 
-def test_new_values_are_no_change_and_a_change_that_is_undone_is_none() -> None:
+def test_in_place_updates_and_undone_changes_do_not_invalidate_a_capture() -> None:
     model = small_model()
     captured = CapturedModel(model)
     model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
@@ -305,7 +309,7 @@ def test_a_captured_model_compares_only_parameters_until_a_change(monkeypatch: p
 
 
 class Wrapped(Tensor):
-    """A subclass of its own, which notifies nobody."""
+    """A tensor subclass that does not report changes of its data."""
 
 
 def test_tensors_of_other_subclasses_are_compared_at_every_step() -> None:
@@ -319,7 +323,7 @@ def test_tensors_of_other_subclasses_are_compared_at_every_step() -> None:
 
 
 def test_a_captured_model_computes_and_copies_as_before() -> None:
-    """A copy of it tells nobody."""
+    """Changes of a copy do not invalidate the capture."""
     model, x = small_model(), torch.ones(2, 3)
     expected, names = model(x), list(model.state_dict())
     captured = CapturedModel(model)

@@ -1,4 +1,4 @@
-"""The head in FP8: its results, the weights that it does not change, and models that have none."""
+"""`head_dtype="fp8"`: its logits, the tied embedding that it leaves unchanged, and models for which it is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ PACKABLE: dict[str, Any] = {"hidden_size": 128, "vocab_size": 272}
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_a_head_with_a_scale_for_every_row(tmp_path: Path, tied: bool) -> None:
-    """The embedding, which was the same matrix, keeps its values of the file, and its memory."""
+    """The embedding, which is tied to the head, keeps the values and the memory of the file."""
     write_model(tmp_path, tie_word_embeddings=tied, **PACKABLE)
     plain, cast = load_servable(tmp_path, "bf16"), load_servable(tmp_path, "bf16", head="fp8")
     head, weight = cast.head, plain.get_parameter("lm_head.weight")
@@ -36,7 +36,7 @@ def test_logits_are_those_of_a_head_with_a_scale_for_every_row(tmp_path: Path, t
 
 
 @pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
-def test_it_is_packed_and_answers_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_the_fp8_head_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, tie_word_embeddings=True, **PACKABLE)
     found = []
     for packs in (False, True):

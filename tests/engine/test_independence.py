@@ -1,4 +1,5 @@
-"""An answer depends on its request alone: not on neighbours, chunks, cached prefixes, preemption, or arrival."""
+"""An answer depends on its request alone: not on the rest of the batch, chunks, cached prefixes, preemption, or the
+time of arrival."""
 
 import random
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ LONGEST_PROMPT = 40  # tokens, of a random `request`
 
 @pytest.fixture(scope="module")
 def large_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Odd sizes, so that vectors end early; `windowed` layers see 6 tokens, `soft caps` is a Gemma."""
+    """Models whose sizes are no multiples of the vector width. Layers of `windowed` have a window of 6 tokens; `soft
+    caps` is a Gemma 2."""
     path = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 320, "intermediate_size": 500, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_model(path, head_dim=48, **sizes)
@@ -59,7 +61,7 @@ def engine(path: Path, mode: str, **sizes: Any) -> Engine:
 
 
 def request(rng: random.Random, name: str) -> Request:
-    """Few different prompts, so that prefixes are shared; every kind of sampling."""
+    """Returns a random request. Prompts begin with few different tokens, so that prefixes are shared."""
     half = LONGEST_PROMPT // 2
     prompt = [rng.choice((7, 8))] * rng.randint(1, half) + [rng.randint(0, 255) for _ in range(rng.randint(0, half))]
     params = SamplingParams(
@@ -78,20 +80,20 @@ def request(rng: random.Random, name: str) -> Request:
 
 
 def run(engine: Engine, requests: list[Request], rng: random.Random) -> dict[str, list[Any]]:
-    """Tokens and log-probabilities of each, the requests arriving at random times and some aborted."""
-    todo = list(requests)
-    found: dict[str, list[Any]] = {request.request_id: [] for request in requests}
-    while todo or engine.has_work():
-        while todo and rng.random() < 0.5:
-            engine.add_request(todo.pop(0))
+    """Runs requests that arrive at random times; those named "noise" may be aborted. Returns the outputs of each."""
+    pending = list(requests)
+    outputs: dict[str, list[Any]] = {request.request_id: [] for request in requests}
+    while pending or engine.has_work():
+        while pending and rng.random() < 0.5:
+            engine.add_request(pending.pop(0))
         if rng.random() < 0.05 and (victim := rng.choice(requests)).request_id.startswith("noise"):
             engine.abort(victim.request_id)
         for output in engine.step() if engine.has_work() else ():
-            found[output.request_id].append(essence(output))
-    return found
+            outputs[output.request_id].append(comparable_fields(output))
+    return outputs
 
 
-def essence(output: RequestOutput) -> tuple[Any, ...]:
+def comparable_fields(output: RequestOutput) -> tuple[Any, ...]:
     return output.token_ids, output.logprobs, output.text_delta, output.finish_reason
 
 
@@ -110,24 +112,24 @@ def test_an_answer_does_not_depend_on_company(large_dir: Path, mode: str, seed: 
 
 
 @pytest.mark.parametrize("mode", ["stored", "rowwise", "bf16"])
-def test_an_answer_does_not_depend_on_threads(large_dir: Path, mode: str, kept_threads: None) -> None:
-    mine, found = request(random.Random(3), "mine"), []
+def test_an_answer_does_not_depend_on_threads(large_dir: Path, mode: str, restored_threads: None) -> None:
+    mine, outputs = request(random.Random(3), "mine"), []
     for threads in (1, 3):
         started = engine(large_dir, mode, threads=threads)
         assert started.info()["threads"] == threads
-        found.append(run(started, [mine], random.Random(0)))
-    assert found[0] == found[1]
+        outputs.append(run(started, [mine], random.Random(0)))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.fixture
-def kept_threads() -> Iterator[None]:
+def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def test_the_crowd_is_one(large_dir: Path) -> None:
-    """The schedules of the test above do preempt and share."""
+def test_crowded_schedules_preempt_and_share_prefixes(large_dir: Path) -> None:
+    """So test_an_answer_does_not_depend_on_company covers both."""
     rng = random.Random(0)
     crowded = engine(large_dir, "bf16", num_blocks=12, max_num_seqs=5, max_batch_tokens=19, max_prefill_tokens=7)
     for batch in range(8):

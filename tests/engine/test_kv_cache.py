@@ -1,4 +1,4 @@
-"""Blocks are shared exactly where prefixes are equal, and all come back."""
+"""The block pool: blocks are shared exactly if prefixes are equal, and all of them are freed."""
 
 from collections import Counter
 
@@ -27,16 +27,16 @@ def test_equal_prefixes_share_full_blocks_and_leave_a_token_to_compute() -> None
     assert pool.allocate(first)
     compute(pool, first)
     assert pool.allocate(second)
-    assert second.num_computed == BLOCK  # the second block would leave nothing to compute
+    assert second.num_computed == BLOCK  # sharing the second block would leave no token to compute
     assert second.block_table[0] == first.block_table[0]
     assert second.block_table[1] != first.block_table[1]
 
 
-def test_what_is_not_computed_is_not_shared() -> None:
+def test_blocks_are_shared_only_once_they_are_computed() -> None:
     pool = BlockPool(8, BLOCK)
     first, second = sequence(list(range(9))), sequence(list(range(9)))
     assert pool.allocate(first)
-    first.num_computed = 5  # one block and a bit
+    first.num_computed = 5  # one block and one token
     pool.cache_blocks(first)
     assert pool.allocate(second)
     assert second.num_computed == BLOCK
@@ -52,7 +52,7 @@ def test_tenants_do_not_share() -> None:
     assert not set(mine.block_table) & set(yours.block_table)
 
 
-def test_same_tokens_after_another_prefix_are_another_block() -> None:
+def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
     pool = BlockPool(8, BLOCK)
     first, second = sequence([0] * 4 + [1] * 5), sequence([2] * 4 + [1] * 5)
     assert pool.allocate(first)
@@ -61,7 +61,7 @@ def test_same_tokens_after_another_prefix_are_another_block() -> None:
     assert second.num_computed == 0
 
 
-def test_released_blocks_are_found_again_until_their_memory_is_needed() -> None:
+def test_released_blocks_stay_cached_until_they_are_reused() -> None:
     pool = BlockPool(4, BLOCK)
     old, again = sequence(list(range(9))), sequence(list(range(9)))
     assert pool.allocate(old)
@@ -97,7 +97,7 @@ STEPS = st.lists(
 def test_no_block_is_leaked_or_wrongly_shared(
     steps: list[tuple[str, int, int]], num_blocks: int, block_size: int
 ) -> None:
-    """A model of the cache's contents: every block remembers which tokens of which prefix were written into it."""
+    """`contents` models the cache: it records for every block which tokens after which prefix were written into it."""
     pool = BlockPool(num_blocks, block_size)
     live: dict[int, Sequence] = {}
     contents: dict[int, tuple[str, tuple[int, ...]]] = {}

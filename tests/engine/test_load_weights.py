@@ -1,4 +1,5 @@
-"""Other weights for a running engine: the bits of a freshly loaded model, all or nothing, no trace of the old ones."""
+"""`Engine.load_weights`: the engine then has the bits of a freshly loaded model; a failure changes nothing; no cached
+prefix of the old weights is used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ State = dict[str, Tensor]
 
 
 def written(path: Path, seed: int, kind: str = "llama", **overrides: Any) -> Path:
-    """An FP8 directory."""
+    """Writes an FP8 model directory to `path` and returns it."""
     base = write_model(path / "base", kind, seed, **overrides)
     scales = load_scales(write_scales(base, path / "scales.safetensors"), base)
     write_calibrated(path / "fp8", base, scales)
@@ -43,13 +44,13 @@ def answers(engine: Engine) -> list[Any]:
     return [(one.token_ids, [item.logprob for item in one.logprobs or ()]) for one in done]
 
 
-def state_of(path: Path, recipe: Any = "stored") -> State:
+def state_dict_of(path: Path, recipe: Any = "stored") -> State:
     return load_servable(path, recipe).state_dict()
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe"])
-def test_the_bits_are_those_of_a_model_that_was_loaded(
+def test_loaded_weights_give_the_bits_of_a_new_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packs: bool
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: packs)
@@ -58,7 +59,7 @@ def test_the_bits_are_those_of_a_model_that_was_loaded(
     engine.pack_weights()
     first = answers(engine)
     assert first != expected
-    assert engine.load_weights(state_of(other)) == 1
+    assert engine.load_weights(state_dict_of(other)) == 1
     assert answers(engine) == expected
     assert engine.load_weights(one) == 2
     assert answers(engine) == first
@@ -66,7 +67,7 @@ def test_the_bits_are_those_of_a_model_that_was_loaded(
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "block", "current", "mxfp8", "w8a16"])
-def test_a_directory_is_read_by_the_engines_recipe(tmp_path: Path, recipe: str) -> None:
+def test_a_directory_is_loaded_with_the_engines_recipe(tmp_path: Path, recipe: str) -> None:
     one, other = (write_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
     engine, expected = Engine(one, recipe=recipe), answers(Engine(other, recipe=recipe))
     assert answers(engine) != expected
@@ -74,16 +75,16 @@ def test_a_directory_is_read_by_the_engines_recipe(tmp_path: Path, recipe: str) 
     assert answers(engine) == expected
 
 
-def test_scales_that_differ_within_a_joined_group(models: tuple[Path, Path]) -> None:
-    """q, k and v read one input by one scale, until somebody gives them different ones."""
-    given = state_of(models[1])
-    given["model.layers.0.self_attn.k_proj.input_scale"] *= 64
+def test_input_scales_may_differ_within_a_joined_group(models: tuple[Path, Path]) -> None:
+    """q, k and v share the scale of their input until different scales are loaded."""
+    state = state_dict_of(models[1])
+    state["model.layers.0.self_attn.k_proj.input_scale"] *= 64
     engine = Engine(models[0])
-    engine.load_weights(given)
+    engine.load_weights(state)
     found = answers(engine)
-    apart = Engine(models[1])
-    apart.loaded.runner.model.load_state_dict(given)
-    assert found == answers(apart) != answers(Engine(models[1]))
+    reference = Engine(models[1])
+    reference.loaded.runner.model.load_state_dict(state)
+    assert found == answers(reference) != answers(Engine(models[1]))
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
 
@@ -92,45 +93,45 @@ def qkv_of(engine: Engine) -> list[FrozenLinear]:
     return [engine.loaded.frozen[f"model.layers.0.self_attn.{part}_proj"] for part in "qkv"]
 
 
-def test_a_weight_scale_that_q_k_and_v_share_is_written_in_place(models: tuple[Path, Path]) -> None:
-    """A CUDA graph reads it there."""
+def test_a_shared_weight_scale_is_written_in_place(models: tuple[Path, Path]) -> None:
+    """A CUDA graph reads it at its old address."""
     engine = Engine(models[0])
     shared = [layer.weight_scale_inv for layer in qkv_of(engine)]
-    given = {name: 2 * t if name.endswith("weight_scale_inv") else t for name, t in state_of(models[1]).items()}
-    engine.load_weights(given)
+    state = {name: 2 * t if name.endswith("weight_scale_inv") else t for name, t in state_dict_of(models[1]).items()}
+    engine.load_weights(state)
     for layer, scale in zip(qkv_of(engine), shared, strict=True):
         assert layer.weight_scale_inv is scale
         assert layer.shares_weight_scale
-        assert torch.equal(scale, given["model.layers.0.self_attn.k_proj.weight_scale_inv"])
+        assert torch.equal(scale, state["model.layers.0.self_attn.k_proj.weight_scale_inv"])
     assert answers(engine) != answers(Engine(models[1]))
 
 
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("by_engine", [False, True])
-def test_weight_scales_that_differ_within_a_joined_group(
+def test_weight_scales_may_differ_within_a_joined_group(
     models: tuple[Path, Path], by_row: bool, by_engine: bool
 ) -> None:
-    """q, k and v share one scale of their weights, until somebody gives them different ones."""
-    engine, apart, given = Engine(models[0]), Engine(models[1]), state_of(models[1])
+    """q, k and v share one weight scale until different scales are loaded."""
+    engine, reference, state = Engine(models[0]), Engine(models[1]), state_dict_of(models[1])
     name = "model.layers.0.self_attn.k_proj.weight_scale_inv"
-    scale = given[name] * 64
-    given[name] = scale.expand(qkv_of(engine)[1].out_features, 1).clone() if by_row else scale
-    qkv_of(apart)[1].weight_scale_inv = scale.clone()
-    (engine.load_weights if by_engine else engine.loaded.runner.model.load_state_dict)(given)
-    assert answers(engine) == answers(apart) != answers(Engine(models[1]))
+    scale = state[name] * 64
+    state[name] = scale.expand(qkv_of(engine)[1].out_features, 1).clone() if by_row else scale
+    qkv_of(reference)[1].weight_scale_inv = scale.clone()
+    (engine.load_weights if by_engine else engine.loaded.runner.model.load_state_dict)(state)
+    assert answers(engine) == answers(reference) != answers(Engine(models[1]))
     assert not any(layer.shares_weight_scale for layer in qkv_of(engine))
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
 
 
 @pytest.mark.parametrize("factors", [(2.0, 2.0, 2.0), (1.0, 64.0, 1.0)], ids=["shared", "different"])
-def test_a_failed_exchange_restores_weight_scales_of_a_joined_group(
+def test_a_failed_load_restores_weight_scales_of_a_joined_group(
     models: tuple[Path, Path], factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, given = Engine(models[0]), state_of(models[1])
-    before, expected = answers(engine), {name: t.clone() for name, t in state_of(models[0]).items()}
+    engine, state = Engine(models[0]), state_dict_of(models[1])
+    before, expected = answers(engine), {name: t.clone() for name, t in state_dict_of(models[0]).items()}
     for part, factor in zip("qkv", factors, strict=True):
-        given[f"model.layers.0.self_attn.{part}_proj.weight_scale_inv"].mul_(factor)
+        state[f"model.layers.0.self_attn.{part}_proj.weight_scale_inv"].mul_(factor)
     write, failures = weights._write_tensor, ["no memory"]
 
     def fail_once(model: Any, name: str, tensor: torch.Tensor) -> None:
@@ -140,51 +141,51 @@ def test_a_failed_exchange_restores_weight_scales_of_a_joined_group(
 
     monkeypatch.setattr(weights, "_write_tensor", fail_once)
     with pytest.raises(RuntimeError, match="no memory"):
-        weights.exchange_weights(engine.loaded.runner.model, given)
+        weights.exchange_weights(engine.loaded.runner.model, state)
     for part, layer in zip("qkv", qkv_of(engine), strict=True):
         scale = expected[f"model.layers.0.self_attn.{part}_proj.weight_scale_inv"]
         assert torch.equal(layer.weight_scale_inv, scale.reshape(()).expand(layer.weight_scale_inv.shape))
     assert answers(engine) == before
 
 
-def test_a_head_in_fp8_is_replaced_with_the_others(models: tuple[Path, Path]) -> None:
+def test_an_fp8_head_is_replaced(models: tuple[Path, Path]) -> None:
     engine = Engine(models[0], head_dtype="fp8")
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1], head_dtype="fp8"))
     with pytest.raises(ModelError, match=r"lack lm_head\.weight_q"):
-        engine.load_weights(state_of(models[0]))
+        engine.load_weights(state_dict_of(models[0]))
 
 
-def test_no_prefix_of_the_old_weights_is_used_or_kept(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_no_prefix_of_the_old_weights_is_used_or_saved(models: tuple[Path, Path], tmp_path: Path) -> None:
     engine = Engine(models[0], cache_dir=str(tmp_path))
     first = answers(engine)
     answers(engine)
     hits = engine.stats()["prefix_hit_tokens_total"]
     assert hits > 0
     engine.save_prefixes()
-    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
     assert engine.stats()["prefix_hit_tokens_total"] == hits
     engine.save_prefixes()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
-    again = Engine(models[0], cache_dir=str(tmp_path))
-    assert answers(again) == first
-    assert again.stats()["prefix_restored_hit_tokens_total"] > 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == saved
+    restarted = Engine(models[0], cache_dir=str(tmp_path))
+    assert answers(restarted) == first
+    assert restarted.stats()["prefix_restored_hit_tokens_total"] > 0
 
 
-def test_a_draft_model_goes_on_guessing(models: tuple[Path, Path]) -> None:
+def test_a_draft_model_stays_loaded(models: tuple[Path, Path]) -> None:
     engine = Engine(models[0], draft_model=str(models[0]))
     answers(engine)
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
 
 
-def test_what_was_seen_of_inputs_begins_anew(models: tuple[Path, Path]) -> None:
+def test_input_statistics_are_reset(models: tuple[Path, Path]) -> None:
     engine = Engine(models[0])
     answers(engine)
-    given = {name: t * 2 if name.endswith("input_scale") else t for name, t in state_of(models[1]).items()}
-    engine.load_weights(given)
+    state = {name: t * 2 if name.endswith("input_scale") else t for name, t in state_dict_of(models[1]).items()}
+    engine.load_weights(state)
     records = engine.scales()
     assert all(record["amax"] == 0 for record in records)
     assert {record["scale"] for record in records} == {40.0}
@@ -235,19 +236,19 @@ def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_changes_nothing(
+def test_invalid_weights_are_refused_and_change_nothing(
     models: tuple[Path, Path], change: Callable[[State], Any], error: type[Fp8ServeError], said: str
 ) -> None:
     engine = Engine(models[0])
     before = answers(engine)
     with pytest.raises(error) as caught:
-        engine.load_weights(change(state_of(models[1])))
+        engine.load_weights(change(state_dict_of(models[1])))
     assert said in str(caught.value)
     assert answers(engine) == before
     assert engine.weights_version == 0
 
 
-def test_directories_of_other_models(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_directories_of_other_models_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     engine = Engine(models[0])
     before = answers(engine)
     for other in (written(tmp_path / "longer", 0, num_hidden_layers=3), written(tmp_path / "rope", 0, rope_theta=5e5)):
@@ -273,7 +274,7 @@ def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], said:
         engine.load_weights(base)
 
 
-def test_not_while_a_request_runs(models: tuple[Path, Path]) -> None:
+def test_loading_is_refused_while_a_request_runs(models: tuple[Path, Path]) -> None:
     engine = Engine(models[0])
     engine.add_request(Request("one", (1, 2, 3), SamplingParams(max_new_tokens=4)))
     engine.step()

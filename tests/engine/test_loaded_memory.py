@@ -1,4 +1,4 @@
-"""A loaded engine's memory: its FP8 weights, once, and neither the file nor freed memory."""
+"""The resident memory of a loaded engine holds its FP8 weights once, and neither the file nor freed heap memory."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ print(engine.info()["weight_bytes"], loaded - before, resident() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
 @pytest.mark.parametrize("kind", WIDE)
 def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) -> None:
-    """Quantized from BF16 as they are loaded; then stacked, and packed where this machine does so."""
+    """They are quantized from BF16 as they are loaded, then stacked, and packed if this machine packs weights."""
     models = write_model(tmp_path / "small", kind), write_model(tmp_path / "model", kind, **SIZES, **WIDE[kind])
     done = subprocess.run([sys.executable, "-c", LOAD, *models, "0"], capture_output=True, text=True, check=True)
     weights, *held = map(int, done.stdout.split())
@@ -52,8 +52,8 @@ def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
-def test_weights_that_were_packed_leave_nothing_behind(tmp_path: Path) -> None:
-    """What was cast while loading lies in malloc's memory, given back though less than `memory.RETAINED_BYTES`."""
+def test_memory_of_the_unpacked_weights_is_returned(tmp_path: Path) -> None:
+    """Casts made while loading are returned to the system, although they are less than `memory.RETAINED_BYTES`."""
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 30, "intermediate_size": 1024}
     models = write_model(tmp_path / "small"), write_model(tmp_path / "model", **sizes)
     command = [sys.executable, "-c", LOAD, *models, str(memory.RETAINED_BYTES)]

@@ -1,4 +1,5 @@
-"""Options that a model or a machine cannot have are refused with a sentence; the others become sizes."""
+"""Options that do not fit the model or the machine are refused with a sentence; the others determine the cache
+sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ BLOCK_BYTES = 2 * 2 * 16 * 1 * 32 * 2  # k and v, layers, tokens, heads, head_di
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be 'bf16' or 'fp8', not 'int8'"),
     ],
 )
-def test_nonsense_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         EngineOptions(**options)
 
@@ -52,7 +53,7 @@ def test_options_survive_json() -> None:
         ({"recipe": "int4"}, RecipeError, "int4"),
     ],
 )
-def test_what_the_model_or_the_machine_has_not_is_refused(
+def test_options_that_the_model_or_the_machine_lacks_are_refused(
     model_dir: Path, options: dict[str, Any], kind: type[Fp8ServeError], sentence: str
 ) -> None:
     if options.get("device") == "cuda" and torch.cuda.is_available():
@@ -99,7 +100,7 @@ def test_a_window_does_not_limit_the_length(tmp_path: Path) -> None:
         engine.add_request(Request("a", tuple(range(30)), SamplingParams(max_new_tokens=8)))
 
 
-def test_memory_is_found_on_this_machine() -> None:
+def test_free_memory_is_measured_on_this_machine() -> None:
     assert memory.cpu_cache_budget() > 2**20
 
 

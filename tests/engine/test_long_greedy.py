@@ -1,4 +1,5 @@
-"""256 greedy tokens are those of the reference ops, whatever the instruction set, the recipe, the cache, the path."""
+"""256 greedy tokens equal those of the reference ops for every instruction set, recipe and cache type, with fused and
+plain layers."""
 
 import json
 import subprocess
@@ -28,11 +29,11 @@ runpy.run_module("tests.engine.long_greedy", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows TEXT by heart, at every position that the tests reach."""
+    """A model that has memorized TEXT at every position that the tests reach."""
     path = tmp_path_factory.mktemp("sure")
     write_model(path, max_position_embeddings=CONTEXT, intermediate_size=128)
     pupil = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():  # the tests' weights are too large to learn from
+    with torch.no_grad():  # the random weights of tests are too large to train
         for parameter in pupil.parameters():
             parameter.mul_(0.4 if parameter.dim() > 1 else 1.0)
     optimizer, steps = torch.optim.AdamW(pupil.parameters()), 160
@@ -71,10 +72,10 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_all_at_once_alone_and_from_the_cache(
+def test_tokens_in_a_batch_alone_and_with_a_cached_prefix(
     level: str, mode: str, model: Path, expected: dict[str, list[list[int]]]
 ) -> None:
-    """Eight in a batch, their prompts cut into chunks; one alone; and one whose beginning is in the cache."""
+    """Eight prompts in a batch, prefilled in chunks; one alone; and one whose prefix is cached."""
     assert [len(row) for row in expected[mode]] == [NEW] * len(PROMPTS)
     runner = engine(model, mode)
     assert tokens(runner, PROMPTS) == expected[mode]
@@ -87,8 +88,8 @@ def test_all_at_once_alone_and_from_the_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_every_layer_by_itself(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
-    """Op by op, where serving runs joined ones."""
+def test_tokens_of_layers_called_one_by_one(mode: str, model: Path, expected: dict[str, list[list[int]]]) -> None:
+    """No projections are joined and no ops fused."""
     runner = engine(model, mode)
     call_each_layer(runner)
     assert tokens(runner, PROMPTS[:2]) == expected[mode][:2]
@@ -96,8 +97,8 @@ def test_every_layer_by_itself(mode: str, model: Path, expected: dict[str, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_what_the_model_learnt(mode: str, expected: dict[str, list[list[int]]]) -> None:
-    """So the tokens are sure: there is no tie that rounding could turn."""
+def test_tokens_are_the_memorized_text(mode: str, expected: dict[str, list[list[int]]]) -> None:
+    """So no token is a near tie that rounding could change."""
     for prompt, said in zip(PROMPTS, expected[mode], strict=True):
         at = (TEXT * 2).index(bytes(prompt)) + len(prompt)
         assert bytes(said) == (TEXT * 5)[at : at + NEW]

@@ -1,4 +1,5 @@
-"""The same tokens as transformers: exactly if the model is sure, otherwise to BF16 rounding."""
+"""Greedy tokens equal those of transformers: exactly for a model that has memorized a text, up to BF16 rounding for
+random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def greedy(engine: Engine, prompt: list[int]) -> list[int]:
 
 
 def learn(oracle: Any) -> Any:
-    """`oracle`, having learnt TEXT by heart, so that its best token is best by more than rounding."""
+    """Trains `oracle` until it has memorized TEXT, so that its best logit exceeds the second by more than rounding."""
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(oracle.parameters(), lr=3e-3)
     text = torch.tensor(list(TEXT * 3))
@@ -85,7 +86,7 @@ def learn(oracle: Any) -> Any:
     return oracle.eval()
 
 
-# Where two experts are as good as each other, BF16 and FP32 choose one each, and that is no rounding.
+# If two experts have nearly equal logits, BF16 and FP32 choose different ones: more than a rounding error.
 DENSE = [kind for kind, options in ARCHITECTURES.items() if "num_experts_per_tok" not in options]
 
 
@@ -93,7 +94,7 @@ DENSE = [kind for kind, options in ARCHITECTURES.items() if "num_experts_per_tok
 def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
     model_type: str, windows: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Random weights give near ties, and then either token is right; every token given must be one of those."""
+    """Random weights give near ties, of which either token is right; every generated token must be one of them."""
     directory = write_model(tmp_path, model_type, **windows)
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
@@ -103,7 +104,9 @@ def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
         with torch.no_grad():
             logits = oracle(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert ((logits.amax(-1) - chosen) < 0.15 * logits.std(-1)).all()  # BF16 moves each of two logits by up to 0.07
+        assert (
+            (logits.amax(-1) - chosen) < 0.15 * logits.std(-1)
+        ).all()  # BF16 changes each of two logits by up to 0.07
         logprobs = torch.tensor([item.logprob for item in completion.logprobs or ()])
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert torch.allclose(logprobs, expected, atol=0.2)  # of transformers' own in BF16 up to 0.15
+        assert torch.allclose(logprobs, expected, atol=0.2)  # transformers' own BF16 logits differ by up to 0.15

@@ -1,4 +1,4 @@
-"""A running engine computes with the weights that its model has now, however they came there."""
+"""A running engine computes with the current weights of its model, however they were replaced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_servable
 
-from .test_fused import SIZES, joined, mixed_steps
+from .test_fused import SIZES, mixed_steps, projections_are_joined
 from .tiny import call_each_layer, write_model, write_scales
 
 pytestmark = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.Monk
 
 
 def loaded(path: Path) -> Engine:
-    """It has answered already."""
+    """Returns an engine that has generated before, so that its layers are joined."""
     made = Engine(path, recipe=DelayedScaling(), scales=path / "made-up")
     made.pack_weights()
     logits(made)
@@ -61,8 +61,8 @@ def logits(engine: Engine) -> list[Tensor]:
     return [engine.loaded.runner.run(work).clone() for work in mixed_steps()[1:3]]
 
 
-def assert_seen(engine: Engine, change: Change, module: Any) -> None:
-    """The logits change, to those of the same modules called one by one."""
+def assert_takes_effect(engine: Engine, change: Change, module: Any) -> None:
+    """Asserts that `change` changes the logits, to those of the same modules called one by one."""
     before = logits(engine)
     change(module)
     after = logits(engine)
@@ -72,7 +72,7 @@ def assert_seen(engine: Engine, change: Change, module: Any) -> None:
 
 
 def negated(weight: Tensor) -> Tensor:
-    """Another E4M3 tensor of the same layout."""
+    """Returns the negated E4M3 tensor, in the same memory layout."""
     return (weight.view(torch.uint8) ^ 0x80).view(weight.dtype)
 
 
@@ -121,7 +121,7 @@ def replace_bias(layer: FrozenLinear) -> None:
 
 
 def replace_input_scale(layer: FrozenLinear) -> None:
-    """Of one layer, so that its neighbours no longer cast as it does."""
+    """Replaces the input scale of one layer, so that it can no longer share a cast with its neighbours."""
     scale = layer.input_scale * 64  # type: ignore[operator]
     layer.input_scale, layer.input_scale_inv = scale, scale.reciprocal()
 
@@ -133,13 +133,13 @@ CHANGES = [write, write_data, replace_data, assign, register, swap, write_scale,
 @pytest.mark.pairwise
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", LINEARS)
-def test_a_linear_that_changes(engine: Engine, name: str, change: Change) -> None:
-    assert_seen(engine, change, engine.loaded.frozen[f"model.layers.0.{name}"])
+def test_changing_a_linear_takes_effect(engine: Engine, name: str, change: Change) -> None:
+    assert_takes_effect(engine, change, engine.loaded.frozen[f"model.layers.0.{name}"])
 
 
 @pytest.mark.parametrize("name", LINEARS)
-def test_a_linear_that_is_another(engine: Engine, name: str) -> None:
-    """The new one is in rows, whatever its neighbours are; all of them are one matrix again."""
+def test_replacing_a_linear_takes_effect(engine: Engine, name: str) -> None:
+    """The new weight is not packed, even if its neighbours are; all are joined into one matrix again."""
     name = f"model.layers.0.{name}"
     layer, model = engine.loaded.frozen[name], engine.loaded.runner.model
     shape = layer.out_features, layer.in_features
@@ -154,26 +154,26 @@ def test_a_linear_that_is_another(engine: Engine, name: str) -> None:
     change(None)
     after = logits(engine)
     assert not any(map(torch.equal, before, after))
-    assert all(joined(engine).values())
+    assert all(projections_are_joined(engine).values())
     call_each_layer(engine)
     assert all(map(torch.equal, after, logits(engine)))
 
 
-def test_a_linear_of_another_kind(engine: Engine) -> None:
+def test_a_linear_that_cannot_be_joined_runs_by_itself_until_it_can(engine: Engine) -> None:
     """A linear that cannot be joined runs by itself, and is joined again once that is possible."""
     model, name = engine.loaded.runner.model, "model.layers.1.mlp.up_proj"
     layer = engine.loaded.frozen[name]
     before = logits(engine)
     model.set_submodule(name, nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16))
     assert not any(map(torch.equal, before, logits(engine)))
-    assert joined(engine)["1.gate_up"] is False
+    assert projections_are_joined(engine)["1.gate_up"] is False
     model.set_submodule(name, layer)
     assert all(map(torch.equal, before, logits(engine)))
-    assert all(joined(engine).values())
+    assert all(projections_are_joined(engine).values())
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "post_attention_layernorm"])
-def test_norms(engine: Engine, name: str) -> None:
+def test_replacing_a_norm_takes_effect(engine: Engine, name: str) -> None:
     layer: Any = engine.loaded.runner.model.model.layers[1]
     norm = getattr(layer, name)
     for change in (
@@ -183,14 +183,14 @@ def test_norms(engine: Engine, name: str) -> None:
         lambda: setattr(norm, "eps", 1.0),
         lambda: setattr(layer, name, nn.RMSNorm(SIZES["hidden_size"], dtype=torch.bfloat16)),
     ):
-        assert_seen(engine, lambda _, change=change: change(), None)
+        assert_takes_effect(engine, lambda _, change=change: change(), None)
         for linear, frozen in engine.loaded.frozen.items():
             engine.loaded.runner.model.set_submodule(linear, frozen)
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-def test_a_state_dict_of_another_model(engine: Engine, other: Path, assign: bool) -> None:
-    """Weights in rows with one scale each, as loading makes them; into weights that are joined, and packed."""
+def test_loading_another_state_dict_takes_effect(engine: Engine, other: Path, assign: bool) -> None:
+    """Unpacked weights with one scale each are loaded into joined, packed weights."""
     given = load_servable(other, DelayedScaling(), other / "made-up").state_dict()
     before = logits(engine)
     engine.loaded.runner.model.load_state_dict(given, assign=assign)
@@ -199,7 +199,7 @@ def test_a_state_dict_of_another_model(engine: Engine, other: Path, assign: bool
     assert all(map(torch.equal, found, logits(loaded(other))))
 
 
-def test_a_call_with_other_tensors(engine: Engine) -> None:
+def test_functional_call_uses_its_tensors(engine: Engine) -> None:
     """torch.func.functional_call puts them into the modules' dictionaries, past every setter."""
     model, name = engine.loaded.runner.model, "model.layers.0.self_attn.k_proj"
     weight = engine.loaded.frozen[name].weight_q
@@ -217,10 +217,10 @@ def test_a_call_with_other_tensors(engine: Engine) -> None:
     assert not any(map(torch.equal, before, logits(engine)))
     model.forward = forward  # type: ignore[method-assign]
     assert all(map(torch.equal, before, logits(engine)))
-    assert all(joined(engine).values())
+    assert all(projections_are_joined(engine).values())
 
 
-def test_hooks_are_called(engine: Engine) -> None:
+def test_hooks_of_joined_and_fused_modules_are_called(engine: Engine) -> None:
     """On a layer that is joined, one that adds to the residual, a norm, and the modules around them."""
     model: Any = engine.loaded.runner.model
     seen: list[str] = []
@@ -239,4 +239,4 @@ def test_hooks_are_called(engine: Engine) -> None:
     seen.clear()
     assert all(map(torch.equal, before, logits(engine)))
     assert seen == []
-    assert all(joined(engine).values())
+    assert all(projections_are_joined(engine).values())

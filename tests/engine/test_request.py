@@ -1,4 +1,4 @@
-"""Requests refuse nonsense with a sentence that names the field, and survive JSON."""
+"""Requests: an invalid value is refused with a sentence that names the field; requests and outputs survive JSON."""
 
 import json
 from typing import Any
@@ -112,10 +112,10 @@ def test_unknown_fields_are_refused(data: dict[str, Any]) -> None:
         ([1, 100], 1, r"100 is outside the vocabulary of 100"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_its_numbers(prompt: Any, new: int, numbers: str) -> None:
+def test_a_request_that_can_never_fit_is_refused_with_its_token_counts(prompt: Any, new: int, numbers: str) -> None:
     with pytest.raises(RequestError, match=numbers):
         LIMITS.check(Request("r", tuple(prompt), SamplingParams(max_new_tokens=new)))
 
 
-def test_what_just_fits_is_accepted() -> None:
+def test_a_request_that_just_fits_is_accepted() -> None:
     LIMITS.check(Request("r", tuple(range(15)), SamplingParams(max_new_tokens=2)))

@@ -1,4 +1,4 @@
-"""Decoders that rank: Qwen3-Reranker as it is published, and its conversion to a head of one label."""
+"""Decoders that rerank: Qwen3-Reranker as published, and its conversion to a classification head with one label."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ OPTIONS = SIZES | {"head_dim": 32, "max_position_embeddings": 1024, "tie_word_em
 
 
 def words(folder: Path) -> None:
-    """A tokenizer that puts nothing around a text, and has yes and no."""
+    """Writes a tokenizer without special tokens around a text, with tokens for yes and no."""
     letters(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw = json.loads(backend.to_str()) | {"post_processor": None}
@@ -79,19 +79,23 @@ def test_a_published_reranker_scores_yes_against_no(tmp_path: Path, monkeypatch:
 
 @torch.no_grad()
 @pytest.mark.parametrize("labels", [1, 3])
-def test_a_head_of_labels_is_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: int) -> None:
+def test_a_classification_head_equals_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: int
+) -> None:
     as_transformers(monkeypatch)
     theirs, classifier = converted(tmp_path / "m", labels), Classifier(tmp_path / "m", recipe="bf16")
     texts = [prompt(pair) for pair in PAIRS]
     found = classifier.classify(PAIRS if labels == 1 else texts)
     for i, text in enumerate(texts):
         logits = theirs(torch.tensor([classifier.encoder.tokenizer.encode(text)])).logits[0].float()
-        torch.testing.assert_close(found.logits[i], logits, rtol=0.01, atol=0.001)  # their head reads all tokens
+        torch.testing.assert_close(
+            found.logits[i], logits, rtol=0.01, atol=0.001
+        )  # transformers applies its head to all tokens
         assert torch.equal(classifier.classify([text]).logits[0], found.logits[i])
 
 
 @pytest.mark.parametrize("make", [published, converted])
-def test_what_calibrate_writes_ranks_like_the_original(tmp_path: Path, make: Any) -> None:
+def test_a_calibrated_model_ranks_like_the_original(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "m")
     arguments = ["--out", str(tmp_path / "fp8"), "--samples", "12", "--seq-len", "64", "--recipe", "rowwise"]
     assert main(["calibrate", str(tmp_path / "m"), *arguments]) == 0
@@ -100,7 +104,7 @@ def test_what_calibrate_writes_ranks_like_the_original(tmp_path: Path, make: Any
     assert 0 < (exact.classify(PAIRS).scores - served.classify(PAIRS).scores).abs().max() < 0.2
 
 
-def test_what_a_directory_is_for(tmp_path: Path) -> None:
+def test_reranking_and_generating_directories_are_told_apart(tmp_path: Path) -> None:
     published(tmp_path / "says")
     published(tmp_path / "silent", says=False)
     converted(tmp_path / "head")

@@ -1,4 +1,5 @@
-"""The sampler against a plain one-row version of itself, and its promise that rows do not know each other."""
+"""The sampler: its distribution, penalties, bans and log-probabilities; a row of a batch equals that row sampled
+alone."""
 
 import math
 from collections import Counter
@@ -26,7 +27,7 @@ def sequence(prompt: list[int] | None = None, generated: tuple[int, ...] = (), *
 
 
 def probabilities(logits: list[float], **params: Any) -> list[float]:
-    """The share of [0, 1) that leads to each token, from the seeds of many draws."""
+    """Returns the frequency of each token over draws with many seeds."""
     seqs = [sequence(**{**params, "seed": seed}) for seed in range(4000)]
     rows = torch.tensor(logits).expand(len(seqs), -1).clone()
     counts = Counter(item.token_id for item in sample(rows, seqs, ()))
@@ -47,7 +48,10 @@ LOGITS = [math.log(p) for p in (0.4, 0.3, 0.15, 0.1, 0.05)]
         ({"top_p": 0.71}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"min_p": 0.3}, [0.4 / 0.85, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
-        ({"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0, 0]),  # top_p is of what top_k left: 0.4 of 0.7 is more than half
+        (
+            {"top_k": 2, "top_p": 0.5},
+            [1, 0, 0, 0, 0],
+        ),  # top_p applies to the tokens that top_k left: 0.4 of 0.7 is more than half
     ],
 )
 def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
@@ -64,7 +68,7 @@ def test_a_tiny_temperature_takes_the_most_probable_token(temperature: float, to
     assert {item.token_id for item in sample(rows, seqs, ())} == {2}
 
 
-def test_equal_values_at_the_border_of_top_k_go_to_the_smaller_ids() -> None:
+def test_ties_at_the_border_of_top_k_go_to_smaller_ids() -> None:
     assert [p > 0 for p in probabilities([0.0, 1.0, 0.0, 0.0], top_k=3)] == [True, True, True, False]
 
 
@@ -75,7 +79,7 @@ def test_penalties() -> None:
     assert logits.tolist() == [[1.0, -4.0, 1.0 - 0.5 - 0.5, 1.0]]
 
 
-def test_the_end_is_forbidden_until_min_tokens() -> None:
+def test_end_of_text_is_banned_until_min_tokens() -> None:
     logits = [5.0, 4.0, 3.0]
     params = {"temperature": 0, "min_tokens": 2, "stop_token_ids": (1,)}
     early, ready = sequence([2], (2,), **params), sequence([2], (2, 2), **params)
@@ -83,7 +87,7 @@ def test_the_end_is_forbidden_until_min_tokens() -> None:
     assert [item.token_id for item in found] == [2, 0]
 
 
-def test_with_ignore_eos_the_end_is_a_token_like_others() -> None:
+def test_with_ignore_eos_end_of_text_is_an_ordinary_token() -> None:
     seq = sequence(temperature=0, min_tokens=2, ignore_eos=True)
     assert sample(torch.tensor([[5.0, 4.0]]), [seq], (0,))[0].token_id == 0
 
@@ -93,15 +97,15 @@ def test_a_bias_is_added_to_its_tokens_alone() -> None:
     found = sample(torch.tensor([[3.0, 1.0, 5.0], [3.0, 1.0, 5.0]]), seqs, ())
     assert [item.token_id for item in found] == [1, 2]
     assert found[0].logprob is not None
-    assert found[0].logprob.top[0][0] == 2  # the model's own
+    assert found[0].logprob.top[0][0] == 2  # logprobs are without the bias
 
 
-def test_a_bias_that_is_given_twice_is_added_once() -> None:
+def test_a_token_listed_twice_gets_its_bias_once() -> None:
     biased = sequence(temperature=0, logit_bias=[(1, 5.0), (1, 1.5)])
     assert [sample(torch.tensor([[3.0, x]]), [biased], ())[0].token_id for x in (1.0, 2.0)] == [0, 1]
 
 
-def test_bad_words_are_not_written_even_where_the_end_comes_too_early() -> None:
+def test_bad_words_and_an_early_end_are_banned_together() -> None:
     class Words:
         def tokens(self) -> Any:
             return np.array([0, 2])
@@ -112,7 +116,7 @@ def test_bad_words_are_not_written_even_where_the_end_comes_too_early() -> None:
     assert [item.token_id for item in found] == [1, 1]
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_those_of_the_model() -> None:
     seq = sequence([0], (0,), temperature=0, presence_penalty=2.0, logprobs=2)
     (found,) = sample(torch.tensor([LOGITS]), [seq], ())
     assert found.token_id == 1
@@ -122,7 +126,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert found.logprob.top[0][1] == pytest.approx(math.log(0.4))
 
 
-def test_a_row_that_is_not_numbers_fails_alone() -> None:
+def test_a_row_with_nan_logits_fails_alone() -> None:
     logits = torch.tensor([LOGITS, [math.nan] * 5, [math.inf, 0.0, 0.0, 0.0, 0.0]])
     seqs = [sequence(temperature=0, logprobs=0) for _ in range(3)]
     assert [item.token_id for item in sample(logits, seqs, ())] == [0, None, None]
@@ -154,7 +158,7 @@ PARAMS = st.fixed_dictionaries(
 
 @settings(max_examples=60)
 @given(st.lists(PARAMS, min_size=2, max_size=7), st.integers(0, 1000), st.sampled_from([5, 37, 301]))
-def test_a_row_does_not_know_its_neighbours(options: list[dict[str, Any]], seed: int, vocab: int) -> None:
+def test_a_row_does_not_depend_on_other_rows(options: list[dict[str, Any]], seed: int, vocab: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     # rounded, so that there are ties
     logits = torch.randn(len(options), vocab, generator=rng).mul(2).bfloat16().float()
@@ -164,8 +168,8 @@ def test_a_row_does_not_know_its_neighbours(options: list[dict[str, Any]], seed:
     assert together == alone
 
 
-class Watch(TorchFunctionMode):
-    """Counts the calls that would wait for a device."""
+class SyncCounter(TorchFunctionMode):
+    """Counts the calls that would synchronize with a device."""
 
     WAITING = frozenset({"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"})
 
@@ -180,12 +184,13 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _has_list(self, index: Any) -> bool:
-        """Python numbers in the place of a tensor: torch would copy them there, and wait."""
+        """Returns whether `index` contains a Python list, which torch would copy to the device with a
+        synchronization."""
         return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
 
 
-def test_a_launch_does_not_wait_and_a_read_waits_for_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every option in use. On a CPU the rows that are not numbers are looked for first; a GPU blanks them."""
+def test_launch_never_synchronizes_and_read_waits_for_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sampling option is in use. On a CPU, rows with NaN are found first; on a GPU, they are overwritten."""
     monkeypatch.setattr(sampler, "_waits_for_device", lambda x: True)
     options: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -205,7 +210,7 @@ def test_a_launch_does_not_wait_and_a_read_waits_for_one_copy(monkeypatch: pytes
             return copies[-1]
 
     monkeypatch.setattr(sampler, "HostCopy", Copy)
-    with Watch() as watch:
+    with SyncCounter() as watch:
         launched = sampler.launch_sampling(logits.clone(), sampler.SamplingPlan(seqs, logits.device), (0,))
     assert (watch.waits, copies) == ([], [])
     tokens, logprobs = launched.read()

@@ -1,4 +1,4 @@
-"""A prefix cache that outlives its engine: the same bits with it, and bad files do no harm."""
+"""A prefix cache on disk, restored by a later engine: it changes no bit, and damaged files are ignored."""
 
 import logging
 import os
@@ -28,57 +28,57 @@ PROMPTS = [[256, *b"It was the best of times, it was the worst"], [256, *b"It wa
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 6, "logprobs": 2}
 
 
-def started(model: Path, folder: Path, **options: Any) -> Engine:
+def start_engine(model: Path, folder: Path, **options: Any) -> Engine:
     return Engine(model, **{"recipe": "bf16", "block_size": 4, "cache_dir": str(folder), **options})
 
 
-def file_of(folder: Path) -> Path:
+def only_file(folder: Path) -> Path:
     (path,) = folder.iterdir()
     return path
 
 
-def restored(found: Engine) -> int:
+def restored_hits(found: Engine) -> int:
     return int(found.stats()["prefix_restored_hit_tokens_total"])
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8 cache, fp8 head", "weights only", "windows, fp8 cache"])
-def test_answers_have_every_bit_that_they_have_without(large_dir: Path, mode: str, tmp_path: Path) -> None:  # noqa: F811
-    """Drawn ones, of two tenants, in a cache that has room for a part of them."""
+def test_restored_prefixes_change_no_bit(large_dir: Path, mode: str, tmp_path: Path) -> None:  # noqa: F811
+    """Sampled answers of two tenants; the last cache is too small for all blocks."""
     assert mode in MODES
     rng = random.Random(7)
     requests = [request(rng, f"mine {i}") for i in range(12)]
     expected = {name: outputs for r in requests for name, outputs in run(engine(large_dir, mode), [r], rng).items()}
     hits = []
     for blocks in (200, 200, 40):
-        kept = engine.__wrapped__(large_dir, mode, cache_dir=str(tmp_path), num_blocks=blocks)
-        assert run(kept, requests, rng) == expected
-        kept.save_prefixes()
-        hits.append(restored(kept))
+        caching = engine.__wrapped__(large_dir, mode, cache_dir=str(tmp_path), num_blocks=blocks)
+        assert run(caching, requests, rng) == expected
+        caching.save_prefixes()
+        hits.append(restored_hits(caching))
     assert hits[0] == 0 < hits[1]
 
 
-def test_what_was_kept_is_found_by_its_tenant_alone(model_dir: Path, tmp_path: Path) -> None:
-    first = started(model_dir, tmp_path)
+def test_saved_prefixes_are_found_only_by_their_tenant(model_dir: Path, tmp_path: Path) -> None:
+    first = start_engine(model_dir, tmp_path)
     first.generate(PROMPTS[:1], **SAMPLING)
     first.save_prefixes()
-    assert stat.S_IMODE(file_of(tmp_path).stat().st_mode) == 0o600
+    assert stat.S_IMODE(only_file(tmp_path).stat().st_mode) == 0o600
     params = SamplingParams(max_new_tokens=1)
     for tenant, hits in (("other", 0), ("default", 0), ("", len(PROMPTS[0]) // 4 * 4)):
-        second = started(model_dir, tmp_path)
+        second = start_engine(model_dir, tmp_path)
         run(second, [Request("a", tuple(PROMPTS[0]), params, tenant=tenant)], random.Random(0))
-        assert restored(second) == second.stats()["prefix_hit_tokens_total"] == hits, tenant
+        assert restored_hits(second) == second.stats()["prefix_hit_tokens_total"] == hits, tenant
 
 
 Damage = Callable[[Path], object]
 
 
-def turn_a_bit(path: Path) -> None:
+def flip_a_bit(path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[len(whole) * 3 // 4] ^= 1
     path.write_bytes(whole)
 
 
-def become_a_fifo(path: Path) -> None:
+def replace_by_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
@@ -88,70 +88,70 @@ DAMAGE: dict[str, Damage] = {
     "only a header": lambda path: path.write_bytes(path.read_bytes()[:100]),
     "empty": lambda path: path.write_bytes(b""),
     "another file": lambda path: path.write_bytes(os.urandom(10_000)),
-    "a bit": turn_a_bit,
-    "a fifo": become_a_fifo,
+    "a bit": flip_a_bit,
+    "a fifo": replace_by_fifo,
 }
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_a_damaged_file_is_left_alone(
+def test_a_damaged_file_is_ignored_with_a_warning(
     model_dir: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = started(model_dir, tmp_path)
+    first = start_engine(model_dir, tmp_path)
     expected = first.generate(PROMPTS, **SAMPLING)
     first.save_prefixes()
-    DAMAGE[damage](file_of(tmp_path))
-    second = started(model_dir, tmp_path)
+    DAMAGE[damage](only_file(tmp_path))
+    second = start_engine(model_dir, tmp_path)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert str(file_of(tmp_path)) in caplog.text
+    assert str(only_file(tmp_path)) in caplog.text
     assert second.generate(PROMPTS, **SAMPLING) == expected
-    assert restored(second) == 0
+    assert restored_hits(second) == 0
     second.save_prefixes()
-    third = started(model_dir, tmp_path)
+    third = start_engine(model_dir, tmp_path)
     assert third.generate(PROMPTS, **SAMPLING) == expected
-    assert restored(third) > 0
+    assert restored_hits(third) > 0
 
 
-def test_other_weights_or_options_begin_with_an_empty_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_weights_or_options_start_with_an_empty_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, folder = write_model(tmp_path / "model"), tmp_path / "kept"
-    first = started(model, folder)
+    first = start_engine(model, folder)
     first.generate(PROMPTS, **SAMPLING)
     first.save_prefixes()
-    for options in ({"recipe": "w8a16"}, {"block_size": 8}):  # which have files of their own
-        assert not started(model, folder, **options).scheduler.pool.cached_blocks()
+    for options in ({"recipe": "w8a16"}, {"block_size": 8}):  # each combination has its own file
+        assert not start_engine(model, folder, **options).scheduler.pool.cached_blocks()
     assert not caplog.records
     write_model(model, seed=1)
-    other = started(model, folder)
+    other = start_engine(model, folder)
     assert "other weights" in caplog.text
     answers = other.generate(PROMPTS, **SAMPLING)
     assert answers == Engine(model, recipe="bf16").generate(PROMPTS, **SAMPLING)
-    assert restored(other) == 0
+    assert restored_hits(other) == 0
 
 
-def test_files_of_models_that_are_gone_are_removed(tmp_path: Path) -> None:
+def test_files_of_deleted_models_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     for name in ("gone", "stays"):
-        kept = started(write_model(tmp_path / name), folder)
+        kept = start_engine(write_model(tmp_path / name), folder)
         kept.generate(PROMPTS, **SAMPLING)
         kept.save_prefixes()
-    (folder / f".x{saved_prefixes.SUFFIX}.tmp-0").touch()  # of a process that was killed
+    (folder / f".x{saved_prefixes.SUFFIX}.tmp-0").touch()  # left by a killed process
     (folder / "a note of mine.safetensors").touch()
     (tmp_path / "gone").rename(tmp_path / "elsewhere")
-    started(tmp_path / "stays", folder)
+    start_engine(tmp_path / "stays", folder)
     assert sorted(path.name[:5] for path in folder.iterdir()) == ["a not", "stays"]
 
 
-def test_the_blocks_used_last_are_kept_as_many_as_the_limit_allows(model_dir: Path, tmp_path: Path) -> None:
-    block_bytes = started(model_dir, tmp_path).loaded.runner.block_bytes
-    first = started(model_dir, tmp_path, cache_dir_bytes=8 * block_bytes + 1)
+def test_the_most_recently_used_blocks_are_saved_up_to_the_limit(model_dir: Path, tmp_path: Path) -> None:
+    block_bytes = start_engine(model_dir, tmp_path).loaded.runner.block_bytes
+    first = start_engine(model_dir, tmp_path, cache_dir_bytes=8 * block_bytes + 1)
     for prompt in ([7] * 20, PROMPTS[0][:21]):
         first.generate([prompt], temperature=0.0, max_new_tokens=1)
     first.save_prefixes()
-    second = started(model_dir, tmp_path)
+    second = start_engine(model_dir, tmp_path)
     assert len(second.scheduler.pool.cached_blocks()) == 8
     second.generate([PROMPTS[0][:21]], temperature=0.0, max_new_tokens=1)
-    assert restored(second) == 20
-    small = started(model_dir, tmp_path, num_blocks=3)
+    assert restored_hits(second) == 20
+    small = start_engine(model_dir, tmp_path, num_blocks=3)
     assert [key for key, _ in small.scheduler.pool.cached_blocks()] == [
         k for k, _ in first.scheduler.pool.cached_blocks()
     ][:3]
@@ -167,7 +167,7 @@ def test_a_pool_gives_away_what_was_restored_last_of_all() -> None:
 
 
 def test_it_is_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) -> None:
-    running = started(model_dir, tmp_path, cache_dir_seconds=1e-6)
+    running = start_engine(model_dir, tmp_path, cache_dir_seconds=1e-6)
     running.generate(PROMPTS, **SAMPLING)
     until(lambda: any(not path.name.startswith(".") for path in tmp_path.iterdir()))
 
@@ -175,10 +175,10 @@ def test_it_is_written_while_the_engine_runs(model_dir: Path, tmp_path: Path) ->
 def test_a_full_disk_or_memory_leaves_the_old_file(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = started(model_dir, tmp_path)
+    first = start_engine(model_dir, tmp_path)
     first.generate(PROMPTS[:1], **SAMPLING)
     first.save_prefixes()
-    before = file_of(tmp_path).read_bytes()
+    before = only_file(tmp_path).read_bytes()
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
@@ -194,10 +194,10 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
     monkeypatch.setattr(first.loaded.runner, "copy_blocks", no_memory)
     first.save_prefixes()
     assert "because memory is short" in caplog.text
-    assert file_of(tmp_path).read_bytes() == before
+    assert only_file(tmp_path).read_bytes() == before
     monkeypatch.undo()
     first.save_prefixes()
-    assert file_of(tmp_path).read_bytes() != before
+    assert only_file(tmp_path).read_bytes() != before
 
 
 async def test_a_process_that_ends_cleanly_keeps_them(model_dir: Path, tmp_path: Path) -> None:
@@ -229,6 +229,6 @@ def test_options_that_do_not_fit_each_other_are_refused(options: dict[str, Any],
 def test_a_place_that_is_no_directory_is_refused(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Fp8ServeError, match="cannot be created for the prefix cache"):
-        started(model_dir, tmp_path / "file")
+        start_engine(model_dir, tmp_path / "file")
     with pytest.raises(RequestError, match="less than the size of one block"):
-        started(model_dir, tmp_path / "kept", cache_dir_bytes=1)
+        start_engine(model_dir, tmp_path / "kept", cache_dir_bytes=1)

@@ -1,4 +1,5 @@
-"""Windows of traffic: counts, the layers named in the log, and scales that follow."""
+"""The scale monitor: amaxes and saturation in windows of traffic, warnings about drift, and scales that follow the
+traffic (`roll_history`)."""
 
 import logging
 from pathlib import Path
@@ -22,8 +23,8 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size
 KINDS = {"llama": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 48}}
 
 
-def with_scales(path: Path, rules: DelayedScaling, histories: dict[str, float] | float) -> Path:
-    """A file in which every linear's input has seen one amax, its own of `histories` or the one."""
+def write_scales_for_amax(path: Path, rules: DelayedScaling, histories: dict[str, float] | float) -> Path:
+    """Writes scales whose amax history has one value for each linear's input, from `histories`. Returns the file."""
     names = Decoder(read_config(path), device="meta").linear_names()
     tensors = {}
     for name in names:
@@ -37,11 +38,11 @@ def with_scales(path: Path, rules: DelayedScaling, histories: dict[str, float] |
     return out
 
 
-def made(path: Path, kind: str = "llama", amax: dict[str, float] | float = 4.0, **options: Any) -> Engine:
+def make_engine(path: Path, kind: str = "llama", amax: dict[str, float] | float = 4.0, **options: Any) -> Engine:
     if not path.exists():
         write_model(path, kind, **KINDS[kind])
     rules = options.pop("rules", DelayedScaling(amax_history_len=4))
-    return Engine(path, recipe=rules, scales=with_scales(path, rules, amax), **options)
+    return Engine(path, recipe=rules, scales=write_scales_for_amax(path, rules, amax), **options)
 
 
 def answer(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
@@ -49,18 +50,20 @@ def answer(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_windows_change_no_answer_and_lose_no_count(kind: str, tmp_path: Path) -> None:
-    one, many = (made(tmp_path / kind, kind, 0.5, drift_window=size) for size in (10**9, 5))
-    assert answer(one) == answer(many)
+def test_windows_change_no_answer_and_no_total(kind: str, tmp_path: Path) -> None:
+    without, windowed = (make_engine(tmp_path / kind, kind, 0.5, drift_window=size) for size in (10**9, 5))
+    assert answer(without) == answer(windowed)
     totals = ("name", "amax", "scale", "headroom", "saturated", "saturation")
-    assert [[r[key] for key in totals] for r in many.scales()] == [[r[key] for key in totals] for r in one.scales()]
-    assert sum(record["saturated"] for record in many.scales()) > 0
-    assert (one.stats()["scale_windows_total"], one.scales()[0]["drift"]) == (0, None)
-    assert many.stats()["scale_windows_total"] > 5
+    assert [[r[key] for key in totals] for r in windowed.scales()] == [
+        [r[key] for key in totals] for r in without.scales()
+    ]
+    assert sum(record["saturated"] for record in windowed.scales()) > 0
+    assert (without.stats()["scale_windows_total"], without.scales()[0]["drift"]) == (0, None)
+    assert windowed.stats()["scale_windows_total"] > 5
 
 
 class Operations(TorchDispatchMode):
-    """The names of all operations on tensors."""
+    """Records the names of all tensor operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +75,7 @@ class Operations(TorchDispatchMode):
 
 
 class FakeEvent:
-    """An event that has passed when the test says so, or when somebody waits for it."""
+    """A CUDA event that completes when the test sets `passed`, or in `synchronize`."""
 
     def __init__(self) -> None:
         self.recorded, self.passed = 0, False
@@ -88,9 +91,9 @@ class FakeEvent:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_window_is_two_copies_and_two_resets(kind: str, tmp_path: Path) -> None:
-    """Of all layers, which share two tensors; stacked experts included."""
-    engine = made(tmp_path / kind, kind, 0.5, drift_window=10**9)
+def test_closing_a_window_takes_two_copies_and_two_memsets(kind: str, tmp_path: Path) -> None:
+    """All layers, stacked experts included, share one tensor of amaxes and one of saturation counts."""
+    engine = make_engine(tmp_path / kind, kind, 0.5, drift_window=10**9)
     answer(engine)
     monitor = engine.loaded.scale_monitor
     layers = engine.loaded.frozen.values()
@@ -105,16 +108,16 @@ def test_a_window_is_two_copies_and_two_resets(kind: str, tmp_path: Path) -> Non
     assert not any(float(layer.amax) or int(layer.saturated) for layer in layers)
 
 
-def test_a_window_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
-    """As on a GPU: no step waits, and the records of all windows are those of a CPU."""
+def test_a_window_is_read_once_its_event_has_completed(tmp_path: Path) -> None:
+    """As on a GPU, no step waits for the event, and the records of all windows equal those of a CPU."""
     options = {"drift_window": 10, "drift_alarm": 1e-6}
-    plain, late = (made(tmp_path / "model", amax=0.5, **options) for _ in range(2))
+    plain, late = (make_engine(tmp_path / "model", amax=0.5, **options) for _ in range(2))
     monitor = late.loaded.scale_monitor
     monitor._counters._event = event = FakeEvent()
     assert answer(plain) == answer(late)
     closed = plain.stats()["scale_windows_total"]
     assert event.recorded == closed > 2
-    assert late.stats()["scale_windows_total"] == closed - 1  # a window that ends waits for the one before
+    assert late.stats()["scale_windows_total"] == closed - 1  # closing a window waits for the previous one only
     assert late.scales() == plain.scales()
     assert late.stats() == plain.stats()
     for engine in (plain, late):
@@ -127,8 +130,10 @@ def test_a_window_is_read_when_its_event_has_passed(tmp_path: Path) -> None:
     assert late.scales() == plain.scales()
 
 
-def test_drift_is_the_last_window_over_what_calibration_saw(tmp_path: Path) -> None:
-    engine = made(tmp_path / "model", amax=0.5, rules=DelayedScaling(margin=2, amax_history_len=4), drift_window=1)
+def test_drift_is_the_amax_of_the_last_window_over_the_calibrated_amax(tmp_path: Path) -> None:
+    engine = make_engine(
+        tmp_path / "model", amax=0.5, rules=DelayedScaling(margin=2, amax_history_len=4), drift_window=1
+    )
     answer(engine)
     for record in engine.scales():
         assert record["calibrated_amax"] == 0.5
@@ -137,10 +142,8 @@ def test_drift_is_the_last_window_over_what_calibration_saw(tmp_path: Path) -> N
     assert engine.stats()["input_drift_max"] == max(record["drift"] for record in engine.scales())
 
 
-def test_a_layer_is_named_when_it_begins_to_drift_and_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = made(tmp_path / "model", amax=2.0, drift_window=1, drift_alarm=1e-6)
+def test_the_log_reports_when_layers_begin_and_stop_drifting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(tmp_path / "model", amax=2.0, drift_window=1, drift_alarm=1e-6)
     with caplog.at_level(logging.INFO, "fp8serve.engine"):
         answer(engine)
         assert len([r for r in caplog.records if "exceed 1e-06 times the calibrated maximum" in r.message]) == 1
@@ -154,35 +157,35 @@ def test_a_layer_is_named_when_it_begins_to_drift_and_when_it_is_back(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("margin", [0, 1])
-def test_scales_that_follow_are_those_of_delayed_scaling(kind: str, margin: int, tmp_path: Path) -> None:
-    """One window: the next scale is made of the larger of the calibrated and the seen amax, and is what layers use."""
+def test_rolled_scales_equal_those_of_delayed_scaling(kind: str, margin: int, tmp_path: Path) -> None:
+    """After one window, layers use the scale of the larger of the calibrated and the observed amax."""
     rules = DelayedScaling(margin=margin, amax_history_len=4)
-    still = made(tmp_path / kind, kind, 1.0, rules=rules, drift_window=10**9)
-    engine = made(tmp_path / kind, kind, 1.0, rules=rules, drift_window=90, roll_history=True)
+    fixed = make_engine(tmp_path / kind, kind, 1.0, rules=rules, drift_window=10**9)
+    engine = make_engine(tmp_path / kind, kind, 1.0, rules=rules, drift_window=90, roll_history=True)
     answer(engine)
     assert engine.stats()["scale_windows_total"] == 1
-    answer(still)
-    seen = {record["name"]: record["window_amax"] for record in engine.scales()}
-    assert any(amax > 1 for amax in seen.values())
+    answer(fixed)
+    observed = {record["name"]: record["window_amax"] for record in engine.scales()}
+    assert any(amax > 1 for amax in observed.values())
     for record in engine.scales():
-        expected = torch.tensor(448 / 2.0**margin) / torch.tensor(max(1.0, seen[record["name"]]))
+        expected = torch.tensor(448 / 2.0**margin) / torch.tensor(max(1.0, observed[record["name"]]))
         assert record["scale"] == float(expected)
-    reached = {name: max(1.0, amax) for name, amax in seen.items()}
-    fresh = made(tmp_path / kind, kind, reached, rules=rules)
-    other = [list(range(200, 230))]  # of no cached prefix
-    assert answer(engine, other) == answer(fresh, other)
-    assert answer(engine, other) != answer(still, other)
+    largest = {name: max(1.0, amax) for name, amax in observed.items()}
+    recalibrated = make_engine(tmp_path / kind, kind, largest, rules=rules)
+    prompts = [list(range(200, 230))]  # shares no cached prefix
+    assert answer(engine, prompts) == answer(recalibrated, prompts)
+    assert answer(engine, prompts) != answer(fixed, prompts)
 
 
-def test_calibration_leaves_the_history_after_its_length(tmp_path: Path) -> None:
-    rules = DelayedScaling(amax_history_len=3)  # the slot that is filled, and two rows
-    engine = made(tmp_path / "model", amax=100.0, rules=rules, drift_window=1, roll_history=True)
+def test_calibrated_amaxes_leave_the_history_after_its_length(tmp_path: Path) -> None:
+    rules = DelayedScaling(amax_history_len=3)  # the staging slot and two entries
+    engine = make_engine(tmp_path / "model", amax=100.0, rules=rules, drift_window=1, roll_history=True)
     scale = engine.scales()[0]["scale"]
     answer(engine)
     assert all(record["scale"] > scale for record in engine.scales())
 
 
-def test_scales_made_on_the_fly_cannot_follow(tmp_path: Path) -> None:
+def test_roll_history_needs_stored_scales(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     with pytest.raises(RequestError, match="roll_history needs stored scales of inputs, and this model has none"):
         Engine(path, recipe="rowwise", roll_history=True)
@@ -192,7 +195,7 @@ def test_scales_made_on_the_fly_cannot_follow(tmp_path: Path) -> None:
     assert engine.stats()["scale_windows_total"] == 0
 
 
-def test_without_histories_the_range_of_the_scale_counts(tmp_path: Path) -> None:
+def test_without_histories_the_calibrated_amax_is_the_range_of_the_scale(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "llama", **SIZES)
     names = Decoder(read_config(path), device="meta").linear_names()
     tensors = {f"{name}.{role}": TensorScale(torch.tensor(28.0)) for name in names for role in ("input", "weight")}

@@ -1,4 +1,5 @@
-"""Every request ends, nobody stalls, no block is lost: over thousands of random schedules."""
+"""The scheduler: chunked prefill, fairness among tenants, preemption; in thousands of random schedules, every request
+ends and every block is freed."""
 
 import random
 
@@ -37,16 +38,16 @@ def run_step(scheduler: Scheduler) -> list[Work]:
     return work
 
 
-def counts(work: list[Work]) -> dict[str, int]:
+def token_counts(work: list[Work]) -> dict[str, int]:
     return {item.seq.request_id: item.count for item in work}
 
 
-def test_a_long_prompt_comes_in_chunks_beside_decoding() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     scheduler = make()
     scheduler.add(sequence("short", 3, new=20))
-    assert counts(run_step(scheduler)) == {"short": 3}
+    assert token_counts(run_step(scheduler)) == {"short": 3}
     scheduler.add(sequence("long", 20))
-    assert [counts(run_step(scheduler)) for _ in range(4)] == [
+    assert [token_counts(run_step(scheduler)) for _ in range(4)] == [
         {"short": 1, "long": 8},
         {"short": 1, "long": 8},
         {"short": 1, "long": 4},
@@ -58,8 +59,8 @@ def test_alone_a_prompt_gets_the_whole_budget() -> None:
     scheduler = make()
     scheduler.add(sequence("a", 20))
     scheduler.add(sequence("b", 10))
-    assert counts(run_step(scheduler)) == {"a": 16}
-    assert counts(run_step(scheduler)) == {"a": 4, "b": 10}
+    assert token_counts(run_step(scheduler)) == {"a": 16}
+    assert token_counts(run_step(scheduler)) == {"a": 4, "b": 10}
 
 
 def test_tenants_are_admitted_in_turn() -> None:
@@ -67,7 +68,7 @@ def test_tenants_are_admitted_in_turn() -> None:
     for name in ("a1", "a2", "a3"):
         scheduler.add(sequence(name, 2, new=1, tenant="a"))
     scheduler.add(sequence("b1", 2, new=1, tenant="b"))
-    order = [next(iter(counts(run_step(scheduler)))) for _ in range(4)]
+    order = [next(iter(token_counts(run_step(scheduler)))) for _ in range(4)]
     assert order == ["a1", "b1", "a2", "a3"]
 
 
@@ -76,13 +77,13 @@ def test_groups_of_a_tenant_are_admitted_in_turn() -> None:
     for name in ("a1", "a2", "a3"):
         scheduler.add(sequence(name, 2, new=1, group="a"))
     scheduler.add(sequence("b", 2, new=1))
-    order = [next(iter(counts(run_step(scheduler)))) for _ in range(4)]
+    order = [next(iter(token_counts(run_step(scheduler)))) for _ in range(4)]
     assert order == ["a1", "b", "a2", "a3"]
 
 
 @pytest.mark.parametrize("tenants", ["same", "different"])
-def test_a_request_of_many_parts_gives_way_to_one_of_few(tenants: str) -> None:
-    """Though every place is taken by parts that go on for long."""
+def test_a_request_of_many_sequences_is_preempted_for_one_of_few(tenants: str) -> None:
+    """All slots are taken by long sequences of the large request."""
     scheduler = make(num_blocks=400, seqs=4)
     for i in range(20):
         scheduler.add(sequence(f"a{i}", 2, new=50, group="a"))
@@ -90,13 +91,13 @@ def test_a_request_of_many_parts_gives_way_to_one_of_few(tenants: str) -> None:
         run_step(scheduler)
     assert len(scheduler.running) == 4
     scheduler.add(sequence("b", 2, new=1, tenant="" if tenants == "same" else "b"))
-    assert "b" in counts(run_step(scheduler))
+    assert "b" in token_counts(run_step(scheduler))
     scheduler.add(sequence("c", 2, new=1, tenant="" if tenants == "same" else "c"))
-    assert "c" in counts(run_step(scheduler))
+    assert "c" in token_counts(run_step(scheduler))
     run_to_the_end(scheduler)
 
 
-def test_tenants_share_places_however_many_requests_each_has() -> None:
+def test_tenants_share_slots_equally_whatever_their_number_of_requests() -> None:
     scheduler = make(num_blocks=400, seqs=4)
     for i in range(20):
         scheduler.add(sequence(f"a{i}", 2, new=50, tenant="a"))
@@ -109,11 +110,11 @@ def test_tenants_share_places_however_many_requests_each_has() -> None:
     before = scheduler.num_preemptions
     for _ in range(8):
         run_step(scheduler)
-    assert scheduler.num_preemptions == before  # and there they stay
+    assert scheduler.num_preemptions == before  # the shares are stable
     run_to_the_end(scheduler)
 
 
-def test_requests_alone_do_not_give_way_to_their_like() -> None:
+def test_single_requests_of_one_tenant_do_not_preempt_each_other() -> None:
     scheduler = make(num_blocks=400, seqs=4)
     for i in range(9):
         scheduler.add(sequence(f"a{i}", 2, new=6))
@@ -121,18 +122,18 @@ def test_requests_alone_do_not_give_way_to_their_like() -> None:
     assert scheduler.num_preemptions == 0
 
 
-def test_many_parts_give_way_for_memory_too() -> None:
+def test_a_request_of_many_sequences_is_preempted_for_memory() -> None:
     scheduler = make(num_blocks=12, seqs=8)
     for i in range(4):
         scheduler.add(sequence(f"a{i}", 8, new=2, group="a"))
     run_step(scheduler)
     run_step(scheduler)
     scheduler.add(sequence("b", 4, new=1, tenant="b"))
-    assert any("b" in counts(run_step(scheduler)) for _ in range(2))
+    assert any("b" in token_counts(run_step(scheduler)) for _ in range(2))
     run_to_the_end(scheduler)
 
 
-def test_long_prompts_of_one_request_do_not_hold_up_anothers() -> None:
+def test_long_prompts_of_one_request_do_not_delay_another_request() -> None:
     scheduler = make(num_blocks=400, seqs=8, tokens=16, prefill=8)
     for i in range(4):
         scheduler.add(sequence(f"a{i}", 100, new=1, group="a"))
@@ -162,8 +163,8 @@ def test_a_large_request_is_not_overtaken() -> None:
     run_step(scheduler)
     scheduler.add(sequence("large", 20, new=1))
     scheduler.add(sequence("small", 1, new=1))
-    while "large" not in counts(work := run_step(scheduler)):
-        assert "small" not in counts(work)
+    while "large" not in token_counts(work := run_step(scheduler)):
+        assert "small" not in token_counts(work)
 
 
 def test_the_youngest_is_preempted_and_resumes_first() -> None:
@@ -184,23 +185,23 @@ def test_the_youngest_is_preempted_and_resumes_first() -> None:
     assert scheduler.pool.num_used == 0
 
 
-def test_answers_to_one_prompt_compute_it_once() -> None:
+def test_several_answers_to_one_prompt_compute_it_once() -> None:
     scheduler = make(tokens=32)
     for name in "abc":
         scheduler.add(sequence(name, 38, new=3, fill=1))
-    assert counts(run_step(scheduler)) == {"a": 32}
-    assert counts(run_step(scheduler)) == {"a": 6}
-    assert counts(run_step(scheduler)) == {"a": 1, "b": 2, "c": 2}
+    assert token_counts(run_step(scheduler)) == {"a": 32}
+    assert token_counts(run_step(scheduler)) == {"a": 6}
+    assert token_counts(run_step(scheduler)) == {"a": 1, "b": 2, "c": 2}
 
 
-def test_who_waits_for_a_prefix_computes_it_when_its_owner_goes() -> None:
+def test_a_sequence_waiting_for_a_prefix_computes_the_rest_when_its_owner_is_aborted() -> None:
     scheduler = make(tokens=32)
     owner, heir = sequence("owner", 38, fill=1), sequence("heir", 38, fill=1)
     scheduler.add(owner)
     scheduler.add(heir)
     run_step(scheduler)
     scheduler.finish(owner, "abort")
-    assert counts(run_step(scheduler)) == {"heir": 6}  # what the owner had computed is still there
+    assert token_counts(run_step(scheduler)) == {"heir": 6}  # the 32 tokens that the owner computed are still cached
 
 
 def test_prefix_hits_are_counted() -> None:
@@ -234,12 +235,12 @@ def test_every_request_ends_and_every_block_returns(seed: int, blocks: int, size
     rng = random.Random(seed)
     scheduler = make(blocks, size, seqs, tokens=seqs + extra, prefill=rng.randint(1, 8))
     capacity = blocks * size
-    todo = [random_sequence(rng, str(i), capacity) for i in range(rng.randint(1, 12))]
+    pending = [random_sequence(rng, str(i), capacity) for i in range(rng.randint(1, 12))]
     added: list[Sequence] = []
     steps = 0
-    while todo or scheduler.has_work():
-        while todo and rng.random() < 0.5:
-            added.append(todo.pop())
+    while pending or scheduler.has_work():
+        while pending and rng.random() < 0.5:
+            added.append(pending.pop())
             scheduler.add(added[-1])
         if added and rng.random() < 0.05:
             scheduler.finish(rng.choice(added), "abort")

@@ -1,4 +1,5 @@
-"""Log-probabilities of a prompt: the model's own, whatever else the engine does, and nothing that was not asked for."""
+"""`prompt_logprobs`: they are those of the model and do not depend on chunks, cached prefixes, the batch or
+preemption."""
 
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,23 @@ def engine(model_dir: Path) -> Engine:
     return Engine(model_dir, **OPTIONS)
 
 
-def scored(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> list[TokenLogprob]:
+def prompt_logprobs_of(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> list[TokenLogprob]:
     options = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True, "prompt_logprobs": 2, **sampling}
     found = engine.generate([prompt], **options)[0].prompt_logprobs
     assert found is not None
     return found
 
 
-def test_they_are_those_that_tokens_have_when_they_are_generated(engine: Engine) -> None:
+def test_prompt_logprobs_equal_the_logprobs_of_generated_tokens(engine: Engine) -> None:
     params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
     answer = engine.generate([PROMPT], **params, logprobs=2)[0]
     assert answer.logprobs is not None
-    assert scored(engine, PROMPT + answer.token_ids)[len(PROMPT) - 1 :] == answer.logprobs
+    assert prompt_logprobs_of(engine, PROMPT + answer.token_ids)[len(PROMPT) - 1 :] == answer.logprobs
 
 
-def test_they_are_those_of_the_model(engine: Engine) -> None:
-    """Up to what another order of attention's sums does to a random model in BF16."""
-    found = scored(engine)
+def test_prompt_logprobs_are_close_to_a_forward_pass_of_the_model(engine: Engine) -> None:
+    """Attention sums in another order, and BF16 rounding then changes a random model's logits by up to 0.2."""
+    found = prompt_logprobs_of(engine)
     assert [item.token_id for item in found] == PROMPT[1:]
     (batch,) = make_batches([Sample(tuple(PROMPT), (True,) * len(PROMPT))], 1)
     decoder = engine.loaded.runner.model
@@ -53,32 +54,34 @@ def test_they_are_those_of_the_model(engine: Engine) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunks_change_no_bit(chunk: int, engine: Engine, model_dir: Path) -> None:
     small = Engine(model_dir, **OPTIONS | {"max_prefill_tokens": chunk})
-    assert scored(small) == scored(engine)
+    assert prompt_logprobs_of(small) == prompt_logprobs_of(engine)
 
 
-def test_a_cached_prefix_is_not_taken_and_changes_nothing(engine: Engine) -> None:
-    first = scored(engine)
+def test_a_scored_prompt_uses_no_cached_prefix(engine: Engine) -> None:
+    first = prompt_logprobs_of(engine)
     engine.generate([PROMPT], max_new_tokens=1)
     before = engine.stats()["prefix_hit_tokens_total"]
-    assert scored(engine) == first
+    assert prompt_logprobs_of(engine) == first
     assert engine.stats()["prefix_hit_tokens_total"] == before
     engine.generate([PROMPT], max_new_tokens=1)
-    assert engine.stats()["prefix_hit_tokens_total"] > before  # what was computed for scores serves others
+    assert (
+        engine.stats()["prefix_hit_tokens_total"] > before
+    )  # blocks computed for scoring are shared with other requests
 
 
 def test_neighbours_change_no_bit(engine: Engine) -> None:
-    alone, others = scored(engine), [PROMPT[:9], PROMPT[:30], [256, *b"something else"]]
+    alone, others = prompt_logprobs_of(engine), [PROMPT[:9], PROMPT[:30], [256, *b"something else"]]
     params = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
     for index, prompt in enumerate(others):
         engine.add_request(Request(f"plain-{index}", tuple(prompt), SamplingParams(**params)))  # type: ignore[arg-type]
-    assert scored(engine) == alone
+    assert prompt_logprobs_of(engine) == alone
     engine.abort_all()
     together = engine.generate([PROMPT, PROMPT[:20], PROMPT], **params, prompt_logprobs=2)
     assert together[0].prompt_logprobs == together[2].prompt_logprobs == alone
     assert together[1].prompt_logprobs == alone[:19]
 
 
-def test_the_answer_is_the_same_with_and_without(engine: Engine) -> None:
+def test_prompt_logprobs_do_not_change_the_answer(engine: Engine) -> None:
     params = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True, "logprobs": 1}
     one, other = (engine.generate([PROMPT], **params, **more)[0] for more in ({}, {"prompt_logprobs": 0}))
     assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
@@ -87,8 +90,8 @@ def test_the_answer_is_the_same_with_and_without(engine: Engine) -> None:
     assert all(item.top == () for item in other.prompt_logprobs)
 
 
-def test_being_preempted_scores_nothing_twice(model_dir: Path, engine: Engine) -> None:
-    """Two sequences that do not fit together to their ends: one is computed again."""
+def test_a_preempted_request_returns_its_prompt_logprobs_once(model_dir: Path, engine: Engine) -> None:
+    """The cache is too small for both sequences, so that one is preempted and computed again."""
     small = Engine(model_dir, **OPTIONS, block_size=16, num_blocks=8)
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, prompt_logprobs=2)
     for name in ("a", "b"):
@@ -98,17 +101,17 @@ def test_being_preempted_scores_nothing_twice(model_dir: Path, engine: Engine) -
         for output in small.step():
             found[output.request_id].append(output)
     assert small.stats()["preemptions_total"] > 0
-    expected = tuple(scored(engine, PROMPT[:40]))
+    expected = tuple(prompt_logprobs_of(engine, PROMPT[:40]))
     for outputs in found.values():
         assert [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None] == [expected]
         assert len(outputs) == 40
 
 
-def test_a_prompt_of_one_token_has_none(engine: Engine) -> None:
-    assert scored(engine, [256]) == []
+def test_a_prompt_of_one_token_has_no_prompt_logprobs(engine: Engine) -> None:
+    assert prompt_logprobs_of(engine, [256]) == []
 
 
-def test_they_travel_as_json() -> None:
+def test_prompt_logprobs_survive_json() -> None:
     output = RequestOutput("r", prompt_logprobs=(TokenLogprob(3, -0.5, ((3, -0.5), (4, -1.5))),))
     assert RequestOutput.from_json(output.to_json()) == output
     assert "prompt_logprobs" not in RequestOutput("r").to_json()

@@ -1,4 +1,4 @@
-"""A step as tensors: the place of every token, and which of them attend if the others are not needed."""
+"""The tensors of a step: position and cache slot of every token, and the queries of the rows that are sampled."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ PROMPT = sequence([20, 21, 22], [7])
 DECODING = sequence([30, 31, 32, 33, 34, 35, 36, 37, 38], [1, 9, 4])
 
 
-def test_all_kinds_of_work_in_one_row() -> None:
+def test_decoding_chunks_and_prompts_are_concatenated() -> None:
     step = flatten([Work(DECODING, 8, 1), Work(CHUNKED, 2, 3), Work(PROMPT, 0, 3)], 4, CPU)
     assert lists(step, "token_ids", "positions", "slots") == [
         [38, 12, 13, 14, 20, 21, 22],
@@ -39,34 +39,34 @@ def test_all_kinds_of_work_in_one_row() -> None:
     assert lists(step.queries, *QUERIES) == [[0, 1, 4, 7], [9, 5, 3], [[1, 9, 4], [5, 2, 0], [7, 0, 0]]]
 
 
-def test_what_samples_has_one_query_and_the_rest_none() -> None:
+def test_each_sampled_sequence_has_one_query_in_the_last_layer() -> None:
     step = flatten([Work(DECODING, 8, 1), Work(CHUNKED, 2, 3), Work(PROMPT, 0, 3)], 4, CPU)
     assert step.last is not None
     assert step.last.tolist() == [0, 6]
     assert lists(step.last_queries, *QUERIES) == [[0, 1, 2], [9, 3], [[1, 9, 4], [7, 0, 0]]]
 
 
-def test_a_chunk_that_ends_its_prompt_samples() -> None:
+def test_a_chunk_that_ends_its_prompt_is_sampled() -> None:
     step = flatten([Work(CHUNKED, 2, 5)], 4, CPU)
     assert step.last is not None
     assert step.last.tolist() == [4]
     assert lists(step.last_queries, *QUERIES) == [[0, 1], [7], [[5, 2]]]
 
 
-def test_nothing_samples() -> None:
+def test_a_step_without_sampled_rows() -> None:
     step = flatten([Work(CHUNKED, 0, 4)], 4, CPU)
     assert step.last is not None
     assert step.last.tolist() == []
     assert lists(step.last_queries, *QUERIES) == [[0], [], []]
 
 
-def test_where_every_token_samples_there_is_nothing_to_pick() -> None:
+def test_if_every_token_is_sampled_no_rows_are_selected() -> None:
     step = flatten([Work(DECODING, 8, 1), Work(PROMPT, 2, 1)], 4, CPU)
     assert step.last is None
     assert step.last_queries is step.queries
 
 
-def test_one_token_that_does_not_sample() -> None:
+def test_a_single_prompt_token_that_is_not_sampled() -> None:
     step = flatten([Work(DECODING, 8, 1), Work(PROMPT, 1, 1)], 4, CPU)
     assert step.last is not None
     assert step.last.tolist() == [0]

@@ -1,4 +1,4 @@
-"""Weights that are staged beside the served ones and exchanged for them: both directions, to the last bit."""
+"""Staged weights: they are loaded beside the served ones and swapped with them; swapping twice restores every bit."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ __all__ = ["models"]  # a fixture
 
 @pytest.mark.parametrize("packs", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
-def test_a_swap_has_the_bits_of_a_loaded_model_and_can_be_undone(
+def test_swapped_weights_give_the_bits_of_a_new_engine_and_can_be_swapped_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packs: bool
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: packs)
@@ -45,7 +45,7 @@ def test_a_swap_has_the_bits_of_a_loaded_model_and_can_be_undone(
         engine.swap_weights()
 
 
-def test_tensors_stay_where_they_are(models: tuple[Path, Path]) -> None:
+def test_a_swap_keeps_the_addresses_of_tensors(models: tuple[Path, Path]) -> None:
     """CUDA graphs have recorded their addresses."""
     engine = Engine(models[0])
 
@@ -59,7 +59,7 @@ def test_tensors_stay_where_they_are(models: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-def test_weights_that_are_cast_when_they_are_loaded(tmp_path: Path, recipe: str) -> None:
+def test_weights_quantized_on_loading_can_be_staged(tmp_path: Path, recipe: str) -> None:
     one, other = (write_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
     engine, expected = Engine(one, recipe=recipe), answers(Engine(other, recipe=recipe))
     engine.stage_weights(other)
@@ -81,7 +81,7 @@ def test_requests_run_while_weights_are_staged_and_end_before_the_swap(models: t
 
 
 @pytest.mark.parametrize("written_before", [0, 3, 8])
-def test_a_failure_in_the_middle_leaves_the_old_weights(
+def test_a_failed_swap_restores_the_old_weights(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, written_before: int
 ) -> None:
     engine = Engine(models[0])
@@ -125,7 +125,7 @@ def test_the_scales_of_an_fp8_cache_are_exchanged_too(tmp_path: Path) -> None:
     assert answers(engine) == first
 
 
-def test_what_a_gpu_cannot_hold_is_staged_in_main_memory(
+def test_weights_too_large_for_gpu_memory_are_staged_in_host_memory(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, expected = Engine(models[0]), answers(Engine(models[1]))
@@ -152,7 +152,9 @@ def test_what_a_gpu_cannot_hold_is_staged_in_main_memory(
         ({"scales": "{scales}"}, "scales"),
     ],
 )
-def test_options_whose_state_belongs_to_the_weights(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_staging_is_refused_with_options_whose_state_belongs_to_the_weights(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     base = write_model(tmp_path / "model")
     write_scales(base, base / "scales.safetensors")
     paths = {"tmp": tmp_path, "scales": base / "scales.safetensors"}

@@ -1,4 +1,4 @@
-"""Stop strings never leak, and the text does not depend on where tokens are cut."""
+"""The streamed text: stop strings are not returned, and the text does not depend on token boundaries."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ class Pieces:
         return self.rest
 
 
-def test_the_end_is_shown_where_that_is_asked_for() -> None:
+def test_stop_strings_are_returned_on_request() -> None:
     params = SamplingParams(stop=("de", "e"), include_stop_str_in_output=True)
     stream = TextStream(Pieces(["ab", "cd", "ef"]), params)
     assert [stream.push(i) for i in range(3)] == ["ab", "c", "de"]
@@ -30,7 +30,7 @@ def test_the_end_is_shown_where_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("shows", "text"), [(True, "b."), (False, "")])
-def test_a_token_that_ends_the_text_is_shown_where_that_is_asked_for(shows: bool, text: str) -> None:
+def test_stop_tokens_are_returned_on_request(shows: bool, text: str) -> None:
     stream = TextStream(Pieces(["a", "b"], "."), SamplingParams(include_stop_str_in_output=shows))
     stream.push(0)
     assert stream.end(1) == (text or ".")

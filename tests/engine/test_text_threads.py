@@ -1,4 +1,5 @@
-"""Threads that divide texts: which texts each takes, and that neither bits nor other threads are affected."""
+"""Threads that share the texts of a batch: which texts each gets; bits and the settings of other threads do not
+change."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ def test_each_thread_computes_alone_and_every_other_as_before() -> None:
     both = threading.Barrier(2)
 
     def compute(indexes: Sequence[int]) -> Tensor:
-        both.wait(60)  # until the other thread has its share
+        both.wait(60)  # wait until the other thread runs
         seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
         return torch.tensor([[float(i)] for i in indexes])
 
@@ -54,7 +55,7 @@ def test_each_thread_computes_alone_and_every_other_as_before() -> None:
 @pytest.mark.parametrize(
     "lengths", [[MIN_THREAD_TOKENS, MIN_THREAD_TOKENS - 1], [10 * MIN_THREAD_TOKENS]], ids=["few tokens", "one text"]
 )
-def test_what_is_too_little_for_every_thread_is_not_divided(lengths: list[int]) -> None:
+def test_a_batch_too_small_for_every_thread_is_not_divided(lengths: list[int]) -> None:
     taken: list[Sequence[int]] = []
 
     def compute(indexes: Sequence[int]) -> Tensor:
@@ -65,7 +66,7 @@ def test_what_is_too_little_for_every_thread_is_not_divided(lengths: list[int]) 
     assert taken == [list(range(len(lengths)))]
 
 
-def test_what_a_thread_raises_comes_back() -> None:
+def test_an_exception_of_a_thread_is_raised() -> None:
     def compute(indexes: Sequence[int]) -> Tensor:
         raise ValueError(f"no {list(indexes)}")
 

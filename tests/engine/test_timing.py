@@ -1,4 +1,4 @@
-"""Times of waiting, prefill and decoding, measured by the engine from the arrival of a request."""
+"""Timing of a request: seconds of queueing, prefill and decoding since its arrival, measured by the engine."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ def run(engine: Engine) -> list[RequestOutput]:
     return outputs
 
 
-def test_the_first_and_the_last_output_have_it_and_no_other(model: Path) -> None:
+def test_only_the_first_and_the_last_output_have_timing(model: Path) -> None:
     engine = Engine(model, recipe="bf16", max_num_seqs=1)
     began = time.time()
     for name in ("a", "b"):
@@ -45,10 +45,10 @@ def test_the_first_and_the_last_output_have_it_and_no_other(model: Path) -> None
         assert min(timing.prefill, timing.decode) > 0
         assert began - 1 <= timing.arrived <= ended
         assert timing.queue + timing.inference <= ended - began + 1
-    assert last.queue > first.inference  # one place: the second waits until the first has ended
+    assert last.queue > first.inference  # with max_num_seqs=1 the second request waits for the end of the first
 
 
-def test_a_phase_that_did_not_begin_is_none(model: Path) -> None:
+def test_a_phase_that_did_not_start_is_none(model: Path) -> None:
     engine = Engine(model, recipe="bf16", max_num_seqs=1)
     engine.add_request(Request("waits", tuple(range(1, 30)), PARAMS), arrived=time.monotonic() - 5)
     output = engine.abort("waits")
@@ -58,14 +58,14 @@ def test_a_phase_that_did_not_begin_is_none(model: Path) -> None:
     assert (output.timing.prefill, output.timing.decode) == (None, None)
 
 
-def test_it_crosses_the_socket_as_it_is() -> None:
+def test_timing_survives_json() -> None:
     output = RequestOutput("a", timing=Timing(1.5, 0.25, 0.5))
     again = RequestOutput.from_json(output.to_json())
     assert again.timing == output.timing == Timing(1.5, 0.25, 0.5, None)
     assert "timing" not in RequestOutput("a").to_json()
 
 
-def test_statistics_name_the_requests_whose_prompts_are_read(model: Path) -> None:
+def test_stats_name_the_requests_in_prefill(model: Path) -> None:
     engine = Engine(model, recipe="bf16", max_num_seqs=1, max_batch_tokens=16)
     for name in ("a", "b"):
         engine.add_request(Request(name, tuple(range(1, 30)), PARAMS))
@@ -73,6 +73,6 @@ def test_statistics_name_the_requests_whose_prompts_are_read(model: Path) -> Non
     for _ in range(2):
         engine.step()
         seen.append(engine.stats()["prefilling"])
-    assert seen == [[], ["a"], []]  # of 29 tokens 16 in the first step, and a token came after the second
+    assert seen == [[], ["a"], []]  # 16 of 29 prompt tokens are computed in the first step, the others in the second
     run(engine)
     assert engine.stats()["prefilling"] == []

@@ -15,7 +15,7 @@ from fp8serve.model.config.decoder import read_config
 from fp8serve.model.formats.scales import ScalingCheckpoint, TensorScale, fingerprint, save_scales
 from fp8serve.model.network.decoder import Decoder
 
-VOCAB = 260  # 256 bytes, <s>, </s>, and two that no text uses
+VOCAB = 260  # 256 bytes, <s>, </s>, and two unused tokens
 BOS, EOS = 256, 257
 _GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 12}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
@@ -49,7 +49,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def write_model(path: Path, model_type: str = "llama", seed: int = 0, **overrides: Any) -> Path:
-    """A directory with config, BF16 weights and tokenizer."""
+    """Writes config, BF16 weights and tokenizer to `path`, and returns it."""
     path.mkdir(parents=True, exist_ok=True)
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
@@ -67,7 +67,7 @@ def write_model(path: Path, model_type: str = "llama", seed: int = 0, **override
 
 
 def write_tokenizer(path: Path) -> None:
-    """Every byte is a token, so that characters and stop strings span several."""
+    """Writes a tokenizer in which every byte is a token, so that characters and stop strings span several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -79,7 +79,7 @@ def write_tokenizer(path: Path) -> None:
 
 
 def call_each_layer(engine: Engine) -> None:
-    """From now on every FP8 layer of `engine` is called as a module: nothing is joined, no op is fused."""
+    """From now on the engine calls every FP8 layer as a module: no projections are joined, and no ops fused."""
     for layer in engine.loaded.frozen.values():
         layer.register_forward_hook(lambda *_: None)
 

@@ -1,4 +1,5 @@
-"""Checkpoints of a tiny Llama in every layout that we know, made without any library of those that write them.
+"""Checkpoints of a tiny Llama in every layout that fp8serve reads, written without the libraries that define the
+layouts.
 
 A draft is a directory before it is written: tensors and config.json, to be changed at will.
 """
@@ -52,7 +53,7 @@ class Draft:
 
 
 def plain() -> Draft:
-    """In BF16, as published."""
+    """A BF16 checkpoint in the usual layout."""
     torch.manual_seed(0)
     tensors = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     tensors |= {f"{name}.weight": LINEARS[name.split(".", 3)[3]] for name in NAMES}
@@ -65,7 +66,7 @@ def plain() -> Draft:
 
 
 def amax_of(weight: Tensor, per: str) -> Tensor:
-    """FP32, of the tensor, of each row, or of each block of 128 x 128."""
+    """Returns the FP32 amax of the tensor, of each row, or of each block of 128 x 128."""
     if per == "tensor":
         return weight.abs().max()
     if per == "row":
@@ -77,7 +78,7 @@ def amax_of(weight: Tensor, per: str) -> Tensor:
 
 
 def spread(scale: Tensor, weight: Tensor) -> Tensor:
-    """Every number's scale, in the weight's shape."""
+    """Returns the scale of every element, in the shape of the weight."""
     if scale.numel() == 1 or scale.shape == (len(weight), 1):
         return scale.expand_as(weight)
     return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
@@ -112,7 +113,8 @@ def fp8(
 
 
 def static() -> Draft:
-    """As llm-compressor writes it, with a cache in FP8: most poisoned checkpoints are made from it."""
+    """The layout of llm-compressor with static scales and an FP8 cache; most poisoned checkpoints are derived from
+    it."""
     draft = fp8("ct-static", stored=lambda s: s.reshape(1).bfloat16(), inputs="input_scale", cache="{}_scale")
     draft.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     return draft
@@ -152,7 +154,7 @@ def tied() -> Draft:
 
 
 def wrapped() -> Draft:
-    """The language model inside a multimodal one: names begin otherwise, and the vision tower is not quantized."""
+    """A multimodal checkpoint: names of the language model have a prefix, and the vision tower is not quantized."""
     draft = static()
     draft.tensors = {f"language_model.{name}": tensor for name, tensor in draft.tensors.items()}
     draft.tensors["vision_tower.blocks.0.q_proj.weight"] = torch.randn(64, 64).bfloat16()
@@ -163,7 +165,7 @@ def wrapped() -> Draft:
 
 
 def stacked() -> Draft:
-    """Experts in one tensor, in blocks, as transformers 5 saves them."""
+    """The experts of a layer stacked in one tensor, with block scales, as transformers 5 saves them."""
     draft, experts = blocks(), 4
     for name in [key for key in draft.tensors if ".mlp." in key]:
         del draft.tensors[name]

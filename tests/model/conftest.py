@@ -1,4 +1,4 @@
-"""Models are written once a session; tests that change one copy it first."""
+"""Models are written once per session; a test that changes one copies it first."""
 
 import shutil
 from collections.abc import Callable

@@ -27,7 +27,7 @@ FAMILIES = [
 
 
 def randomized(model: Any) -> Any:
-    """Biases and norms away from 0 and 1."""
+    """Adds noise to biases and norms, whose initial values 0 and 1 would hide a missing term. Returns the model."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -36,14 +36,14 @@ def randomized(model: Any) -> Any:
 
 
 def make(folder: Path, config: Any, kind: Any = transformers.AutoModel) -> None:
-    """A model's directory with a tokenizer of letters."""
+    """Writes a random model and a tokenizer of letters to `folder`."""
     torch.manual_seed(0)
     randomized(kind.from_config(config)).save_pretrained(folder)
     letters(folder)
 
 
 def letters(folder: Path) -> None:
-    """A tokenizer of letters."""
+    """Writes a tokenizer in which each letter is a token."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(97, 123))]
     backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -66,7 +66,7 @@ def pooled(
     prompts: dict[str, str] | None = None,
     default: str | None = None,
 ) -> None:
-    """The files that sentence-transformers adds to the directory."""
+    """Adds the files of sentence-transformers to the directory."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))

@@ -1,7 +1,8 @@
-"""Chat templates with the traps of those in use: marks of turns, and texts trimmed, dropped, moved or left out.
+"""Chat templates like those of published models, with their difficulties: turn markers, and texts that a template
+trims, drops or moves.
 
-`{% generation %}` stands around what the assistant wrote and the mark that ends its turn: with it a template is the
-oracle's (transformers' own mask, which TRL trains with), without it (`unmarked`) it is what models are published with.
+`{% generation %}` encloses the assistant's text and the marker that ends its turn. From templates with these blocks,
+transformers computes the expected loss mask, with which TRL trains; published templates have no blocks (`unmarked`).
 """
 
 import re
@@ -13,14 +14,14 @@ def unmarked(template: str) -> str:
     return re.sub(r"{% (end)?generation %}", "", template)
 
 
-def _turns(header: str, end: str, said: str = "m.content", prompt: str | None = None, after: str = "") -> str:
-    """Every message behind a header that names its role."""
+def _turns(header: str, end: str, content: str = "m.content", prompt: str | None = None, after: str = "") -> str:
+    """Returns a template that writes each message after a header with its role."""
     head = header.format("{{ m.role }}")
-    asked = header.format("assistant") if prompt is None else prompt
+    generation_prompt = header.format("assistant") if prompt is None else prompt
     return (
-        "{{ bos_token }}{% for m in messages %}" + head + "{% if m.role == 'assistant' %}" + G + "{{ " + said + " }}"
-        + end + E + "{% else %}{{ " + said + " }}" + end + "{% endif %}" + after + "{% endfor %}"
-        + "{% if add_generation_prompt %}" + asked + "{% endif %}"
+        "{{ bos_token }}{% for m in messages %}" + head + "{% if m.role == 'assistant' %}" + G + "{{ " + content + " }}"
+        + end + E + "{% else %}{{ " + content + " }}" + end + "{% endif %}" + after + "{% endfor %}"
+        + "{% if add_generation_prompt %}" + generation_prompt + "{% endif %}"
     )  # fmt: skip
 
 
@@ -93,15 +94,15 @@ DATED = (
     "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %B %Y') + '<|im_end|>\n' }}"
     + CHATML.replace("{{ bos_token }}", "")
 )  # fmt: skip
-OPEN = _turns("<{}>", "{% if not loop.last %}{{ eos_token }}{% endif %}")  # the last turn is left open
-HARMONY = (  # only the last turn ends with a mark of its own
+OPEN = _turns("<{}>", "{% if not loop.last %}{{ eos_token }}{% endif %}")  # the last turn has no end marker
+HARMONY = (  # only the last turn has an end marker of its own
     "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.role == 'assistant' %}" + G
     + "<|channel|>final<|message|>{{ m.content }}"
     "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}" + E
     + "{% else %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )  # fmt: skip
-NEMOTRON = (  # trims the end of a text only, and asks for reasoning that earlier turns do not have
+NEMOTRON = (  # strips trailing white space only, and its generation prompt opens reasoning, which earlier turns lack
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<think></think>' }}" + G
     + "{{ (' ' + m.content).rstrip()[1:] }}<|im_end|>" + E
     + "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
@@ -117,7 +118,7 @@ FAMILIES = {
 
 
 def special_tokens(template: str) -> list[str]:
-    """The special tokens of a tokenizer of this family."""
+    """Returns the special tokens that occur in the template."""
     found = re.findall(r"<\|[A-Za-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]", template)
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant")] if "'<|' + m.role" in template else []
     return sorted({*found, *roles})

@@ -24,7 +24,7 @@ ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen
                  "deepseek_v3": "deepseek2"}  # fmt: skip
 _PERMUTED = ("mixtral", "granite", "smollm3")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-_KEYS = {  # of config.json -> of GGUF
+_KEYS = {  # key of config.json -> key of GGUF
     "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
@@ -43,7 +43,8 @@ _KEYS = {  # of config.json -> of GGUF
 
 
 def write_family(out: Path, model: Path, weight_type: Type = Type.BF16, **metadata: Any) -> Path:
-    """The model of the directory `model`; matrices as `weight_type`. metadata: keys to write besides, or instead."""
+    """Writes the model of the directory `model` to `out`, with matrices of `weight_type`. `metadata` adds or replaces
+    keys."""
     config = read_json(model / "config.json")
     kind = config["model_type"]
     writer = GGUFWriter(out, ARCHITECTURES.get(kind, kind))
@@ -118,7 +119,7 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndarray[Any, Any]]:
-    """FP32 under llama.cpp's names."""
+    """Returns FP32 tensors by llama.cpp's names."""
     key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     found: dict[str, np.ndarray[Any, Any]] = {}
@@ -135,7 +136,7 @@ def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndar
 
 
 def _stacked(weights: Any, kind: str) -> dict[str, Tensor]:
-    """All experts of a layer in one tensor, as the converter joins them."""
+    """Returns the experts of each layer stacked into one tensor, as the converter does."""
     plain: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name in weights:

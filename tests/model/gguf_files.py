@@ -15,7 +15,8 @@ KINDS = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 
 
 def write_gguf(out: Path, model: Path, weight_type: Type = Type.BF16, **metadata: Any) -> Path:
-    """The model of the directory `model`; matrices as `weight_type`. metadata: keys to write besides, or instead."""
+    """Writes the model of the directory `model` to `out`, with matrices of `weight_type`. `metadata` adds or replaces
+    keys."""
     config = json.loads((model / "config.json").read_text())
     writer = GGUFWriter(out, config["model_type"] if config["model_type"] != "mistral" else "llama")
     keys = sizes(writer.arch, config) | bpe_vocabulary(model) | metadata
@@ -29,7 +30,7 @@ def write_gguf(out: Path, model: Path, weight_type: Type = Type.BF16, **metadata
 
 
 def add(writer: GGUFWriter, key: str, value: Any) -> None:
-    """With the type that llama.cpp's converter gives such a value; None is left out."""
+    """Adds a value with the type that llama.cpp's converter gives it. None is not written."""
     if value is None:
         return
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
@@ -60,7 +61,7 @@ def sizes(arch: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def bpe_vocabulary(model: Path) -> dict[str, Any]:
-    """Byte-level BPE as in tokenizer.json, filled up to 320 tokens."""
+    """Returns the byte-level BPE vocabulary of tokenizer.json, padded to 320 tokens."""
     backend = Tokenizer.from_file(str(model / "tokenizer.json"))
     vocabulary = backend.get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
@@ -81,7 +82,7 @@ def bpe_vocabulary(model: Path) -> dict[str, Any]:
 
 
 def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndarray[Any, Any]]:
-    """FP32 under llama.cpp's names, q and k of llama in its order of rows."""
+    """Returns FP32 tensors by llama.cpp's names, with the rows of q and k of a llama model in its order."""
     key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
     found = {}
@@ -95,6 +96,6 @@ def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndar
 
 
 def pairs(data: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """As llama.cpp's converter permutes them."""
+    """Permutes the rows of q or k as llama.cpp's converter does."""
     split = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
     return split.swapaxes(1, 2).reshape(data.shape)

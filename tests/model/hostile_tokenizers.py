@@ -1,9 +1,10 @@
-"""Tokenizers as a stranger might write them: files that expand, run on, fail in the library, or contradict themselves.
+"""Malicious or broken tokenizer.json files: their output explodes, they do not terminate, they crash the library, or
+they contradict themselves.
 
-`CASES` names each, with a text and what has to come of it:
-  * "file": the file is refused, with a sentence, when it is read;
+`CASES` has each by name, with a text and the expected outcome:
+  * "file": the file is refused with a sentence when it is read;
   * "text": the file can be read, and the text is refused;
-  * "right": the text has the ids that the library gives it.
+  * "right": the text is tokenized to the ids that the library gives.
 """
 
 import base64
@@ -18,7 +19,7 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True)
 class Hostile:
-    """The parts of a tokenizer.json that differ from a plain one, a text, and what has to come of it."""
+    """The parts of a tokenizer.json that differ from `PLAIN`, a text, and the expected outcome."""
 
     outcome: Outcome
     text: str

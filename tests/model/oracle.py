@@ -1,4 +1,4 @@
-"""Tiny random models written by transformers itself, and attention as transformers computes it."""
+"""Reference models: tiny random models written by transformers, and attention as transformers computes it."""
 
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, 
           "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48}  # fmt: skip
 SIGMOID = {key: LATENT[key] for key in ("num_hidden_layers", "first_k_dense_replace", "n_routed_experts", "n_group",
                                         "topk_group", "num_experts_per_tok", "moe_intermediate_size")}  # fmt: skip
-# Of both lengths the same factors: transformers' class takes those of short sequences for long ones, too.
+# Equal factors for short and long sequences: transformers' class uses the short ones for long sequences, too.
 MSCALES = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0],
            "long_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 3.0, 5.0], "short_mscale": 1.1, "long_mscale": 1.3,
            "original_max_position_embeddings": 64}  # fmt: skip
-# By model_type: keys that transformers' configuration leaves open.
+# Keys that transformers' default configuration does not set, by model_type.
 REQUIRED = {"deepseek_v2": {"num_experts_per_tok": 6},
             "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2}}  # fmt: skip
 DEEPSEEK_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-greedy": ("DeepseekV2", LATENT | {"q_lora_rank": 24}),
     "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN,
                                             "routed_scaling_factor": 1.0}),
-    # All experts, so that rounding chooses none of them.
+    # All experts are chosen, so that rounding cannot change the choice.
     "deepseek-v3-halves": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "topk_group": 4,
                                                    "num_experts_per_tok": 8,
                                                    "norm_topk_prob": False, "attention_bias": True}),
@@ -117,7 +117,7 @@ def make_model(
 
 
 def class_of(family: str) -> Any:
-    """transformers' class that writes text."""
+    """Returns transformers' class for causal language models of the family."""
     return getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
 
 
@@ -126,7 +126,7 @@ def make_random(
 ) -> Any:
     """Write a random model of transformers' class to `out`, and return it, loaded from there.
 
-    Loaded again, because `.to(bfloat16)` would round transformers' rotary frequencies; `from_pretrained` does not.
+    The model is loaded again because `.to(bfloat16)` rounds its rotary frequencies; `from_pretrained` does not.
     """
     torch.manual_seed(0)
     architecture = class_of(family)
@@ -137,19 +137,22 @@ def make_random(
             if parameter.ndim == 1 or "_norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
-                parameter.mul_(4)  # attention and MLP that matter beside the residual
+                parameter.mul_(4)  # so that attention and MLP are large relative to the residual
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(out, **save)
-    how = {"attn_implementation": "eager"} if family.startswith("Gemma") else {}  # the other ones drop the soft cap
+    how = (
+        {"attn_implementation": "eager"} if family.startswith("Gemma") else {}
+    )  # the other implementations ignore the soft cap
     if "num_experts_per_tok" in options:
-        how["experts_implementation"] = "eager"  # the other ones add a token's experts in FP32
+        how["experts_implementation"] = "eager"  # the other implementations sum a token's experts in FP32
     return type(model).from_pretrained(out, dtype=dtype, **how).eval()
 
 
 def full_attention(config: ModelConfig) -> Attend:
-    """One sequence from position 0 on, as transformers' default: the same call to torch on the same layout."""
+    """Returns attention of one sequence from position 0 on, by the same torch call and layout as transformers'
+    default."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, head_dim]
@@ -172,7 +175,7 @@ def full_attention(config: ModelConfig) -> Attend:
 
 
 def eager(config: ModelConfig, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[1, heads, T, head_dim] -> [T, heads, head_dim], step by step and rounded as transformers' eager attention is."""
+    """[1, heads, T, head_dim] -> [T, heads, head_dim], with the ops and roundings of transformers' eager attention."""
     groups, near = config.num_heads // config.num_kv_heads, torch.arange(q.shape[2])
     distance = near[:, None] - near[None, :]
     hidden = (distance < 0) | (distance >= (window or len(near)))
@@ -185,7 +188,7 @@ def eager(config: ModelConfig, window: int | None, q: Tensor, k: Tensor, v: Tens
 
 
 def with_sinks(model: Decoder) -> Attend:
-    """One sequence, by the attention that calibration and training run."""
+    """Returns attention of one sequence with sinks, as calibration and training compute it."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, [len(q)], *model.attention_options(layer))
@@ -194,7 +197,7 @@ def with_sinks(model: Decoder) -> Attend:
 
 
 def all_logits(model: Decoder, ids: list[int]) -> Tensor:
-    """FP32 [T, vocab] for one sequence."""
+    """Returns the logits of one sequence, FP32 [T, vocab]."""
     attend = with_sinks(model) if model.config.attention_sinks else full_attention(model.config)
     hidden = model(torch.tensor(ids), torch.arange(len(ids)), attend)
     return model.logits(hidden)
@@ -207,7 +210,8 @@ CHAT_TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Byte-level BPE as GPT-2, Llama 3 and Qwen have it: 256 bytes, a few merges, BOS added by the post-processor."""
+    """A byte-level BPE like those of GPT-2, Llama 3 and Qwen: 256 bytes, a few merges, BOS added by the
+    post-processor."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", *alphabet, "th", "the", "Ġthe", "in", "ing"]
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("in", "g")]
@@ -220,7 +224,8 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """SentencePiece as Llama 2 and Mistral have it: words with a leading mark, unknown characters as byte tokens."""
+    """A SentencePiece BPE like those of Llama 2 and Mistral: words begin with a marker, unknown characters become byte
+    tokens."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "é", "▁a", "ab"]
     merges = [("▁", "a"), ("a", "b")]
     backend = tokenizers.Tokenizer(
@@ -247,7 +252,7 @@ def write_tokenizer(
 
 
 def state_for(model_dir: Path, recipe: str = "delayed") -> ScalingCheckpoint:
-    """A scaling state as a calibration would leave it: every input within 20, every weight at its own amax.
+    """Returns a scaling state like that of a calibration: the amax of every input is 20, that of every weight its own.
 
     recipe: a name, or "delayed by row", with weights scaled by row.
     """

@@ -1,4 +1,5 @@
-"""The rule by which vLLM and SGLang find the weights of a directory, restated: the tests do not install them.
+"""The rule by which vLLM and SGLang find the weights of a directory, reimplemented here because the tests do not
+install them.
 
 benchmarks/peer_programs/vllm_loads.py runs vLLM's own code on a directory.
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 
 
 def tensors_taken(folder: Path) -> list[str]:
-    """The names of all tensors that such a reader would load, in order and with repetitions."""
+    """Returns the names of all tensors that these readers would load, in order, with duplicates."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():

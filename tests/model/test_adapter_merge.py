@@ -1,4 +1,5 @@
-"""An adapter merged into its base: the formula, what rounding takes of it, and scales that are kept or made anew."""
+"""Merging an adapter into its base model: the formula, the loss by rounding, and which scales are kept or
+recomputed."""
 
 import json
 from pathlib import Path
@@ -29,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter(folder: Path, size: float, *, dora: bool = False) -> Path:
-    """Of one projection; `size`: of an element of its change, about."""
+    """Writes an adapter of one projection. `size` is the approximate magnitude of an element of its weight change."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": dora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -41,7 +42,7 @@ def adapter(folder: Path, size: float, *, dora: bool = False) -> Path:
     return folder
 
 
-def test_the_formula() -> None:
+def test_merged_weights_follow_the_lora_formula() -> None:
     weight, a, b, m = torch.randn(6, 8), torch.randn(2, 8), torch.randn(6, 2), torch.rand(6)
     moved = weight + 1.5 * b @ a
     torch.testing.assert_close(apply_adapter(weight, LinearAdapter(a, b, 1.5)), moved)
@@ -51,7 +52,7 @@ def test_the_formula() -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_base_in_bf16_stays_so(plain: Path, tmp_path: Path, dora: bool) -> None:
+def test_a_bf16_base_stays_bf16(plain: Path, tmp_path: Path, dora: bool) -> None:
     losses = total_loss(merge(plain, adapter(tmp_path / "a", 0.02, dora=dora), tmp_path / "out"))
     before, after = open_checkpoint(plain), open_checkpoint(tmp_path / "out")
     assert not after.fp8_linears
@@ -61,7 +62,7 @@ def test_a_base_in_bf16_stays_so(plain: Path, tmp_path: Path, dora: bool) -> Non
 
 
 @pytest.mark.parametrize("kind", ["delayed", "rowwise", "block"])
-def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) -> None:
+def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) -> None:
     made = recipe.from_name(kind)
     calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
     losses = total_loss(
@@ -69,7 +70,7 @@ def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) 
     )
     assert losses.rescaled < (
         10 if kind == "rowwise" else 1
-    )  # of 128 rows a few pass E4M3's largest, at which all begin
+    )  # all 128 rows start with an amax of 448, E4M3's largest value; a few exceed it after the merge
     assert 0.01 < losses.lost_share < 0.9
     assert 0.05 < losses.error < 1.0
     before, after = open_checkpoint(tmp_path / "base"), open_checkpoint(tmp_path / "out")
@@ -85,12 +86,12 @@ def test_a_base_in_fp8_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["delayed", "rowwise", "block"])
-def test_only_the_scales_that_must_grow(plain: Path, tmp_path: Path, kind: str) -> None:
+def test_only_scales_that_are_too_small_are_recomputed(plain: Path, tmp_path: Path, kind: str) -> None:
     made = recipe.from_name(kind)
     calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
     large = adapter(tmp_path / "a", 1.0)
     tensors = load_file(large / "adapter_model.safetensors")
-    tensors[f"{OWNER}.lora_B.weight"][1:] = 0  # one row changes, far beyond what it was
+    tensors[f"{OWNER}.lora_B.weight"][1:] = 0  # one row becomes much larger
     save_file(tensors, large / "adapter_model.safetensors")
     losses = merge(tmp_path / "base", large, tmp_path / "out")
     assert list(losses) == [NAME]
@@ -106,7 +107,9 @@ def test_only_the_scales_that_must_grow(plain: Path, tmp_path: Path, kind: str) 
     load_servable(tmp_path / "out")
 
 
-def test_too_much_lost_is_refused(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_merge_that_loses_too_much_is_refused(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16)
     small, out = adapter(tmp_path / "a", 1e-5), tmp_path / "out"
     assert main(["merge", str(tmp_path / "base"), str(small), "--out", str(out)]) == 1

@@ -65,10 +65,10 @@ def serve(model: Path) -> None:
         (f"{ATTENTION}.k", f"{ATTENTION}.k_scale"),
     ],
 )
-def test_a_sidecar_that_contradicts_the_weights_file(key: str, stored: str, factor: float, model: Path) -> None:
+def test_scales_that_contradict_the_weights_file_are_refused(key: str, stored: str, factor: float, model: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{key}.scale"].mul_(factor)
-        tensors.pop(f"{key}.amax_history", None)  # which would contradict a larger scale by itself
+        tensors.pop(f"{key}.amax_history", None)  # a history would contradict the larger scale on its own
 
     serve(model)
     edit(model / "scales.safetensors", change)
@@ -79,33 +79,33 @@ def test_a_sidecar_that_contradicts_the_weights_file(key: str, stored: str, fact
     )
 
 
-def test_a_weights_file_that_was_changed_after_calibration(model: Path) -> None:
+def test_a_weights_file_changed_after_calibration_is_refused(model: Path) -> None:
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight_scale"].mul_(4))
     with pytest.raises(Fp8ServeError, match="belongs to another model"):
         serve(model)
 
 
-def test_inspect_knows_scales_of_another_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_detects_scales_of_another_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8)[:2].zero_())
     assert main(["inspect", str(model)]) == 1
     assert "scales.safetensors belongs to another model than " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("role", ["input", "weight"])
-def test_a_history_beyond_its_scale(role: str, model: Path) -> None:
+def test_a_history_beyond_its_scale_is_refused(role: str, model: Path) -> None:
     edit(model / "scales.safetensors", lambda t: t[f"{LINEAR}.{role}.amax_history"].mul_(16))
     with pytest.raises(Fp8ServeError, match=rf"{LINEAR}\.{role} has an amax in its history that is 16 times what"):
         serve(model)
 
 
-def test_subnormal_scales(model: Path) -> None:
+def test_subnormal_scales_are_refused(model: Path) -> None:
     edit(model / "scales.safetensors", lambda t: t[f"{LINEAR}.input.scale"].fill_(1e-40))
     with pytest.raises(Fp8ServeError, match=r"up_proj\.input has the scale 1e-40|up_proj\.input has the scale 9\.99"):
         serve(model)
 
 
 @pytest.mark.parametrize("value", [1e-40, 3e38])
-def test_cache_scales_without_a_reciprocal(value: float, model: Path) -> None:
+def test_cache_scales_without_a_finite_reciprocal_are_refused(value: float, model: Path) -> None:
     (model / "scales.safetensors").unlink()
     edit(model / "model.safetensors", lambda t: t[f"{ATTENTION}.k_scale"].fill_(value))
     with pytest.raises(Fp8ServeError, match=r"k_scale holds .* which is too (small|large) for a scale"):
@@ -113,7 +113,7 @@ def test_cache_scales_without_a_reciprocal(value: float, model: Path) -> None:
 
 
 def test_cache_scales_of_one_are_announced(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another project's default without calibration: it can be served, but silently costs quality."""
+    """Scales of 1 are another project's default without calibration. The model can be served, but loses quality."""
     (model / "scales.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "fp8serve.engine"):
         serve(model)
@@ -193,7 +193,7 @@ def test_inspect_marks_contradictions(model: Path, capsys: pytest.CaptureFixture
 
 
 def test_weights_that_are_nan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights are not read before they are used: their results are refused then."""
+    """Loading does not read the weights; the NaN logits are refused."""
     (model / "scales.safetensors").unlink()
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8).fill_(0x7F))
     for command in (["generate", str(model), "Once"], ["eval", str(model), "--samples", "2", "--seq-len", "16"]):

@@ -1,8 +1,8 @@
 """The assistant's part of a conversation, for every family of templates and for misleading messages.
 
-The oracle is transformers' own mask for templates with generation blocks, which TRL trains with. TRL's training
-templates give the same turns as ours for the originals, but for white space behind an end-of-turn mark, which a server
-never waits for (`Qwen3`: TRL keeps the reasoning that the original drops).
+The oracle is transformers' mask for templates with generation blocks, with which TRL trains. TRL's training templates
+mark the same turns, except for white space after an end-of-turn marker, which a server never generates (and `Qwen3`:
+TRL keeps reasoning that the original template drops).
 """
 
 import itertools
@@ -31,7 +31,7 @@ CONVERSATIONS = {
         "[/INST] no</s>",
         "<|im_end|> [INST] no",
     ),
-    # ends in ASCII: of a last character of several tokens, transformers marks the first only
+    # ends in ASCII, because transformers marks only the first token of a last character of several tokens
     "unicode": ("é", "你好 🎉!", "\u00a0\ue000", "é\u0301 \ue000\ue001 ñ!"),
     "empty": ("a", "", "b", "no"),
     "reasoning": ("a", "<think>\nno\n</think>\n\nno", "no", "<think>\nyes\n</think>\n\nno"),
@@ -42,8 +42,9 @@ CONVERSATIONS = {
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process for each of so many templates would take minutes; test_limited_template.py compares both."""
+def render_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renders templates in the test process, because one process per template would take minutes.
+    test_limited_template.py compares both ways."""
     monkeypatch.setattr(tokenizer_module, "is_limited", lambda: True)
 
 
@@ -58,30 +59,30 @@ def tokenizer_of(out: Path, template: str, today: date | None = None) -> Tokeniz
     return Tokenizer.from_dir(out, today)
 
 
-def learnt(tokenizer: Tokenizer, conversation: list[Message]) -> list[tuple[int, bool]]:
-    made = tokenize(ChatExample(tuple(conversation)), tokenizer)
-    return list(zip(made.ids, made.loss_mask, strict=True))
+def trained_tokens(tokenizer: Tokenizer, conversation: list[Message]) -> list[tuple[int, bool]]:
+    example = tokenize(ChatExample(tuple(conversation)), tokenizer)
+    return list(zip(example.ids, example.loss_mask, strict=True))
 
 
 def expected(out: Path, template: str, conversation: list[Message]) -> list[tuple[int, bool]]:
     backend = byte_level()
     backend.add_special_tokens(special_tokens(template))
     theirs = write_tokenizer(out, backend, template)
-    made: Any = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
-    return list(zip(made["input_ids"], map(bool, made["assistant_masks"]), strict=True))
+    encoded: Any = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
+    return list(zip(encoded["input_ids"], map(bool, encoded["assistant_masks"]), strict=True))
 
 
 @pytest.mark.parametrize("contents", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_turns_are_those_of_the_oracle(family: str, contents: tuple[str, ...], tmp_path: Path) -> None:
     template, conversation = FAMILIES[family], messages(contents)
-    wanted = expected(tmp_path / "marked", template, conversation)
-    assert any(learn for _, learn in wanted)
-    assert learnt(tokenizer_of(tmp_path / "marked", template), conversation) == wanted
-    assert learnt(tokenizer_of(tmp_path / "plain", unmarked(template)), conversation) == wanted
+    expected_tokens = expected(tmp_path / "marked", template, conversation)
+    assert any(learn for _, learn in expected_tokens)
+    assert trained_tokens(tokenizer_of(tmp_path / "marked", template), conversation) == expected_tokens
+    assert trained_tokens(tokenizer_of(tmp_path / "plain", unmarked(template)), conversation) == expected_tokens
 
 
-def words(
+def trained_texts(
     template: str, conversation: list[Message], markers: SpecialTokens | None = None, skip: tuple[int, ...] = ()
 ) -> list[str]:
     compiled = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -97,21 +98,24 @@ PLAIN = (
 )
 
 
-def test_an_end_of_turn_that_is_no_token_is_learnt() -> None:
-    assert words(PLAIN, CHAT) == ["yes</s>", "no</s>"]
+def test_an_end_of_turn_marker_that_is_no_special_token_is_trained() -> None:
+    assert trained_texts(PLAIN, CHAT) == ["yes</s>", "no</s>"]
 
 
-def test_a_prompt_that_is_always_written_is_not_learnt() -> None:
+def test_a_generation_prompt_that_is_always_written_is_not_trained() -> None:
     """Some templates ignore `add_generation_prompt`; the end-of-sequence token stops before it."""
     always = unmarked(CHATML).replace("{% if add_generation_prompt %}", "{% if true %}")
     tokens = frozenset({"<|im_start|>", "<|im_end|>"})
-    assert words(always, CHAT, SpecialTokens(frozenset({"<|im_end|>"}), tokens)) == ["yes<|im_end|>", "no<|im_end|>"]
+    assert trained_texts(always, CHAT, SpecialTokens(frozenset({"<|im_end|>"}), tokens)) == [
+        "yes<|im_end|>",
+        "no<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("template", [unmarked(CHATML), CHATML], ids=["stand-ins", "blocks"])
 def test_weight_zero_leaves_out_its_own_turn_only(template: str) -> None:
     same = messages(("no", "no", "no", "no", "no", "no"))
-    full = words(template, same)
+    full = trained_texts(template, same)
     tokens = SpecialTokens(frozenset({"<|im_end|>"}))
     assert len(full) == 3
     for skipped in (1, 3, 5):
@@ -126,18 +130,18 @@ def test_several_blocks_in_a_turn_are_one_turn_for_weights() -> None:
         "{% generation %}{{ m.thought }}{% endgeneration %}{% else %}U{% endif %}{% endfor %}"
     )
     turns = [{**m, "thought": "hm"} for m in CHAT]
-    assert words(source, turns) == ["yes.", "hm", "no.", "hm"]
-    assert words(source, turns, skip=(1,)) == ["no.", "hm"]
+    assert trained_texts(source, turns) == ["yes.", "hm", "no.", "hm"]
+    assert trained_texts(source, turns, skip=(1,)) == ["no.", "hm"]
     merged = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-    assert words(merged, CHAT) == ["hiyesandno"]
+    assert trained_texts(merged, CHAT) == ["hiyesandno"]
     with pytest.raises(RequestError, match="weight 0 cannot be applied"):
-        words(merged, CHAT, skip=(1,))
+        trained_texts(merged, CHAT, skip=(1,))
 
 
 def test_blocks_that_are_rewritten_afterwards_are_refused() -> None:
     source = "{% set x %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(RequestError, match=r"modifies the text of its \{% generation %\} blocks"):
-        words(source, CHAT)
+        trained_texts(source, CHAT)
 
 
 def test_tool_calls_and_reasoning_fields_belong_to_their_turn() -> None:
@@ -157,7 +161,7 @@ def test_tool_calls_and_reasoning_fields_belong_to_their_turn() -> None:
     ]
     markers = SpecialTokens(frozenset({"<|im_end|>"}), frozenset({"<|im_start|>", "<|im_end|>"}))
     said = '<think>no</think>no<call>find({"x": "no"})</call><|im_end|>'
-    assert words(source, turns, markers) == [said, "no<|im_end|>"]
+    assert trained_texts(source, turns, markers) == [said, "no<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -174,10 +178,10 @@ def test_tool_calls_and_reasoning_fields_belong_to_their_turn() -> None:
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused(content: str, why: str) -> None:
+def test_ambiguous_templates_are_refused(content: str, why: str) -> None:
     source = PLAIN.replace("{{ m.content }}", content)
     with pytest.raises(RequestError, match=why):
-        words(source, CHAT)
+        trained_texts(source, CHAT)
 
 
 def test_refusal_names_the_row_and_says_what_to_do(tmp_path: Path) -> None:
@@ -186,25 +190,25 @@ def test_refusal_names_the_row_and_says_what_to_do(tmp_path: Path) -> None:
         tokenize(ChatExample(tuple(CHAT), "d.jsonl:3"), tokenizer)
 
 
-def test_reasoning_that_the_template_drops_is_not_learnt() -> None:
+def test_reasoning_that_the_template_drops_is_not_trained() -> None:
     turns = messages(("a", "<think>\nb\n</think>\n\nc", "b", "<think>\nb\n</think>\n\nc"))
     markers = SpecialTokens(frozenset({"<|im_end|>", "<|eos|>"}))
-    assert words(unmarked(QWEN3), turns, markers) == ["c<|im_end|>", "<think>\nb\n</think>\n\nc<|im_end|>"]
-    assert words(unmarked(R1), turns, markers) == ["\n\nc<|eos|>", "\n\nc<|eos|>"]
+    assert trained_texts(unmarked(QWEN3), turns, markers) == ["c<|im_end|>", "<think>\nb\n</think>\n\nc<|im_end|>"]
+    assert trained_texts(unmarked(R1), turns, markers) == ["\n\nc<|eos|>", "\n\nc<|eos|>"]
 
 
 def test_the_same_day_gives_the_same_ids(tmp_path: Path) -> None:
     one, again, other = (
-        learnt(tokenizer_of(tmp_path / str(i), FAMILIES["dated"], day), CHAT)
+        trained_tokens(tokenizer_of(tmp_path / str(i), FAMILIES["dated"], day), CHAT)
         for i, day in enumerate((date(2025, 1, 1), date(2025, 1, 1), date(2025, 1, 2)))
     )
     assert one == again != other
 
 
-def test_a_conversation_of_many_turns_costs_a_few_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_conversation_is_rendered_only_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     count, real = itertools.count(), ChatTemplate.render
     monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: next(count) == -1 or real(*a, **k))
-    assert len(words(unmarked(QWEN3), messages(("no", " </think>no ") * 300))) == 300
+    assert len(trained_texts(unmarked(QWEN3), messages(("no", " </think>no ") * 300))) == 300
     assert 3 < next(count) <= 10
 
 
@@ -230,7 +234,7 @@ def harmony_call(count: int = 1, arguments: dict[str, str] | None = None, **more
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}] * count, **more}
 
 
-def test_a_name_that_the_template_repeats_before_the_result_is_not_learnt() -> None:
+def test_a_tool_name_repeated_before_the_result_is_not_trained() -> None:
     """As TRL's template for gpt-oss marks them, but for the generation prompt, which a server writes."""
     user, result = {"role": "user", "content": "find"}, {"role": "tool", "content": "find"}
     answer = {"role": "assistant", "content": "no"}
@@ -246,19 +250,19 @@ def test_a_name_that_the_template_repeats_before_the_result_is_not_learnt() -> N
         ([user, thinking, result, answer], [called, said]),
         ([user, thinking, result, thinking], [thought, thought]),
     ):
-        assert words(HARMONY_CALLS, row, HARMONY_TOKENS) == marked
+        assert trained_texts(HARMONY_CALLS, row, HARMONY_TOKENS) == marked
 
 
-def test_a_call_that_the_template_leaves_out_is_refused() -> None:
+def test_a_tool_call_that_the_template_omits_is_refused() -> None:
     with pytest.raises(RequestError, match="renders only the first call of message 1"):
-        words(HARMONY_CALLS, [CHAT[0], harmony_call(count=2)], HARMONY_TOKENS)
+        trained_texts(HARMONY_CALLS, [CHAT[0], harmony_call(count=2)], HARMONY_TOKENS)
 
 
-def test_a_name_at_both_ends_of_a_call_is_learnt_twice() -> None:
+def test_a_tool_name_at_both_ends_of_a_call_is_trained_twice() -> None:
     source = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
         "<{{ c.function.name }}></{{ c.function.name }}>{% endfor %}</s>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     row = [CHAT[0], harmony_call(content="", arguments={}), *CHAT[2:]]
-    assert words(source, row) == ["<find></find></s>", "no</s>"]
+    assert trained_texts(source, row) == ["<find></find></s>", "no</s>"]

@@ -1,4 +1,4 @@
-"""Templates that want calls in a form of their own."""
+"""Chat templates that expect tool calls in different formats."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ END = "{% endfor %}{% endfor %}"
         (EACH + "{{ m.content.split('x') }}{{ 'f' + c.function.arguments }}" + END, "['']f{\"a\": 1}"),
     ],
 )
-def test_a_template_gets_calls_as_it_wants_them(template: str, text: str) -> None:
+def test_each_template_gets_calls_in_its_format(template: str, text: str) -> None:
     assert ChatTemplate(template, {}).render(CALLED) == text
 
 
-def test_what_no_spelling_helps_is_refused_for_its_first_reason() -> None:
+def test_if_every_format_fails_the_first_error_is_reported() -> None:
     template = EACH + "{{ raise_exception('no calls: ' + (m.content is none) | string) }}" + END
     with pytest.raises(RequestError, match="no calls: True"):
         ChatTemplate(template, {}).render(CALLED)

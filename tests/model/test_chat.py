@@ -1,4 +1,4 @@
-"""The sandbox, generation blocks and the date."""
+"""Rendering of chat templates: the sandbox, generation blocks and the date."""
 
 from datetime import date
 
@@ -53,7 +53,7 @@ def test_sandbox_keeps_templates_from_pythons_internals(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception.__globals__ }}", "{{ '{0.__class__}'.format(messages) }}"])
-def test_sandbox_shows_nothing_of_pythons_internals(source: str) -> None:
+def test_sandbox_does_not_print_pythons_internals(source: str) -> None:
     assert ChatTemplate(source, {}).render(TURNS) == ""
 
 
@@ -65,12 +65,12 @@ def test_long_conversations_are_rendered_and_endless_texts_are_not() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' | xmlattr }}", "{{ messages | sum }}", "{{ range(10 ** 9) | list }}"])
-def test_an_error_of_any_class_is_a_refusal(source: str) -> None:
+def test_any_exception_of_a_template_is_a_refusal(source: str) -> None:
     with pytest.raises(RequestError, match="refuses these messages"):
         ChatTemplate(source, {}).render(TURNS)
 
 
-def test_refusal_by_the_template_carries_its_words() -> None:
+def test_a_refusal_by_the_template_has_its_message() -> None:
     template = ChatTemplate("{{ raise_exception('Roles must alternate') }}", {})
     with pytest.raises(RequestError, match="Roles must alternate"):
         template.render(TURNS)
@@ -88,7 +88,7 @@ def test_refusal_by_the_template_carries_its_words() -> None:
     ],
     ids=["syntax", "long literal", "deep loops", "twice a parameter", "twice an argument", "deep parentheses"],
 )
-def test_template_that_is_no_template(source: str) -> None:
+def test_an_invalid_template_is_refused(source: str) -> None:
     with pytest.raises(ModelError, match="does not compile"):
         ChatTemplate(source, {})
 

@@ -1,4 +1,4 @@
-"""Conversations with tools as training rows: the learnt tokens, the same rendering as in a request, and refusals."""
+"""Conversations with tools as training rows: which tokens are trained, rendering as in a request, and refused rows."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ def example(**changed: Any) -> ChatExample:
     return found
 
 
-def learnt(tokenizer: Tokenizer, row: ChatExample) -> list[str]:
+def trained_text(tokenizer: Tokenizer, row: ChatExample) -> list[str]:
     made = tokenize(row, tokenizer)
     runs: list[list[int]] = []
     for i, (token, learn) in enumerate(zip(made.ids, made.loss_mask, strict=True)):
@@ -57,14 +57,14 @@ def learnt(tokenizer: Tokenizer, row: ChatExample) -> list[str]:
 
 
 @pytest.mark.parametrize("template", [CHATML, unmarked(CHATML)], ids=["blocks", "stand-ins"])
-def test_calls_are_learnt_and_results_are_not(template: str, tmp_path: Path) -> None:
-    assert learnt(tokenizer_of(tmp_path, template), example()) == [CALLED, "It is.<|im_end|>", CALLED_LATER]
+def test_tool_calls_are_trained_and_results_are_not(template: str, tmp_path: Path) -> None:
+    assert trained_text(tokenizer_of(tmp_path, template), example()) == [CALLED, "It is.<|im_end|>", CALLED_LATER]
 
 
 def test_a_template_that_knows_tools_writes_the_calls(tmp_path: Path) -> None:
     thought = "<think>\n\n</think>\n\n"
     wanted = [CALLED, "It is.<|im_end|>", thought + CALLED_LATER]
-    assert learnt(tokenizer_of(tmp_path, unmarked(QWEN3)), example()) == wanted
+    assert trained_text(tokenizer_of(tmp_path, unmarked(QWEN3)), example()) == wanted
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "granite"])
@@ -83,7 +83,7 @@ def test_tools_may_be_bare_functions_or_json_text(tmp_path: Path) -> None:
 
 def test_weight_zero_leaves_a_call_out(tmp_path: Path) -> None:
     row = example(messages=[*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]])
-    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
+    assert trained_text(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
 
 
 def test_a_call_that_does_not_follow_the_generation_prompt_is_refused(tmp_path: Path) -> None:
@@ -165,25 +165,25 @@ for _ in range(600):
         (' {"city": "Oslo"}', None),
     ],
 )
-def test_arguments_that_are_learnt_are_an_object_of_json(arguments: Any, message: str | None) -> None:
+def test_arguments_of_trained_calls_are_a_json_object(arguments: Any, message: str | None) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     with contextlib.nullcontext() if message is None else pytest.raises(DataError, match=message):
         example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call]}, *CHAT[3:]])
 
 
-def test_a_broken_call_may_be_context(tmp_path: Path) -> None:
-    """A model learns to correct it."""
+def test_a_malformed_call_may_be_context(tmp_path: Path) -> None:
+    """Such a row trains a model to correct the call."""
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "city: Oslo"}}
     row = example(messages=[*CHAT[:2], CHAT[2] | {"tool_calls": [call], "weight": 0}, *CHAT[3:]])
-    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
+    assert trained_text(tokenizer_of(tmp_path, unmarked(CHATML)), row) == ["It is.<|im_end|>", CALLED_LATER]
 
 
-def test_other_keys_of_a_message_are_the_templates(tmp_path: Path) -> None:
-    """Those that a template cannot be given are left out."""
+def test_other_keys_of_a_message_reach_the_template(tmp_path: Path) -> None:
+    """Values that cannot be passed to a template are left out."""
     more = {"rating": 5, "sent": datetime(2026, 1, 1), "score": float("nan"), "raw": b"x", "n": 10**5000, "deep": DEEP}
     row = example(messages=[CHAT[0] | more, *CHAT[1:]])
     assert set(row.messages[0]) == {"role", "content", "rating"}
-    assert learnt(tokenizer_of(tmp_path, unmarked(CHATML)), row)[0] == CALLED
+    assert trained_text(tokenizer_of(tmp_path, unmarked(CHATML)), row)[0] == CALLED
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_tools_that_cannot_be_read_are_named(columns: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("value", [datetime(2026, 1, 1), Decimal("9" * 5000), math.inf])
-def test_arguments_that_json_cannot_hold_are_refused_even_where_they_are_not_learnt(value: Any) -> None:
+def test_arguments_that_are_no_json_are_refused_also_in_context(value: Any) -> None:
     call = {"function": {"name": "f", "arguments": {"when": value}}}
     context = [CHAT[0], {"role": "assistant", "weight": 0, "tool_calls": [call]}, CHAT[-1]]
     with pytest.raises(DataError, match=r"message 1: `arguments` of call 0 contain .* which JSON cannot represent"):

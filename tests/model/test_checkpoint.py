@@ -1,4 +1,4 @@
-"""Directories written by transformers and by us, loaded to train and to serve."""
+"""Model directories of transformers and of fp8serve, loaded for training and for serving."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_trainable_weights_are_fp32_copies_that_can_be_written(model_dir: ModelD
     assert (model_dir("llama-tied") / "model.safetensors").read_bytes() == before
 
 
-def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -92,7 +92,7 @@ def test_dynamic_recipes_quantize_on_the_fly(name: str, model_dir: ModelDir) -> 
 
 
 def sqnr(reference: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal to quantization noise in dB."""
+    """Returns the signal-to-quantization-noise ratio in dB."""
     return float(10 * torch.log10(reference.square().sum() / (reference - actual).square().sum()))
 
 
@@ -111,7 +111,8 @@ def test_plain_weights_with_scales_serve_like_the_calibrated_directory(model_dir
 
 
 def test_stored_input_scales_alone_give_the_same_model(model_dir: ModelDir, tmp_path: Path) -> None:
-    """Without our own file the scales come from the format's tensors: another rounding of 1/x at most."""
+    """Without scales.safetensors, scales come from the tensors of the format and differ at most by the rounding of
+    1/x."""
     write_calibrated(tmp_path / "fp8", model_dir("llama"), state_for(model_dir("llama")))
     (tmp_path / "fp8" / "scales.safetensors").unlink()
     scale = frozen(load_servable(tmp_path / "fp8"), "model.layers.0.mlp.up_proj").input_scale

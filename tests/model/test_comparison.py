@@ -1,4 +1,5 @@
-"""`inspect A B` on two checkpoints of a model, on scales alone, on high precision and FP8, and on other models."""
+"""`inspect A B`: compares two checkpoints of a model, scales files alone, a BF16 with an FP8 checkpoint, and refuses
+different models."""
 
 import json
 import shutil
@@ -46,47 +47,49 @@ def rewrite(path: Path, changes: dict[str, torch.Tensor]) -> None:
     save_file(load_file(path) | changes, path, metadata)
 
 
-def nothing_differs(found: Comparison) -> bool:
-    return not (found.config or found.weights or found.scales or found.only_in_a or found.only_in_b)
+def is_equal(comparison: Comparison) -> bool:
+    return not (
+        comparison.config or comparison.weights or comparison.scales or comparison.only_in_a or comparison.only_in_b
+    )
 
 
-def test_a_checkpoint_and_itself(fp8: Path) -> None:
-    found = compare(fp8, copy(fp8))
-    assert nothing_differs(found)
-    assert found.same_weights == len(open_checkpoint(fp8))
-    assert found.same_scales == 14 * 2
+def test_a_checkpoint_equals_its_copy(fp8: Path) -> None:
+    comparison = compare(fp8, copy(fp8))
+    assert is_equal(comparison)
+    assert comparison.same_weights == len(open_checkpoint(fp8))
+    assert comparison.same_scales == 14 * 2
 
 
-def test_high_precision_and_its_fp8(source: Path, fp8: Path) -> None:
-    found = compare(source, fp8)
-    weight = next(w for w in found.weights if w.tensor == f"{LINEAR}.weight")
+def test_a_bf16_checkpoint_is_compared_with_its_fp8_version(source: Path, fp8: Path) -> None:
+    comparison = compare(source, fp8)
+    weight = next(w for w in comparison.weights if w.tensor == f"{LINEAR}.weight")
     exact, rounded = open_checkpoint(source)[f"{LINEAR}.weight"].float(), open_checkpoint(fp8)[f"{LINEAR}.weight"]
-    assert len(found.weights) == 14
-    assert found.same_weights == len(open_checkpoint(source)) - 14
+    assert len(comparison.weights) == 14
+    assert comparison.same_weights == len(open_checkpoint(source)) - 14
     assert (weight.a.split()[0], weight.b.split()[0], weight.differing) == ("BF16", "FP8", None)
     assert weight.largest == pytest.approx(float((exact - rounded).abs().max()))
     noise = (exact - rounded).double().square().sum()
     assert weight.sqnr_db == pytest.approx(float(10 * torch.log10(exact.double().square().sum() / noise)), abs=1e-3)
-    assert "quantization_config" in found.config
-    assert len(found.only_in_b) == 28
-    assert found.only_in_a == ()
+    assert "quantization_config" in comparison.config
+    assert len(comparison.only_in_b) == 28
+    assert comparison.only_in_a == ()
 
 
 def test_changed_codes_are_counted_and_the_largest_change_comes_first(fp8: Path) -> None:
     other = copy(fp8)
     name, second = f"{LINEAR}.weight", "model.layers.1.mlp.up_proj.weight"
     codes, few = (load_file(other / "model.safetensors")[n].view(torch.uint8).clone() for n in (name, second))
-    codes[:, ::4] ^= 0x80  # every fourth changes its sign
+    codes[:, ::4] ^= 0x80  # the sign of every fourth code is flipped
     few[0, 0] ^= 0x80
     changes = {name: codes.view(torch.float8_e4m3fn), second: few.view(torch.float8_e4m3fn)}
     rewrite(other / "model.safetensors", changes)
-    found = compare(fp8, other)
-    assert [w.tensor for w in found.weights] == [name, second]
-    assert found.weights[0].differing == 0.25
-    assert found.weights[1].differing == pytest.approx(1 / few.numel())
+    comparison = compare(fp8, other)
+    assert [w.tensor for w in comparison.weights] == [name, second]
+    assert comparison.weights[0].differing == 0.25
+    assert comparison.weights[1].differing == pytest.approx(1 / few.numel())
     stored = open_checkpoint(fp8).fp8_matrix(LINEAR)
     assert stored is not None
-    assert found.weights[0].largest == pytest.approx(2 * float(stored.weight()[:, ::4].abs().max()))
+    assert comparison.weights[0].largest == pytest.approx(2 * float(stored.weight()[:, ::4].abs().max()))
 
 
 def test_slices_add_up(source: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +103,9 @@ def test_slices_add_up(source: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch)
 def test_scales_by_rows_and_blocks(name: str, source: Path, fp8: Path, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write_calibrated(tmp_path / folder, source, ScalingCheckpoint(from_name(name), {}))
-    found = compare(tmp_path / "a", tmp_path / "b")
-    assert nothing_differs(found)
-    assert found.same_scales == 14
+    comparison = compare(tmp_path / "a", tmp_path / "b")
+    assert is_equal(comparison)
+    assert comparison.same_scales == 14
     mixed = compare(fp8, tmp_path / "a")
     assert all((s.ratio is None) == (name == "rowwise") for s in mixed.scales)  # one scale against many, or one block
     assert name == "block" or len(mixed.weights) == 14
@@ -114,18 +117,23 @@ def change_scale(folder: Path, tensor: str, factor: float) -> None:
     save_scales(folder / FILE_NAME, replace(state, tensors=state.tensors | {tensor: TensorScale(entry.scale * factor)}))
 
 
-def test_scales_are_in_order_of_how_far_they_are_apart(fp8: Path) -> None:
+def test_scales_are_sorted_by_their_ratio(fp8: Path) -> None:
     other = copy(fp8)
     for tensor, factor in ((f"{LINEAR}.input", 0.25), (f"{LINEAR}.weight", 3.0)):
         change_scale(other, tensor, factor)
     for pair in ((fp8 / FILE_NAME, other / FILE_NAME), (fp8 / FILE_NAME, other), (fp8, other / FILE_NAME)):
-        found = compare(*pair)
-        assert [(s.tensor, s.ratio) for s in found.scales] == [(f"{LINEAR}.input", 0.25), (f"{LINEAR}.weight", 3.0)]
-        assert found.same_scales == 26
-        assert found.config == {}
+        comparison = compare(*pair)
+        assert [(s.tensor, s.ratio) for s in comparison.scales] == [
+            (f"{LINEAR}.input", 0.25),
+            (f"{LINEAR}.weight", 3.0),
+        ]
+        assert comparison.same_scales == 26
+        assert comparison.config == {}
 
 
-def test_the_command_marks_scales_that_are_far_apart(fp8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_marks_scales_that_differ_by_more_than_a_factor_of_2(
+    fp8: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = copy(fp8)
     change_scale(other, f"{LINEAR}.input", 0.25)
     change_scale(other, f"{LINEAR}.weight", 1.5)
@@ -139,7 +147,7 @@ def test_the_command_marks_scales_that_are_far_apart(fp8: Path, capsys: pytest.C
     assert [s["ratio"] for s in printed["scales"]] == [0.25, 1.5]
 
 
-def test_long_tables_are_cut_and_say_so(source: Path, fp8: Path, capsys: pytest.CaptureFixture[str],
+def test_long_tables_are_truncated_with_a_note(source: Path, fp8: Path, capsys: pytest.CaptureFixture[str],
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr("fp8serve.commands.inspect.MAX_ROWS", 5)
     assert main(["inspect", str(source), str(fp8)]) == 0
@@ -154,12 +162,14 @@ def test_configurations_are_compared_key_by_key(fp8: Path) -> None:
     config["rope_parameters"]["rope_theta"] = 12345.0
     config["quantization_config"]["version"] = "mine"
     (other / "config.json").write_text(json.dumps(config))
-    found = compare(fp8, other).config
-    assert found.keys() == {"rope_parameters.rope_theta", "quantization_config.version"}
-    assert found["rope_parameters.rope_theta"][1] == 12345.0
+    comparison = compare(fp8, other).config
+    assert comparison.keys() == {"rope_parameters.rope_theta", "quantization_config.version"}
+    assert comparison["rope_parameters.rope_theta"][1] == 12345.0
 
 
-def test_what_does_not_compare(model_dir: ModelDir, source: Path, fp8: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_common_tensors_are_refused(
+    model_dir: ModelDir, source: Path, fp8: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="no weight and no scale in common"):
         compare(source, fp8 / FILE_NAME)
     with pytest.raises(Fp8ServeError, match="is not a scales file of fp8serve"):
@@ -168,7 +178,7 @@ def test_what_does_not_compare(model_dir: ModelDir, source: Path, fp8: Path, tmp
         compare(fp8, tmp_path)
 
 
-def test_shapes_that_differ_are_told(source: Path, tmp_path: Path) -> None:
+def test_tensors_of_different_shapes_are_reported(source: Path, tmp_path: Path) -> None:
     other = copy(source, tmp_path / "wide")
     tensors = load_file(other / "model.safetensors")
     config = json.loads((other / "config.json").read_text())
@@ -176,9 +186,9 @@ def test_shapes_that_differ_are_told(source: Path, tmp_path: Path) -> None:
     wider = {n: torch.cat([t, t[:8]]) for n, t in tensors.items() if t.shape[0] == vocabulary}
     rewrite(other / "model.safetensors", wider)
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": vocabulary + 8}))
-    found = compare(source, other)
-    assert {w.tensor for w in found.weights} == set(wider)
-    assert all(w.largest is None and w.sqnr_db is None for w in found.weights)
+    comparison = compare(source, other)
+    assert {w.tensor for w in comparison.weights} == set(wider)
+    assert all(w.largest is None and w.sqnr_db is None for w in comparison.weights)
 
 
 # -- finding what to inspect -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Readers of our files: each format is read by other projects' code, with equal results and not only without errors.
+"""Other projects read fp8serve's files: each format is loaded by their code, and the results are equal.
 
 `READERS` is the table of docs/formats.md. transformers reads compressed-tensors through that project's own library.
 """
@@ -27,9 +27,9 @@ from tests.model.readers import tensors_taken
 
 ModelDir = Callable[[str], Path]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
-ALIGNED = {"hidden_size": 256, "intermediate_size": 384}  # every side a multiple of 128
+ALIGNED = {"hidden_size": 256, "intermediate_size": 384}  # all dimensions are multiples of 128
 
-# (format, recipe): does transformers read it? compressed-tensors, the library, reads what is in its own format
+# (format, recipe) -> whether transformers reads it; the library compressed-tensors reads its own format
 READERS = {
     ("compressed-tensors", "delayed"): "yes",
     ("compressed-tensors", "delayed by row"): "yes",
@@ -50,29 +50,29 @@ COMPRESSED = [recipe for format_, recipe in READERS if format_ == "compressed-te
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with biases, so that a reader that loses one shows it."""
+    """A model with biases, so that a reader that drops a bias fails the test."""
     out = tmp_path_factory.mktemp("source") / "model"
     make_model("llama-bias", out, overrides=ALIGNED)
     return out
 
 
-def written(source: Path, out: Path, format_: str, recipe: str) -> Path:
+def write_quantized(source: Path, out: Path, format_: str, recipe: str) -> Path:
     write_calibrated(out, source, state_for(source, recipe), format=format_)
     return out
 
 
 def read_by_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """(its model, the tensors that it missed or could not place)."""
+    """Returns transformers' model, and the tensors that it missed or did not expect."""
     auto: Any = transformers.AutoModelForCausalLM
     model, report = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     with torch.no_grad():
-        model(torch.tensor([IDS]))  # some decompress on the first call
+        model(torch.tensor([IDS]))  # some weights are decompressed on the first call
     return model.eval(), {what: found for what, found in report.items() if found}
 
 
 def exact_dtype(format_: str) -> torch.dtype:
-    """Where it computes what is stored: it rounds the scales of compressed-tensors to the model's type, and always
-    dequantizes `fp8` to BF16."""
+    """Returns the dtype in which transformers computes the stored values exactly: it rounds the scales of
+    compressed-tensors to the model's dtype, and always dequantizes `fp8` to BF16."""
     return torch.float32 if format_ == "compressed-tensors" else torch.bfloat16
 
 
@@ -90,7 +90,7 @@ def assert_same_parameters(theirs: Any, folder: Path, dtype: torch.dtype, relati
 
 @pytest.mark.parametrize(("format_", "recipe"), READ)
 def test_transformers_reads_the_same_weights(format_: str, recipe: str, source: Path, tmp_path: Path) -> None:
-    out, dtype = written(source, tmp_path / "out", format_, recipe), exact_dtype(format_)
+    out, dtype = write_quantized(source, tmp_path / "out", format_, recipe), exact_dtype(format_)
     theirs, problems = read_by_transformers(out, dtype)
     assert problems == {}
     assert_same_parameters(theirs, out, dtype)
@@ -101,7 +101,7 @@ def test_transformers_reads_the_same_weights(format_: str, recipe: str, source: 
 def test_in_bf16_transformers_rounds_the_scales_of_compressed_tensors(
     recipe: str, source: Path, tmp_path: Path
 ) -> None:
-    out = written(source, tmp_path / "out", "compressed-tensors", recipe)
+    out = write_quantized(source, tmp_path / "out", "compressed-tensors", recipe)
     theirs, problems = read_by_transformers(out, torch.bfloat16)
     assert problems == {}
     assert_same_parameters(theirs, out, torch.bfloat16, relative=2**-7)
@@ -109,19 +109,19 @@ def test_in_bf16_transformers_rounds_the_scales_of_compressed_tensors(
 
 @pytest.mark.parametrize("recipe", COMPRESSED)
 def test_compressed_tensors_dequantized_gives_the_same_logits(recipe: str, source: Path, tmp_path: Path) -> None:
-    out = written(source, tmp_path / "out", "compressed-tensors", recipe)
+    out = write_quantized(source, tmp_path / "out", "compressed-tensors", recipe)
     asked = transformers.CompressedTensorsConfig(dequantize=True)
     with pytest.warns(UserWarning, match="loading attributes .* will be overwritten"):
         theirs, problems = read_by_transformers(out, torch.float32, quantization_config=asked)
     assert {name.rpartition(".")[2] for names in problems.values() for name in names} <= {"input_scale"}
     with torch.no_grad():
         ours = all_logits(load_servable(out, "bf16", dtype=torch.float32), IDS)
-        torch.testing.assert_close(ours, logits(theirs), rtol=0, atol=5e-5)  # FP32 sums in another order
+        torch.testing.assert_close(ours, logits(theirs), rtol=0, atol=5e-5)  # FP32 sums are added in another order
 
 
 def test_fp8_blocks_dequantized_give_the_same_logits(source: Path, tmp_path: Path) -> None:
-    """Without a GPU transformers dequantizes them. Processors sum products of BF16 in different orders."""
-    out = written(source, tmp_path / "out", "fp8", "block")
+    """Without a GPU, transformers dequantizes the weights. Processors sum BF16 products in different orders."""
+    out = write_quantized(source, tmp_path / "out", "fp8", "block")
     theirs, _ = read_by_transformers(out, torch.bfloat16)
     assert_same_parameters(theirs, out, torch.bfloat16)
     with torch.no_grad():
@@ -129,11 +129,10 @@ def test_fp8_blocks_dequantized_give_the_same_logits(source: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("recipe", COMPRESSED)
-def test_a_layer_under_compressed_tensors_quantizes_its_inputs_like_ours(
-    recipe: str, source: Path, tmp_path: Path
-) -> None:
-    """Closer to ours than FP8's own error: the activation scales are the same, the products are in another order."""
-    out = written(source, tmp_path / "out", "compressed-tensors", recipe)
+def test_compressed_tensors_quantizes_inputs_like_fp8serve(recipe: str, source: Path, tmp_path: Path) -> None:
+    """The difference is smaller than the FP8 error: activation scales are equal, and products are summed in another
+    order."""
+    out = write_quantized(source, tmp_path / "out", "compressed-tensors", recipe)
     theirs, _ = read_by_transformers(out, torch.bfloat16)
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
@@ -145,7 +144,7 @@ def test_a_layer_under_compressed_tensors_quantizes_its_inputs_like_ours(
 
 @pytest.mark.parametrize("recipe", COMPRESSED)
 def test_the_library_itself_decompresses_to_our_weight(recipe: str, source: Path, tmp_path: Path) -> None:
-    out = written(source, tmp_path / "out", "compressed-tensors", recipe)
+    out = write_quantized(source, tmp_path / "out", "compressed-tensors", recipe)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(config)
     scheme: QuantizationScheme = parsed.config_groups["group_0"]
@@ -168,9 +167,10 @@ def test_transformers_gets_the_scales_of_a_cache(source: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("format_", "recipe"), UNREAD)
-def test_what_transformers_does_not_read_is_said(format_: str, recipe: str, source: Path, tmp_path: Path) -> None:
-    """It takes FP8 numbers for weights; when it learns to read them, this test ends and the page must change."""
-    out = written(source, tmp_path / "out", format_, recipe)
+def test_files_that_transformers_misreads_have_a_note(format_: str, recipe: str, source: Path, tmp_path: Path) -> None:
+    """transformers uses the FP8 codes as weights. If a later version reads them, this test fails and docs/formats.md
+    must be changed."""
+    out = write_quantized(source, tmp_path / "out", format_, recipe)
     auto: Any = transformers.AutoModelForCausalLM
     theirs, report = auto.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
     assert f"{LINEAR}.weight_scale" in report["unexpected_keys"]
@@ -179,11 +179,11 @@ def test_what_transformers_does_not_read_is_said(format_: str, recipe: str, sour
     assert inspect(out)["notes"] == [MODELOPT_NOTE if format_ == "modelopt" else SCALE_NAMES_NOTE]
 
 
-def test_transformers_reads_other_blocks_than_were_written_where_a_side_is_ragged(tmp_path: Path) -> None:
+def test_transformers_misreads_blocks_of_a_dimension_that_is_no_multiple_of_128(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "hp", overrides={"hidden_size": 256, "intermediate_size": 448})
-    out = written(tmp_path / "hp", tmp_path / "out", "fp8", "block")
+    out = write_quantized(tmp_path / "hp", tmp_path / "out", "fp8", "block")
     theirs, problems = read_by_transformers(out, torch.bfloat16)
-    assert problems == {}  # 448 in four blocks: it takes them for blocks of 112
+    assert problems == {}  # transformers divides 448 by the four blocks and uses blocks of 112
     ours = open_checkpoint(out)
     wrong = {name for name in ours if not torch.equal(theirs.get_parameter(name), ours[name].bfloat16())}
     assert wrong == {f"model.layers.{i}.mlp.{p}_proj.weight" for i in (0, 1) for p in ("gate", "up", "down")}
@@ -191,33 +191,33 @@ def test_transformers_reads_other_blocks_than_were_written_where_a_side_is_ragge
     assert note.startswith("6 layers, such as model.layers.0.mlp.gate_proj with 448 x 256 elements, have a dimension")
 
 
-def test_transformers_fails_on_a_side_that_its_blocks_do_not_divide(tmp_path: Path) -> None:
+def test_transformers_fails_if_its_block_count_does_not_divide_a_dimension(tmp_path: Path) -> None:
     sizes = {"hidden_size": 576, "intermediate_size": 384, "num_attention_heads": 9, "num_key_value_heads": 3}
     make_model("llama", tmp_path / "hp", overrides=sizes)
-    out = written(tmp_path / "hp", tmp_path / "out", "fp8", "block")
+    out = write_quantized(tmp_path / "hp", tmp_path / "out", "fp8", "block")
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         read_by_transformers(out, torch.bfloat16)
     assert "14 layers" in inspect(out)["notes"][0]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
-def test_a_ragged_side_matters_to_blocks_only(recipe: str, model_dir: ModelDir, tmp_path: Path) -> None:
-    out = written(model_dir("llama"), tmp_path / "out", "compressed-tensors", recipe)
+def test_only_block_scales_need_multiples_of_128(recipe: str, model_dir: ModelDir, tmp_path: Path) -> None:
+    out = write_quantized(model_dir("llama"), tmp_path / "out", "compressed-tensors", recipe)
     assert inspect(out)["notes"] == []
     theirs, problems = read_by_transformers(out, torch.float32)
     assert problems == {}
     assert_same_parameters(theirs, out, torch.float32)
 
 
-# What vLLM's own code answered (benchmarks/peer_programs/vllm_loads.py) for Mixtral and Qwen3-MoE.
+# Combinations that vLLM's own code (benchmarks/peer_programs/vllm_loads.py) refused for Mixtral and Qwen3-MoE.
 EXPERTS_REFUSED = {("compressed-tensors", "delayed by row"), ("compressed-tensors", "w8a16"), ("modelopt", "rowwise")}
 
 
 @pytest.mark.parametrize(("format_", "recipe"), READERS)
-def test_what_vllm_refuses_of_experts_is_said(format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path) -> None:
-    out = written(model_dir("mixtral"), tmp_path / "out", format_, recipe)
+def test_experts_that_vllm_refuses_have_a_note(format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path) -> None:
+    out = write_quantized(model_dir("mixtral"), tmp_path / "out", format_, recipe)
     assert (EXPERTS_NOTE in inspect(out)["notes"]) == ((format_, recipe) in EXPERTS_REFUSED)
-    without = written(model_dir("llama"), tmp_path / "without", format_, recipe)
+    without = write_quantized(model_dir("llama"), tmp_path / "without", format_, recipe)
     assert EXPERTS_NOTE not in inspect(without)["notes"]
 
 
@@ -225,18 +225,18 @@ def test_what_vllm_refuses_of_experts_is_said(format_: str, recipe: str, model_d
 def test_routers_are_named_among_the_layers_in_high_precision(
     format_: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
-    """vLLM builds Qwen3-MoE's router with the model's quantization unless it is left out by its whole name."""
-    out = written(model_dir("qwen3-moe"), tmp_path / "out", format_, "delayed")
-    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    """vLLM quantizes Qwen3-MoE's router unless the list of ignored layers has its whole name."""
+    out = write_quantized(model_dir("qwen3-moe"), tmp_path / "out", format_, "delayed")
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
     routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
-    assert said["ignored_layers" if format_ == "fp8" else "ignore"] == ["lm_head", *routers]
+    assert quantization["ignored_layers" if format_ == "fp8" else "ignore"] == ["lm_head", *routers]
     if format_ == "modelopt":
-        beside = json.loads((out / "hf_quant_config.json").read_text())
-        assert beside["quantization"]["exclude_modules"] == ["lm_head", *routers]
+        hf_quant = json.loads((out / "hf_quant_config.json").read_text())
+        assert hf_quant["quantization"]["exclude_modules"] == ["lm_head", *routers]
     assert load_servable(out)
 
 
-def test_the_page_says_what_was_tested() -> None:
+def test_the_table_of_the_documentation_equals_the_tested_one() -> None:
     rows = re.findall(r"^\| `([a-z0-9-]+)` \| ([a-z0-9 ]+) \| (yes|no)\b", PAGE.read_text(), flags=re.M)
     assert {(format_, recipe): reads for format_, recipe, reads in rows} == READERS
 

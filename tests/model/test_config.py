@@ -1,4 +1,4 @@
-"""config.json: both generations of transformers' spellings, and refusal of unsupported features."""
+"""config.json: the key names of transformers 4 and 5, and refusal of unsupported features."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def qwen2(**values: Any) -> dict[str, Any]:
     return LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2} | values
 
 
-def test_old_and_new_spellings_are_the_same_model() -> None:
+def test_key_names_of_transformers_4_and_5_give_the_same_config() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}, "torch_dtype": "float16"}
     new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}, "dtype": "float16"}
@@ -72,7 +72,7 @@ def latent(theirs: Any) -> LatentSizes:
     return LatentSizes(theirs.q_lora_rank, *sizes)
 
 
-def test_eos_of_generation_config_rules() -> None:
+def test_eos_of_generation_config_takes_precedence() -> None:
     assert parse_config(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
     assert parse_config(LLAMA | {"eos_token_id": [2, 3]}, {}).eos_token_ids == (2, 3)
     assert parse_config(LLAMA | {"eos_token_id": None}, {}).eos_token_ids == ()
@@ -118,7 +118,7 @@ def test_harmless_keys_are_ignored() -> None:
 def test_published_models_are_read_as_transformers_reads_them(repository: str) -> None:
     raw = CONFIGS[repository]
     ours = parse_config(raw)
-    theirs: Any = transformers.AutoConfig.for_model(**deepcopy(raw))  # which changes what it is given
+    theirs: Any = transformers.AutoConfig.for_model(**deepcopy(raw))  # transformers changes its argument
     if ours.latent is not None:
         assert (ours.num_layers, ours.latent) == (theirs.num_hidden_layers, latent(theirs))
         return
@@ -138,14 +138,14 @@ def test_published_models_are_read_as_transformers_reads_them(repository: str) -
     assert ours.max_position_embeddings == theirs.max_position_embeddings
 
 
-def test_the_table_is_of_fifty_and_covers_every_family() -> None:
+def test_the_published_table_has_fifty_models_and_covers_every_family() -> None:
     assert len(CONFIGS) >= 50
     assert {c["model_type"] for c in CONFIGS.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: str) -> None:
-    """transformers' modeling files name every key that can matter; those below matter in training only."""
+def test_no_key_that_transformers_code_reads_is_ignored(family: str) -> None:
+    """Every key that changes results occurs in transformers' modeling files; the exceptions matter only in training."""
     module = family.removesuffix("_text")
     source = Path(transformers.__path__[0], "models", module, f"modeling_{module}.py").read_text()
     read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
@@ -179,7 +179,7 @@ def test_what_the_architectures_code_reads_is_never_taken_for_harmless(family: s
         ("never_heard_of", 1),
     ],
 )
-def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value: Any) -> None:
+def test_an_unknown_key_of_the_computation_is_refused_in_every_family(family: str, key: str, value: Any) -> None:
     if key in FAMILIES[family].optional:
         value = "not a number"
     raw = LLAMA | {"architectures": [FAMILIES[family].architecture], "model_type": family, "num_key_value_heads": 2}
@@ -189,7 +189,7 @@ def test_unknown_maths_is_an_error_in_every_family(family: str, key: str, value:
         parse_config(raw | {key: value})
 
 
-def test_layer_types_that_say_what_is_computed_are_harmless() -> None:
+def test_layer_types_that_match_the_windows_are_accepted() -> None:
     full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
     assert parse_config(LLAMA | {"layer_types": full}) == parse_config(LLAMA)
@@ -255,7 +255,7 @@ def test_layer_types_that_contradict_the_window_are_refused(raw: dict[str, Any])
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ],
 )
-def test_what_is_not_computed_is_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse_config(LLAMA | change)
 
@@ -310,7 +310,9 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0]
         ("llama", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
     ],
 )
-def test_what_a_family_does_not_compute_is_refused(model_type: str, change: dict[str, Any], message: str) -> None:
+def test_features_that_a_family_does_not_support_are_refused(
+    model_type: str, change: dict[str, Any], message: str
+) -> None:
     raw = LLAMA | {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type, "head_dim": 16}
     raw |= {"num_key_value_heads": 2} | REQUIRED.get(model_type, {})
     parse_config(raw)
@@ -333,14 +335,14 @@ def test_wrong_layer_types_are_refused() -> None:
         ("\udcff", "cannot be read"),
     ],
 )
-def test_damaged_config_is_one_sentence(content: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_config_is_refused_in_one_sentence(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelError, match=message) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_places(tmp_path: Path) -> None:
+def test_missing_directories_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist; give the path"):
         read_config(tmp_path / "none")
     (tmp_path / "file").write_text("x")
@@ -356,7 +358,7 @@ def test_generation_config_is_read_from_the_directory(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (4, 5)
 
 
-def test_mistrals_own_files_are_named(tmp_path: Path) -> None:
+def test_a_directory_with_mistrals_own_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text('{"dim": 64, "n_layers": 2}')
     with pytest.raises(ModelError, match=r"no config\.json; params\.json .* are Mistral's own layout, so download"):
         read_config(tmp_path)

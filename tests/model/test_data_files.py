@@ -1,4 +1,4 @@
-"""Names of data: a file, a gzip file, standard input, a file on the hub; and refusals."""
+"""Sources of data: a file, a gzip file, standard input, a file on the Hugging Face hub; and refused ones."""
 
 import gzip
 import io
@@ -25,7 +25,7 @@ def pipe(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson"])
-def test_a_gzip_file_is_what_it_unpacks_to(suffix: str, tmp_path: Path) -> None:
+def test_a_gzip_file_gives_the_rows_of_its_content(suffix: str, tmp_path: Path) -> None:
     (tmp_path / f"d{suffix}.gz").write_bytes(gzip.compress(LINES, mtime=0))
     (tmp_path / "t.txt.GZ").write_bytes(gzip.compress("\ufeffprose\r\n\r\nmore".encode(), mtime=0))
     assert texts(tmp_path / f"d{suffix}.gz", tmp_path / "t.txt.GZ") == ["one", "two", "prose\n\nmore"]
@@ -58,10 +58,8 @@ ROW = b'{"text": "a"}\n'
         pytest.param(b" " * (1 << 20), ":1 is a row of more than 65536 bytes|larger than 1 MiB", id="one line"),
     ],
 )
-def test_limits_hold_for_what_a_gzip_file_unpacks_to(
-    suffix: str, unpacked: bytes, message: str, tmp_path: Path
-) -> None:
-    """Also if it is a chain of gzip files."""
+def test_limits_apply_to_the_unpacked_size(suffix: str, unpacked: bytes, message: str, tmp_path: Path) -> None:
+    """This includes files of several concatenated gzip members."""
     if unpacked == ROW:
         many = {".csv": b"text\n" + b"a\n" * 1001, ".tsv": b"text\n" + b"a\n" * 1001, ".txt": b"a\n\n" * 1001}
         unpacked = many.get(suffix, ROW * 1001)
@@ -77,7 +75,7 @@ def test_limits_hold_for_what_a_gzip_file_unpacks_to(
 
 
 def test_no_more_of_a_bomb_is_unpacked_than_the_limits_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row: neither the limit of rows nor an element of an array costs more memory than a few rows."""
+    """Data are unpacked row by row, so that files beyond a limit take no more memory than a few rows."""
     bombs = {"rows.jsonl.gz": ROW * (1 << 20), "rows.json.gz": b"[" + b'{"text": "a"},' * (1 << 20)}
     for name, content in bombs.items():
         (tmp_path / name).write_bytes(gzip.compress(content))
@@ -95,7 +93,7 @@ def test_a_file_within_the_limits_is_read(tmp_path: Path) -> None:
     assert len(list(read_examples([tmp_path / "d.jsonl.gz"], LIMITS))) == 1000
 
 
-def test_standard_input_is_json_lines_where_it_begins_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_that_begins_with_a_json_object_is_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(b"\r\n \n" + LINES, monkeypatch)
     assert texts("-") == ["one", "two"]
     pipe("Grüße\n\n{not JSON}\n".encode(), monkeypatch)
@@ -130,7 +128,7 @@ def test_a_terminal_and_a_closed_standard_input_are_refused(monkeypatch: pytest.
         ("a.parquet.gz", gzip.compress(b"text", mtime=0), "neither text .* nor Parquet"),
     ],
 )
-def test_bytes_that_are_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_bytes_that_are_no_utf8_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_examples([tmp_path / name]))
@@ -142,7 +140,7 @@ def test_a_text_of_one_line_of_ten_megabytes(tmp_path: Path) -> None:
 
 
 class Hub:
-    """Stands for huggingface_hub: one data set, whose files are those of a directory."""
+    """A stand-in for huggingface_hub with one data set, whose files are those of a directory."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.asked = folder, []  # type: tuple[Path, list[Any]]
@@ -169,14 +167,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
     assert texts("hf://datasets/org/my.set@v1/train.jsonl") == ["one", "two"]
-    assert texts("hf://datasets/org/my.set") == ["one", "two"]  # it has no other
+    assert texts("hf://datasets/org/my.set") == ["one", "two"]  # the only file of the data set
     assert hub.asked == [
         ("org/my.set", "train.jsonl", "dataset", "v1"),
         ("org/my.set", "train.jsonl", "dataset", None),
     ]
 
 
-def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
+def test_a_data_set_with_several_files_needs_a_file_name(hub: Hub) -> None:
     (hub.folder / "test.jsonl.gz").write_bytes(gzip.compress(LINES, mtime=0))
     with pytest.raises(DataError, match=r"has 2 files, such as test\.jsonl\.gz; add /FILE"):
         list(read_examples(["hf://datasets/org/set"]))
@@ -186,7 +184,7 @@ def test_a_data_set_with_several_files_wants_a_name(hub: Hub) -> None:
         list(read_examples(["hf://datasets/org/set"]))
 
 
-def test_what_the_hub_does_not_give_is_one_sentence(hub: Hub) -> None:
+def test_an_error_of_the_hub_is_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
         list(read_examples(["hf://datasets/org/set/none.txt"]))
     said = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
@@ -205,8 +203,8 @@ def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n"])
-def test_blank_lines_count(suffix: str, blank: bytes, tmp_path: Path) -> None:
-    """Hundreds of millions of them take as long as rows do."""
+def test_blank_lines_count_towards_the_row_limit(suffix: str, blank: bytes, tmp_path: Path) -> None:
+    """Otherwise hundreds of millions of blank lines would be read."""
     path = tmp_path / f"d{suffix}"
     row = {".csv": b"text\n", ".tsv": b"text\n"}.get(suffix, ROW)
     path.write_bytes(row + blank * 1001 + row)

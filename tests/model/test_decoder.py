@@ -1,8 +1,8 @@
 """The decoder against transformers on random models.
 
-With the reference ops logits are equal bit for bit, because we round where transformers rounds. A kernel adds a norm's
-squares in its own order and has its own exponential: then logits are equal to the roundings that follow from that. So
-they are in a few families with the reference ops, too (`ROUNDED`).
+With the reference ops logits are equal bit for bit, because fp8serve rounds where transformers rounds. The kernels sum
+the squares of a norm in another order and have their own exponential, so that their logits are equal up to rounding.
+In a few families, logits of the reference ops also differ by rounding (`ROUNDED`).
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def load(directory: Path, dtype: torch.dtype) -> Decoder:
 
 
 def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ours, transformers') FP32 [T, vocab]."""
+    """Returns the logits of fp8serve and of transformers, each FP32 [T, vocab]."""
     theirs: Any = make_model(kind, path, dtype)
     with torch.no_grad():
         return all_logits(load(path, dtype), IDS), theirs(torch.tensor([IDS])).logits[0].float()
@@ -43,7 +43,7 @@ def both_logits(kind: str, dtype: torch.dtype, path: Path) -> tuple[torch.Tensor
 
 # transformers keeps gpt-oss' scores in BF16.
 EXACT = [(kind, torch.bfloat16) for kind in MODELS if kind != "gpt-oss" and not kind.startswith(ROUNDED)]
-# An expert's gate and up are one matrix in transformers, whose FP32 product adds in another order.
+# transformers computes an expert's gate and up as one product, whose FP32 sums have another order.
 EXACT += [(kind, torch.float32) for kind, _ in EXACT if "num_experts_per_tok" not in MODELS[kind][1]]
 
 
@@ -105,7 +105,7 @@ def test_tied_head_is_the_embedding(tmp_path: Path) -> None:
 def test_phi_moe_takes_long_factors_beyond_the_trained_context(
     longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its publisher's code does; transformers' class takes those of short sequences, and the long factor of cos."""
+    """The publisher's code does so; transformers' class uses the short factors, with the cos scale of the long ones."""
     parameters = MSCALES | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0]}
     theirs: Any = make_model("phimoe", tmp_path, torch.float32, {"rope_parameters": parameters})
     rotary = theirs.model.rotary_emb

@@ -1,4 +1,4 @@
-"""Which device `device="auto"` stands for, with made-up GPUs."""
+"""The device that `device="auto"` chooses, on simulated GPUs."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def test_weights_that_fit_run_on_the_gpu(gpu: Gpu, weights: float, chosen: str) 
     assert choice == DeviceChoice(chosen, f"{gpu.name} has {gpu.memory / GIB:.1f} GiB and {needed}")
 
 
-def test_without_a_usable_gpu_the_cpu_computes() -> None:
+def test_without_a_usable_gpu_the_cpu_is_chosen() -> None:
     assert choose_device([], None, 0) == DeviceChoice("cpu", "the CUDA driver finds no GPU", has_gpu=False)
     assert choose_device([H100], "it is too old", 0).text == "device auto: cpu, because it is too old"
 
@@ -64,7 +64,7 @@ def model_dir(tmp_path: Path) -> Path:
     return write_random_model(tmp_path / "model", ["some text"])
 
 
-def test_what_a_gpu_lacks_is_the_reason(machine: Callable[..., None], model_dir: Path) -> None:
+def test_the_reason_names_what_the_gpu_lacks(machine: Callable[..., None], model_dir: Path) -> None:
     machine(H100)
     assert find_device(model_dir).device == "cuda"
     machine(H100, torch_cuda=None)
@@ -78,7 +78,7 @@ def test_what_a_gpu_lacks_is_the_reason(machine: Callable[..., None], model_dir:
     assert find_device(model_dir).has_gpu is False
 
 
-def test_the_choice_is_logged_and_a_given_device_is_kept(
+def test_the_choice_is_logged_and_an_explicit_device_is_used(
     machine: Callable[..., None], model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "fp8serve.device")
@@ -117,10 +117,10 @@ def test_several_processes_calibrate_on_the_cpu(machine: Callable[..., None], mo
     assert CalibrationOptions(device="cuda:1").on_device(model_dir, processes=2).device == "cuda:1"
 
 
-def test_the_weights_are_those_of_the_recipe(
+def test_memory_is_compared_with_the_weights_of_the_recipe(
     machine: Callable[..., None], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of this GPU lies between the weights in FP8 and in BF16."""
+    """This GPU has room for the weights in FP8, but not in BF16."""
     sizes = {r: device.estimate_weight_memory(model_dir, r).served for r in ("rowwise", "bf16")}
     monkeypatch.setattr(device, "EXTRA_BYTES", 0)
     machine(Gpu("small", 90, int(1.2 * sum(sizes.values()) / 2)))

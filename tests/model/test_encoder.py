@@ -1,4 +1,5 @@
-"""Encoders: the same numbers as transformers', whatever their neighbours, and one vector for a text."""
+"""Encoders: hidden states equal those of transformers; the vector of a text does not depend on the rest of the
+batch."""
 
 import json
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_a_file_that_was_saved_with_a_head_is_the_same_model(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
-def test_gelu_does_not_depend_on_the_place(kind: str) -> None:
+def test_gelu_does_not_depend_on_the_position_in_a_tensor(kind: str) -> None:
     x = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = gelu(x, kind)  # type: ignore[arg-type]
     alone = [gelu(x[:, i : i + 1], kind) for i in range(1000)]  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def test_gelu_does_not_depend_on_the_place(kind: str) -> None:
         ({"alibi": True}, "alibi"),
     ],
 )
-def test_a_configuration_that_is_not_computed_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_unsupported_configurations_are_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
     make(tmp_path / "m", BERT)
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -80,8 +81,8 @@ def test_a_configuration_that_is_not_computed_is_refused(tmp_path: Path, change:
 
 
 @torch.no_grad()
-def test_modernbert_as_it_is_published(tmp_path: Path) -> None:
-    """With a head of pre-training, and the keys of transformers 4."""
+def test_the_published_layout_of_modernbert_is_read(tmp_path: Path) -> None:
+    """It has a pretraining head, and the key names of transformers 4."""
     model = randomized(transformers.ModernBertForMaskedLM(MODERN)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
@@ -109,7 +110,7 @@ def test_modernbert_as_it_is_published(tmp_path: Path) -> None:
         {"architectures": ["ModernBertForSequenceClassification"]},
     ],
 )
-def test_a_modernbert_that_is_not_computed_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_unsupported_modernbert_configurations_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     make(tmp_path / "m", MODERN)
     path = tmp_path / "m" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -126,14 +127,14 @@ def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
 # -- pooling -----------------------------------------------------------------------------------------------------------
 
 
-def test_pooling_by_hand() -> None:
+def test_pooling_equals_a_manual_computation() -> None:
     hidden = torch.tensor([[1.0, 3.0], [3.0, 5.0], [4.0, 3.0]])
     assert Pooling("mean", normalized=False)(hidden, [2, 1]).tolist() == [[2, 4], [4, 3]]
     assert Pooling("cls", normalized=False)(hidden, [2, 1]).tolist() == [[1, 3], [4, 3]]
     assert Pooling("lasttoken", normalized=False)(hidden, [2, 1]).tolist() == [[3, 5], [4, 3]]
     unit = Pooling("lasttoken", normalized=True)
     assert torch.allclose(unit(hidden, [2, 1])[1], torch.tensor([0.8, 0.6]))
-    assert unit(hidden, [2, 1], 1).tolist() == [[1], [1]]  # fewer dimensions are normalised anew
+    assert unit(hidden, [2, 1], 1).tolist() == [[1], [1]]  # truncated vectors are normalized again
 
 
 def test_pooling_is_read_from_the_files(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_pooling_is_read_from_the_files(tmp_path: Path) -> None:
         found.prompt("document")
 
 
-def test_pooling_that_is_not_said_or_not_computed_is_refused(tmp_path: Path) -> None:
+def test_missing_or_unsupported_pooling_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no modules\.json"):
         read_pooling(tmp_path)
     pooled(tmp_path, "max_tokens")

@@ -1,4 +1,4 @@
-"""Files become examples, examples become ids and a mask; broken lines are named by number."""
+"""Data files are read as examples, and examples become token ids with a loss mask; bad lines are named by number."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_broken_lines_are_named(row: Any, message: str, tmp_path: Path) -> None:
     assert "d.jsonl:2" in str(caught.value)
 
 
-def test_what_only_an_ignored_column_holds_is_no_error(tmp_path: Path) -> None:
+def test_invalid_values_of_ignored_columns_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(f"""{{"text": "a", "id": {"9" * 5000}, "score": NaN, "low": -Infinity}}\n""")
     assert [e.text for e in read_examples([tmp_path / "d.jsonl"]) if isinstance(e, TextExample)] == ["a"]
 
@@ -144,13 +144,13 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         list(read_examples([tmp_path]))
 
 
-def learnt(tokenizer: Tokenizer, example: Any) -> str:
+def trained_text(tokenizer: Tokenizer, example: Any) -> str:
     tokenized = tokenize(example, tokenizer)
     kept = [i for i, learn in zip(tokenized.ids, tokenized.loss_mask, strict=True) if learn]
     return tokenizer.decode(kept, skip_special_tokens=False)
 
 
-def test_all_of_a_text_is_learnt_and_it_ends(tokenizer: Tokenizer) -> None:
+def test_a_text_is_trained_entirely_with_an_end_token(tokenizer: Tokenizer) -> None:
     tokenized = tokenize(TextExample("the inn"), tokenizer)
     assert tokenized.ids == [*tokenizer.encode("the inn"), tokenizer.eos_id]
     assert all(tokenized.loss_mask)
@@ -158,7 +158,7 @@ def test_all_of_a_text_is_learnt_and_it_ends(tokenizer: Tokenizer) -> None:
 
 def test_only_the_completion_is_learnt_after_the_prompt_as_served(tokenizer: Tokenizer) -> None:
     example = PromptExample("2+2=", "4 the")
-    assert learnt(tokenizer, example) == "4 the</s>"
+    assert trained_text(tokenizer, example) == "4 the</s>"
     prompt = tokenizer.encode("2+2=")
     assert tokenize(example, tokenizer).ids[: len(prompt)] == prompt
 
@@ -166,14 +166,14 @@ def test_only_the_completion_is_learnt_after_the_prompt_as_served(tokenizer: Tok
 def test_prompt_and_completion_that_would_fuse_stay_apart(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("th") + tokenizer.encode("e", False) != tokenizer.encode("the")
     example = PromptExample("th", "e")
-    assert learnt(tokenizer, example) == "e</s>"
+    assert trained_text(tokenizer, example) == "e</s>"
     assert tokenize(example, tokenizer).ids[:2] == tokenizer.encode("th")
 
 
-def test_only_the_assistants_turns_are_learnt(tokenizer: Tokenizer) -> None:
-    assert learnt(tokenizer, ChatExample(tuple(CHAT))) == "yes</s>no</s>"
+def test_only_the_assistants_turns_are_trained(tokenizer: Tokenizer) -> None:
+    assert trained_text(tokenizer, ChatExample(tuple(CHAT))) == "yes</s>no</s>"
     weighted: tuple[dict[str, Any], ...] = (CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:])
-    assert learnt(tokenizer, ChatExample(weighted)) == "no</s>"
+    assert trained_text(tokenizer, ChatExample(weighted)) == "no</s>"
 
 
 def test_chat_ids_are_those_of_serving(tokenizer: Tokenizer) -> None:
@@ -183,10 +183,10 @@ def test_chat_ids_are_those_of_serving(tokenizer: Tokenizer) -> None:
     assert tokenized.ids[: len(prompt)] == prompt
 
 
-def test_generation_blocks_decide_what_is_learnt(tmp_path: Path) -> None:
+def test_generation_blocks_decide_which_tokens_are_trained(tmp_path: Path) -> None:
     block = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
     write_tokenizer(tmp_path, template="{% for m in messages %}<{{ m.role }}>" + block + "{% endfor %}")
-    assert learnt(Tokenizer.from_dir(tmp_path), ChatExample(tuple(CHAT))) == "yesno"
+    assert trained_text(Tokenizer.from_dir(tmp_path), ChatExample(tuple(CHAT))) == "yesno"
 
 
 def test_chat_without_template_names_the_line(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_cutting(tokenizer: Tokenizer) -> None:
 
 
 class Counting(Tokenizer):
-    """Records how many characters it tokenizes without a limit."""
+    """A tokenizer that records how many characters it tokenizes in calls without a limit."""
 
     read = 0
 
@@ -235,7 +235,7 @@ WORDS = "the inning  " * 40_000
         ChatExample(({"role": "user", "content": "Again."}, {"role": "assistant", "content": WORDS})),
     ],
 )
-def test_of_a_long_text_only_the_beginning_is_tokenized(example: Any, tmp_path: Path) -> None:
+def test_only_the_beginning_of_a_long_text_is_tokenized(example: Any, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     counting, plain = Counting.from_dir(tmp_path), Tokenizer.from_dir(tmp_path)
     assert isinstance(counting, Counting)
@@ -257,11 +257,11 @@ NULLS = {"text": None, "prompt": None, "completion": None, "messages": None, "to
     "row",
     [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": [{"role": "assistant", "content": "a"}]}],
 )
-def test_a_column_that_is_null_is_a_column_that_is_absent(row: dict[str, Any]) -> None:
+def test_a_null_column_counts_as_absent(row: dict[str, Any]) -> None:
     assert parse_example({**NULLS, **row}) == parse_example(row)
 
 
-def test_a_weight_that_is_null_is_a_weight_that_is_absent() -> None:
+def test_a_null_weight_counts_as_absent() -> None:
     said = {"role": "assistant", "content": "a", "weight": None}
     example = parse_example({"messages": [{"role": "user", "content": "b", "weight": None}, said]})
     assert isinstance(example, ChatExample)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their config.json, the sorting of tokens, and both layouts of files."""
+"""Mixtures of experts: config.json, sorting tokens by expert, and files with stacked or separate experts."""
 
 import json
 from pathlib import Path
@@ -56,12 +56,12 @@ def test_some_layers_stay_dense() -> None:
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "does not implement"),
     ],
 )
-def test_a_mixture_that_cannot_be_right_is_refused(change: dict[str, Any], said: str) -> None:
+def test_invalid_mixtures_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         parse_config(RAW | change)
 
 
-def test_names_are_those_of_files(tmp_path: Path) -> None:
+def test_parameter_names_equal_those_of_the_files(tmp_path: Path) -> None:
     for kind, (first, last) in {
         "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.4.w2"),
         "qwen2-moe": ("mlp.experts.0.gate_proj", "mlp.shared_expert.down_proj"),
@@ -87,7 +87,7 @@ def test_tokens_are_sorted_by_expert_and_come_back() -> None:
 
 
 @pytest.mark.parametrize("kind", MOE)
-def test_every_expert_may_see_every_token_and_nothing_changes(kind: str, tmp_path: Path) -> None:
+def test_routing_all_tokens_to_all_experts_changes_no_result(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path)
     model = load_servable(tmp_path, "bf16")
     with torch.no_grad():
@@ -102,14 +102,16 @@ def test_every_expert_may_see_every_token_and_nothing_changes(kind: str, tmp_pat
                     )
         actual = all_logits(model, IDS)
     assert set(seen.values()) == {len(IDS)}
-    assert (actual - expected).abs().max() < 0.05 * expected.std()  # a library's product may depend on its height
+    assert (
+        actual - expected
+    ).abs().max() < 0.05 * expected.std()  # the bits of a library's product may depend on the number of rows
 
 
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
 def stacked(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """The same weights as transformers has them in memory."""
+    """Returns the weights stacked as transformers holds them in memory."""
     block, gate, up, down = NAMES["mixtral" if kind in ("mixtral", "phimoe") else "qwen"]
     found = {name.replace(f".{block}.", ".mlp."): t for name, t in tensors.items() if ".experts." not in name}
     for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
@@ -148,7 +150,7 @@ def test_experts_of_mixtral_under_the_names_of_others(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
-def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_expert_is_refused(tmp_path: Path) -> None:
     make_model("qwen3-moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     both = stacked(tensors, "qwen3-moe") | {k: v for k, v in tensors.items() if ".experts.0.gate" in k}
@@ -159,7 +161,7 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "fits"), [(128, True), (96, False)])
 def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) -> None:
-    """Blocks of 128 x 128, as transformers writes them; none may belong to two projections."""
+    """Block scales of 128 x 128, as transformers writes them. No block may span two projections."""
     make_model("qwen3-moe", tmp_path, overrides={"moe_intermediate_size": size, "hidden_size": 128})
     tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -182,7 +184,7 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
 
 
 def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
-    """A scale for each expert's inputs, and for each half of its weights, as transformers has them."""
+    """As in transformers, each expert has one input scale, and one weight scale each for gate and up."""
     make_model("qwen3-moe", tmp_path)
     tensors = stacked(load_file(tmp_path / "model.safetensors"), "qwen3-moe")
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -201,7 +203,10 @@ def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
         assert stored is not None
         assert stored.input_scale is not None
         assert (float(stored.weight_scale_inv), float(stored.input_scale)) == (scale, 32.0)
-    assert {finding.check for finding in verify(tmp_path)} <= {"implausible", "stale"}  # nothing is unknown or missing
+    assert {finding.check for finding in verify(tmp_path)} <= {
+        "implausible",
+        "stale",
+    }  # no tensor is unexpected or missing
 
 
 def test_a_converted_mixture_of_transformers_is_not_exported(tmp_path: Path) -> None:
@@ -229,7 +234,8 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None
 
 
 def fp4(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(values [..., K], blocks, scales) of random MXFP4 numbers, computed by hand."""
+    """Returns values [..., K], packed blocks and scales of random MXFP4 numbers, computed independently of the
+    product."""
     noise = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, shape, generator=noise)
     exponents = torch.randint(120, 126, (*shape[:-1], shape[-1] // 32), generator=noise)
@@ -240,7 +246,7 @@ def fp4(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
-    """A model in MXFP4, as published; the experts' weights by the names that ours have."""
+    """Writes a model with MXFP4 experts in the published layout. Returns the experts' weights by fp8serve's names."""
     make_model("gpt-oss", folder, overrides={"hidden_size": 64, "intermediate_size": 96})
     tensors, expected = load_file(folder / "model.safetensors"), dict[str, torch.Tensor]()
     for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -278,14 +284,14 @@ def test_mxfp4_logits_are_those_of_transformers(tmp_path: Path) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "experts_implementation": "eager"}
     quantization = transformers.Mxfp4Config(dequantize=True)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, **how)
-    with torch.no_grad():  # in FP32, for transformers' own BF16 logits are a tenth away from these
+    with torch.no_grad():  # in FP32, because transformers' BF16 logits differ from these by 0.1
         expected = theirs.float()(torch.tensor([IDS])).logits[0]
         actual = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), IDS)
     assert (actual - expected).square().mean().sqrt() < 1e-5 * expected.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("broken", ["scales", "blocks"])
-def test_a_stack_that_is_not_whole_is_refused(broken: str, tmp_path: Path) -> None:
+def test_an_incomplete_mxfp4_stack_is_refused(broken: str, tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = f"model.layers.1.mlp.experts.down_proj_{broken}"

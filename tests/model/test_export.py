@@ -1,4 +1,5 @@
-"""Written files: the layouts that other projects read, streamed, aligned, whole or not at all."""
+"""Writing model directories: the layouts that other projects read; files are streamed and aligned, and appear
+completely or not at all."""
 
 import json
 import os
@@ -67,7 +68,7 @@ def test_tensors_have_the_formats_names_types_and_shapes(
     assert tensors["model.norm.weight"].dtype is torch.bfloat16
 
 
-# dynamic `fp8` is read with one scale per token, so it is not the per-tensor `current` that wrote it
+# the format `fp8` with dynamic scales is read as one scale per token, not as the per-tensor `current`
 @pytest.mark.parametrize(("format_", "recipe"), [pair for pair in LAYOUTS if pair != ("fp8", "current")])
 def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
     format_: str, recipe: str, model_dir: ModelDir, tmp_path: Path
@@ -96,7 +97,9 @@ def test_scales_dequantize_in_files_and_quantize_in_ours(model_dir: ModelDir, tm
 @pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
 def test_without_the_sidecar_the_same_scales_are_served(format_: str, model_dir: ModelDir, tmp_path: Path) -> None:
     given = state_for(model_dir("llama"))
-    for i, entry in enumerate(given.tensors.values()):  # a third of them are no FP32 number's reciprocal
+    for i, entry in enumerate(
+        given.tensors.values()
+    ):  # a third of the scales are no exact reciprocal of an FP32 number
         entry.scale.fill_(1.4 + 0.037 * i)
     write_calibrated(tmp_path / "out", model_dir("llama"), given, format=format_)
     served = [m.input_scale for m in load_servable(tmp_path / "out").modules() if isinstance(m, FrozenLinear)]
@@ -159,7 +162,7 @@ def test_modelopt_layout(model_dir: ModelDir, tmp_path: Path) -> None:
         ("compressed-tensors", "bf16", "needs an FP8 recipe"),
     ],
 )
-def test_what_a_format_cannot_say_is_refused_before_writing(
+def test_what_a_format_cannot_express_is_refused_before_writing(
     format_: str, recipe: str, message: str, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -184,7 +187,7 @@ def test_shards_and_index(model_dir: ModelDir, tmp_path: Path) -> None:
     assert files == sorted(p.name for p in (tmp_path / "out").glob("model-*.safetensors"))
     sizes = [sum(t.nbytes for t in load_file(tmp_path / "out" / f).values()) for f in files]
     assert index["metadata"]["total_size"] == sum(sizes)
-    assert max(sizes) <= 41_000  # one embedding alone is 40,960
+    assert max(sizes) <= 41_000  # the embedding alone has 40,960 bytes
     write_calibrated(tmp_path / "single", source, state_for(source))
     with torch.no_grad():
         expected = all_logits(load_servable(tmp_path / "single"), IDS)
@@ -202,14 +205,14 @@ def test_weights_are_aligned_and_files_are_valid(model_dir: ModelDir, tmp_path: 
         assert set(file.keys()) == set(read_header(path)[0])
 
 
-def test_every_file_is_as_readable_as_the_others(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_all_files_have_the_same_permissions(model_dir: ModelDir, tmp_path: Path) -> None:
     write_calibrated(tmp_path / "out", model_dir("llama"), state_for(model_dir("llama"), "delayed"))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
     assert {"scales.safetensors", "model.safetensors", "config.json"} <= modes.keys()
     assert len(set(modes.values())) == 1, modes
 
 
-def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
+def test_the_config_is_parsed_a_few_times_not_once_per_parameter(
     model_dir: ModelDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, build_any_on_meta = [], export.build_any_on_meta
@@ -223,7 +226,7 @@ def test_the_architecture_is_read_a_few_times_not_once_a_parameter(
     assert len(calls) == 2
 
 
-def test_carried_files(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_tokenizer_and_other_files_are_copied(model_dir: ModelDir, tmp_path: Path) -> None:
     write_calibrated(
         tmp_path / "out", model_dir("llama"), state_for(model_dir("llama")), extra_files={"calibration.json": "{}"}
     )
@@ -248,7 +251,7 @@ def test_extra_files_cannot_leave_or_overwrite(name: str, model_dir: ModelDir, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_taken_output_is_refused_and_left_alone(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_a_nonempty_output_directory_is_refused_and_left_unchanged(model_dir: ModelDir, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")

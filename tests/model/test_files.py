@@ -1,4 +1,4 @@
-"""A directory is there whole or not at all, whatever happens in between."""
+"""Atomic writing: a directory appears completely or not at all, whatever fails in between."""
 
 import tracemalloc
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_directory_appears_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("x"), KeyboardInterrupt()])
-def test_nothing_stays_after_a_failure(failure: BaseException, tmp_path: Path) -> None:
+def test_a_failure_leaves_no_files(failure: BaseException, tmp_path: Path) -> None:
     def write() -> None:
         with atomic_directory(tmp_path / "out") as folder:
             (folder / "a").write_text("1")
@@ -38,7 +38,7 @@ def test_empty_directory_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "a").exists()
 
 
-def test_directory_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_filled_in_the_meantime_is_left_unchanged(tmp_path: Path) -> None:
     def write() -> None:
         with atomic_directory(tmp_path / "out"):
             (tmp_path / "out").mkdir()
@@ -79,7 +79,7 @@ def test_huge_json_is_not_read(tmp_path: Path) -> None:
 
 
 def test_memory_is_allocated_for_the_file_and_not_for_the_limit(tmp_path: Path) -> None:
-    """Tokenizers are read in processes whose memory is limited."""
+    """Tokenizer files are read in processes with limited memory."""
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content := b"0123456789" * 300_000)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""NaN and infinities in weights' files, found by their bits."""
+"""Detecting NaN and infinity in weight files by their bits."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.floa
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
-    """Every magnitude that matters, and both signs: of one byte, every code that is a number."""
+    """Returns the extreme finite values of both signs; for a one-byte type, every finite value."""
     if dtype.itemsize == 1:
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         return every[every.float().isfinite()]
@@ -23,7 +23,7 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_what_is_finite_passes_and_nothing_else(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_only_finite_values_pass(dtype: torch.dtype, tmp_path: Path) -> None:
     good = values(dtype)
     save_file({"a": good, "n": torch.arange(5), "empty": torch.zeros(0, 3)}, tmp_path / "a.safetensors")
     headers.require_finite(tmp_path)
@@ -36,7 +36,7 @@ def test_what_is_finite_passes_and_nothing_else(dtype: torch.dtype, tmp_path: Pa
             headers.require_finite(tmp_path)
 
 
-def test_a_number_at_any_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nonfinite_value_is_found_at_any_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(headers, "CHUNK_ELEMENTS", 7)
     for place in (0, 6, 7, 8, 22):
         weights = torch.zeros(23)

@@ -1,4 +1,4 @@
-"""One format becomes another with the same FP8 numbers: our logits stay, and transformers loads it."""
+"""Conversion between formats keeps the FP8 codes: logits stay equal, and transformers loads the result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.formats.scales import load_scales
 from fp8serve.model.verify import verify
-from tests.model import checkpoints as made
+from tests.model import checkpoints as drafts
 from tests.model.checkpoints import Draft
 from tests.model.oracle import all_logits, state_for
 from tests.model.test_compatibility import assert_same_parameters, exact_dtype, logits, read_by_transformers
@@ -24,33 +24,33 @@ Base = Callable[[], Draft]
 
 
 def static() -> Draft:
-    return made.fp8("fp8-static", spelled="weight_scale_inv", inputs="activation_scale", cache="{}_scale")
+    return drafts.fp8("fp8-static", spelled="weight_scale_inv", inputs="activation_scale", cache="{}_scale")
 
 
 def modelopt_rows() -> Draft:
-    return made.fp8("modelopt-channel", "row", stored=lambda scale: scale.reshape(-1))
+    return drafts.fp8("modelopt-channel", "row", stored=lambda scale: scale.reshape(-1))
 
 
 def fp8_dynamic() -> Draft:
-    return made.fp8("fp8-dynamic")
+    return drafts.fp8("fp8-dynamic")
 
 
 def ct_blocks() -> Draft:
-    return made.fp8("ct-block", "block", stored=lambda scale: scale.bfloat16())
+    return drafts.fp8("ct-block", "block", stored=lambda scale: scale.bfloat16())
 
 
 def deepseek_v4() -> Draft:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    return made.fp8(config, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True)
+    return drafts.fp8(config, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True)
 
 
 CONVERTED: list[tuple[Base, str]] = [
-    (made.static, "fp8"), (made.static, "modelopt"), (made.static, "compressed-tensors"),
+    (drafts.static, "fp8"), (drafts.static, "modelopt"), (drafts.static, "compressed-tensors"),
     (static, "compressed-tensors"), (static, "modelopt"),
-    (made.rows, "modelopt"), (modelopt_rows, "compressed-tensors"),
+    (drafts.rows, "modelopt"), (modelopt_rows, "compressed-tensors"),
     (fp8_dynamic, "compressed-tensors"), (fp8_dynamic, "modelopt"), (fp8_dynamic, "fp8"),
-    (made.blocks, "compressed-tensors"), (ct_blocks, "fp8"), (deepseek_v4, "fp8"),
-    (lambda: made.fp8("ct-weights", "row"), "compressed-tensors"),
+    (drafts.blocks, "compressed-tensors"), (ct_blocks, "fp8"), (deepseek_v4, "fp8"),
+    (lambda: drafts.fp8("ct-weights", "row"), "compressed-tensors"),
 ]  # fmt: skip
 
 
@@ -84,17 +84,17 @@ def test_transformers_loads_what_is_written(base: Base, format_: str, tmp_path: 
 
 REFUSED: list[tuple[Base, str, str]] = [
     (
-        made.blocks,
+        drafts.blocks,
         "modelopt",
         "cannot express the recipe 'block', so that the weights of .* quantized again; calibrate",
     ),
-    (made.rows, "fp8", "has no scale per output channel, so that the weights of .* quantized again"),
-    (lambda: made.fp8("ct-weights", "row"), "fp8", "always quantizes inputs, so that"),
-    (made.plain, "fp8", "holds no FP8 layers to be written as fp8; calibrate it with --format fp8"),
-    (lambda: made.mx(8), "fp8", "cannot express the recipe 'mxfp8', so that .* quantized again"),
-    (lambda: made.mx(4), "fp8", "holds no FP8 layers"),
+    (drafts.rows, "fp8", "has no scale per output channel, so that the weights of .* quantized again"),
+    (lambda: drafts.fp8("ct-weights", "row"), "fp8", "always quantizes inputs, so that"),
+    (drafts.plain, "fp8", "holds no FP8 layers to be written as fp8; calibrate it with --format fp8"),
+    (lambda: drafts.mx(8), "fp8", "cannot express the recipe 'mxfp8', so that .* quantized again"),
+    (lambda: drafts.mx(4), "fp8", "holds no FP8 layers"),
     (
-        lambda: made.fp8("modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
+        lambda: drafts.fp8("modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
         "compressed-tensors",
         "No format here expresses how .* scales weights and inputs",
     ),
@@ -102,7 +102,7 @@ REFUSED: list[tuple[Base, str, str]] = [
 
 
 @pytest.mark.parametrize(("base", "format_", "message"), REFUSED)
-def test_what_would_need_rounding_is_refused(base: Base, format_: str, message: str, tmp_path: Path) -> None:
+def test_conversions_that_would_round_are_refused(base: Base, format_: str, message: str, tmp_path: Path) -> None:
     source = base().write(tmp_path / "source")
     with pytest.raises(ModelError, match=message):
         convert_format(source, tmp_path / "out", format_)
@@ -110,7 +110,7 @@ def test_what_would_need_rounding_is_refused(base: Base, format_: str, message: 
 
 
 def test_histories_are_kept(tmp_path: Path) -> None:
-    source = made.plain().write(tmp_path / "source")
+    source = drafts.plain().write(tmp_path / "source")
     write_calibrated(tmp_path / "fp8", source, state_for(source, "delayed"))
     convert_format(tmp_path / "fp8", tmp_path / "out", "modelopt")
     before, after = (load_scales(tmp_path / name / "scales.safetensors") for name in ("fp8", "out"))
@@ -122,11 +122,11 @@ def test_histories_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_command_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = made.static().write(tmp_path / "source")
+    source = drafts.static().write(tmp_path / "source")
     assert main(["convert", str(source), "--out", str(tmp_path / "out"), "--format", "modelopt"]) == 0
     assert "in FP8, as modelopt, with the same FP8 values" in capsys.readouterr().out
     assert (tmp_path / "out" / "hf_quant_config.json").exists()
-    assert f"{made.NAMES[0]}.k_scale".replace("q_proj", "k_proj") in load_file(tmp_path / "out" / "model.safetensors")
+    assert f"{drafts.NAMES[0]}.k_scale".replace("q_proj", "k_proj") in load_file(tmp_path / "out" / "model.safetensors")
     assert main(["convert", str(source), "--out", str(tmp_path / "two")]) == 1
     assert "Give the format of the result" in capsys.readouterr().err
 
@@ -139,21 +139,23 @@ def test_a_weight_of_one_block_is_written(model_dir: Callable[[str], Path], tmp_
     assert torch.equal(*kept)
 
 
-def test_a_scale_that_was_repeated_is_not_called_stale(tmp_path: Path) -> None:
+def test_a_repeated_scale_does_not_count_as_stale(tmp_path: Path) -> None:
     draft = fp8_dynamic()
-    weight = draft.tensors[f"{made.NAMES[0]}.weight"]
+    weight = draft.tensors[f"{drafts.NAMES[0]}.weight"]
     weight[: len(weight) // 2] = torch.ones(1).to(weight.dtype)  # rows that have a small part of the range
     convert_format(draft.write(tmp_path / "source"), tmp_path / "out", "compressed-tensors")
     assert verify(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("more", [(), ("--format", "fp8"), ("--format", "gguf")])
-def test_what_is_not_there_is_said(more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_source_is_reported(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", str(tmp_path / "model"), "--out", str(tmp_path / "out"), *more]) == 1
     assert f"{tmp_path / 'model'} is not a directory; give a model directory" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_gguf_is_not_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = made.static().write(tmp_path / "source") / "model.safetensors"
+def test_a_file_that_is_no_gguf_gets_its_own_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = drafts.static().write(tmp_path / "source") / "model.safetensors"
     assert main(["convert", str(source), "--out", str(tmp_path / "out"), "--format", "fp8"]) == 1
     assert "model.safetensors is not a GGUF file" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""An embedding, an output layer and a router in FP8: every command reads them, and `convert` keeps their codes."""
+"""Checkpoints with an FP8 embedding, output head or router: every command reads them, and `convert` keeps their
+codes."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from fp8serve.model.checkpoint import load_servable, load_trainable, open_checkp
 from fp8serve.model.format_conversion import convert_format
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.verify import verify
-from tests.model import checkpoints as made
+from tests.model import checkpoints as drafts
 from tests.model.checkpoints import Draft
 from tests.model.oracle import IDS, all_logits, write_tokenizer
 from tests.model.test_interop import quantization
@@ -28,12 +29,12 @@ Base = Callable[[], Draft]
 
 
 def with_fp8(base: Base, per: str, spelled: str = "weight_scale", *names: str, static_head: bool = False) -> Draft:
-    """The draft with these matrices in FP8, as compressed-tensors' own tools configure them."""
+    """Returns a draft with the given matrices in FP8, configured as by the tools of compressed-tensors."""
     draft = base()
     for name in names:
         weight = draft.tensors[f"{name}.weight"].float()
-        scale = made.amax_of(weight, per) / 448
-        draft.tensors[f"{name}.weight"] = (weight / made.spread(scale, weight)).to(torch.float8_e4m3fn)
+        scale = drafts.amax_of(weight, per) / 448
+        draft.tensors[f"{name}.weight"] = (weight / drafts.spread(scale, weight)).to(torch.float8_e4m3fn)
         draft.tensors[f"{name}.{spelled}"] = scale
     if static_head:
         draft.tensors[f"{HEAD}.input_scale"] = torch.tensor([0.01])
@@ -55,27 +56,27 @@ def tied_and_stored(draft: Draft) -> Draft:
 
 BOTH = (EMBEDDING, HEAD)
 CASES: dict[str, tuple[Base, tuple[str, ...]]] = {
-    "static": (lambda: with_fp8(made.static, "tensor", "weight_scale", *BOTH, static_head=True),
+    "static": (lambda: with_fp8(drafts.static, "tensor", "weight_scale", *BOTH, static_head=True),
                ("compressed-tensors", "fp8", "modelopt")),
-    "static, the head alone": (lambda: with_fp8(made.static, "tensor", "weight_scale", HEAD, static_head=True),
+    "static, the head alone": (lambda: with_fp8(drafts.static, "tensor", "weight_scale", HEAD, static_head=True),
                                ("compressed-tensors", "fp8", "modelopt")),
-    "static, the embedding in rows": (lambda: with_fp8(made.static, "row", "weight_scale", EMBEDDING),
+    "static, the embedding in rows": (lambda: with_fp8(drafts.static, "row", "weight_scale", EMBEDDING),
                                       ("compressed-tensors",)),
-    "rows": (lambda: with_fp8(made.rows, "row", "weight_scale", *BOTH), ("compressed-tensors", "modelopt")),
-    "blocks": (lambda: with_fp8(made.blocks, "block", "weight_scale_inv", *BOTH), ("compressed-tensors", "fp8")),
-    "weights alone": (lambda: with_fp8(lambda: made.fp8("ct-weights", "row"), "row", "weight_scale", *BOTH),
+    "rows": (lambda: with_fp8(drafts.rows, "row", "weight_scale", *BOTH), ("compressed-tensors", "modelopt")),
+    "blocks": (lambda: with_fp8(drafts.blocks, "block", "weight_scale_inv", *BOTH), ("compressed-tensors", "fp8")),
+    "weights alone": (lambda: with_fp8(lambda: drafts.fp8("ct-weights", "row"), "row", "weight_scale", *BOTH),
                       ("compressed-tensors",)),
-    "tied": (lambda: tied(with_fp8(made.rows, "row", "weight_scale", *BOTH)), ("compressed-tensors", "modelopt")),
-    "tied and stored": (lambda: tied_and_stored(with_fp8(made.rows, "row", "weight_scale", *BOTH)),
+    "tied": (lambda: tied(with_fp8(drafts.rows, "row", "weight_scale", *BOTH)), ("compressed-tensors", "modelopt")),
+    "tied and stored": (lambda: tied_and_stored(with_fp8(drafts.rows, "row", "weight_scale", *BOTH)),
                         ("compressed-tensors", "modelopt")),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' tokenizer has more tokens than a draft's usual embedding."""
-    monkeypatch.setattr(made, "VOCABULARY", 320)
-    monkeypatch.setitem(made.CONFIG, "vocab_size", 320)
+    """Enlarges the embedding of drafts to the vocabulary of the tests' tokenizer."""
+    monkeypatch.setattr(drafts, "VOCABULARY", 320)
+    monkeypatch.setitem(drafts.CONFIG, "vocab_size", 320)
 
 
 @pytest.mark.parametrize(("name", "format_"), [(n, f) for n, (_, formats) in CASES.items() for f in formats])
@@ -98,7 +99,7 @@ def test_convert_keeps_every_code_and_scale(name: str, format_: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_command_takes_it(
+def test_every_command_reads_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = CASES[name][0]()
@@ -123,7 +124,7 @@ def test_every_command_takes_it(
 
 
 def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
-    draft = with_fp8(made.rows, "row", "weight_scale", *BOTH)
+    draft = with_fp8(drafts.rows, "row", "weight_scale", *BOTH)
     model = load_trainable(draft.write(tmp_path / "m"))
     for name in BOTH:
         weight = draft.tensors[f"{name}.weight"].float() * draft.tensors[f"{name}.weight_scale"]
@@ -132,7 +133,7 @@ def test_the_embedding_is_read_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [(HEAD,), (EMBEDDING,), BOTH])
 def test_transformers_reads_what_is_written(names: tuple[str, ...], tmp_path: Path) -> None:
-    source = with_fp8(made.rows, "row", "weight_scale", *names).write(tmp_path / "source")
+    source = with_fp8(drafts.rows, "row", "weight_scale", *names).write(tmp_path / "source")
     convert_format(source, tmp_path / "out", "compressed-tensors")
     auto: Any = transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -144,7 +145,7 @@ def test_transformers_reads_what_is_written(names: tuple[str, ...], tmp_path: Pa
 
 
 def test_an_embedding_alone_in_fp8_is_served_in_high_precision(tmp_path: Path) -> None:
-    draft = made.plain()
+    draft = drafts.plain()
     draft.config["quantization_config"] = quantization("fp8-dynamic")
     folder = with_fp8(lambda: draft, "row", "weight_scale", EMBEDDING).write(tmp_path / "m")
     assert open_checkpoint(folder).runs_in_high_precision
@@ -154,33 +155,33 @@ def test_an_embedding_alone_in_fp8_is_served_in_high_precision(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("format_", ["fp8", "modelopt"])
-def test_a_format_that_cannot_express_it_says_so(format_: str, tmp_path: Path) -> None:
-    source = with_fp8(made.static, "row", "weight_scale", EMBEDDING).write(tmp_path / "source")
+def test_formats_that_cannot_express_an_fp8_head_are_refused(format_: str, tmp_path: Path) -> None:
+    source = with_fp8(drafts.static, "row", "weight_scale", EMBEDDING).write(tmp_path / "source")
     with pytest.raises(ModelError, match=f"'{format_}' cannot express that {EMBEDDING} is in FP8 and scaled otherwise"):
         convert_format(source, tmp_path / "out", format_)
 
 
 def test_a_tied_head_with_other_scales_is_refused(tmp_path: Path) -> None:
-    draft = tied_and_stored(with_fp8(made.rows, "row", "weight_scale", EMBEDDING))
+    draft = tied_and_stored(with_fp8(drafts.rows, "row", "weight_scale", EMBEDDING))
     draft.tensors[f"{HEAD}.weight_scale"] *= 2
     with pytest.raises(ModelError, match="differs from"):
         open_checkpoint(draft.write(tmp_path / "m"))
 
 
 def test_a_norm_in_fp8_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    draft = made.static()
+    draft = drafts.static()
     draft.tensors["model.norm.weight"] = draft.tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     draft.tensors["model.norm.weight_scale"] = torch.ones(1)
     with pytest.raises(ModelError, match=r"model.norm.weight is FP8 and not a matrix"):
         open_checkpoint(draft.write(tmp_path / "m"))
 
 
-def test_merging_an_adapter_keeps_them(tmp_path: Path) -> None:
+def test_merging_an_adapter_keeps_the_fp8_matrices(tmp_path: Path) -> None:
     source = CASES["static"][0]().write(tmp_path / "source")
-    adapter, owner = tmp_path / "adapter", f"base_model.model.{made.NAMES[0]}"
+    adapter, owner = tmp_path / "adapter", f"base_model.model.{drafts.NAMES[0]}"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
-    parts = {"lora_A": torch.randn(2, made.HIDDEN), "lora_B": torch.randn(made.HIDDEN, 2) * 0.01}
+    parts = {"lora_A": torch.randn(2, drafts.HIDDEN), "lora_B": torch.randn(drafts.HIDDEN, 2) * 0.01}
     save_file(
         {f"{owner}.{part}.weight": tensor for part, tensor in parts.items()}, adapter / "adapter_model.safetensors"
     )

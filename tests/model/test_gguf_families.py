@@ -1,4 +1,4 @@
-"""GGUF files of the families beyond Llama and Qwen become the models that they were made from."""
+"""GGUF files of families other than Llama and Qwen are converted back to the models that they were made from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +22,8 @@ from tests.model.gguf_families import ARCHITECTURES, write_family
 from tests.model.oracle import IDS, MODELS, STRETCHED, YARN, all_logits, make_model, write_tokenizer
 
 DEFAULT = {"rope_type": "default"}
-HEADS = {"query_pre_attn_scalar": 32}  # the file does not name it
-# What llama.cpp computes without a key for it, and so what its files can be made of.
+HEADS = {"query_pre_attn_scalar": 32}  # GGUF has no key for it
+# Features that llama.cpp assumes without a key, so that models with these values can be written.
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "gemma2": HEADS, "gemma3": HEADS, "gemma3-stretched": HEADS, "smollm3": {"no_rope_layer_interval": 4},
     "gpt-oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False}},
@@ -40,7 +40,7 @@ Family = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A directory of the kind, in a form that llama.cpp can express. Read only."""
+    """Returns a function that gives a directory of a kind, with features that llama.cpp can express. Read only."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
@@ -54,7 +54,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_converted_model_is_the_model(kind: str, family: Family, tmp_path: Path) -> None:
+def test_a_converted_model_has_the_logits_of_the_original(kind: str, family: Family, tmp_path: Path) -> None:
     convert(write_family(tmp_path / "tiny.gguf", family(kind)), tmp_path / "out")
     original, converted = load_trainable(family(kind)), load_trainable(tmp_path / "out")
     expected = dict(original.named_parameters())
@@ -77,7 +77,7 @@ QUANTIZED = [("qwen3-moe", Type.Q8_0), ("mixtral", Type.Q4_0), ("gpt-oss", Type.
 
 
 @pytest.mark.parametrize(("kind", "weight_type"), QUANTIZED)
-def test_an_expert_is_its_part_of_a_quantized_stack(
+def test_an_expert_is_a_slice_of_a_quantized_stack(
     kind: str, weight_type: Type, family: Family, tmp_path: Path
 ) -> None:
     path = write_family(tmp_path / "tiny.gguf", family(kind), weight_type)
@@ -90,7 +90,7 @@ def test_an_expert_is_its_part_of_a_quantized_stack(
         assert torch.equal(weights[f"model.layers.1.{layout.names['ffn_up_exps'].format(expert)}.weight"], weight)
 
 
-def test_deepseek_files_from_before_keys_and_values_were_apart(family: Family, tmp_path: Path) -> None:
+def test_old_deepseek_files_with_joined_keys_and_values_are_read(family: Family, tmp_path: Path) -> None:
     older = {"key_length_mla": None, "value_length_mla": None, "key_length": 24, "value_length": 12}
     names = {f"deepseek2.attention.{key}": value for key, value in older.items()}
     convert(write_family(tmp_path / "tiny.gguf", family("deepseek-v2"), **names), tmp_path / "out")
@@ -116,7 +116,7 @@ def test_deepseek_files_from_before_keys_and_values_were_apart(family: Family, t
         ("qwen3-moe", {"qwen3moe.expert_weights_scale": 2.5}, "does not implement"),
     ],
 )
-def test_what_is_missing_or_unknown_is_refused(
+def test_missing_or_unknown_metadata_is_refused(
     kind: str, metadata: dict[str, Any], says: str, family: Family, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=says):
@@ -124,7 +124,7 @@ def test_what_is_missing_or_unknown_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_corrects_a_routers_choice_stays_in_fp32(family: Family, tmp_path: Path) -> None:
+def test_the_correction_bias_of_a_router_stays_in_fp32(family: Family, tmp_path: Path) -> None:
     convert(write_family(tmp_path / "tiny.gguf", family("deepseek-v3")), tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written[f"model.layers.1.mlp.gate.{CORRECTION}"].dtype == torch.float32

@@ -1,4 +1,5 @@
-"""Tokenizers of GGUF files: byte-level BPE as its families cut, SentencePiece as its own rule joins."""
+"""Tokenizers of GGUF files: byte-level BPE with the pre-tokenizer of its family, and SentencePiece with its merge
+rule."""
 
 import random
 from itertools import pairwise
@@ -54,27 +55,28 @@ def byte_level_metadata(**other: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_text_is_cut_as_its_family_does(name: str) -> None:
+def test_each_family_splits_a_text_by_its_pre_tokenizer(name: str) -> None:
     pieces = [TEXT[start:end] for _, (start, end) in FAMILIES[name].pre_tokenizer().pre_tokenize_str(TEXT)]
     assert pieces == CUTS[name]
 
 
 def test_every_family_is_covered() -> None:
-    """Names that have no row of their own cut as another family does."""
+    """Pre-tokenizers without a case of their own split like those of another family."""
     assert set(FAMILIES) - set(CUTS) == set(CUT_AS)
     for name, known in CUT_AS.items():
         assert FAMILIES[name].pre_tokenizer().__getstate__() == FAMILIES[known].pre_tokenizer().__getstate__()
     assert FAMILIES["llama3"] == FAMILIES["llama-v3"] == FAMILIES["llama-bpe"]
 
 
-def test_the_families_of_code_points_are_those_of_deepseek() -> None:
-    """Chinese and kana stand alone, other letters keep their marks, and a sign goes with the letters behind it."""
+def test_deepseeks_pre_tokenizer_splits_scripts() -> None:
+    """Chinese and kana characters are split off, letters keep their combining marks, and a sign stays with the letters
+    after it."""
     text = "x日本語かなカナy e\u0301t(word 1234"
     pieces = [text[start:end] for _, (start, end) in FAMILIES["deepseek-v3"].pre_tokenizer().pre_tokenize_str(text)]
     assert pieces == ["x", "日本語かなカナ", "y", " e\u0301t", "(word", " ", "123", "4"]
 
 
-def test_qwen2_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_qwen2_tokenizer_equals_transformers(tmp_path: Path) -> None:
     metadata = byte_level_metadata(pre="qwen2")
     ours = build(tmp_path, metadata)
     vocabulary = {token: i for i, token in enumerate(metadata["tokens"])}
@@ -89,7 +91,7 @@ def texts(alphabet: str, count: int = 300) -> list[str]:
     return ["".join(numbers.choices(alphabet, k=numbers.randint(0, 24))) for _ in range(count)]
 
 
-def test_special_tokens_are_found_and_unused_ones_are_not(tmp_path: Path) -> None:
+def test_special_tokens_are_recognized_and_unused_ones_are_not(tmp_path: Path) -> None:
     ours = build(tmp_path, byte_level_metadata(pre="smollm"))
     mine = ours.token_to_id("<mine>")
     assert ours.encode("<s>the<mine></s>").ids == [0, ours.token_to_id("the"), mine, 1]
@@ -107,7 +109,7 @@ def test_special_tokens_are_found_and_unused_ones_are_not(tmp_path: Path) -> Non
         ({"pre": "gpt-2", "add_bos_token": True, "add_eos_token": True}, ([0], [1])),
     ],
 )
-def test_bos_and_eos_are_added_where_the_file_or_the_family_says(
+def test_bos_and_eos_are_added_as_the_file_or_the_family_requires(
     metadata: dict[str, Any], ends: tuple[list[int], list[int]], tmp_path: Path
 ) -> None:
     ours = build(tmp_path, byte_level_metadata(**metadata))
@@ -124,7 +126,8 @@ def sentencepiece_metadata(**other: Any) -> dict[str, Any]:
 
 
 def pieces_by_rule(text: str) -> list[str]:
-    """SentencePiece's rule: join the neighbours whose piece has the highest score, the leftmost first."""
+    """Applies SentencePiece's rule: merge the adjacent pair whose piece has the highest score, the leftmost of
+    equals."""
     parts = list("▁" + text.replace(" ", "▁")) if text else []
     while joined := [(-PIECES[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in PIECES]:
         at = min(joined)[1]
@@ -132,7 +135,7 @@ def pieces_by_rule(text: str) -> list[str]:
     return parts
 
 
-def test_pieces_are_joined_by_score(tmp_path: Path) -> None:
+def test_pieces_are_merged_by_score(tmp_path: Path) -> None:
     ours = build(tmp_path, sentencepiece_metadata())
     for text in texts("aaabbbc "):
         assert ours.encode(text).tokens == ["<s>", *pieces_by_rule(text)], text
@@ -155,6 +158,6 @@ def test_a_space_is_put_before_a_text_unless_the_file_says_no(tmp_path: Path) ->
     ("metadata", "says"),
     [({"scores": [1.0]}, "the scores of 1"), ({"remove_extra_whitespaces": True}, "rewrites its text")],
 )
-def test_a_vocabulary_that_contradicts_itself_is_refused(metadata: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_an_inconsistent_vocabulary_is_refused(metadata: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=says):
         build(tmp_path, sentencepiece_metadata(**metadata))

@@ -1,4 +1,5 @@
-"""A directory becomes a GGUF file and, read again, the same model; what GGUF cannot express leaves nothing behind."""
+"""Writing GGUF: a model written and read again is the same; a model that GGUF cannot express is refused without leaving
+a file."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +32,7 @@ KINDS = ["llama", "llama-tied", "llama-bias", "llama-wide-head", "llama-rope-lla
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read_as_the_same_model(kind: str, model_dir: ModelDir, tmp_path: Path) -> None:
+def test_a_written_file_is_read_as_the_same_model(kind: str, model_dir: ModelDir, tmp_path: Path) -> None:
     write_gguf(model_dir(kind), tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "out")
     original, converted = load_trainable(model_dir(kind)), load_trainable(tmp_path / "out")
@@ -53,7 +54,7 @@ def test_tokenizer_and_template_are_included(model_dir: ModelDir, tmp_path: Path
 
 
 @pytest.mark.parametrize("weight_type", get_args(WeightType))
-def test_tensors_are_those_of_an_independent_writer(
+def test_tensors_equal_those_of_an_independent_writer(
     weight_type: WeightType, model_dir: ModelDir, tmp_path: Path
 ) -> None:
     write_gguf(model_dir("llama"), tmp_path / "ours.gguf", weight_type)
@@ -85,7 +86,7 @@ def test_fp8_weights_are_dequantized(model_dir: ModelDir, tmp_path: Path) -> Non
         assert torch.equal(before[name].bfloat16(), after[name])
 
 
-def test_experts_are_stacks_and_routers_stay_in_fp32(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_experts_are_stacked_and_routers_stay_in_fp32(model_dir: ModelDir, tmp_path: Path) -> None:
     write_gguf(model_dir("qwen3-moe"), tmp_path / "m.gguf", "Q8_0")
     tensors, weights = GgufFile(tmp_path / "m.gguf").tensors, open_checkpoint(model_dir("qwen3-moe"))
     router, stack = tensors["blk.0.ffn_gate_inp.weight"], tensors["blk.0.ffn_gate_exps.weight"]
@@ -141,14 +142,16 @@ def test_numbers_that_the_file_cannot_hold_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
-def test_a_file_that_is_there_is_kept(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(model_dir: ModelDir, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_text("mine")
     with pytest.raises(ModelError, match="exists; choose another"):
         write_gguf(model_dir("llama"), tmp_path / "m.gguf")
     assert (tmp_path / "m.gguf").read_text() == "mine"
 
 
-def test_the_command_writes_it(model_dir: ModelDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_gguf_file(
+    model_dir: ModelDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = ["convert", str(model_dir("llama")), "--out", str(tmp_path / "m.gguf"), "--format", "gguf"]
     assert main([*line, "--type", "Q8_0"]) == 0
     assert "in Q8_0 as GGUF, with the tokenizer" in capsys.readouterr().out

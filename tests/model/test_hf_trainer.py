@@ -25,7 +25,7 @@ def base(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def _compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`torch_compile` of TrainingArguments stays in the environment and in accelerate's state."""
+    """Resets the environment and accelerate's state, in which `torch_compile` of TrainingArguments would persist."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -39,7 +39,7 @@ def check_served(model: Any, out: Path) -> None:
 
 
 @pytest.mark.usefixtures("_compiles_nothing_afterwards")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # a warning of torch's tracer
 @pytest.mark.parametrize(
     ("checkpointing", "compiled"), [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)]
 )

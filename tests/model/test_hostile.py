@@ -1,6 +1,6 @@
-"""Model directories from strangers: whatever a file contains, the answer is soon a model or one sentence.
+"""Untrusted model directories: whatever a file contains, reading it gives a model or one sentence, within seconds.
 
-The tables put values of every wrong type at every key of every JSON file. A test that hangs ends at the suite's limit,
+The tests put values of every wrong type at every key of every JSON file. A test that hangs ends at the suite's limit,
 which guards against hangs only: nothing here measures time.
 """
 
@@ -32,7 +32,7 @@ WRONG: list[Any] = [
     "x" * 100_000, "re:(", CATASTROPHE, [], [[]], [5], ["re:("], [CATASTROPHE], ["\ud800"], ["Linear"] * 20_000,
     ["re:x"] * 1_000, ["re:" + "(a{900}){900}"], {}, {"a": 1}, [{}], [None], {"x" * 100_000: 1},
 ]  # fmt: skip
-# read by the families that say so
+# keys of individual families
 UNREAD = ("use_sliding", "sliding", "max_window", "layer_types", "attention_bias", "mlp_bias")
 WHOLE = [
     "",
@@ -56,22 +56,22 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def directories(plain: Path) -> dict[str, Path]:
     """The same model in every format."""
-    made = {"plain": plain}
+    formats = {"plain": plain}
     for form in ("compressed-tensors", "fp8", "modelopt"):
-        made[form] = plain.parent / form
+        formats[form] = plain.parent / form
         kv_cache = form != "fp8"
-        calibrate(plain, out=made[form], samples=2, seq_len=16, format=form, kv_cache=kv_cache)  # type: ignore[arg-type]
-    return made
+        calibrate(plain, out=formats[form], samples=2, seq_len=16, format=form, kv_cache=kv_cache)  # type: ignore[arg-type]
+    return formats
 
 
 @pytest.fixture
-def spoiled(directories: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy to spoil."""
+def damaged_copy(directories: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Returns a function that copies a directory, which the test may then damage."""
     return lambda form: Path(shutil.copytree(directories[form], tmp_path / form))
 
 
-def use(directory: Path) -> None:
-    """Reads a directory in every way."""
+def use_model(directory: Path) -> None:
+    """Loads the model, generates, and reads tokenizer, chat template and cache scales."""
     engine = fp8serve.Engine(directory, recipe="bf16" if not (directory / "scales.safetensors").exists() else "stored")
     engine.generate(["Once"], max_new_tokens=2)
     tokenizer = Tokenizer.from_dir(directory)
@@ -82,7 +82,7 @@ def use(directory: Path) -> None:
 
 
 def schemes(directory: Path, document: dict[str, Any]) -> None:
-    """How every layer is quantized, from the configuration alone."""
+    """Parses the quantization of every layer from the configuration alone."""
     found = read_quantization(directory, document)
     for layer in range(4):
         if found is not None:
@@ -96,33 +96,33 @@ def read_small_files(directory: Path) -> None:
         tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 
 
-def sentence_of(error: Fp8ServeError) -> str:
-    """One line that ends, and that a terminal can show."""
-    said = str(error)
-    assert "\n" not in said
-    assert said.endswith(".")
-    assert len(said) < 1000
-    said.encode()
-    return said
+def checked_message(error: Fp8ServeError) -> str:
+    """Asserts that the message is one printable line that ends with a full stop. Returns it."""
+    message = str(error)
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert len(message) < 1000
+    message.encode()
+    return message
 
 
 def outcome(attempt: Callable[[], object], label: str) -> str | None:
-    """The sentence with which it was refused, or None; anything else that is raised is the test's failure."""
+    """Returns the sentence with which `attempt` was refused, or None. Any other exception fails the test."""
     try:
         attempt()
     except Fp8ServeError as e:
-        return sentence_of(e)
+        return checked_message(e)
     except Exception as e:
         raise AssertionError(f"{label}: {type(e).__name__}: {e}") from e
     return None
 
 
-def places(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def json_paths(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     if at:
         yield at
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
-        yield from places(inner, (*at, key))
+        yield from json_paths(inner, (*at, key))
 
 
 def replaced(document: Any, place: tuple[str | int, ...], value: Any) -> Any:
@@ -136,7 +136,7 @@ def replaced(document: Any, place: tuple[str | int, ...], value: Any) -> Any:
 
 @pytest.mark.slow
 def test_wrong_values_of_every_key_of_config_json() -> None:
-    """All keys that any family reads, without weights: the parser alone."""
+    """Tests the parser alone, without weights, with all keys that any family reads."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2}  # fmt: skip
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 1.0,
@@ -147,14 +147,14 @@ def test_wrong_values_of_every_key_of_config_json() -> None:
     refused = 0
     for kind, family in FAMILIES.items():
         defaults = {k: v for k, v in family.defaults.items() if k in family.optional or not k.startswith(UNREAD)}
-        defaults.pop("rope_parameters", None)  # a file that has rope_scaling, too, may not say otherwise there
+        defaults.pop("rope_parameters", None)  # must not contradict rope_scaling
         if family.mixture:
             defaults = REQUIRED.get(kind, {"num_experts_per_tok": 2}) | defaults
         base = {**defaults, **sizes, "model_type": kind, "architectures": [family.architecture],
                 "rope_scaling": long if family.rope_aliases else yarn, "rope_theta": 1e4,
                 "dtype": "bfloat16"}  # fmt: skip
         assert parse_config(base).num_layers == 2
-        for place in places(base):
+        for place in json_paths(base):
             for value in WRONG:
                 document = replaced(base, place, value)
                 refused += outcome(lambda d=document: parse_config(d), f"{kind}: {place} = {value!r:.60}") is not None  # type: ignore[misc]
@@ -164,36 +164,36 @@ def test_wrong_values_of_every_key_of_config_json() -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("size", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "head_dim"])
 @pytest.mark.parametrize("value", [10**9, 10**30])
-def test_a_size_that_no_model_has_is_refused_before_anything_is_made(
-    size: str, value: int, spoiled: Callable[[str], Path]
+def test_an_impossible_size_is_refused_before_allocating(
+    size: str, value: int, damaged_copy: Callable[[str], Path]
 ) -> None:
-    directory = spoiled("plain")
+    directory = damaged_copy("plain")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {size: value}))
     with pytest.raises(ModelError, match=f"{size} is {value} where at most [0-9]+ was expected"):
-        use(directory)
+        use_model(directory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["compressed-tensors", "fp8", "modelopt"])
-def test_wrong_values_of_every_key_of_quantization_config(form: str, spoiled: Callable[[str], Path]) -> None:
-    directory = spoiled(form)
+def test_wrong_values_of_every_key_of_quantization_config(form: str, damaged_copy: Callable[[str], Path]) -> None:
+    directory = damaged_copy(form)
     document = read_json(directory / "config.json")
     keys = {"quantization_config": document["quantization_config"]}
-    assert outcome(lambda: use(directory), form) is None
-    for place in places(keys):
+    assert outcome(lambda: use_model(directory), form) is None
+    for place in json_paths(keys):
         for value in WRONG:
             spoiled_keys = replaced(keys, place, value)
             outcome(lambda d=spoiled_keys: schemes(directory, d), f"{form}: {place} = {value!r:.60}")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("target", [5, "Linear", ["re:("], ["re:^(?!x)y"], [CATASTROPHE], [5]])
-def test_targets_that_name_no_layers(target: Any, spoiled: Callable[[str], Path]) -> None:
-    directory = spoiled("compressed-tensors")
+def test_targets_that_name_no_layers(target: Any, damaged_copy: Callable[[str], Path]) -> None:
+    directory = damaged_copy("compressed-tensors")
     document = read_json(directory / "config.json")
     document["quantization_config"]["config_groups"]["group_0"]["targets"] = target
     (directory / "config.json").write_text(json.dumps(document))
-    assert outcome(lambda: use(directory), str(target)) is not None
+    assert outcome(lambda: use_model(directory), str(target)) is not None
 
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -209,28 +209,28 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXTRA)
-def test_wrong_values_of_every_key_of_the_small_files(name: str, spoiled: Callable[[str], Path]) -> None:
-    directory = spoiled("compressed-tensors")
+def test_wrong_values_of_every_key_of_the_small_files(name: str, damaged_copy: Callable[[str], Path]) -> None:
+    directory = damaged_copy("compressed-tensors")
     document = EXTRA[name]
-    for place in places(document):
+    for place in json_paths(document):
         for value in WRONG:
             (directory / name).write_text(json.dumps(replaced(document, place, value)))
             outcome(lambda: read_small_files(directory), f"{name}: {place} = {value!r:.60}")
 
 
 @pytest.mark.smoke
-def test_wrong_values_of_every_key_of_an_index(spoiled: Callable[[str], Path]) -> None:
+def test_wrong_values_of_every_key_of_an_index(damaged_copy: Callable[[str], Path]) -> None:
     from safetensors import safe_open
 
-    directory = spoiled("plain")
+    directory = damaged_copy("plain")
     (directory / "model.safetensors").rename(directory / "model-1.safetensors")
     with safe_open(directory / "model-1.safetensors", "pt") as file:
         weight_map = dict.fromkeys(file.keys(), "model-1.safetensors")
     index = {"metadata": {"total_size": 5}, "weight_map": weight_map}
     path = directory / "model.safetensors.index.json"
     path.write_text(json.dumps(index))
-    use(directory)
-    some = [p for p in places(index) if p[0] != "weight_map" or p[-1] in ("weight_map", "model.norm.weight")]
+    use_model(directory)
+    some = [p for p in json_paths(index) if p[0] != "weight_map" or p[-1] in ("weight_map", "model.norm.weight")]
     for place in some:
         for value in [*WRONG, "../model-1.safetensors", "/dev/zero", "\0.safetensors", "none.safetensors"]:
             path.write_text(json.dumps(replaced(index, place, value)))
@@ -244,8 +244,8 @@ NAMES = (*EXTRA, "config.json", "tokenizer.json", "chat_template.jinja", "hf_qua
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(".json")])
-def test_files_that_are_no_json_object(name: str, spoiled: Callable[[str], Path]) -> None:
-    directory = spoiled("compressed-tensors")
+def test_files_that_are_no_json_object(name: str, damaged_copy: Callable[[str], Path]) -> None:
+    directory = damaged_copy("compressed-tensors")
     if name == "model.safetensors.index.json":
         (directory / "model.safetensors").unlink()
     if name == "hf_quant_config.json":
@@ -253,8 +253,8 @@ def test_files_that_are_no_json_object(name: str, spoiled: Callable[[str], Path]
         (directory / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     for whole in WHOLE:
         (directory / name).write_bytes(whole.encode("utf-8", "surrogateescape"))
-        said = outcome(lambda: use(directory), f"{name}: {whole[:20]!r}")
-        assert said is not None or whole == "\ufeff{}"  # a byte-order mark is no fault
+        said = outcome(lambda: use_model(directory), f"{name}: {whole[:20]!r}")
+        assert said is not None or whole == "\ufeff{}"  # a byte-order mark is allowed
 
 
 def fifo(path: Path) -> None:
@@ -292,10 +292,10 @@ ODD = [fifo, directory, device, loop, dangling, terabyte, nothing]
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
-def test_files_of_odd_kinds_in_a_model_directory(
-    make: Callable[[Path], None], name: str, spoiled: Callable[[str], Path]
+def test_special_files_in_a_model_directory(
+    make: Callable[[Path], None], name: str, damaged_copy: Callable[[str], Path]
 ) -> None:
-    model = spoiled("compressed-tensors")
+    model = damaged_copy("compressed-tensors")
     if name == "model.safetensors.index.json":
         (model / "model.safetensors").unlink()
     if name == "hf_quant_config.json":
@@ -303,8 +303,8 @@ def test_files_of_odd_kinds_in_a_model_directory(
         (model / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     (model / name).unlink(missing_ok=True)
     make(model / name)
-    said = outcome(lambda: use(model), name)
-    if (make, name) != (nothing, "chat_template.jinja"):  # an empty template is one
+    said = outcome(lambda: use_model(model), name)
+    if (make, name) != (nothing, "chat_template.jinja"):  # an empty template is valid
         assert said is not None
         assert name in said
 
@@ -312,12 +312,12 @@ def test_files_of_odd_kinds_in_a_model_directory(
 @pytest.mark.smoke
 @pytest.mark.parametrize("make", ODD, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
-def test_data_files_of_odd_kinds(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
+def test_special_files_as_data(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"data{suffix}"
     make(path)
     with pytest.raises(DataError) as refused:
         list(read_examples([path]))
-    assert path.name in sentence_of(refused.value)
+    assert path.name in checked_message(refused.value)
 
 
 @pytest.mark.smoke
@@ -325,7 +325,7 @@ def test_data_rows_of_wrong_types(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     message = {"role": "assistant", "content": "Yes", "weight": 1}
     rows = [{"text": "a"}, {"prompt": "a", "completion": "b"}, {"messages": [message]}]
-    for original, at in [(row, place) for row in rows for place in places(row)]:
+    for original, at in [(row, place) for row in rows for place in json_paths(row)]:
         for value in WRONG:
             path.write_text(json.dumps(replaced(original, at, value)) + "\n")
             outcome(lambda: list(read_examples([path])), f"{at} = {value!r:.60}")

@@ -1,4 +1,5 @@
-"""Infinities in config.json: objects as transformers 5 writes them, or words that are no JSON, are read as numbers."""
+"""Infinity in config.json is read as a number, both as the object that transformers 5 writes and as the non-standard
+word `Infinity`."""
 
 import json
 import math
@@ -12,7 +13,7 @@ from fp8serve.model.config.wrappers import read_text_config
 from fp8serve.model.export import write_hf_directory
 from fp8serve.model.storage.files import encode_nonfinite, read_json
 from fp8serve.model.stored_checkpoint import open_checkpoint
-from tests.model import checkpoints as made
+from tests.model import checkpoints as drafts
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from tests.model import checkpoints as made
         ('{"__float__": "Infinity", "more": 1}', {"__float__": "Infinity", "more": 1}),
     ],
 )
-def test_it_is_read_as_the_number(text: str, expected: Any, tmp_path: Path) -> None:
+def test_infinity_is_read_as_a_number(text: str, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"key": {text}}}')
     assert read_json(tmp_path / "config.json")["key"] == expected
 
@@ -38,8 +39,8 @@ def test_nan_is_read_and_written() -> None:
     assert written == '{"key": [{"__float__": "NaN"}, 1.0, "NaN"]}'
 
 
-def test_a_directory_with_one_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
-    draft = made.plain()
+def test_infinity_is_written_as_transformers_does(tmp_path: Path) -> None:
+    draft = drafts.plain()
     draft.config["_limit"] = [0.0, {"__float__": "Infinity"}]
     source = draft.write(tmp_path / "source")
     write_hf_directory(tmp_path / "out", read_text_config(source), open_checkpoint(source))
@@ -48,7 +49,7 @@ def test_a_directory_with_one_is_written_as_transformers_writes_it(tmp_path: Pat
 
 
 def test_an_embedding_model_without_modules_json_is_not_only_called_incomplete(tmp_path: Path) -> None:
-    draft = made.plain()
+    draft = drafts.plain()
     draft.config["architectures"] = ["LlamaModel"]
     del draft.tensors["lm_head.weight"]
     folder = draft.write(tmp_path / "m")

@@ -1,4 +1,4 @@
-"""`inspect` on a checkpoint, and on one that cannot be loaded: every scale, and the reason."""
+"""`inspect` shows every scale of a checkpoint and, if it cannot be loaded, the reason."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""`inspect` exits 0 exactly where the directory loads: for the good and the bad checkpoints of all tests."""
+"""`inspect` exits with status 0 if and only if the directory loads, for the good and the poisoned checkpoints of all
+tests."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,20 +14,30 @@ from fp8serve.errors import Fp8ServeError
 from fp8serve.model.checkpoint import kv_scales, kv_scales_error, load_any_servable, open_checkpoint
 from fp8serve.model.config.decoder import is_encoder_directory
 from tests.compatibility.cases import make
-from tests.model import checkpoints as made
+from tests.model import checkpoints as drafts
 from tests.model.checkpoints import Draft
 from tests.model.encoders import FAMILIES, MODERN
 from tests.model.encoders import make as make_encoder
 from tests.model.oracle import write_tokenizer
 from tests.model.test_fp8_head import CASES as IN_FP8
 from tests.model.test_interop import quantization
-from tests.model.test_verify import FILE_POISONS, GOOD, NAN, POISONS, UP, each, put, told, without_config
+from tests.model.test_verify import (
+    FILE_POISONS,
+    GOOD,
+    NAN,
+    POISONS,
+    UP,
+    each,
+    put,
+    quant_config,
+    without_config,
+)
 
 Base = Callable[[], Draft]
 
 
 def loads(folder: Path) -> bool:
-    """Whether its weights can be served as they are stored, with the scales of its cache."""
+    """Returns whether the stored weights can be served, with the stored cache scales."""
     try:
         recipe = "stored" if open_checkpoint(folder).has_scales else "bf16"
         load_any_servable(folder, recipe)
@@ -38,7 +49,7 @@ def loads(folder: Path) -> bool:
 
 
 def agrees(folder: Path) -> bool:
-    """Whether the model loads, and `inspect` says so."""
+    """Asserts that the status of `inspect` says whether the model loads. Returns whether it loads."""
     found = loads(folder)
     assert main(["inspect", str(folder)]) == (0 if found else 1)
     return found
@@ -64,43 +75,43 @@ def test_a_poisoned_checkpoint(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILE_POISONS)
 def test_a_damaged_file(name: str, tmp_path: Path) -> None:
-    folder = made.sharded().write(tmp_path / "m")
+    folder = drafts.sharded().write(tmp_path / "m")
     FILE_POISONS[name][0](folder)
     agrees(folder)
 
 
-def of_size(block: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
-    """Scales as if each were of `block` x `block` numbers."""
+def with_blocks_of(block: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
+    """Replaces scales by ones for blocks of `block` x `block` elements."""
     return lambda scale: scale.repeat_interleave(128 // block, 0).repeat_interleave(128 // block, 1).to(dtype)
 
 
 def groups_of_32(draft: Draft) -> None:
-    for name in made.NAMES:
+    for name in drafts.NAMES:
         rows, columns = draft.tensors[f"{name}.weight"].shape
         draft.tensors[f"{name}.weight_scale"] = torch.full((rows, columns // 32), 1e-4)
 
 
 UNLOADABLE: dict[str, tuple[Base, Callable[[Draft], Any]]] = {
-    "blocks of another size than the config says": (made.blocks, each("weight_scale_inv", of_size(64))),
+    "blocks of another size than the config says": (drafts.blocks, each("weight_scale_inv", with_blocks_of(64))),
     "E8M0 as uint8 under 128 x 128": (
-        made.blocks, each("weight_scale_inv", lambda s: s.to(torch.float8_e8m0fnu).view(torch.uint8))),
-    "FP64 scales": (made.rows, each("weight_scale", Tensor.double)),
-    "FP32 groups of 32": (made.rows, groups_of_32),
-    "no quantization_config": (made.static, without_config),
-    "a fused scale of three": (made.static, put(f"{UP}.weight_scale", torch.full((3,), 1e-4))),
-    "static without input_scale": (made.rows, told(**quantization("ct-static"))),
+        drafts.blocks, each("weight_scale_inv", lambda s: s.to(torch.float8_e8m0fnu).view(torch.uint8))),
+    "FP64 scales": (drafts.rows, each("weight_scale", Tensor.double)),
+    "FP32 groups of 32": (drafts.rows, groups_of_32),
+    "no quantization_config": (drafts.static, without_config),
+    "a fused scale of three": (drafts.static, put(f"{UP}.weight_scale", torch.full((3,), 1e-4))),
+    "static without input_scale": (drafts.rows, quant_config(**quantization("ct-static"))),
     "a layer of no group": (
-        made.rows, lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["x"])),
+        drafts.rows, lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["x"])),
     "cache scales of only one layer": (
-        made.rows, lambda d: [put(f"model.layers.0.self_attn.{r}_scale", torch.ones(1))(d) for r in "kv"]),
-    "a k scale without a v scale": (made.rows, put("model.layers.0.self_attn.k_scale", torch.ones(1))),
-    "a k scale that is NaN": (made.static, put("model.layers.0.self_attn.k_scale", NAN)),
-    "an MXFP8 exponent too large": (lambda: made.mx(8), put(f"{UP}.weight_scale", 254, (0, 0))),
+        drafts.rows, lambda d: [put(f"model.layers.0.self_attn.{r}_scale", torch.ones(1))(d) for r in "kv"]),
+    "a k scale without a v scale": (drafts.rows, put("model.layers.0.self_attn.k_scale", torch.ones(1))),
+    "a k scale that is NaN": (drafts.static, put("model.layers.0.self_attn.k_scale", NAN)),
+    "an MXFP8 exponent too large": (lambda: drafts.mx(8), put(f"{UP}.weight_scale", 254, (0, 0))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNLOADABLE)
-def test_what_nothing_can_load(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unloadable_checkpoints(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, change = UNLOADABLE[name]
     draft = base()
     change(draft)
@@ -109,14 +120,14 @@ def test_what_nothing_can_load(name: str, tmp_path: Path, capsys: pytest.Capture
     assert "cannot be served: " in err or "can be served with a BF16 cache only: " in err
 
 
-def test_a_scale_that_loading_does_not_read_is_no_reason(tmp_path: Path) -> None:
-    draft = made.rows()
+def test_a_scale_that_is_not_read_does_not_change_the_status(tmp_path: Path) -> None:
+    draft = drafts.rows()
     draft.tensors[f"{UP}.input_scale"] = torch.zeros(1)
     assert agrees(draft.write(tmp_path / "m"))
 
 
 @pytest.mark.parametrize("name", ["exaone4", "nemotron", "olmoe", "gpt2"])
-def test_a_class_of_transformers_that_is_computed(name: str, tmp_path: Path) -> None:
+def test_a_model_of_the_transformers_backend(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     assert agrees(tmp_path)
 
@@ -127,7 +138,7 @@ def test_an_encoder(config: Any, tmp_path: Path) -> None:
     assert agrees(tmp_path)
 
 
-LAYERS = range(made.CONFIG["num_hidden_layers"])
+LAYERS = range(drafts.CONFIG["num_hidden_layers"])
 ONE = torch.full((1,), 0.01)
 Cache = dict[str, Tensor]
 
@@ -135,7 +146,7 @@ Cache = dict[str, Tensor]
 def cache(
     value: Tensor | list[float], layers: Iterable[int] = LAYERS, keys: tuple[str, ...] = ("k_scale", "v_scale")
 ) -> Cache:
-    """The same scale for the keys and values of each layer."""
+    """Returns cache scales of `value` for keys and values of each layer."""
     names = [f"model.layers.{layer}.self_attn.{key}" for layer in layers for key in keys]
     return {name: torch.as_tensor(value).clone() for name in names}
 
@@ -160,7 +171,7 @@ UNUSABLE = {
 
 
 def with_cache(scales: Cache, folder: Path) -> Path:
-    draft = made.static()
+    draft = drafts.static()
     kept = {key: tensor for key, tensor in draft.tensors.items() if not key.endswith(("k_scale", "v_scale"))}
     Draft(kept | scales, draft.config).write(folder)
     write_tokenizer(folder)
@@ -173,9 +184,9 @@ def generates(folder: Path, *options: str) -> bool:
 
 @pytest.fixture
 def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' tokenizer has more tokens than a draft's usual embedding."""
-    monkeypatch.setattr(made, "VOCABULARY", 320)
-    monkeypatch.setitem(made.CONFIG, "vocab_size", 320)
+    """Enlarges the embedding of drafts to the vocabulary of the tests' tokenizer."""
+    monkeypatch.setattr(drafts, "VOCABULARY", 320)
+    monkeypatch.setitem(drafts.CONFIG, "vocab_size", 320)
 
 
 @pytest.mark.usefixtures("vocabulary")
@@ -183,7 +194,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_usable_cache_scales(name: str, tmp_path: Path) -> None:
     folder = with_cache(USABLE[name], tmp_path / "m")
     assert main(["inspect", str(folder)]) == 0
-    assert main(["verify", str(folder)]) == (1 if name == "none" else 0)  # its configuration promises some
+    assert main(["verify", str(folder)]) == (1 if name == "none" else 0)  # the configuration declares cache scales
     assert generates(folder)
     assert generates(folder, "--kv-cache-dtype", "fp8") == (name != "none")
 

@@ -1,4 +1,4 @@
-"""Every spelling of the tables, as the project in question writes it, must give the same model."""
+"""Quantized checkpoints of other projects: every variant of keys, tensor names and shapes must give the same model."""
 
 import json
 import shutil
@@ -21,11 +21,11 @@ from fp8serve.model.verify import verify
 
 ModelDir = Callable[[str], Path]
 LINEAR = "model.layers.0.mlp.up_proj"
-INPUT = 0.05  # a dequantizing multiplier that BF16 holds approximately
+INPUT = 0.05  # a dequantizing scale that BF16 rounds
 
 
 def quantization(name: str) -> dict[str, Any]:
-    """`quantization_config` as the producers write it."""
+    """Returns `quantization_config` as the named producer writes it."""
 
     def args(strategy: str, dynamic: bool, **sizes: Any) -> dict[str, Any]:
         fixed = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
@@ -65,18 +65,20 @@ def torchao(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def granular(kind: str, **fields: Any) -> list[dict[str, Any]]:
-    """Of inputs and of weights."""
+    """Returns the granularity of inputs and of weights."""
     return [{"_type": kind, "_version": 1, "_data": fields}] * 2
 
 
 def quantize(weight: Tensor, per: str) -> tuple[Tensor, Tensor]:
-    """(FP8 weight, dequantizing scale): written independently of the product. Weights here are below 128 x 128."""
+    """Returns the FP8 weight and its dequantizing scale, computed independently of the product. Weights here are
+    smaller than 128 x 128."""
     amax = weight.abs().amax(1, keepdim=True) if per == "channel" else weight.abs().max()
     scale = amax / 448
     return (weight / scale).to(torch.float8_e4m3fn), scale
 
 
-# how the checkpoint is spelled: (config, weight scale name, per, shape of that scale, its dtype, input scale name)
+# (config, name of weight scales, their granularity, function from a scale to the stored tensor, name of input scales,
+# granularity of inputs)
 VARIANTS: dict[str, tuple[str, str, str, Callable[[Tensor], Tensor], str | None, str]] = {
     "ct-static": ("ct-static", "weight_scale", "tensor", lambda s: s.reshape(1).bfloat16(), "input_scale", "tensor"),
     "ct-static-fp32": ("ct-static", "weight_scale", "tensor", lambda s: s.reshape(1), "input_scale", "tensor"),
@@ -116,7 +118,7 @@ def edit(directory: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_spelling_is_read(variant: str, model_dir: ModelDir, tmp_path: Path) -> None:
+def test_every_variant_gives_the_same_model(variant: str, model_dir: ModelDir, tmp_path: Path) -> None:
     _, _, per, _, input_name, granularity = VARIANTS[variant]
     directory = write(model_dir("llama"), tmp_path / "m", variant)
     model = load_servable(directory)
@@ -127,11 +129,13 @@ def test_spelling_is_read(variant: str, model_dir: ModelDir, tmp_path: Path) -> 
         weight, scale = quantize(source.get_parameter(f"{name}.weight").detach(), per)
         assert torch.equal(layer.weight_q.view(torch.uint8), weight.view(torch.uint8))
         expected = scale.reshape(layer.weight_scale_inv.shape)
-        torch.testing.assert_close(layer.weight_scale_inv, expected, rtol=2**-8, atol=0)  # BF16 files round
+        torch.testing.assert_close(
+            layer.weight_scale_inv, expected, rtol=2**-8, atol=0
+        )  # some files hold scales rounded to BF16
         assert layer.weight_scale_inv.dtype is torch.float32
         assert layer.input_spec.granularity == granularity
         assert (layer.input_scale is not None) == (input_name is not None)
-        if layer.input_scale is not None:  # the file dequantizes, ours quantizes
+        if layer.input_scale is not None:  # the file has the dequantizing scale, fp8serve the quantizing one
             torch.testing.assert_close(layer.input_scale, torch.tensor(1 / INPUT), rtol=1e-6, atol=0)
 
 
@@ -139,7 +143,9 @@ def test_weight_only_checkpoints_keep_their_inputs_in_bf16(model_dir: ModelDir, 
     directory = write(model_dir("llama"), tmp_path / "m", "fp8-block")
     tensors = load_file(directory / "model.safetensors")
     for name in [n for n in tensors if n.endswith("weight_scale_inv")]:
-        tensors[name.removesuffix("_inv")] = tensors.pop(name).reshape(1, 1, 1, 1)  # ModelOpt's rank for FP8_PB_WO
+        tensors[name.removesuffix("_inv")] = tensors.pop(name).reshape(
+            1, 1, 1, 1
+        )  # ModelOpt stores FP8_PB_WO scales with 4 dimensions
     save_file(tensors, directory / "model.safetensors")
     edit(directory, quantization_config=quantization("modelopt-block"))
     layer = load_servable(directory).get_submodule(LINEAR)
@@ -151,7 +157,7 @@ def test_weight_only_checkpoints_keep_their_inputs_in_bf16(model_dir: ModelDir, 
     assert (layer(x) - exact).norm() < 2**-8 * exact.norm()
 
 
-def test_weights_of_torchao_alone_keep_their_inputs_too(model_dir: ModelDir, tmp_path: Path) -> None:
+def test_weight_only_torchao_checkpoints_keep_their_inputs_in_bf16(model_dir: ModelDir, tmp_path: Path) -> None:
     directory = write(model_dir("llama"), tmp_path / "m", "torchao-row")
     edit(directory, quantization_config=quantization("torchao-weights"))
     layer = load_servable(directory).get_submodule(LINEAR)
@@ -179,7 +185,9 @@ KV = {
 
 @pytest.mark.parametrize("producer", KV)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_kv_spellings(producer: str, dtype: torch.dtype, model_dir: ModelDir, tmp_path: Path) -> None:
+def test_cache_scales_are_read_by_every_name(
+    producer: str, dtype: torch.dtype, model_dir: ModelDir, tmp_path: Path
+) -> None:
     directory = write(model_dir("llama"), tmp_path / "m", "ct-static")
     tensors = load_file(directory / "model.safetensors")
     for layer in range(2):
@@ -237,7 +245,7 @@ def test_static_checkpoint_without_input_scale_is_refused(model_dir: ModelDir, t
 
 
 def changed(name: str, *path: str, to: Any) -> dict[str, Any]:
-    """The named configuration with one value replaced."""
+    """Returns the named configuration with some values replaced."""
     config = quantization(name)
     place: Any = config
     for key in path[:-1]:
@@ -316,22 +324,22 @@ def test_ragged_blocks(tmp_path: Path) -> None:
 
 
 def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
-    """Bad values in scales are found when they are used: opening looks at names and shapes only."""
+    """Opening checks names and shapes only; bad values of scales are found when they are used."""
     directory = write(model_dir("llama"), tmp_path / "m", "ct-static")
     add(directory, {f"{LINEAR}.input_scale": torch.tensor([0.0])})
     assert LINEAR in open_checkpoint(directory).fp8_linears
 
 
-def test_every_quantizing_scale_is_restored_from_what_is_stored() -> None:
+def test_quantizing_scales_are_restored_exactly() -> None:
     scales = [*(torch.rand(500, generator=torch.Generator().manual_seed(0)) * 1000), torch.tensor(8e37)]
     stored = [interop.to_dequantizing_scale(scale) for scale in scales]
-    assert any(note is not None for _, note in stored)  # 1 / (1 / s) is another number
+    assert any(note is not None for _, note in stored)  # 1 / (1 / s) may differ from s
     for scale, (value, note) in zip(scales, stored, strict=True):
         assert torch.equal(value, scale.reciprocal())
         assert torch.equal(interop.to_quantizing_scale("x", value.reshape(1), note), scale)
 
 
 @pytest.mark.parametrize("note", ["0x1.8p+3", "nan", "-0x1p+0", "0x1p+9999", "twelve"])
-def test_a_note_that_does_not_belong_to_its_number_is_not_believed(note: str) -> None:
-    """As in a file whose scales were changed and whose metadata were kept."""
+def test_metadata_that_contradict_a_stored_scale_are_ignored(note: str) -> None:
+    """This happens if a tool changes scales and keeps the metadata of a file."""
     assert interop.to_quantizing_scale("x", torch.tensor(0.5), note) == 2.0

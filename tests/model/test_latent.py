@@ -1,4 +1,5 @@
-"""DeepSeek: latent attention and its cache, group-limited routing, official FP8 blocks, layers that are left out."""
+"""DeepSeek: latent attention and its cache, group-limited routing, the official FP8 block format, and omitted
+layers."""
 
 import json
 from pathlib import Path
@@ -21,13 +22,13 @@ from tests.model.published import CONFIGS
 V3 = CONFIGS["deepseek-ai/DeepSeek-V3"]
 
 
-def rewritten(directory: Path, more: dict[str, torch.Tensor], **keys: Any) -> None:
-    """The model in `directory` with other tensors and keys."""
+def rewrite(directory: Path, more: dict[str, torch.Tensor], **keys: Any) -> None:
+    """Changes tensors and config.json keys of the model in `directory`."""
     save_file(load_file(directory / "model.safetensors") | more, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(read_json(directory / "config.json") | keys))
 
 
-def test_the_softmax_scale_counts_the_stretched_context() -> None:
+def test_the_softmax_scale_includes_the_yarn_factor() -> None:
     mscale = 0.1 * 1.0 * torch.tensor(40.0).log().item() + 1
     assert parse_config(V3).softmax_scale == pytest.approx(192**-0.5 * mscale**2)
     assert parse_config(V3 | {"rope_scaling": None}).softmax_scale == 192**-0.5
@@ -45,13 +46,13 @@ def test_the_softmax_scale_counts_the_stretched_context() -> None:
         ({"head_dim": 128}, "head_dim is 128 where 64 was expected"),
     ],
 )
-def test_what_cannot_be_right_is_refused(change: dict[str, Any], said: str) -> None:
+def test_invalid_sizes_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         parse_config(V3 | change)
 
 
 @pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3"])
-def test_the_cache_is_small_and_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
+def test_the_cache_holds_latent_vectors_and_answers_do_not_depend_on_the_batch(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path)
     prompts = [IDS, IDS[:5], [*IDS, *IDS], IDS[7:20]]
     how: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
@@ -64,7 +65,7 @@ def test_the_cache_is_small_and_answers_do_not_depend_on_the_batch(kind: str, tm
     assert found == [alone.generate([prompt], **how)[0].token_ids for prompt in prompts]
 
 
-def test_official_fp8_blocks_are_read_and_kv_b_proj_is_widened(tmp_path: Path) -> None:
+def test_official_fp8_blocks_are_read_and_kv_b_proj_is_dequantized(tmp_path: Path) -> None:
     make_model("deepseek-v3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     names = [f"{n}.weight" for n in load_servable(tmp_path, "bf16").linear_names()]
@@ -74,30 +75,35 @@ def test_official_fp8_blocks_are_read_and_kv_b_proj_is_widened(tmp_path: Path) -
         shape = [-(-size // 128) for size in tensors[name].shape]
         quantized, inverse = ops.quantize(tensors[name], scale=448 / amax)
         blocks |= {name: quantized, f"{name}_scale_inv": torch.full(shape, float(inverse))}
-    says = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    rewritten(tmp_path, blocks, quantization_config=says)
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+    rewrite(tmp_path, blocks, quantization_config=quantization)
     with torch.no_grad():
-        found = all_logits(load_servable(tmp_path), IDS)
+        actual = all_logits(load_servable(tmp_path), IDS)
         expected = all_logits(load_servable(tmp_path, "bf16"), IDS)
-    assert (found - expected).square().mean().sqrt() < 0.5 * expected.std()
+    assert (actual - expected).square().mean().sqrt() < 0.5 * expected.std()
     assert "model.layers.0.self_attn.kv_b_proj.weight" in open_checkpoint(tmp_path)
 
 
-def test_layers_that_predict_several_tokens_are_left_out_and_named(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_omitted_and_named(tmp_path: Path) -> None:
     make_model("deepseek-v3", tmp_path)
     behind = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.zeros(64)}
-    rewritten(tmp_path, behind, num_nextn_predict_layers=1)
+    rewrite(tmp_path, behind, num_nextn_predict_layers=1)
     found = open_checkpoint(tmp_path)
     assert found.omitted_modules == ("model.layers.3",)
     assert not any(name.startswith("model.layers.3.") for name in found)
-    rewritten(tmp_path, {"model.layers.4.enorm.weight": torch.zeros(64)})
+    rewrite(tmp_path, {"model.layers.4.enorm.weight": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"model\.layers\.4\.enorm\.weight, which .* does not have"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_attention_takes_the_keys_of_v3(cache: torch.dtype) -> None:
-    """128 heads over one key of 576 elements, which is the value, too."""
+    """128 heads share one key of 576 elements, which is also the value."""
     noise = torch.Generator().manual_seed(0)
     keys = (torch.randn(10, 16, 1, 576, generator=noise) * 0.3).to(cache)
     q = torch.randn(5, 128, 576, generator=noise).bfloat16()

@@ -1,4 +1,5 @@
-"""Chat templates in a process with limits: the same texts and errors, and an end to every hostile one."""
+"""`LimitedTemplate` renders chat templates in a child process with memory and time limits. Texts and errors are those
+of `ChatTemplate`, and hostile templates are ended."""
 
 import gc
 import os
@@ -25,6 +26,7 @@ CHAT: list[Message] = [
 ]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+# `{}` is run 99 times
 GROW = (
     "{{% set ns = namespace(s='xxxxxxxxxx', n=3) %}}{{% for i in range(99) %}}{}{{% endfor %}}{{{{ ns.s | length }}}}"
 )
@@ -41,37 +43,37 @@ HOSTILE = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% for a in range(99999) %}{{ lipsum(900, false, 900, 1000) }}{% endfor %}",
 ]
-RUNS_AWAY_FOR = "{% if 'bad' in messages[0].content %}{{ 'x' * 10**12 }}{% endif %}" + SIMPLE
+EXCEEDS_MEMORY_FOR_BAD_MESSAGES = "{% if 'bad' in messages[0].content %}{{ 'x' * 10**12 }}{% endif %}" + SIMPLE
 
 
-def children() -> set[str]:
-    """The processes that this one has started."""
+def child_processes() -> set[str]:
+    """Returns the ids of this thread's child processes."""
     return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
 
 
-def described(result: object) -> object:
+def comparable(result: object) -> object:
     return (type(result), str(result)) if isinstance(result, Fp8ServeError) else result
 
 
 @pytest.mark.parametrize("source", HOSTILE)
-def test_hostile_templates_end(source: str) -> None:
-    """Without limits these take hours or all memory: pytest's limit on a test would end them."""
+def test_hostile_templates_are_ended_with_an_error(source: str) -> None:
+    """Without limits, these templates would take hours or all memory."""
     with pytest.raises((ModelError, RequestError), match=r"^The model's chat template .*\.$"):
         LimitedTemplate(source, {}).render(CHAT)
 
 
-def test_texts_spans_and_errors_are_those_of_the_template_itself() -> None:
+def test_texts_spans_and_errors_equal_those_of_an_unlimited_template() -> None:
     markers, skipped = SpecialTokens(frozenset({"</s>"}), frozenset({"<s>", "</s>"})), {"tools": None, "x": 1}
     for source in FAMILIES.values():
         plain, limited = ChatTemplate(unmarked(source), TOKENS), LimitedTemplate(unmarked(source), TOKENS)
         batch = [Conversation(CHAT), Conversation(CHAT, (1,), skipped), Conversation(CHAT[:1]), Conversation(CHAT[1:])]
         results = limited.assistant_spans(batch, markers)
         expected = [result_or_error(assistant_spans, plain, conversation, markers) for conversation in batch]
-        assert list(map(described, results)) == list(map(described, expected))
+        assert list(map(comparable, results)) == list(map(comparable, expected))
         assert limited.takes_tools == plain.takes_tools
 
 
-def test_only_json_reaches_a_template() -> None:
+def test_messages_that_are_not_json_are_refused() -> None:
     limited = LimitedTemplate(SIMPLE, {})
     with pytest.raises(RequestError, match="holds a object, which is not a JSON value"):
         limited.render([{"role": "user", "content": object()}])
@@ -80,8 +82,8 @@ def test_only_json_reaches_a_template() -> None:
     assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
 
 
-def test_the_conversation_that_exceeds_a_limit_is_named(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=RUNS_AWAY_FOR)
+def test_the_row_whose_conversation_exceeds_a_limit_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=EXCEEDS_MEMORY_FOR_BAD_MESSAGES)
     rows = [ChatExample(tuple(CHAT[2:]), f"d:{i}") for i in range(9)]
     rows[5] = ChatExample(({"role": "user", "content": "bad"}, CHAT[3]), "d:5")
     done = tokenize_all(rows, Tokenizer.from_dir(tmp_path))
@@ -92,34 +94,34 @@ def test_the_conversation_that_exceeds_a_limit_is_named(tmp_path: Path) -> None:
         next(done)
 
 
-def test_a_template_that_ran_away_is_not_run_again() -> None:
-    limited = LimitedTemplate(RUNS_AWAY_FOR, {})
+def test_a_template_that_exceeded_a_limit_is_not_run_again() -> None:
+    limited = LimitedTemplate(EXCEEDS_MEMORY_FOR_BAD_MESSAGES, {})
     assert limited.render(CHAT[2:3]) == "<user>and</s>\n"
     for messages in ([{"role": "user", "content": "bad"}], CHAT[2:3]):
         with pytest.raises(ModelError, match="exceeds its memory limit"):
             limited.render(messages)
 
 
-def test_the_process_ends_with_its_owner() -> None:
-    before = children()
+def test_the_child_process_ends_with_its_template() -> None:
+    before = child_processes()
     limited = LimitedTemplate(SIMPLE, {})
-    assert children() == before
+    assert child_processes() == before
     limited.render(CHAT[2:3])
-    assert len(children() - before) == 1
+    assert len(child_processes() - before) == 1
     del limited
     gc.collect()
-    assert children() <= before
+    assert child_processes() <= before
 
 
-def test_a_process_with_limits_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_process_starts_no_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path, template=SIMPLE)
     monkeypatch.setattr(limited_process._is_child, "is_set", lambda: True)
-    before, tokenizer = children(), Tokenizer.from_dir(tmp_path)
+    before, tokenizer = child_processes(), Tokenizer.from_dir(tmp_path)
     assert tokenizer.chat(CHAT[2:3]) == "<user>and</s>\n"
-    assert children() == before
+    assert child_processes() == before
 
 
-def test_threads_and_forks_get_their_own_answers() -> None:
+def test_threads_and_forks_get_their_own_results() -> None:
     limited, results = LimitedTemplate("{{ messages[0].content }}", {}), dict[int, list[str]]()
 
     def work(number: int) -> None:

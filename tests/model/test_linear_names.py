@@ -1,4 +1,4 @@
-"""The names of layers that can have an adapter: they follow from the configuration, as the server needs them."""
+"""The names of layers that can have an adapter are derived from the configuration, without loading the model."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ print(json.dumps([names, "torch" in sys.modules]))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *CLASSES])
-def test_they_are_all_linear_layers_but_heads_routers_and_experts(name: str, tmp_path: Path) -> None:
+def test_adaptable_layers_are_all_linears_but_heads_routers_and_experts(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     config = read_config(tmp_path)
     model = build_on_meta(config)
@@ -36,7 +36,7 @@ def test_they_are_all_linear_layers_but_heads_routers_and_experts(name: str, tmp
 
 
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_neox", marks=pytest.mark.slow)])
-def test_they_are_known_without_torch(name: str, tmp_path: Path) -> None:
+def test_names_are_derived_without_importing_torch(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

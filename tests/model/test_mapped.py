@@ -1,4 +1,4 @@
-"""Mapped files: released pages leave this process's memory, and are there again when they are read."""
+"""Memory-mapped files: released pages leave the resident memory, and are loaded again when they are read."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def write(path: Path) -> Tensor:
 
 
 def resident_kib(path: Path) -> int:
-    """Of this process, in the mappings of a file."""
+    """Returns the resident memory of the file's mappings in this process, in KiB."""
     kib, ours = 0, False
     for line in SMAPS.read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -54,7 +54,7 @@ def test_released_pages_leave_memory_and_can_be_read_again(tmp_path: Path) -> No
 
 
 def test_neighbours_on_the_same_page_stay(tmp_path: Path) -> None:
-    """Only whole pages are released: data beside them are not lost."""
+    """Only whole pages are released, so that neighbouring data are not lost."""
     write(tmp_path / "file")
     whole = map_file(tmp_path / "file")
     whole[10_000], whole[50_000] = 1, 2

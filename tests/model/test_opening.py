@@ -1,4 +1,4 @@
-"""Files of a model directory are opened in one place, which follows no link out of the directory."""
+"""Files of a model directory are opened by one function, which follows no symbolic link out of the directory."""
 
 import ast
 import json
@@ -76,7 +76,9 @@ def test_links_inside_the_directory_are_followed(model: Path) -> None:
     for name in "abcde":
         assert content(open_member(model / name)) == b"content"
     assert content(open_member(model / "folder" / "file", root=model)) == b"content"
-    with pytest.raises(ModelError, match="link to a file outside"):  # the walk left the directory, if only to come back
+    with pytest.raises(
+        ModelError, match="link to a file outside"
+    ):  # the path leaves the directory, although it leads back into it
         open_member(model / "f")
 
 
@@ -86,7 +88,7 @@ def test_the_directory_itself_may_be_a_link(model: Path, tmp_path: Path) -> None
     assert list(open_shards(tmp_path / "link")) == list(open_shards(model))
 
 
-def test_the_hubs_cache_links_to_its_blobs_and_no_further(tmp_path: Path, secret: Path) -> None:
+def test_links_of_the_hub_cache_may_lead_only_to_its_blobs(tmp_path: Path, secret: Path) -> None:
     repository = tmp_path / "models--a--b"
     snapshot, blobs = repository / "snapshots" / "rev", repository / "blobs"
     (snapshot / "sub").mkdir(parents=True)
@@ -118,8 +120,8 @@ def test_a_file_that_a_person_names_may_be_a_link(tmp_path: Path, secret: Path) 
     assert content(open_member(real_path(link))).decode() == SECRET
 
 
-def test_a_link_that_is_swapped_while_files_are_opened_gives_nothing_away(model: Path, secret: Path) -> None:
-    """Whoever can write to the directory exchanges a file for a link all the time."""
+def test_a_link_swapped_in_while_files_are_opened_is_never_followed(model: Path, secret: Path) -> None:
+    """Another thread keeps exchanging a file for a link."""
     (model / "innocent").write_text("innocent")
     stop = threading.Event()
 
@@ -167,7 +169,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_every_reader_refuses_a_link_to_a_file_that_it_could_read(name: str, model: Path, tmp_path: Path) -> None:
-    """The target is the file itself, so that nothing else is wrong with it."""
+    """The link leads to a valid file, so that the link is the only reason to refuse it."""
     outside = tmp_path / "outside"
     if (model / name).exists():
         (model / name).rename(outside)
@@ -212,8 +214,8 @@ def test_scales_that_a_person_names_may_be_a_link(tmp_path: Path) -> None:
         load_scales(link)
 
 
-# Calls that open a file. Everything that reads a model's or an adapter's directory, or a checkpoint of a training run,
-# goes through `storage`; what is listed opens other files.
+# Modules that may call functions that open files. Files of models, adapters and training checkpoints must be opened
+# by `storage`; the modules listed here open other files.
 OPENING = {"open", "read_text", "read_bytes", "safe_open", "load_file", "from_file", "from_pretrained", "memmap",
            "fromfile", "copyfile", "copytree", "GGUFReader", "BoundedReader"}  # fmt: skip
 PARTS = ("model/**/*", "engine/**/*", "../calibrate/**/*", "train/**/*", "*.py", "server/serving/*",
@@ -242,8 +244,8 @@ OTHERS = {
 }
 
 
-def test_nothing_else_opens_a_models_files() -> None:
-    """A new call needs `storage.opening`, or a reason here."""
+def test_only_storage_opens_files_of_models() -> None:
+    """A new call must use `storage.opening`, or be listed above with a reason."""
     home = Path(fp8serve.__file__).parent
     files = [file for part in PARTS for file in home.glob(part) if file.suffix == ".py"]
     opening = {os.path.relpath(file, home) for file in files if _opens(ast.parse(file.read_text(encoding="utf-8")))}

@@ -1,4 +1,5 @@
-"""Texts and pairs are cut as tokenizers itself cuts them, and in a judge's prompt only the document is."""
+"""Truncation of texts and pairs equals that of the library tokenizers; of a reranking prompt, only the document is
+truncated."""
 
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 20), (20, 3), (20, 20), (9, 8), (0, 30), (30, 0), (20_000, 3)])
 @pytest.mark.parametrize("most", [5, 6, 12, 13, 40])
-def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int, int], most: int) -> None:
+def test_pairs_are_truncated_like_the_library(folder: Path, lengths: tuple[int, int], most: int) -> None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(most)
     pair = "a" * lengths[0], "b" * lengths[1]
@@ -28,14 +29,14 @@ def test_pairs_are_cut_as_tokenizers_cuts_them(folder: Path, lengths: tuple[int,
         assert Tokenizer.from_dir(folder).encode_pair(*texts, limit=most) == (expected.ids, expected.type_ids)
 
 
-def test_a_beginning_ends_with_a_token(folder: Path) -> None:
+def test_truncated_text_ends_at_a_token_boundary(folder: Path) -> None:
     tokenizer = Tokenizer.from_dir(folder)
     assert tokenizer.truncate_text("abcdef", 4) == "abcd"
     assert tokenizer.truncate_text("abcdef", 6) == tokenizer.truncate_text("abcdef", 9) == "abcdef"
     assert tokenizer.truncate_text("ab" * 100_000, 3) == "aba"
 
 
-def test_a_judges_prompt_stays_whole(folder: Path) -> None:
+def test_the_instructions_of_a_reranking_prompt_are_not_truncated(folder: Path) -> None:
     tokenizer, around = Tokenizer.from_dir(folder), ("xx", "y", "zz")
     asked = TextRequest("qq", "d" * 5000, 14, None, around)
     assert encode_text(tokenizer, asked)[0] == tokenizer.encode("xxqqyddddd" + "zz")

@@ -1,4 +1,5 @@
-"""Parquet files: the rows that JSON lines would give, values that nothing can hold, and files that expand."""
+"""Parquet files: rows equal those of JSON lines; values that Python cannot represent and files that expand too much are
+refused."""
 
 import subprocess
 import sys
@@ -52,12 +53,12 @@ def table(path: Path, **columns: Any) -> Path:
     return path
 
 
-def test_the_chats_that_were_written(tmp_path: Path) -> None:
+def test_chats_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     writer.write_table(pa.Table.from_pylist([{"messages": CHAT, "image": b"x", "source": "s"}]), path)
     (example,) = read_examples([path])
     assert isinstance(example, ChatExample)
-    assert list(example.messages) == CHAT  # without the nulls that Arrow adds to messages without calls
+    assert list(example.messages) == CHAT  # Arrow adds null for missing calls; these nulls are dropped
 
 
 @pytest.mark.parametrize("kind", CELLS)
@@ -69,7 +70,7 @@ def test_a_column_that_is_not_read_may_hold_anything(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", sorted(CELLS.keys() - {"dictionary"}))
-def test_a_column_that_is_read_and_is_no_text_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_text_column_of_another_type_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", text=CELLS[kind])
     with pytest.raises(DataError, match=r"a\.parquet:[12](: `text`| has only \[\]| has no value in)"):
         list(read_examples([path]))
@@ -79,13 +80,13 @@ def test_a_column_that_is_read_and_is_no_text_is_named(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_value_that_python_cannot_hold_names_its_row_and_column(kind: str, tmp_path: Path) -> None:
+def test_a_value_that_python_cannot_represent_is_refused_by_row_and_column(kind: str, tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", prompt=["a", "b"], answer=CELLS[kind])
     with pytest.raises(DataError, match=r"a\.parquet:[12]: `answer` cannot be read \(\w+.*\): .*\w"):
         list(GrpoReader(8).read_examples(path))
 
 
-def test_the_grader_gets_what_python_can_hold(tmp_path: Path) -> None:
+def test_the_grader_gets_all_values_that_python_can_represent(tmp_path: Path) -> None:
     cells = {kind: CELLS[kind] for kind in ("decimal", "map", "nested")} | {"day": pa.array([0, 1], pa.timestamp("us"))}
     first, second = GrpoReader(8).read_examples(table(tmp_path / "a.parquet", prompt=["a", "b"], **cells))
     assert first.row["decimal"] == Decimal("1.5")
@@ -95,7 +96,7 @@ def test_the_grader_gets_what_python_can_hold(tmp_path: Path) -> None:
     assert "decimal" not in second.row
 
 
-def test_none_of_the_columns(tmp_path: Path) -> None:
+def test_a_file_without_known_columns_is_refused(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", question=["a"], day=LATE[1:])
     with pytest.raises(DataError, match=r"a\.parquet:1 has only \['day', 'question'\]; give one of"):
         list(read_examples([path]))
@@ -151,7 +152,7 @@ except DataError as error:
 
 
 def test_decoding_takes_a_bounded_part_of_memory(tmp_path: Path) -> None:
-    """A page of a few bytes unpacks into more than that."""
+    """A page of a few bytes may unpack to much more."""
     for size, message in ((260 << 20, "takes more than 256 MiB of memory to read 64 rows"), (1 << 20, "1\n")):
         path, content = tmp_path / "a.parquet", pa.table({"text": ["a" * size]})
         writer.write_table(content, path, compression="zstd", use_dictionary=False, write_statistics=False)
@@ -161,7 +162,7 @@ def test_decoding_takes_a_bounded_part_of_memory(tmp_path: Path) -> None:
         assert message in result.stdout
 
 
-def test_what_is_no_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet", "PAR1")
     with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file that can be read"):
         list(read_examples([path]))
@@ -172,7 +173,7 @@ def test_what_is_no_parquet_file_is_one_sentence(tmp_path: Path, monkeypatch: py
             list(read_examples([path]))
         except DataError:
             continue
-    gone: Any = None  # what makes an import fail
+    gone: Any = None  # None makes the import fail
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", gone)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fp8serve\[parquet\]'"):
         list(read_examples([path]))

@@ -66,7 +66,7 @@ def test_file_has_the_published_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-def test_unusable_scale_is_refused_on_both_sides(bad: float, tmp_path: Path) -> None:
+def test_unusable_scale_is_refused_when_writing_and_reading(bad: float, tmp_path: Path) -> None:
     with pytest.raises(ScalesError, match=f"{KEY} has the scale {bad}, which cannot be served"):
         save_scales(tmp_path / "s", replace(STATE, tensors={KEY: TensorScale(torch.tensor(bad))}))
     assert not (tmp_path / "s").exists()
@@ -156,7 +156,7 @@ def test_cover_needs_every_input_and_no_stranger() -> None:
         check_covers(STATE, [], "x")
 
 
-def test_fingerprint_tells_models_apart_and_shardings_not(
+def test_fingerprint_depends_on_weights_and_not_on_sharding(
     model_dir: Callable[[str], Path], llama: Path, tmp_path: Path
 ) -> None:
     base = fingerprint(llama)
@@ -191,7 +191,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model_type", RECORDED)
-def test_fingerprints_are_those_of_files_that_are_out_there(model_type: str, tmp_path: Path) -> None:
+def test_fingerprints_of_earlier_versions_are_unchanged(model_type: str, tmp_path: Path) -> None:
     name, keys, expected = RECORDED[model_type]
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
              "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip

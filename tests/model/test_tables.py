@@ -24,7 +24,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_a_json_array_and_json_lines_that_are_called_json(tmp_path: Path) -> None:
+def test_a_json_file_may_hold_an_array_or_json_lines(tmp_path: Path) -> None:
     rows = [{"text": "one"}, {"prompt": "p", "completion": "c"}]
     for name, content in {"a": json.dumps(rows, indent=1), "b": "\n".join(map(json.dumps, rows))}.items():
         path = write(tmp_path / f"{name}.json", content)
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_named(name: str, content: str | bytes, message: str, t
 
 
 def test_an_array_is_read_element_by_element(tmp_path: Path) -> None:
-    """However it is broken into lines, with elements longer and shorter than what is read at once."""
+    """Line breaks may be anywhere, and elements longer or shorter than a read buffer."""
     rows = [{"text": f"{i} \u00e9\U0001f600" * (50_000 if i % 5 == 2 else 3)} for i in range(12)]
     for indent in (None, 2):
         path = write(tmp_path / "a.json", " \n" * 70_000 + json.dumps(rows, indent=indent, ensure_ascii=False))

@@ -1,4 +1,5 @@
-"""A lower bound of a text's tokens: never above their number, on every kind of tokenizer; None if uncertain."""
+"""The lower bound of a text's number of tokens never exceeds it, for every kind of tokenizer; it is None if no bound is
+known."""
 
 import unicodedata
 from collections.abc import Callable
@@ -15,7 +16,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def byte_level(normalizer: object = None, without: str = "", use_regex: bool = True) -> tokenizers.Tokenizer:
-    """A few merges over bytes, as GPT-2, Llama 3 and Qwen have."""
+    """A byte-level BPE with a few merges, like those of GPT-2, Llama 3 and Qwen."""
     symbols = [symbol for symbol in ALPHABET if symbol not in without]
     pairs = [(a, b) for a, b in [("a", "b"), ("ab", "ab"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("e", "Ì")] if a[0] in symbols]
     vocab = {symbol: i for i, symbol in enumerate([*symbols, *("".join(pair) for pair in pairs)])}
@@ -28,7 +29,7 @@ def byte_level(normalizer: object = None, without: str = "", use_regex: bool = T
 
 
 def sentencepiece(unknown: bool = False) -> tokenizers.Tokenizer:
-    """Characters with bytes to fall back on, as Llama 2 and Mistral have."""
+    """A BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
     known = ["<unk>", *([] if unknown else BYTE_TOKENS), "▁", "a", "b", "ab", "▁▁"]
     vocab = {token: i for i, token in enumerate(known)}
     model = models.BPE(
@@ -100,7 +101,7 @@ TEXTS = st.text() | st.lists(st.sampled_from(HARD), max_size=60).map("".join) | 
 
 
 @pytest.mark.parametrize("name", CERTAIN)
-def test_a_text_has_never_fewer_tokens(name: str) -> None:
+def test_a_text_never_has_fewer_tokens_than_the_bound(name: str) -> None:
     backend = CERTAIN[name]()
     bound = token_length_bound(backend)
     assert bound is not None
@@ -117,11 +118,11 @@ def test_a_text_has_never_fewer_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
-def test_where_characters_can_vanish_nothing_is_claimed(name: str) -> None:
+def test_tokenizers_that_may_drop_characters_have_no_bound(name: str) -> None:
     assert token_length_bound(UNCERTAIN[name]()) is None
 
 
 def test_the_factors_of_composition_hold_for_every_character() -> None:
-    """No character comes from more than four by composition, or eighteen with compatibility."""
+    """NFC composes a character from at most four characters, and NFKC from at most eighteen."""
     for form, most in (("NFD", 4), ("NFKD", 18)):
         assert max(len(unicodedata.normalize(form, chr(code))) for code in range(0x110000)) <= most

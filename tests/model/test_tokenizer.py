@@ -1,4 +1,5 @@
-"""Ids as transformers', chats included, and streams whose pieces add up to the whole on any ids."""
+"""The tokenizer: ids of texts and chats equal those of transformers, and streamed pieces add up to the decoded text for
+any ids."""
 
 import json
 import subprocess
@@ -86,7 +87,7 @@ def test_chat_equals_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["Well", "Well, ", " Well,\n", "a"])
 @pytest.mark.parametrize("name", ["plain", "llama-2", "loop-controls", "macro", "generation"])
-def test_a_begun_chat_equals_transformers(name: str, text: str, tmp_path: Path) -> None:
+def test_continuing_the_last_message_equals_transformers(name: str, text: str, tmp_path: Path) -> None:
     theirs: Any = write_tokenizer(tmp_path, template=TEMPLATES[name])
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
@@ -145,7 +146,7 @@ def test_missing_and_damaged_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
-def test_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with pytest.raises(RequestError, match="not valid Unicode"):
         Tokenizer.from_dir(tmp_path).encode("\ud800")
@@ -184,9 +185,9 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
 @settings(max_examples=500)
 @given(data=st.data())
 def test_bytes_are_decoded_as_the_library_decodes_windows(skip: bool, data: st.DataObject) -> None:
-    """Piece by piece: what is held back is the same, too."""
+    """Every piece is equal, so that the same bytes are held back."""
     subject = STREAMED["byte-level"]
-    lead = [i for i in range(subject.vocab_size) if subject.token_bytes(i)[-1:] >= b"\xc0"]  # a character goes on
+    lead = [i for i in range(subject.vocab_size) if subject.token_bytes(i)[-1:] >= b"\xc0"]  # an incomplete character
     ids = data.draw(st.lists(st.integers(0, subject.vocab_size + 1) | st.sampled_from(lead), max_size=40))
     fast, slow = subject.stream(skip), WindowStream(subject, skip)
     assert isinstance(fast, ByteStream)
@@ -236,13 +237,13 @@ def test_plain_tokens_are_not_held_back() -> None:
     assert [stream.push(i) for i in subject.encode("the inning")] == ["", "the", " ", "in", "n", "ing"]
 
 
-def test_a_character_comes_out_with_its_last_byte() -> None:
+def test_a_character_is_returned_with_its_last_byte() -> None:
     subject = STREAMED["byte-level"]
     stream = subject.stream()
     assert [stream.push(i) for i in subject.encode("😀", add_special_tokens=False)] == ["", "", "", "😀"]
 
 
-def test_flush_gives_what_was_held_and_starts_anew() -> None:
+def test_flush_returns_the_held_bytes_and_resets_the_stream() -> None:
     subject = STREAMED["byte-level"]
     stream = subject.stream()
     assert stream.push(subject.encode("😀", add_special_tokens=False)[0]) == ""

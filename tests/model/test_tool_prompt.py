@@ -1,4 +1,4 @@
-"""Tools for templates that know none, and templates that know them left alone."""
+"""Tools are written into the prompt as text for templates without tools; templates with tools get them as arguments."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert rest == f"Time?<assistant>{WRITTEN}\n{WRITTEN}<user>now returned:\n12:00\nThe function returned:\n12:01"
 
 
-def test_tools_stand_behind_what_the_system_message_says() -> None:
+def test_tools_follow_the_text_of_the_system_message() -> None:
     said = [{"role": "system", "content": "Be brief."}, *TALK[:1]]
     text = ChatTemplate(PLAIN, {}).render(said, variables={"tools": TOOLS})
     assert text.startswith("<system>Be brief.\n\n# Tools")
@@ -38,7 +38,7 @@ def test_a_template_that_knows_calls_writes_them_itself() -> None:
     assert text.endswith(json.dumps([CALL, CALL]) + "<tool>12:00<tool>12:01")
 
 
-def test_a_template_that_takes_tools_gets_them_as_they_are() -> None:
+def test_a_template_with_tools_gets_them_unchanged() -> None:
     template = ChatTemplate("{{ tools | tojson }}" + PLAIN, {})
     assert template.render(TALK[:1], variables={"tools": TOOLS}) == json.dumps(TOOLS) + "<user>Time?"
     assert template.render(TALK[:1], variables={"tools": None}) == "null<user>Time?"

@@ -1,4 +1,4 @@
-"""Transformer Engine's `_extra_state`: look-alike payloads are read to the bit, hostile ones are refused.
+"""Transformer Engine's `_extra_state`: valid payloads are read exactly, hostile ones are refused.
 
 The payloads are made by Python's and torch's own writers from classes of Transformer Engine's names; there is no
 Transformer Engine here. Every hostile payload would do its harm if it were unpickled, which one test shows.
@@ -78,13 +78,13 @@ FAKES = {
 
 
 RECIPES = "transformer_engine.common.recipe"
-for _alias, _fake in FAKES.items():  # so that Python's pickler writes Transformer Engine's names
+for _alias, _fake in FAKES.items():  # pickle then writes Transformer Engine's names
     _fake.__module__, _fake.__qualname__, _fake.__name__ = RECIPES, _alias, _alias
 
 
 @pytest.fixture(autouse=True)
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules in which the pickler looks up the names."""
+    """Creates the modules in which pickle looks up these names."""
     module: Any = types.ModuleType(RECIPES)
     module.__dict__.update(FAKES)
     for name in ("transformer_engine", "transformer_engine.common"):
@@ -128,7 +128,7 @@ def read(state: torch.Tensor) -> te.ModuleState:
 
 
 @pytest.mark.parametrize("protocol", range(3, 6))
-def test_a_module_is_read_to_the_bit(protocol: int) -> None:
+def test_the_state_of_a_module_is_read_exactly(protocol: int) -> None:
     value = payload()
     found = read(as_state(pickle.dumps(value, protocol=protocol)))
     assert found.recipe == DelayedScaling(margin=1, amax_history_len=N)
@@ -140,7 +140,7 @@ def test_a_module_is_read_to_the_bit(protocol: int) -> None:
         assert torch.equal(history, value[f"amax_history_{part}"][:, column])
 
 
-def test_the_form_of_1x_is_read() -> None:
+def test_the_format_of_version_1_is_read() -> None:
     scale = torch.tensor([2.0, 4.0, 8.0])
     found = read(saved(scale_fwd=scale, scale_inv_fwd=1 / scale, scale_inv_bwd=torch.ones(2)))
     assert found.recipe == DelayedScaling(amax_history_len=N)
@@ -358,8 +358,8 @@ def test_hostile_payloads_are_refused_and_do_nothing(monkeypatch: pytest.MonkeyP
     assert not hasattr(sys, "harmed")
 
 
-def test_the_witness_would_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle of the test above: Python's own unpickler does run these payloads."""
+def test_pickle_runs_the_hostile_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This proves that the payloads of the test above are harmful."""
     for name, data in code().items():
         monkeypatch.delattr(sys, "harmed", raising=False)
         pickle.loads(data)
@@ -367,8 +367,8 @@ def test_the_witness_would_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "harmed", raising=False)
 
 
-def test_what_is_only_strange_is_not_run_either() -> None:
-    """A call that is not read remains a record of two names."""
+def test_unknown_callables_are_not_run() -> None:
+    """A callable that the reader does not know is only recorded by its name."""
     found = read(pickled(unknown=Harm(builtins.exec, "raise SystemExit")))
     assert len(found.tensors) == 1
 
@@ -392,7 +392,7 @@ def test_what_is_only_strange_is_not_run_either() -> None:
         ({"forward": {}}, "operation fuser"),
     ],
 )
-def test_what_cannot_be_a_state_is_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_states_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ScalesError, match=sentence):
         te.read_module(pickled(**changes))
 
@@ -429,7 +429,7 @@ def test_plain_values_are_what_python_reads(value: Any, protocol: int) -> None:
         ),
     ],
 )
-def test_names(module: str, linears: Any) -> None:
+def test_modules_are_matched_by_name(module: str, linears: Any) -> None:
     assert te.linears_of(module) == linears
 
 
@@ -445,7 +445,7 @@ def test_fused_projections_share_their_scales() -> None:
     assert len({float(e.scale) for k, e in found.tensors.items() if k.endswith("weight")}) == 1
 
 
-def test_modules_that_are_not_known_need_a_name_or_a_pattern() -> None:
+def test_unknown_modules_need_a_name_or_a_pattern() -> None:
     states = {"a.b._extra_state": pickled(), "c._extra_state": pickled()}
     with pytest.raises(ScalesError, match=r"a\.b is not a module"):
         te.import_states(states)
@@ -480,7 +480,7 @@ def checkpoint(linears: list[str], length: int = N) -> ScalingCheckpoint:
 
 
 @pytest.mark.parametrize("gemms", [1, 2])
-def test_what_is_exported_comes_back_to_the_bit(gemms: int) -> None:
+def test_an_exported_state_is_read_back_exactly(gemms: int) -> None:
     linears = ["fc1", "fc2"][:gemms]
     ours = checkpoint(linears)
     back = te.import_states({"m._extra_state": te.export_module(ours, linears)}, names={"m": [[n] for n in linears]})
@@ -491,7 +491,7 @@ def test_what_is_exported_comes_back_to_the_bit(gemms: int) -> None:
         assert torch.equal(back.tensors[key].amax_history, entry.amax_history)  # type: ignore[arg-type]
 
 
-def test_an_export_is_what_transformer_engine_unpickles() -> None:
+def test_an_export_can_be_unpickled_like_transformer_engine_does() -> None:
     """Its set_extra_state: pickle.loads, then these keys; without a recipe it assumes DelayedScaling()."""
     ours = checkpoint(["P"])
     found = pickle.loads(te.export_states(ours)["P._extra_state"].numpy().tobytes())
@@ -501,10 +501,10 @@ def test_an_export_is_what_transformer_engine_unpickles() -> None:
     }  # fmt: skip
     assert found["extra_fp8_variables"]["num_gemms"] == 1
     assert torch.equal(found["scale_fwd"][1], ours.tensors["P.weight"].scale)
-    assert float(found["scale_fwd"][2]) == 1.0  # the output, which neither of us quantizes
+    assert float(found["scale_fwd"][2]) == 1.0  # the output, which neither project quantizes
 
 
-def test_what_cannot_be_exported_is_refused() -> None:
+def test_scales_that_cannot_be_exported_are_refused() -> None:
     with pytest.raises(ScalesError, match="no delayed state"):
         te.export_module(checkpoint(["P"]), ["Q"])
     with pytest.raises(ScalesError, match="one or two"):
@@ -550,8 +550,8 @@ def _mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damage_is_refused_or_harmless(seed: int) -> None:
-    """Whatever happens to the bytes: a state whose scales are usable, nothing, or one sentence. Never another error."""
+def test_randomly_damaged_payloads_are_refused_or_harmless(seed: int) -> None:
+    """The result is a state with usable scales, None, or one sentence, and never another exception."""
     chance = random.Random(seed)
     originals = [bytes(state.numpy()) for state in (pickled(), saved(), pickled(gemms=2))]
     for _ in range(150):

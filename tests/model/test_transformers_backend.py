@@ -1,4 +1,5 @@
-"""Models without a family: needs of transformers' classes are found out; others are refused."""
+"""The transformers backend, for models without a family: what a class of transformers needs is detected, and classes
+that need unsupported features are refused."""
 
 import json
 import re
@@ -27,17 +28,20 @@ from tests.compatibility.cases import BY_TRANSFORMERS, make
 from tests.model.oracle import SIZES, all_logits, class_of, make_random, write_tokenizer
 
 
-def described(model_type: str, **more: Any) -> Any:
+def parse(model_type: str, **more: Any) -> Any:
     return parse_config({"model_type": model_type, **SIZES, "pad_token_id": 2, **more})
 
 
 def test_windows_heads_and_scales_are_those_of_the_class() -> None:
-    config = described("exaone4", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4)
+    config = parse("exaone4", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4)
     assert config.layer_windows == (8, 8, 8, None)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert described("starcoder2", sliding_window=1024).layer_windows == (None, None)  # longer than the context
-    assert described("gpt_bigcode").num_kv_heads == 1
-    assert described("opt").softmax_scale == 1.0  # its queries are scaled before
+    assert parse("starcoder2", sliding_window=1024).layer_windows == (
+        None,
+        None,
+    )  # the window is longer than the context
+    assert parse("gpt_bigcode").num_kv_heads == 1
+    assert parse("opt").softmax_scale == 1.0  # its queries are already scaled
 
 
 OWN_ATTENTION = "computes its attention or its positions in a way of its own"
@@ -86,9 +90,9 @@ OWN_ATTENTION = "computes its attention or its positions in a way of its own"
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more: dict[str, Any], why: str) -> None:
+def test_unsupported_models_are_refused_in_one_sentence(model_type: str, more: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why) as refused:
-        described(model_type, **more)
+        parse(model_type, **more)
     assert "\n" not in str(refused.value)
     assert str(refused.value).count(". ") == 0
     assert not re.search(
@@ -96,12 +100,12 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(model_type: str, more:
     )
 
 
-def test_every_mixture_that_is_computed_goes_through_every_room() -> None:
+def test_every_supported_mixture_is_in_the_compatibility_tests() -> None:
     tested = {name for name, (_, options, _) in BY_TRANSFORMERS.items() if "num_experts_per_tok" in options}
     assert tested == set(TESTED_MIXTURES)
 
 
-def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+def test_a_class_that_changes_logits_is_refused_on_loading(tmp_path: Path) -> None:
     torch.manual_seed(0)
     options = SIZES | {"head_dim": 16, "pad_token_id": 2, "final_logit_softcapping": 5.0}
     model = transformers.VaultGemmaForCausalLM(transformers.VaultGemmaConfig(**options))
@@ -111,7 +115,7 @@ def test_a_class_that_changes_logits_is_refused_as_it_is_loaded(tmp_path: Path) 
 
 
 def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read as weights they would be rounded, and trained."""
+    """If they were read as weights, they would be rounded, and trained."""
     mlp = transformers.models.helium.modeling_helium.HeliumMLP
     plain = mlp.__init__
 
@@ -125,10 +129,10 @@ def test_a_class_whose_files_hold_buffers_is_refused(tmp_path: Path, monkeypatch
         load_servable(tmp_path, "bf16")
 
 
-def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
+def test_a_class_that_mixes_tokens_outside_attention_is_refused_on_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the MLP reads the token before, so that the first token of a sequence reads the last one of another."""
+    """The MLP of this class reads the previous token, so that the first token of a sequence reads another sequence."""
     make("helium", tmp_path)
     mlp = transformers.models.helium.modeling_helium.HeliumMLP
     plain = mlp.forward
@@ -137,8 +141,10 @@ def test_a_class_in_which_tokens_meet_elsewhere_is_refused_as_it_is_loaded(
         load_servable(tmp_path, "bf16")
 
 
-def test_every_token_of_a_mixture_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one token in fourteen is wrong: the first of the second sequence reads the last of the first one."""
+def test_the_check_on_loading_compares_every_token_of_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token in fourteen is wrong: the first token of the second sequence reads the last one of the first."""
     make("ernie4_5_moe", tmp_path)
     mixture = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeSparseMoeBlock
     plain, (first, _) = mixture.forward, check.CHECK_LENGTHS
@@ -154,8 +160,10 @@ def test_every_token_of_a_mixture_is_compared(tmp_path: Path, monkeypatch: pytes
         load_servable(tmp_path, "bf16")
 
 
-def test_another_choice_of_experts_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here packed sequences are routed by the smallest logits."""
+def test_the_check_on_loading_detects_another_choice_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router of this class chooses the smallest logits for packed sequences."""
     make("ernie4_5_moe", tmp_path)
     router = transformers.models.ernie4_5_moe.modeling_ernie4_5_moe.Ernie4_5_MoeTopKRouter
     plain = router.forward
@@ -166,8 +174,9 @@ def test_another_choice_of_experts_is_found(tmp_path: Path, monkeypatch: pytest.
 
 
 @torch.no_grad()
-def test_a_few_of_many_experts_say_what_the_class_says_where_rounding_chooses_none(tmp_path: Path) -> None:
-    """In FP32: 64 greedy tokens of the class are what our logits would have chosen, with equal logits all along."""
+def test_a_mixture_with_few_active_experts_equals_its_class_in_fp32(tmp_path: Path) -> None:
+    """In FP32, rounding does not change the choice of experts: logits are equal to rounding, and the 64 greedy tokens
+    of the class are those that fp8serve would choose."""
     options = SIZES | {"num_experts": 7, "num_experts_per_tok": 2, "pad_token_id": 2}
     theirs = make_random("Olmoe", options, tmp_path, torch.float32)
     prompt = torch.randint(3, 256, (1, 60), generator=torch.Generator().manual_seed(1))
@@ -181,7 +190,7 @@ def test_a_few_of_many_experts_say_what_the_class_says_where_rounding_chooses_no
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8serve.model.config.decoder.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"'helium' is not supported; .*pip install 'fp8serve\[transformers\]'"):
-        described("helium")
+        parse("helium")
 
 
 def test_a_family_imports_no_transformers(tmp_path: Path) -> None:

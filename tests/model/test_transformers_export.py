@@ -39,7 +39,7 @@ def train(model: nn.Module, steps: int = 3, recipe: Recipe | None = RECIPE) -> n
 
 
 def trained(folder: Path, kind: str = "llama", recipe: Recipe | None = RECIPE, **options: Any) -> Any:
-    """A model loaded from `folder`/base, a tokenizer beside it, converted and trained."""
+    """Returns a model loaded from `folder`/base (which also gets a tokenizer), converted to FP8 and trained."""
     model = make_model(kind, folder / "base", **options)
     write_tokenizer(folder / "base")
     return train(convert(model), recipe=recipe)
@@ -71,7 +71,7 @@ def logits(model: Any, recipe: Recipe) -> Tensor:
         "apertus",
     ],
 )
-def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
+def test_the_served_model_has_the_logits_of_training(kind: str, tmp_path: Path) -> None:
     model = trained(tmp_path, kind)
     assert fp8serve.export(model, tmp_path / "out", recipe=RECIPE) == tmp_path / "out"
     served = load_servable(tmp_path / "out")
@@ -88,7 +88,7 @@ def test_what_was_trained_is_what_is_served(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj", "model.embed_tokens"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_that_diverged_is_not_written(name: str, value: float, tmp_path: Path) -> None:
+def test_a_diverged_model_is_refused(name: str, value: float, tmp_path: Path) -> None:
     model = trained(tmp_path)
     model.get_parameter(f"{name}.weight").data[0, 0] = value
     with pytest.raises(ModelError, match=rf"The weight {name}.weight holds NaN or an infinity; a model that diverged"):
@@ -96,7 +96,7 @@ def test_a_model_that_diverged_is_not_written(name: str, value: float, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_histories_of_training_go_with_the_model(tmp_path: Path) -> None:
+def test_amax_histories_of_training_are_exported(tmp_path: Path) -> None:
     model = trained(tmp_path)
     fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
     kept = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
@@ -138,7 +138,7 @@ def test_recipes_without_state_are_exported_by_content(recipe: Recipe, granulari
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(override_linear_precision=(True, False, False))])
-def test_what_was_not_in_fp8_is_not_served_in_fp8(recipe: Recipe | None, tmp_path: Path) -> None:
+def test_layers_trained_in_high_precision_are_served_in_high_precision(recipe: Recipe | None, tmp_path: Path) -> None:
     model = trained(tmp_path, recipe=recipe)
     fp8serve.export(model, tmp_path / "out", recipe=recipe)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
@@ -146,7 +146,7 @@ def test_what_was_not_in_fp8_is_not_served_in_fp8(recipe: Recipe | None, tmp_pat
     assert torch.equal(found.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its tracer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch's tracer
 def test_wrappers_do_not_change_what_is_written(tmp_path: Path) -> None:
     model = trained(tmp_path)
     fp8serve.export(model, tmp_path / "plain", recipe=RECIPE)
@@ -178,7 +178,7 @@ def test_the_tokenizer_comes_from_where_the_caller_says(how: str, tmp_path: Path
     assert loaded.chat_template == "{{ messages[0]['content'] }}"
 
 
-def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
+def test_models_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     model, out = trained(tmp_path), tmp_path / "out"
     bloom = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32)
     partly = convert(make_model("llama", tmp_path / "partly"), skip=("lm_head", "down_proj"))
@@ -208,7 +208,7 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
 
 
 class Own(transformers.LlamaForCausalLM):
-    """A user's own subclass, which computes what its base computes."""
+    """A user's subclass with the computation of its base class."""
 
 
 def test_the_class_of_the_model_decides_the_architecture(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2: weights that lie transposed in files are turned where they are read and written, and nowhere else."""
+"""GPT-2 stores its weights transposed: they are transposed when files are read and written, and nowhere else."""
 
 import json
 from pathlib import Path
@@ -32,8 +32,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_file_as_it_was_published_is_read(gpt2: Path, tmp_path: Path) -> None:
-    """Without the name of the base, and with masks; `c_attn.bias` ends as a mask does."""
+def test_the_published_file_is_read(gpt2: Path, tmp_path: Path) -> None:
+    """Published names have no prefix, and there are mask buffers; `c_attn.bias` has the same suffix as a mask."""
     expected = {name: tensor.clone() for name, tensor in open_checkpoint(gpt2).items()}
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(gpt2 / "model.safetensors").items()}
     masks = {"h.0.attn.bias": torch.ones(1, 1, 256, 256), "h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -44,7 +44,7 @@ def test_a_file_as_it_was_published_is_read(gpt2: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_head_that_is_not_the_embedding_is_refused(gpt2: Path, tmp_path: Path) -> None:
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(gpt2: Path, tmp_path: Path) -> None:
     tensors = load_file(gpt2 / "model.safetensors")
     (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
     save_file(tensors | {"lm_head.weight": tensors["transformer.wte.weight"] + 1}, tmp_path / "model.safetensors")
@@ -53,7 +53,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(gpt2: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
-def test_scales_of_rows_and_blocks_are_turned_with_their_weight(recipe: str, gpt2: Path, tmp_path: Path) -> None:
+def test_row_and_block_scales_are_transposed_with_their_weight(recipe: str, gpt2: Path, tmp_path: Path) -> None:
     calibrate(gpt2, out=tmp_path / "out", recipe=from_name(recipe), **SAMPLES)
     stored = load_file(tmp_path / "out/model.safetensors")
     assert stored[f"{LINEAR}.weight"].shape == (64, 96)
@@ -63,7 +63,7 @@ def test_scales_of_rows_and_blocks_are_turned_with_their_weight(recipe: str, gpt
     assert verify(tmp_path / "out") == []
 
 
-def test_a_run_that_stopped_goes_on_and_its_checkpoint_is_read_by_transformers(gpt2: Path, tmp_path: Path) -> None:
+def test_a_training_run_resumes_and_transformers_reads_its_result(gpt2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "the in", "completion": " thing"}) + "\n")
     options = {"model": str(gpt2), "data": [str(data)], "seq_len": 32, "batch_size": 1, "max_steps": 2}

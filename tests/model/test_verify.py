@@ -1,4 +1,5 @@
-"""A poisoned corpus: every checkpoint of it gets the right finding, and good ones get none."""
+"""`verify` on a corpus of faulty checkpoints ("poisons"): each gets the right finding, and good checkpoints get
+none."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from fp8serve.cli import main
 from fp8serve.errors import ModelError
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.verify import CHECKS, verify
-from tests.model import checkpoints as made
+from tests.model import checkpoints as drafts
 from tests.model.checkpoints import Draft
 from tests.model.oracle import state_for
 
@@ -25,15 +26,16 @@ UE8M0 = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "u
 
 def torchao() -> Draft:
     kind = {"_type": "Float8DynamicActivationFloat8WeightConfig", "_data": {"granularity": None}}
-    draft = made.fp8({"quant_method": "torchao", "quant_type": {"default": kind}}, "row", "_weight_scale")
+    draft = drafts.fp8({"quant_method": "torchao", "quant_type": {"default": kind}}, "row", "_weight_scale")
     for key in [key for key in draft.tensors if key.endswith("._weight_scale")]:
         draft.tensors[key.replace("_scale", "_qdata")] = draft.tensors.pop(key.replace("._weight_scale", ".weight"))
     return draft
 
 
 def static_experts() -> Draft:
-    """As transformers writes them: a scale for each half of a stack of gate and up, and one for each expert's input."""
-    draft = made.stacked()
+    """Stacked experts as transformers writes them: one weight scale each for gate and up, and one input scale per
+    expert."""
+    draft = drafts.stacked()
     for key in [key for key in draft.tensors if key.endswith("_scale_inv") and ".experts." not in key]:
         draft.tensors[key] = draft.tensors[key].max()
         draft.tensors[key.replace("weight_scale_inv", "input_scale")] = torch.tensor(0.01)
@@ -49,7 +51,7 @@ def static_experts() -> Draft:
 
 
 def e8m0() -> Draft:
-    return made.fp8(UE8M0, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True)
+    return drafts.fp8(UE8M0, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True)
 
 
 def exponent(value: int) -> Callable[[Draft], None]:
@@ -67,42 +69,42 @@ def without_last(key: str) -> Callable[[Draft], None]:
 
 
 GOOD: dict[str, Callable[[], Draft]] = {
-    "BF16": made.plain,
-    "compressed-tensors, static": made.static,
-    "compressed-tensors, static in FP32": lambda: made.fp8("ct-static", inputs="input_scale"),
-    "compressed-tensors, per channel and token": made.rows,
-    "compressed-tensors, blocks": lambda: made.fp8("ct-block", "block", stored=lambda s: s.bfloat16()),
-    "compressed-tensors, weights alone": lambda: made.fp8("ct-weights", "row"),
-    "fp8, static as vLLM reads it": lambda: made.fp8("fp8-static", inputs="input_scale"),
-    "fp8, static as transformers reads it": lambda: made.fp8(
+    "BF16": drafts.plain,
+    "compressed-tensors, static": drafts.static,
+    "compressed-tensors, static in FP32": lambda: drafts.fp8("ct-static", inputs="input_scale"),
+    "compressed-tensors, per channel and token": drafts.rows,
+    "compressed-tensors, blocks": lambda: drafts.fp8("ct-block", "block", stored=lambda s: s.bfloat16()),
+    "compressed-tensors, weights alone": lambda: drafts.fp8("ct-weights", "row"),
+    "fp8, static as vLLM reads it": lambda: drafts.fp8("fp8-static", inputs="input_scale"),
+    "fp8, static as transformers reads it": lambda: drafts.fp8(
         "fp8-static", spelled="weight_scale_inv", inputs="activation_scale"
     ),
-    "fp8, dynamic": lambda: made.fp8("fp8-dynamic"),
-    "fp8, blocks": made.blocks,
-    "fp8, blocks with scales in E8M0": lambda: made.fp8(
+    "fp8, dynamic": lambda: drafts.fp8("fp8-dynamic"),
+    "fp8, blocks": drafts.blocks,
+    "fp8, blocks with scales in E8M0": lambda: drafts.fp8(
         UE8M0, "block", "scale", lambda s: s.to(torch.float8_e8m0fnu), power_of_2=True
     ),
-    "fp8, blocks with scales in BF16": lambda: made.fp8("fp8-block", "block", "weight_scale_inv", Tensor.bfloat16),
-    "ModelOpt": lambda: made.fp8("modelopt", inputs="input_scale", cache="{}_proj.{}_scale"),
-    "ModelOpt, per channel": lambda: made.fp8("modelopt-channel", "row", stored=lambda s: s.reshape(-1)),
-    "ModelOpt, blocks": lambda: made.fp8(
+    "fp8, blocks with scales in BF16": lambda: drafts.fp8("fp8-block", "block", "weight_scale_inv", Tensor.bfloat16),
+    "ModelOpt": lambda: drafts.fp8("modelopt", inputs="input_scale", cache="{}_proj.{}_scale"),
+    "ModelOpt, per channel": lambda: drafts.fp8("modelopt-channel", "row", stored=lambda s: s.reshape(-1)),
+    "ModelOpt, blocks": lambda: drafts.fp8(
         "modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)
     ),
-    "fbgemm": lambda: made.fp8({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "row"),
-    "torchao, per row": lambda: made.fp8("fp8-dynamic", "row"),
+    "fbgemm": lambda: drafts.fp8({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "row"),
+    "torchao, per row": lambda: drafts.fp8("fp8-dynamic", "row"),
     "torchao, as it flattens tensors": lambda: torchao(),
     "stacked experts, static": lambda: static_experts(),
-    "MXFP8": lambda: made.mx(8),
-    "MXFP4": lambda: made.mx(4),
-    "shards": made.sharded,
-    "a tied output layer that is stored": made.tied,
-    "a language model inside a multimodal one": made.wrapped,
-    "stacked experts": made.stacked,
+    "MXFP8": lambda: drafts.mx(8),
+    "MXFP4": lambda: drafts.mx(4),
+    "shards": drafts.sharded,
+    "a tied output layer that is stored": drafts.tied,
+    "a language model inside a multimodal one": drafts.wrapped,
+    "stacked experts": drafts.stacked,
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_good_checkpoints_are_not_accused(name: str, tmp_path: Path) -> None:
+def test_good_checkpoints_have_no_findings(name: str, tmp_path: Path) -> None:
     assert verify(GOOD[name]().write(tmp_path / "m")) == []
 
 
@@ -112,8 +114,8 @@ def test_good_checkpoints_are_not_accused(name: str, tmp_path: Path) -> None:
     + [("fp8", r) for r in ("delayed", "current", "block")]
     + [("modelopt", r) for r in ("delayed", "rowwise", "mxfp8")],
 )
-def test_what_we_write_is_not_accused(format_: str, recipe: str, tmp_path: Path) -> None:
-    source = made.plain().write(tmp_path / "source")
+def test_checkpoints_written_by_fp8serve_have_no_errors(format_: str, recipe: str, tmp_path: Path) -> None:
+    source = drafts.plain().write(tmp_path / "source")
     write_calibrated(tmp_path / "out", source, state_for(source, recipe), format=format_)
     assert [finding for finding in verify(tmp_path / "out") if finding.severity == "error"] == []
 
@@ -161,7 +163,7 @@ def rename(old: str, new: str) -> Callable[[Draft], None]:
     return poison
 
 
-def told(**changes: Any) -> Callable[[Draft], None]:
+def quant_config(**changes: Any) -> Callable[[Draft], None]:
     """Changes quantization_config."""
 
     def poison(draft: Draft) -> None:
@@ -178,7 +180,7 @@ def config(**changes: Any) -> Callable[[Draft], None]:
 
 
 def requantized(by: float) -> Callable[[Draft], None]:
-    """The weight of UP cast by a scale that is `by` times its own, which is noted."""
+    """Quantizes the weight UP again with a scale `by` times as large, and stores that scale."""
 
     def poison(draft: Draft) -> None:
         scale = draft.tensors[f"{UP}.weight_scale"].float()
@@ -209,7 +211,7 @@ def bare(draft: Draft) -> None:
 
 
 def all_bf16(draft: Draft) -> None:
-    plain = made.plain()
+    plain = drafts.plain()
     draft.tensors = plain.tensors
 
 
@@ -232,110 +234,114 @@ def as_int(draft: Draft) -> None:
 NAN, INF = float("nan"), float("inf")
 Poison = Callable[[Draft], None]
 
-# base, what is done to it, (check, a part of the tensor's name)
+# name: (checkpoint, change, (expected check, part of the expected tensor's name))
 POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
-    "weight scale NaN": (made.static, put(f"{UP}.weight_scale", NAN), ("nan", f"{UP}.weight_scale")),
-    "weight scale infinite": (made.static, put(f"{UP}.weight_scale", INF), ("infinite", f"{UP}.weight_scale")),
-    "weight scale zero": (made.static, put(f"{UP}.weight_scale", 0), ("zero", f"{UP}.weight_scale")),
-    "weight scale negative": (made.static, put(f"{UP}.weight_scale", -0.001), ("negative", f"{UP}.weight_scale")),
-    "one row's scale NaN": (made.rows, put(f"{UP}.weight_scale", NAN, (7, 0)), ("nan", f"{UP}.weight_scale")),
-    "one row's scale zero": (made.rows, put(f"{UP}.weight_scale", 0, (7, 0)), ("zero", f"{UP}.weight_scale")),
+    "weight scale NaN": (drafts.static, put(f"{UP}.weight_scale", NAN), ("nan", f"{UP}.weight_scale")),
+    "weight scale infinite": (drafts.static, put(f"{UP}.weight_scale", INF), ("infinite", f"{UP}.weight_scale")),
+    "weight scale zero": (drafts.static, put(f"{UP}.weight_scale", 0), ("zero", f"{UP}.weight_scale")),
+    "weight scale negative": (drafts.static, put(f"{UP}.weight_scale", -0.001), ("negative", f"{UP}.weight_scale")),
+    "one row's scale NaN": (drafts.rows, put(f"{UP}.weight_scale", NAN, (7, 0)), ("nan", f"{UP}.weight_scale")),
+    "one row's scale zero": (drafts.rows, put(f"{UP}.weight_scale", 0, (7, 0)), ("zero", f"{UP}.weight_scale")),
     "one block's scale huge": (
-        made.blocks, put(f"{UP}.weight_scale_inv", 3.0, (1, 1)), ("implausible", f"{UP}.weight_scale_inv")),
+        drafts.blocks, put(f"{UP}.weight_scale_inv", 3.0, (1, 1)), ("implausible", f"{UP}.weight_scale_inv")),
     "one block's scale negative": (
-        made.blocks, put(f"{UP}.weight_scale_inv", -1.0, (0, 1)), ("negative", f"{UP}.weight_scale_inv")),
-    "input scale NaN": (made.static, put(f"{UP}.input_scale", NAN), ("nan", f"{UP}.input_scale")),
-    "input scale infinite": (made.static, put(f"{UP}.input_scale", INF), ("infinite", f"{UP}.input_scale")),
-    "input scale zero": (made.static, put(f"{UP}.input_scale", 0), ("zero", f"{UP}.input_scale")),
-    "k scale zero": (made.static, put(f"{CACHE}.k_scale", 0), ("zero", f"{CACHE}.k_scale")),
-    "v scale never loaded": (made.static, put(f"{CACHE}.v_scale", -1), ("negative", f"{CACHE}.v_scale")),
-    "v scale NaN": (made.static, put(f"{CACHE}.v_scale", NAN), ("nan", f"{CACHE}.v_scale")),
-    "MX exponent NaN": (lambda: made.mx(8), put(f"{UP}.weight_scale", 255, (3, 1)), ("nan", f"{UP}.weight_scale")),
-    "a code NaN": (made.static, put(f"{UP}.weight", NAN, (0, 0)), ("nan", f"{UP}.weight")),
-    "a norm NaN": (made.static, put("model.norm.weight", NAN, (3,)), ("nan", "model.norm.weight")),
+        drafts.blocks, put(f"{UP}.weight_scale_inv", -1.0, (0, 1)), ("negative", f"{UP}.weight_scale_inv")),
+    "input scale NaN": (drafts.static, put(f"{UP}.input_scale", NAN), ("nan", f"{UP}.input_scale")),
+    "input scale infinite": (drafts.static, put(f"{UP}.input_scale", INF), ("infinite", f"{UP}.input_scale")),
+    "input scale zero": (drafts.static, put(f"{UP}.input_scale", 0), ("zero", f"{UP}.input_scale")),
+    "k scale zero": (drafts.static, put(f"{CACHE}.k_scale", 0), ("zero", f"{CACHE}.k_scale")),
+    "v scale never loaded": (drafts.static, put(f"{CACHE}.v_scale", -1), ("negative", f"{CACHE}.v_scale")),
+    "v scale NaN": (drafts.static, put(f"{CACHE}.v_scale", NAN), ("nan", f"{CACHE}.v_scale")),
+    "MX exponent NaN": (lambda: drafts.mx(8), put(f"{UP}.weight_scale", 255, (3, 1)), ("nan", f"{UP}.weight_scale")),
+    "a code NaN": (drafts.static, put(f"{UP}.weight", NAN, (0, 0)), ("nan", f"{UP}.weight")),
+    "a norm NaN": (drafts.static, put("model.norm.weight", NAN, (3,)), ("nan", "model.norm.weight")),
     "reciprocal weight scale": (
-        made.static, lambda d: put(f"{UP}.weight_scale", 1 / d.tensors[f"{UP}.weight_scale"])(d),
+        drafts.static, lambda d: put(f"{UP}.weight_scale", 1 / d.tensors[f"{UP}.weight_scale"])(d),
         ("reciprocal", f"{UP}.weight_scale")),
     "reciprocal weight scales": (
-        made.blocks, each(".weight_scale_inv", torch.reciprocal), ("reciprocal", f"{UP}.weight_scale_inv")),
+        drafts.blocks, each(".weight_scale_inv", torch.reciprocal), ("reciprocal", f"{UP}.weight_scale_inv")),
     "reciprocal input scale": (
-        made.static, lambda d: put(f"{UP}.input_scale", 1 / d.tensors[f"{UP}.input_scale"])(d),
+        drafts.static, lambda d: put(f"{UP}.input_scale", 1 / d.tensors[f"{UP}.input_scale"])(d),
         ("reciprocal", f"{UP}.input_scale")),
     "reciprocal input scales": (
-        made.static, each(".input_scale", torch.reciprocal), ("reciprocal", f"{UP}.input_scale")),
+        drafts.static, each(".input_scale", torch.reciprocal), ("reciprocal", f"{UP}.input_scale")),
     "amax in place of the weight scale": (
-        made.static, scaled(f"{UP}.weight_scale", 448), ("implausible", f"{UP}.weight_scale")),
+        drafts.static, scaled(f"{UP}.weight_scale", 448), ("implausible", f"{UP}.weight_scale")),
     "amaxes in place of all weight scales": (
-        made.static, each(".weight_scale", lambda s: s * 448), ("implausible", f"{UP}.weight_scale")),
+        drafts.static, each(".weight_scale", lambda s: s * 448), ("implausible", f"{UP}.weight_scale")),
     "weight scale 2^11 too small": (
-        made.static, scaled(f"{UP}.weight_scale", 2.0**-11), ("implausible", f"{UP}.weight_scale")),
+        drafts.static, scaled(f"{UP}.weight_scale", 2.0**-11), ("implausible", f"{UP}.weight_scale")),
     "input scale 2^15 too small": (
-        made.static, scaled(f"{UP}.input_scale", 2.0**-15), ("implausible", f"{UP}.input_scale")),
-    "input scale of 1e30": (made.static, put(f"{UP}.input_scale", 1e30), ("implausible", f"{UP}.input_scale")),
-    "weight cast without a scale": (made.static, requantized(2.0**13), ("stale", f"{UP}.weight")),
-    "scale made for larger weights": (made.static, requantized(8.0), ("stale", f"{UP}.weight")),
-    "scale made for smaller weights": (made.static, requantized(1 / 4), ("stale", f"{UP}.weight")),
-    "all weight scales 1": (made.static, each(".weight_scale", torch.ones_like), ("default", "weight_scale")),
-    "all input scales 1": (made.static, each(".input_scale", torch.ones_like), ("default", "input_scale")),
+        drafts.static, scaled(f"{UP}.input_scale", 2.0**-15), ("implausible", f"{UP}.input_scale")),
+    "input scale of 1e30": (drafts.static, put(f"{UP}.input_scale", 1e30), ("implausible", f"{UP}.input_scale")),
+    "weight cast without a scale": (drafts.static, requantized(2.0**13), ("stale", f"{UP}.weight")),
+    "scale made for larger weights": (drafts.static, requantized(8.0), ("stale", f"{UP}.weight")),
+    "scale made for smaller weights": (drafts.static, requantized(1 / 4), ("stale", f"{UP}.weight")),
+    "all weight scales 1": (drafts.static, each(".weight_scale", torch.ones_like), ("default", "weight_scale")),
+    "all input scales 1": (drafts.static, each(".input_scale", torch.ones_like), ("default", "input_scale")),
     "all cache scales 1": (
-        made.static, uncalibrated_cache,
+        drafts.static, uncalibrated_cache,
         ("default", "k_scale")),
-    "no weight scale": (made.static, drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight")),
+    "no weight scale": (drafts.static, drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight")),
     "no weight scales at all": (
-        made.rows, lambda d: drop(*[k for k in d.tensors if k.endswith("weight_scale")])(d),
+        drafts.rows, lambda d: drop(*[k for k in d.tensors if k.endswith("weight_scale")])(d),
         ("missing", f"{UP}.weight")),
-    "a norm in FP8": (made.static, fp8_norm, ("missing", "model.norm.weight")),
-    "no input scale": (made.static, drop(f"{UP}.input_scale"), ("missing", UP)),
-    "no v scale": (made.static, drop(f"{CACHE}.v_scale"), ("missing", CACHE)),
+    "a norm in FP8": (drafts.static, fp8_norm, ("missing", "model.norm.weight")),
+    "no input scale": (drafts.static, drop(f"{UP}.input_scale"), ("missing", UP)),
+    "no v scale": (drafts.static, drop(f"{CACHE}.v_scale"), ("missing", CACHE)),
     "a layer without cache scales": (
-        made.static, drop(f"{CACHE}.k_scale", f"{CACHE}.v_scale"), ("missing", CACHE)),
+        drafts.static, drop(f"{CACHE}.k_scale", f"{CACHE}.v_scale"), ("missing", CACHE)),
     "a cache scheme without scales": (
-        lambda: made.fp8("ct-static", inputs="input_scale"), told(kv_cache_scheme={"num_bits": 8, "type": "float"}),
+        lambda: drafts.fp8("ct-static", inputs="input_scale"),
+        quant_config(kv_cache_scheme={"num_bits": 8, "type": "float"}),
         ("missing", "quantization_config")),
     "packed weights without scales": (
-        lambda: made.mx(4), drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight_packed")),
-    "a renamed scale": (made.static, rename(f"{UP}.weight_scale", f"{UP}.weight_scales"), ("unknown", "weight_scales")),
-    "amaxes in place of scales": (made.static, rename(".input_scale", ".input_amax"), ("unknown", "input_amax")),
-    "a zero point": (made.static, put(f"{UP}.weight_zero_point", torch.zeros(1)), ("unknown", "weight_zero_point")),
+        lambda: drafts.mx(4), drop(f"{UP}.weight_scale"), ("missing", f"{UP}.weight_packed")),
+    "a renamed scale": (
+        drafts.static, rename(f"{UP}.weight_scale", f"{UP}.weight_scales"), ("unknown", "weight_scales")),
+    "amaxes in place of scales": (drafts.static, rename(".input_scale", ".input_amax"), ("unknown", "input_amax")),
+    "a zero point": (drafts.static, put(f"{UP}.weight_zero_point", torch.zeros(1)), ("unknown", "weight_zero_point")),
     "cache scales of a layer that is not there": (
-        made.static, put("model.layers.9.self_attn.k_scale", torch.ones(1)),
+        drafts.static, put("model.layers.9.self_attn.k_scale", torch.ones(1)),
         ("orphan", "model.layers.9.self_attn.k_scale")),
-    "a scale of nothing": (made.static, drop(f"{UP}.weight"), ("orphan", f"{UP}.weight_scale")),
-    "a weight left in BF16 beside its scale": (made.static, to_bf16, ("orphan", f"{UP}.weight_scale")),
-    "a scale under two names": (made.static, twice, ("duplicate", UP)),
+    "a scale of nothing": (drafts.static, drop(f"{UP}.weight"), ("orphan", f"{UP}.weight_scale")),
+    "a weight left in BF16 beside its scale": (drafts.static, to_bf16, ("orphan", f"{UP}.weight_scale")),
+    "a scale under two names": (drafts.static, twice, ("duplicate", UP)),
     "a scale of the wrong shape": (
-        made.rows, put(f"{UP}.weight_scale", torch.full((made.INNER - 1, 1), 1e-4)), ("shape", f"{UP}.weight_scale")),
+        drafts.rows, put(f"{UP}.weight_scale", torch.full((drafts.INNER - 1, 1), 1e-4)),
+        ("shape", f"{UP}.weight_scale")),
     "blocks turned around": (
-        made.blocks, lambda d: put(f"{UP}.weight_scale_inv", d.tensors[f"{UP}.weight_scale_inv"].t().contiguous())(d),
+        drafts.blocks, lambda d: put(f"{UP}.weight_scale_inv", d.tensors[f"{UP}.weight_scale_inv"].t().contiguous())(d),
         ("shape", f"{UP}.weight_scale_inv")),
     "an input scale for each channel": (
-        made.static, put(f"{UP}.input_scale", torch.full((made.HIDDEN,), 0.01)), ("shape", f"{UP}.input_scale")),
+        drafts.static, put(f"{UP}.input_scale", torch.full((drafts.HIDDEN,), 0.01)), ("shape", f"{UP}.input_scale")),
     "a k scale for each head": (
-        made.static, put(f"{CACHE}.k_scale", torch.full((4, 1, 1), 0.01)), ("shape", f"{CACHE}.k_scale")),
-    "an empty scale": (made.static, put(f"{UP}.weight_scale", torch.zeros(0)), ("shape", f"{UP}.weight_scale")),
-    "a scale of whole numbers": (made.static, as_int, ("dtype", f"{UP}.weight_scale")),
-    "a weight in E5M2": (made.static, e5m2, ("dtype", f"{UP}.weight")),
-    "FP8 without quantization_config": (made.static, without_config, ("config", ".weight")),
-    "quantization_config without FP8": (made.static, all_bf16, ("config", "quantization_config")),
-    "an ignored layer in FP8": (made.static, told(ignore=["lm_head", UP]), ("config", f"{UP}.weight")),
+        drafts.static, put(f"{CACHE}.k_scale", torch.full((4, 1, 1), 0.01)), ("shape", f"{CACHE}.k_scale")),
+    "an empty scale": (drafts.static, put(f"{UP}.weight_scale", torch.zeros(0)), ("shape", f"{UP}.weight_scale")),
+    "a scale of whole numbers": (drafts.static, as_int, ("dtype", f"{UP}.weight_scale")),
+    "a weight in E5M2": (drafts.static, e5m2, ("dtype", f"{UP}.weight")),
+    "FP8 without quantization_config": (drafts.static, without_config, ("config", ".weight")),
+    "quantization_config without FP8": (drafts.static, all_bf16, ("config", "quantization_config")),
+    "an ignored layer in FP8": (drafts.static, quant_config(ignore=["lm_head", UP]), ("config", f"{UP}.weight")),
     "a layer of no group": (
-        made.static,
+        drafts.static,
         lambda d: d.config["quantization_config"]["config_groups"]["group_0"].update(targets=["re:.*self_attn.*"]),
         ("config", f"{UP}.weight")),
     "a layer that is not FP8 and not ignored": (
-        made.static, bare,
+        drafts.static, bare,
         ("config", f"{UP}.weight")),
     "input scales of dynamic inputs": (
-        made.rows, put(f"{UP}.input_scale", torch.tensor([0.01])), ("config", f"{UP}.input_scale")),
+        drafts.rows, put(f"{UP}.input_scale", torch.tensor([0.01])), ("config", f"{UP}.input_scale")),
     "rows where blocks were said": (
-        made.rows, lambda d: config(quantization_config=made.quantization("fp8-block"))(d), ("config", "weight_scale")),
+        drafts.rows, lambda d: config(quantization_config=drafts.quantization("fp8-block"))(d),
+        ("config", "weight_scale")),
     "an exponent of E8M0 that is NaN": (e8m0, exponent(255), ("nan", f"{UP}.scale")),
     "an exponent of E8M0 far above the others": (e8m0, exponent(160), ("implausible", f"{UP}.scale")),
     "a stack with the scales of fewer experts": (
-        made.stacked, without_last(f"{EXPERTS}_scale_inv"), ("shape", EXPERTS)),
+        drafts.stacked, without_last(f"{EXPERTS}_scale_inv"), ("shape", EXPERTS)),
     "an expert whose scale is zero": (
-        made.stacked, put(f"{EXPERTS}_scale_inv", 0, (2, 0, 0)), ("zero", f"{EXPERTS}_scale_inv")),
-    "a stack without scales": (made.stacked, drop(f"{EXPERTS}_scale_inv"), ("missing", EXPERTS)),
+        drafts.stacked, put(f"{EXPERTS}_scale_inv", 0, (2, 0, 0)), ("zero", f"{EXPERTS}_scale_inv")),
+    "a stack without scales": (drafts.stacked, drop(f"{EXPERTS}_scale_inv"), ("missing", EXPERTS)),
     "an expert whose input's scale is NaN": (
         static_experts, put(f"{EXPERTS}_activation_scale", NAN, (1,)), ("nan", f"{EXPERTS}_activation_scale")),
     "a stack with the input scales of fewer experts": (
@@ -343,10 +349,10 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "experts without input scales": (static_experts, drop(f"{EXPERTS}_activation_scale"), ("missing", EXPERTS)),
     "a tensor of torchao without its scale": (torchao, drop(f"{UP}._weight_scale"), ("missing", f"{UP}._weight_qdata")),
     "a reciprocal scale of torchao": (torchao, each("_weight_scale", torch.reciprocal), ("reciprocal", UP)),
-    "an unknown method": (made.static, told(quant_method="gptq"), ("format", "quantization_config")),
+    "an unknown method": (drafts.static, quant_config(quant_method="gptq"), ("format", "quantization_config")),
     "an output layer that is tied and another": (
-        made.static, config(tie_word_embeddings=True), ("tied", "lm_head.weight")),
-    "an output layer that is nowhere": (made.static, drop("lm_head.weight"), ("tied", "lm_head.weight")),
+        drafts.static, config(tie_word_embeddings=True), ("tied", "lm_head.weight")),
+    "an output layer that is nowhere": (drafts.static, drop("lm_head.weight"), ("tied", "lm_head.weight")),
 }  # fmt: skip
 
 
@@ -416,16 +422,16 @@ FILE_POISONS: dict[str, tuple[Callable[[Path], Any], tuple[str, str]]] = {
 @pytest.mark.parametrize("name", FILE_POISONS)
 def test_damaged_files_are_found(name: str, tmp_path: Path) -> None:
     poison, (check, tensor) = FILE_POISONS[name]
-    folder = made.sharded().write(tmp_path / "m")
+    folder = drafts.sharded().write(tmp_path / "m")
     poison(folder)
     findings = verify(folder)
     assert any(finding.check == check and tensor in finding.tensor for finding in findings), findings
 
 
-def test_a_side_car_of_another_calibration_is_found(tmp_path: Path) -> None:
+def test_a_scales_file_of_another_calibration_is_found(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    source = made.plain().write(tmp_path / "source")
+    source = drafts.plain().write(tmp_path / "source")
     write_calibrated(tmp_path / "out", source, state_for(source, "delayed"))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors[f"{UP}.input_scale"] *= 1.5
@@ -440,13 +446,13 @@ def test_the_corpus_is_as_large_as_promised() -> None:
 
 
 def test_a_single_file_and_a_shard_are_read_alone(tmp_path: Path) -> None:
-    whole, parts = made.static().write(tmp_path / "whole"), made.sharded().write(tmp_path / "parts")
+    whole, parts = drafts.static().write(tmp_path / "whole"), drafts.sharded().write(tmp_path / "parts")
     assert verify(whole / "model.safetensors") == []
     shard = verify(parts / "model-00001-of-00003.safetensors")
-    assert {finding.check for finding in shard} <= {"missing", "orphan"}  # what the other shards hold
+    assert {finding.check for finding in shard} <= {"missing", "orphan"}  # tensors of the other shards
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no .safetensors file"):
         verify(tmp_path)
     with pytest.raises(ModelError, match="There is no"):
@@ -454,13 +460,11 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_of_a_format_that_is_not_read_one_line_says_so(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    draft = made.static()
+def test_an_unsupported_format_is_one_finding(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = drafts.static()
     each(".weight", lambda w: w.float().to(torch.int32) if w.dtype is torch.float8_e4m3fn else w)(draft)
     rename(".weight_scale", ".scales")(draft)
-    told(quant_method=method)(draft)
+    quant_config(quant_method=method)(draft)
     folder = draft.write(tmp_path / "m")
     (finding,) = verify(folder)
     assert f"quantized by '{method}'" in finding.what
@@ -470,11 +474,11 @@ def test_of_a_format_that_is_not_read_one_line_says_so(
     assert printed.err.endswith("cannot be verified.\n")
 
 
-def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = made.static().write(tmp_path / "good")
+def test_the_exit_status_tells_good_checkpoints_from_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = drafts.static().write(tmp_path / "good")
     assert main(["verify", str(good)]) == 0
     assert "no error in its scales and FP8 weights" in capsys.readouterr().out
-    draft = made.static()
+    draft = drafts.static()
     put(f"{UP}.input_scale", 0)(draft)
     bad = draft.write(tmp_path / "bad")
     assert main(["verify", str(bad)]) == 1
@@ -487,7 +491,7 @@ def test_the_command_tells_good_from_bad(tmp_path: Path, capsys: pytest.CaptureF
     assert found["findings"][0]["tensor"] == f"{UP}.input_scale"
 
 
-def test_warnings_alone_leave_the_exit_status(tmp_path: Path) -> None:
-    draft = made.static()
+def test_warnings_alone_do_not_change_the_exit_status(tmp_path: Path) -> None:
+    draft = drafts.static()
     each(".input_scale", torch.ones_like)(draft)
     assert main(["verify", str(draft.write(tmp_path / "m"))]) == 0

@@ -1,4 +1,4 @@
-"""The plan of memory counts what a model's weights take once they are loaded, whatever the file holds."""
+"""The memory estimate equals the bytes of the loaded weights, whatever types the file has."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from . import checkpoints, encoders
 
 
 def loaded_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers, each once, but for masks, which are no weights."""
+    """Returns the bytes of all parameters and buffers, each counted once, without masks."""
     tensors = (*model.parameters(), *model.buffers())
     return sum({t.data_ptr(): t.nbytes for t in tensors if t.dtype is not torch.bool}.values())
 
@@ -26,7 +26,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_recipe_makes_of_every_architecture_is_counted(name: str, tmp_path: Path) -> None:
+def test_every_recipe_and_architecture_is_counted(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
     for recipe in ("rowwise", "bf16"):
         model = load_servable(tmp_path, recipe_of(recipe))
@@ -40,7 +40,7 @@ def test_a_head_that_is_cast_is_counted(head: HeadDtype, tmp_path: Path) -> None
     assert estimate_weight_memory(tmp_path, "block", head).served == pytest.approx(loaded_bytes(model), rel=0.1)
 
 
-def test_an_encoder_in_fp32_is_counted_in_the_type_in_which_it_is_served(tmp_path: Path) -> None:
+def test_an_fp32_encoder_is_counted_in_its_serving_dtype(tmp_path: Path) -> None:
     encoders.make(tmp_path, encoders.BERT)
     for recipe in ("rowwise", "bf16"):
         model = load_any_servable(tmp_path, recipe_of(recipe))

@@ -1,4 +1,4 @@
-"""The language model inside a multimodal one: its logits, its own scales, and the parts left out."""
+"""Multimodal checkpoints: the language model inside is served and trained, and the other parts are omitted."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from fp8serve.model.export import write_calibrated, write_hf_directory
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.trainer import Trainer
 from tests.model.oracle import SIZES, YARN, all_logits, state_for, write_tokenizer
-from tests.model.test_hostile import WRONG, outcome, places, replaced
+from tests.model.test_hostile import WRONG, json_paths, outcome, replaced
 
 IDS = list(range(3, 40))
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -43,7 +43,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make(kind: str, out: Path, tied: bool | None = None, **save: Any) -> Any:
-    """Write the wrapper of a language model to `out` in BF16, and return transformers' own, loaded from there."""
+    """Writes a multimodal model to `out` in BF16. Returns transformers' model, loaded from there."""
     name, text, vision = TEXTS[kind]
     torch.manual_seed(0)
     architecture = getattr(transformers, f"{name}ForConditionalGeneration")
@@ -59,7 +59,7 @@ def make(kind: str, out: Path, tied: bool | None = None, **save: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(out, **save)
-    # loaded again, because `.bfloat16()` rounded rotary frequencies; eager, because Gemma is elsewhere, too
+    # loaded again because `.bfloat16()` rounded rotary frequencies; eager attention as in the other tests of Gemma
     return architecture.from_pretrained(out, dtype=torch.bfloat16, attn_implementation="eager").eval()
 
 
@@ -83,7 +83,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Ten
 @pytest.mark.parametrize("spelling", ["old", "new"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", TEXTS)
-def test_logits_are_those_of_the_whole_model_given_text(kind: str, tied: bool, spelling: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_whole_model_on_text(kind: str, tied: bool, spelling: str, tmp_path: Path) -> None:
     theirs = make(kind, tmp_path, tied)
     rename = spelled(spelling)
     rewrite(tmp_path, lambda tensors: {rename(key): tensor for key, tensor in tensors.items()})
@@ -96,7 +96,7 @@ def test_logits_are_those_of_the_whole_model_given_text(kind: str, tied: bool, s
     assert open_checkpoint(tmp_path).omitted_modules == ("multi_modal_projector", "vision_tower")
 
 
-def test_the_parts_that_are_left_out_are_named(tmp_path: Path) -> None:
+def test_omitted_parts_are_named(tmp_path: Path) -> None:
     make("mistral", tmp_path)
     assert inspect(tmp_path)["notes"] == [
         f"Only the language model in {tmp_path} is used; multi_modal_projector and vision_tower are left out."
@@ -104,7 +104,7 @@ def test_the_parts_that_are_left_out_are_named(tmp_path: Path) -> None:
 
 
 def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As Mistral's own static FP8 releases are: BF16 scales per tensor, by the names of transformers."""
+    """Quantizes like Mistral's static FP8 releases: BF16 scales per tensor, by transformers' names."""
     done: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         done[key] = tensor
@@ -127,7 +127,7 @@ def make_static(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(raw))
 
 
-def test_static_scales_of_the_file_are_served_as_they_are(tmp_path: Path) -> None:
+def test_static_scales_of_the_file_are_used_unchanged(tmp_path: Path) -> None:
     make_static(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     model = load_servable(tmp_path)
@@ -140,7 +140,7 @@ def test_static_scales_of_the_file_are_served_as_they_are(tmp_path: Path) -> Non
         assert torch.equal(layer.input_scale, stored[f"{key}.activation_scale"].float().reciprocal())
 
 
-def test_what_is_written_is_the_language_model_alone(tmp_path: Path) -> None:
+def test_only_the_language_model_is_written(tmp_path: Path) -> None:
     source, out = tmp_path / "whole", tmp_path / "text"
     theirs = make("ministral3", source)
     write_hf_directory(out, read_text_config(source), open_checkpoint(source))
@@ -187,7 +187,9 @@ def test_a_wrapper_is_trained_as_the_language_model(tmp_path: Path) -> None:
         ({"architectures": ["PixtralForCausalLM"]}, r"it has \['PixtralForCausalLM'\]"),
     ],
 )
-def test_a_wrapper_of_something_else_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_multimodal_models_of_other_architectures_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     make("mistral", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -199,7 +201,7 @@ def test_wrong_values_of_every_key_are_one_sentence(tmp_path: Path) -> None:
     make("ministral3", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     keys = {key: raw[key] for key in ("architectures", "model_type", "text_config", "dtype")}
-    for place in places(keys):
+    for place in json_paths(keys):
         for value in WRONG:
             (tmp_path / "config.json").write_text(json.dumps(raw | replaced(keys, place, value)))
             outcome(lambda: open_checkpoint(tmp_path), f"{place} = {value!r:.60}")
@@ -212,7 +214,7 @@ def test_a_tensor_under_both_spellings_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_an_unknown_tensor_is_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
     make("mistral", tmp_path)
     rewrite(tmp_path, lambda t: t | {"audio_tower.weight": torch.zeros(4)})
     with pytest.raises(ModelError, match=r"holds the tensor audio_tower\.weight"):

@@ -1,18 +1,18 @@
-"""Runs a job in forked children that are killed with SIGKILL; its own program, so that no thread lives at the fork.
-It imports all that a job does, so that no child has to.
+"""Runs a job in forked children and kills them with SIGKILL. It is a program of its own, so that no thread exists at
+the fork, and it imports every module of a job, so that no child has to.
 
-    python -m tests.train.killed_runs random JOB_DIR SEED     kill again and again, some events later, until it is done
-    python -m tests.train.killed_runs points JOB_DIR WHOLE    go on from what a kill in each fsync or rename leaves
-    python -m tests.train.killed_runs group JOB_DIR SEED      on two processes; kills a rank, or what started both
-    python -m tests.train.killed_runs group-points JOB_DIR WHOLE      "points" of rank 0 of two
-    python -m tests.train.killed_runs group-kills JOB_DIR WHOLE STEP  kill rank 0 of two in every STEP-th point
+    python -m tests.train.killed_runs random JOB_DIR SEED     kill and restart at random events until the job is done
+    python -m tests.train.killed_runs points JOB_DIR WHOLE    resume from the files at every point
+    python -m tests.train.killed_runs group JOB_DIR SEED      like "random", on two ranks: kill a rank or their parent
+    python -m tests.train.killed_runs group-points JOB_DIR WHOLE      like "points", on two ranks, for rank 0
+    python -m tests.train.killed_runs group-kills JOB_DIR WHOLE STEP  on two ranks, kill rank 0 at every STEP-th point
 
-A point is an fsync or a rename before which the files differ from what they were in the call before it: a kill in
-either of two calls with nothing written between them leaves the same files. A killed process loses only its memory, so
-"points" runs once, copies the files at each point, and goes on from each copy. Each time JOB_DIR must become as WHOLE
-is.
+A point is a call of fsync or rename before which the files have changed since the previous such call; a kill in any
+other call would leave the same files as a kill at the point before it. A killed process loses only its memory, so
+"points" runs the job once, copies the files at each point, and resumes the job from each copy. Each time the files in
+JOB_DIR must become equal to those in WHOLE, the directory of a run that was not killed.
 
-Prints the number of kills. JOB_DIR holds job.json. With SPOILED in the environment the weights break (`spoiled.py`).
+Prints the number of kills. JOB_DIR holds job.json. With SPOILED in the environment, the run diverges (`spoiled.py`).
 """
 
 import os
@@ -37,7 +37,7 @@ from fp8serve.train.group import run_group
 from tests.train.spoiled import spoil
 
 LIMIT = 500
-MOST_KILLS = 4  # of groups, whose start takes long
+MOST_KILLS = 4  # of a group, because starting one takes long
 
 
 def child(job: Path, prepare: Callable[[], None] = lambda: None) -> int:
@@ -73,7 +73,7 @@ def logged(job: Path) -> int:
 
 
 def before_each_call(act: Callable[[int], object]) -> None:
-    """From now on fsync and rename call `act` first, with the number of their call from 1 on."""
+    """From now on, fsync and rename first call `act` with the number of the call, counted from 1 over both."""
     calls = 0
 
     def guard(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def before_each_call(act: Callable[[int], object]) -> None:
 
 
 def at_each_point(job: Path, act: Callable[[int], object]) -> None:
-    """`act` at every point, with the number of its call."""
+    """From now on, `act` is called at every point, with the number of the call."""
     before: dict[Path, bytes | None] | None = None
 
     def look(call: int) -> None:
@@ -103,12 +103,12 @@ def at_each_point(job: Path, act: Callable[[int], object]) -> None:
 
 
 def content(directory: Path) -> dict[Path, bytes | None]:
-    """What is in a directory: the bytes of its files, None for its folders."""
+    """Returns the bytes of every file below `directory`, and None for every folder, by relative path."""
     return {p.relative_to(directory): p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
 
 
 def die_in_call(number: int, note: Callable[[], object]) -> None:
-    """SIGKILL for this process in the `number`-th call of fsync or rename."""
+    """This process will call `note` and kill itself with SIGKILL in the `number`-th call of fsync or rename."""
 
     def die(call: int) -> None:
         if call == number:
@@ -118,31 +118,32 @@ def die_in_call(number: int, note: Callable[[], object]) -> None:
     before_each_call(die)
 
 
-def copy_at_each_point(job: Path, left: Path) -> None:
-    at_each_point(job, lambda call: shutil.copytree(job, left / str(call)))
+def copy_at_each_point(job: Path, copies: Path) -> None:
+    at_each_point(job, lambda call: shutil.copytree(job, copies / str(call)))
 
 
 def points(job: Path, whole: Path) -> int:
-    def copying(left: Path) -> int:
-        return wait(child(job, lambda: copy_at_each_point(job, left)))
+    def copy_points(copies: Path) -> int:
+        return wait(child(job, lambda: copy_at_each_point(job, copies)))
 
-    return go_on_from_each_point(job, whole, copying, lambda: wait(child(job)))
+    return resume_from_each_point(job, whole, copy_points, lambda: wait(child(job)))
 
 
-def go_on_from_each_point(
-    job: Path, whole: Path, copying: Callable[[Path], int | None], run: Callable[[], int | None]
+def resume_from_each_point(
+    job: Path, whole: Path, copy_points: Callable[[Path], int | None], run: Callable[[], int | None]
 ) -> int:
-    """`copying` runs the job and puts the files at each point into a folder of the given one, named by its call."""
-    left = job.with_name("left")
-    left.mkdir()
-    if copying(left) != job_process.EXIT_DONE:
+    """`copy_points` runs the job and copies its files at each point to a subdirectory of its argument, named by the
+    number of the call. The job is resumed from each copy by `run`. Returns the number of points."""
+    copies = job.with_name("copies")
+    copies.mkdir()
+    if copy_points(copies) != job_process.EXIT_DONE:
         raise SystemExit("the job did not end")
-    found = sorted(left.iterdir(), key=lambda path: int(path.name))
-    for point in found:
+    points = sorted(copies.iterdir(), key=lambda path: int(path.name))
+    for point in points:
         shutil.rmtree(job)
-        point.rename(job)  # into its place: the files say where they are
+        point.rename(job)  # the files contain their own path
         expect_whole(run(), job, whole, point.name)
-    return len(found)
+    return len(points)
 
 
 def expect_whole(status: int | None, job: Path, whole: Path, call: str) -> None:
@@ -160,10 +161,7 @@ def kill_group(job: Path, seed: int) -> int:
             lines = logged(job) + chance.randint(1, 12)
             while logged(job) < lines and group.poll() is None:
                 time.sleep(0.002)
-            found = (
-                Path(f"/proc/{group.pid}/task/{group.pid}/children").read_text().split() if group.poll() is None else []
-            )
-            victims = [int(pid) for pid in found]
+            victims = children_of(group.pid) if group.poll() is None else []
             if victims and kills < MOST_KILLS:
                 os.kill(chance.choice([*victims, group.pid]), signal.SIGKILL)
                 kills += 1
@@ -173,7 +171,7 @@ def kill_group(job: Path, seed: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """None once the process has ended."""
+    """Returns the process ids of the children, none once the process has ended."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
@@ -185,7 +183,7 @@ def child_of_two(job: Path) -> "subprocess.Popen[bytes]":
 
 
 def two_ranks(job: Path, prepare_first: Callable[[], None] = lambda: None) -> int:
-    """Fork two ranks that run the job, without a launcher; the status of the first."""
+    """Forks two ranks that run the job, without a launcher. Returns the exit status of rank 0."""
 
     def run(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
@@ -206,38 +204,41 @@ def two_ranks(job: Path, prepare_first: Callable[[], None] = lambda: None) -> in
 
 
 def group_points(job: Path, whole: Path) -> int:
-    def copying(left: Path) -> int:
-        return two_ranks(job, lambda: copy_at_each_point(job, left))
+    def copy_points(copies: Path) -> int:
+        return two_ranks(job, lambda: copy_at_each_point(job, copies))
 
-    return go_on_from_each_point(job, whole, copying, lambda: two_ranks(job))
+    return resume_from_each_point(job, whole, copy_points, lambda: two_ranks(job))
 
 
 def group_kills(job: Path, whole: Path, step: int) -> int:
-    """The group starts again by itself."""
-    left, died, described = job.with_name("left"), job.with_name("died"), (job / "job.json").read_text()
-    left.mkdir()
-    two_ranks(job, lambda: copy_at_each_point(job, left))
-    calls = sorted(int(path.name) for path in left.iterdir())[::step]
+    """Kills rank 0 once per run. The group restarts by itself. Returns the number of runs."""
+    copies, death_mark, job_json = job.with_name("copies"), job.with_name("died"), (job / "job.json").read_text()
+    copies.mkdir()
+    two_ranks(job, lambda: copy_at_each_point(job, copies))
+    calls = sorted(int(path.name) for path in copies.iterdir())[::step]
     for call in map(str, calls):
         shutil.rmtree(job)
         job.mkdir()
-        (job / "job.json").write_text(described)
-        expect_whole(run_group(2, "tests.train.killed_runs:dying_rank", [str(job), call, str(died)]), job, whole, call)
-        died.unlink()
+        (job / "job.json").write_text(job_json)
+        expect_whole(
+            run_group(2, "tests.train.killed_runs:dying_rank", [str(job), call, str(death_mark)]), job, whole, call
+        )
+        death_mark.unlink()
     return len(calls)
 
 
 def dying_rank(arguments: list[str]) -> int:
-    """JOB_DIR CALL DIED: run the job; rank 0 dies once."""
+    """Runs the job. `arguments` are JOB_DIR, CALL and DIED: in its first run, rank 0 kills itself in the CALL-th call
+    and creates the file DIED before that."""
     job, call, died = arguments
     if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         die_in_call(int(call), Path(died).touch)
     return job_process.run_rank([job])
 
 
-def unequal(one: Path, two: Path) -> list[str]:
-    """The files in which two jobs differ, except those that record times and processes."""
-    files = [{p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()} for root in (one, two)]
+def unequal(first: Path, second: Path) -> list[str]:
+    """Returns the names of the files that differ, except those that record times and processes."""
+    files = [{p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()} for root in (first, second)]
     times = {"events.jsonl", "result.json", "worker.lock"}
     differing = {n for n in files[0].keys() | files[1].keys() if files[0].get(n) != files[1].get(n)}
     return sorted(str(name) for name in differing if str(name) not in times)

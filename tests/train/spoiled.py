@@ -1,4 +1,4 @@
-"""Training that diverges by its scaling: weights become garbage at one step, under delayed scaling alone."""
+"""A training run that diverges at a chosen step under delayed scaling, and under no other recipe."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.train import train_step
 
-WHEN = {0: 5, 2: 8}  # margin -> the number of steps before the one that spoils
+WHEN = {0: 5, 2: 8}  # margin of the recipe -> number of steps after which the next one multiplies the weights by 30
 _REAL = train_step.accumulate_gradients
 
 
 def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any) -> list[float]:
-    """`accumulate_gradients`, and then other weights where it is time."""
+    """Calls `accumulate_gradients`, and then multiplies the weights by 30 if this is the step to diverge at."""
     means = _REAL(method, forward, optimizer, *rest, **named)
     step, recipe = int(named["seed"].split(":")[1]), forward.recipe
     if isinstance(recipe, DelayedScaling) and WHEN.get(recipe.margin) == step:
@@ -23,5 +23,5 @@ def spoiled(method: Any, forward: Any, optimizer: Any, *rest: Any, **named: Any)
 
 
 def spoil() -> None:
-    """In this process, from now on."""
+    """Makes all later runs of this process diverge."""
     train_step.accumulate_gradients = spoiled

@@ -1,4 +1,4 @@
-"""When a run made its model worse."""
+"""`Outcome.failure`: which runs count as failed because training made the model worse."""
 
 import pytest
 
@@ -21,13 +21,17 @@ NAN, INF = float("nan"), float("inf")
         (5.0, 5.0, 4, 3, None),
     ],
 )
-def test_outcome(before: float | None, after: float, steps: int, skipped: int, problem: str | None) -> None:
-    found = Outcome(before, after, steps, skipped).failure
-    assert (found is None) == (problem is None)
-    assert problem is None or problem in (found or "")
+def test_failure_names_a_risen_or_nonfinite_loss_and_skipped_steps(
+    before: float | None, after: float, steps: int, skipped: int, problem: str | None
+) -> None:
+    failure = Outcome(before, after, steps, skipped).failure
+    assert (failure is None) == (problem is None)
+    assert problem is None or problem in (failure or "")
 
 
 @pytest.mark.parametrize(("before", "after", "worse"), [(2.0, 2.1, True), (2.0, 2.0, False), (None, 2.0, False)])
-def test_held_out_rows_judge_too(before: float | None, after: float, worse: bool) -> None:
-    found = Outcome(5.0, 4.0, 10, 0, before, after).failure
-    assert found == ("Training made the model worse: its validation loss rose from 2.0000 to 2.1000" if worse else None)
+def test_failure_names_a_risen_validation_loss(before: float | None, after: float, worse: bool) -> None:
+    failure = Outcome(5.0, 4.0, 10, 0, before, after).failure
+    assert failure == (
+        "Training made the model worse: its validation loss rose from 2.0000 to 2.1000" if worse else None
+    )

@@ -1,4 +1,5 @@
-"""Preferences: the published losses to the last digit, a reference that is kept, and data in the forms people have."""
+"""DPO: its losses are those of the papers, reference scores are stored with checkpoints, and pairs are read from all
+common data formats."""
 
 import json
 import math
@@ -41,21 +42,21 @@ def dpo(configure: Configure, tmp_path: Path) -> Configure:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Tensor:
-    """The sum of the losses of all pairs, an answer at a time, in FP64."""
+def reference_loss(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Tensor:
+    """Returns the sum of the losses of all pairs by the formulas of the papers, completion by completion in FP64."""
     beta = config.beta if config.beta is not None else 2.0 if config.loss_type == "simpo" else 0.1
     start, total = 0, torch.zeros((), dtype=torch.float64)
     for pair in pairs:
         scores = []
         for i, row in enumerate(pair.rows):
             targets = torch.tensor([int(t) for t, learnt in zip(row.ids[1:], row.loss[1:], strict=True) if learnt])
-            of_tokens = logits[start : start + len(targets)].double().log_softmax(-1)[range(len(targets)), targets]
+            log_probs = logits[start : start + len(targets)].double().log_softmax(-1)[range(len(targets)), targets]
             start += len(targets)
             if config.ld_alpha is not None:
                 other = pair.rows[1 - i].trainable_tokens
                 weights = [1.0 if k < other else config.ld_alpha for k in range(len(targets))]
-                of_tokens = of_tokens * torch.tensor(weights)
-            score = of_tokens.mean() if config.loss_type in ("sigmoid_norm", "ipo", "simpo") else of_tokens.sum()
+                log_probs = log_probs * torch.tensor(weights)
+            score = log_probs.mean() if config.loss_type in ("sigmoid_norm", "ipo", "simpo") else log_probs.sum()
             free = config.reference_free or config.loss_type == "simpo"
             scores.append(score - (0.0 if free else (pair.reference or (0.0, 0.0))[i]))
         margin = scores[0] - scores[1]
@@ -63,8 +64,8 @@ def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Ten
             total = total + (margin - 1 / (2 * beta)) ** 2
             continue
         gamma = (1.0 if config.simpo_gamma is None else config.simpo_gamma) if config.loss_type == "simpo" else 0.0
-        right, wrong = torch.sigmoid(beta * margin - gamma), torch.sigmoid(gamma - beta * margin)
-        total = total - (1 - config.label_smoothing) * right.log() - config.label_smoothing * wrong.log()
+        p_chosen, p_rejected = torch.sigmoid(beta * margin - gamma), torch.sigmoid(gamma - beta * margin)
+        total = total - (1 - config.label_smoothing) * p_chosen.log() - config.label_smoothing * p_rejected.log()
     return total
 
 
@@ -82,7 +83,7 @@ def published(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -> Ten
     ],
     ids=str,
 )
-def test_losses_and_gradients_are_the_published_ones(dpo: Configure, options: dict[str, Any]) -> None:
+def test_losses_and_gradients_match_the_papers(dpo: Configure, options: dict[str, Any]) -> None:
     config = dpo(**options)
     tokenizer = Tokenizer.from_dir(config.model)
     pairs, _ = DpoReader().tokenize(DpoReader().read_examples(config.data[0]), tokenizer, config.seq_len)
@@ -94,7 +95,7 @@ def test_losses_and_gradients_are_the_published_ones(dpo: Configure, options: di
         return logits
 
     loss, chosen, rejected, better, margin, *_ = Dpo(config).compute_sums(answer, pairs)
-    expected = published(logits, pairs, config)
+    expected = reference_loss(logits, pairs, config)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     (ours,), (theirs,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
@@ -106,7 +107,7 @@ def test_losses_and_gradients_are_the_published_ones(dpo: Configure, options: di
 
 
 def run(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The run's metrics, and the method's state in the last checkpoint."""
+    """Returns the run's metrics, and the method's state in the last checkpoint."""
     events: list[dict[str, Any]] = []
     result = Trainer(config).run(events.append)
     kept = Path(str(result.checkpoint)) / "method.safetensors"
@@ -115,32 +116,32 @@ def run(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("rank", [None, 4], ids=["full", "lora"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "bf16"])
-def test_it_learns_what_is_preferred(
+def test_the_chosen_completion_becomes_more_probable(
     dpo: Configure, fp8_dir: Path, model_dir: Path, recipe: str, rank: int | None
 ) -> None:
     base = fp8_dir if recipe == "delayed" and rank else model_dir
     more = {"lora_rank": rank, "lr": 1e-2, "amax_history_len": None} if rank else {}
     config = dpo(model=str(base), recipe=recipe, beta=0.5, max_steps=16, **more)
-    metrics, kept = run(config)
+    metrics, method_state = run(config)
     first, last = metrics[0], metrics[-1]
-    exact = 0.0 if recipe != "current" or rank else 1.0  # whose scales follow the batch
+    exact = 0.0 if recipe != "current" or rank else 1.0  # "current" scales depend on the batch
     assert abs(first["rewards/margins"]) <= exact
     assert first["train_loss"] == pytest.approx(math.log(2), abs=1e-7 + exact)
     assert last["train_loss"] < 0.8 * math.log(2)
     assert last["rewards/accuracies"] == 1
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-4)
-    assert kept["items.reference"].shape == (len(PAIRS), 2)
+    assert method_state["items.reference"].shape == (len(PAIRS), 2)
 
 
-def test_an_adapters_reference_is_the_base_alone(dpo: Configure, fp8_dir: Path) -> None:
+def test_reference_of_an_adapter_is_its_base_model(dpo: Configure, fp8_dir: Path) -> None:
     config = dpo(model=str(fp8_dir), amax_history_len=None, lora_rank=4, max_steps=1)
-    _, kept = run(config)
+    _, method_state = run(config)
     tokenizer = Tokenizer.from_dir(fp8_dir)
     pairs, _ = DpoReader().tokenize(DpoReader().read_examples(config.data[0]), tokenizer, config.seq_len)
     rows = [row for pair in pairs for row in pair.rows]
-    found = log_probs(fp8_dir, [row.ids.tolist() for row in rows])  # as a server computes them
-    sums = torch.stack([each[torch.from_numpy(row.loss[1:])].sum() for each, row in zip(found, rows, strict=True)])
-    assert torch.equal(kept["items.reference"].flatten(), sums)
+    logps = log_probs(fp8_dir, [row.ids.tolist() for row in rows])  # those that a server returns
+    sums = torch.stack([logp[torch.from_numpy(row.loss[1:])].sum() for logp, row in zip(logps, rows, strict=True)])
+    assert torch.equal(method_state["items.reference"].flatten(), sums)
 
 
 def test_validation_reports_rewards_of_held_out_pairs(dpo: Configure, tmp_path: Path) -> None:
@@ -149,24 +150,24 @@ def test_validation_reports_rewards_of_held_out_pairs(dpo: Configure, tmp_path: 
     config = dpo(data=[str(write_lines(tmp_path / "more.jsonl", PAIRS[3:]))], eval_data=[str(held_out)], eval_every=4)
     result = Trainer(TrainConfig.from_dict({**vars(config), "on_divergence": "keep"})).run(events.append)
     assert [e["loss"] for e in events if e.get("code") == "validated"] == [pytest.approx(math.log(2))]
-    found = [e for e in of_type(events, "metrics") if "valid_loss" in e]
-    assert [e["step"] for e in found] == [4, 8]
-    assert 0 <= found[-1]["valid_rewards/accuracies"] <= 1
-    margin = found[-1]["valid_rewards/chosen"] - found[-1]["valid_rewards/rejected"]
-    assert found[-1]["valid_rewards/margins"] == pytest.approx(margin, abs=1e-4)
-    assert "reward accuracy=" in found[-1]["message"]
-    kept = load_file(Path(str(result.checkpoint)) / "method.safetensors")
-    assert kept["eval_items.reference"].shape == (3, 2)
+    validations = [e for e in of_type(events, "metrics") if "valid_loss" in e]
+    assert [e["step"] for e in validations] == [4, 8]
+    assert 0 <= validations[-1]["valid_rewards/accuracies"] <= 1
+    margin = validations[-1]["valid_rewards/chosen"] - validations[-1]["valid_rewards/rejected"]
+    assert validations[-1]["valid_rewards/margins"] == pytest.approx(margin, abs=1e-4)
+    assert "reward accuracy=" in validations[-1]["message"]
+    method_state = load_file(Path(str(result.checkpoint)) / "method.safetensors")
+    assert method_state["eval_items.reference"].shape == (3, 2)
 
 
-def test_without_a_reference_nothing_is_kept(dpo: Configure) -> None:
-    metrics, kept = run(dpo(loss_type="simpo"))
-    assert kept == {}
+def test_simpo_stores_no_reference_scores(dpo: Configure) -> None:
+    metrics, method_state = run(dpo(loss_type="simpo"))
+    assert method_state == {}
     assert metrics[0]["rewards/margins"] != 0
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
 
 
-def test_other_held_out_pairs_have_no_reference_once_a_run_has_begun(dpo: Configure, tmp_path: Path) -> None:
+def test_resuming_with_other_validation_pairs_is_refused(dpo: Configure, tmp_path: Path) -> None:
     first, second = (write_lines(tmp_path / f"{i}.jsonl", PAIRS[i : i + 3]) for i in (3, 6))
     Trainer(dpo(max_steps=2, eval_data=[str(first)], on_divergence="keep")).run()
     with pytest.raises(JobError, match="reference scores of other pairs than those of data and eval_data"):
@@ -207,7 +208,9 @@ USER, YES, NO = (
     ],
     ids=["chat", "text"],
 )
-def test_one_pair_in_every_form(model_dir: Path, row: dict[str, Any], same: list[dict[str, Any]]) -> None:
+def test_a_pair_is_the_same_in_every_data_format(
+    model_dir: Path, row: dict[str, Any], same: list[dict[str, Any]]
+) -> None:
     tokenizer = Tokenizer.from_dir(model_dir)
 
     def pair(row: dict[str, Any]) -> Pair:
@@ -260,7 +263,7 @@ def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_dry_run_lists_bad_rows_and_counts_what_teaches_nothing(dpo: Configure, tmp_path: Path) -> None:
+def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_path: Path) -> None:
     rows: list[Any] = [*PAIRS[:2], {"text": "a"}, {"prompt": "a", "chosen": "b", "rejected": "b"}]
     report = validate(dpo(data=[str(write_lines(tmp_path / "d.jsonl", rows))]))
     assert [bad["line"] for bad in report.bad_lines] == [3]
@@ -291,19 +294,19 @@ def test_options_that_would_be_ignored_are_refused(dpo: Configure, values: dict[
     assert said in str(caught.value)
 
 
-def test_another_beta_is_another_job(dpo: Configure) -> None:
+def test_resuming_with_another_beta_is_refused(dpo: Configure) -> None:
     Trainer(dpo(max_steps=2)).run()
     with pytest.raises(JobError, match=r"written with beta=None, and this job has 0\.3"):
         Trainer(dpo(max_steps=3, beta=0.3)).run()
 
 
-def test_pairs_of_the_same_answer_are_said_to_be_that(dpo: Configure, tmp_path: Path) -> None:
+def test_pairs_with_equal_completions_are_reported(dpo: Configure, tmp_path: Path) -> None:
     same, pair = {"prompt": "a", "chosen": "b c", "rejected": "b c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}
     data = write_lines(tmp_path / "same.jsonl", [same, same])
     with pytest.raises(DataError, match=r"None of the 2 examples in .* has two different completions within seq_len"):
         Trainer(dpo(data=[str(data)], max_steps=1)).run()
-    told: list[Any] = []
+    events: list[Any] = []
     write_lines(data, [same, pair])
-    Trainer(dpo(data=[str(data)], max_steps=1)).run(told.append)
-    said = [event["message"] for event in told if event.get("code") == "rows_dropped"]
-    assert said == ["1 examples do not have two different completions within seq_len and were dropped"]
+    Trainer(dpo(data=[str(data)], max_steps=1)).run(events.append)
+    messages = [e["message"] for e in events if e.get("code") == "rows_dropped"]
+    assert messages == ["1 examples do not have two different completions within seq_len and were dropped"]

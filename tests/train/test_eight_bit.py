@@ -1,4 +1,4 @@
-"""Optimizer states of 8 bits: they are small, a run learns with them, and a resumed run has the same bytes."""
+"""8-bit optimizer states: their size, the loss of a run with them, and the bytes of a resumed run."""
 
 import dataclasses
 from importlib.util import find_spec
@@ -23,18 +23,20 @@ from tests.train.test_resume import assert_same_when_killed
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 
 
-def test_without_torchao_one_sentence_says_so(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_an_error_names_the_extra(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     config = configure(optimizer_states="8bit")
-    for ask in (lambda: Trainer(config).run(), lambda: validate(config)):
+    for call in (lambda: Trainer(config).run(), lambda: validate(config)):
         with pytest.raises(MachineError, match=r"need torchao, .* pip install 'fp8serve\[torchao\]'"):
-            ask()
+            call()
     assert not Path(config.out).exists()
 
 
 @needs_torchao
 @pytest.mark.parametrize("place", ["model", "optimizer"])
-def test_matrices_have_moments_of_a_byte_and_the_plan_knows(configure: Configure, place: str, model_dir: Path) -> None:
+def test_moments_of_matrices_take_one_byte_and_the_estimate_counts_them(
+    configure: Configure, place: str, model_dir: Path
+) -> None:
     config: Any = configure(optimizer_states="8bit", master_weights=place)
     parameters = {"w": nn.Parameter(torch.ones(128, 64)), "norm": nn.Parameter(torch.ones(64))}
     optimizer = Optimizer(parameters, config)
@@ -51,7 +53,7 @@ def test_matrices_have_moments_of_a_byte_and_the_plan_knows(configure: Configure
 
 
 @needs_torchao
-def test_moments_that_are_read_again_are_the_same(configure: Configure) -> None:
+def test_a_restored_optimizer_has_the_same_bits(configure: Configure) -> None:
     torch.manual_seed(0)
     config = configure(optimizer_states="8bit")
     first = {"w": nn.Parameter(torch.randn(128, 64)), "b": nn.Parameter(torch.randn(64))}
@@ -76,7 +78,7 @@ def test_moments_that_are_read_again_are_the_same(configure: Configure) -> None:
 
 
 @needs_torchao
-def test_a_run_learns_as_with_fp32(configure: Configure, tmp_path: Path) -> None:
+def test_losses_are_within_two_percent_of_fp32_states(configure: Configure, tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {}
     for states in ("fp32", "8bit"):
         config = configure(optimizer_states=states, out=str(tmp_path / states), max_steps=12)
@@ -98,7 +100,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Con
 
 
 @needs_torchao
-def test_a_run_keeps_its_kind_of_states(configure: Configure) -> None:
+def test_resuming_with_another_kind_of_states_is_refused(configure: Configure) -> None:
     config = configure(optimizer_states="8bit", max_steps=2, save_every=1)
     Trainer(config).run()
     with pytest.raises(JobError, match="was written with optimizer_states='8bit'"):

@@ -1,4 +1,5 @@
-"""Training mixtures of experts: they learn, resume with the same bits, and are served as trained."""
+"""Training mixtures of experts: the loss falls, a resumed run has the same bits, and the engine computes the
+log-probabilities of training."""
 
 import json
 import shutil
@@ -37,7 +38,7 @@ NAMES = {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"}
 
 
 def write_mixture(out: Path, dense: Path, kind: str) -> Path:
-    """`dense` with experts in the place of its MLPs, and other weights."""
+    """Writes a random model like `dense`, with experts instead of MLPs."""
     shutil.copytree(dense, out)
     config = json.loads((dense / "config.json").read_text())
     del config["mlp_bias"], config["attention_bias"]
@@ -78,7 +79,7 @@ def test_trainer_and_server_compute_the_same_bits(configure: Configure, mixture:
     assert torch.equal(setup.forward.log_probs(collate(rows, "cpu")), served(result.model, rows))
 
 
-def test_stopped_and_started_again_is_the_same_bits(configure: Configure, mixture: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_after_every_step_has_the_same_bits(configure: Configure, mixture: Path, tmp_path: Path) -> None:
     common = {"model": str(mixture), "accumulate": 2, "save_every": 2, "max_steps": 4, "keep_last": 1}
     through = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
     config = configure(**common, out=str(tmp_path / "b"))
@@ -95,7 +96,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "rowwise", "block", "mxfp8"])
-def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> None:
+def test_loss_and_gradients_of_a_step_are_close_to_transformers(mixture: Path, recipe: str) -> None:
     """Compares loss and gradients of one step in FP8 with those of transformers in FP32."""
     theirs: Any = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, experts_implementation="eager")
     rows = row(1, 90)
@@ -120,46 +121,46 @@ def test_a_training_step_follows_transformers(mixture: Path, recipe: str) -> Non
     assert block is not None
     first, down = f"model.layers.1.{block.names.block}.experts", theirs.model.layers[1].mlp.experts.down_proj
     zero = torch.zeros_like(down[0])
-    found = torch.stack([ours.get(f"{first}.{e}.{block.names.down}.weight", zero) for e in range(5)])
-    # a token between two experts may go to the other one, so those of a layer are judged together
-    assert torch.cosine_similarity(found.flatten(), down.grad.flatten(), dim=0) > 0.9
+    actual = torch.stack([ours.get(f"{first}.{e}.{block.names.down}.weight", zero) for e in range(5)])
+    # rounding may send a token to another expert, so the gradients of all experts are compared as one tensor
+    assert torch.cosine_similarity(actual.flatten(), down.grad.flatten(), dim=0) > 0.9
 
 
-def starved(decoder: torch.nn.Module, expert: int) -> Experts:
-    """The experts of the first mixture; its router never chooses this one."""
-    name, found = next(iter(mixtures(decoder).items()))
+def starve_expert(decoder: torch.nn.Module, expert: int) -> Experts:
+    """Changes the first router so that it never chooses `expert`. Returns the experts of that layer."""
+    name, experts = next(iter(mixtures(decoder).items()))
     router: Any = decoder.get_submodule(f"{name}.gate").weight
     with torch.no_grad():
         others = [i for i in range(5) if i != expert]
         router[others[1]], router[others[3]], router[expert] = -router[others[0]], -router[others[2]], 0
-    return found
+    return experts
 
 
-def test_before_the_first_step_every_expert_has_scales(qwen: Path) -> None:
+def test_observation_gives_every_expert_scales_also_without_tokens(qwen: Path) -> None:
     decoder = load_trainable(qwen)
     convert(decoder)
-    found, forward = starved(decoder, 2), Forward(decoder, DelayedScaling(amax_history_len=4))
+    experts, forward = starve_expert(decoder, 2), Forward(decoder, DelayedScaling(amax_history_len=4))
     batch = collate([row(1, 90)], "cpu")
     forward.observe(mean_loss(batch))
-    assert found.tokens[2] == 0
-    for expert in found:
+    assert experts.tokens[2] == 0
+    for expert in experts:
         for leaf in ("gate_proj", "up_proj", "down_proj"):
             linear = expert.get_submodule(leaf)
             assert isinstance(linear, Linear)
             assert all(state.scale != 1 for state in linear.scaling.values())
-    scales = [e.get_submodule("up_proj").scaling["grad_output"].scale for e in found]  # type: ignore[union-attr, index]
+    scales = [e.get_submodule("up_proj").scaling["grad_output"].scale for e in experts]  # type: ignore[union-attr, index]
     assert scales[2] == min(scales)
-    assert not found.route_to_all_experts
+    assert not experts.route_to_all_experts
 
 
-def test_an_expert_without_tokens_is_neither_trained_nor_lost(qwen: Path) -> None:
+def test_an_expert_without_tokens_gets_no_gradient(qwen: Path) -> None:
     decoder = load_trainable(qwen)
     convert(decoder)
-    found = starved(decoder, 2)
+    experts = starve_expert(decoder, 2)
     with autocast(recipe=DelayedScaling()):
         Forward(decoder, DelayedScaling()).logits(collate([row(1, 90)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
-    assert all(p.grad is None for p in found[2].parameters())
-    assert all(p.grad is not None for p in found[found.tokens.argmax()].parameters())
+    assert all(p.grad is None for p in experts[2].parameters())
+    assert all(p.grad is not None for p in experts[experts.tokens.argmax()].parameters())
 
 
 def test_scales_of_every_expert_are_exported(configure: Configure, qwen: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model is served as it was trained, and a served model can be trained further."""
+"""The engine computes the log-probabilities of training, and an exported FP8 model can be trained further."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ from .conftest import Configure
 
 
 def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
-    """A short run, and the trainer's own view of its last checkpoint."""
+    """Returns the result of a short run, and its last checkpoint loaded as for training."""
     config = configure(**values)
     result = Trainer(config).run()
     assert result.checkpoint is not None
@@ -40,7 +40,8 @@ def trained(configure: Configure, **values: Any) -> tuple[TrainResult, Setup]:
 
 
 def served(model: str | None, rows: Sequence[Row], **options: Any) -> Tensor:
-    """FP32 [P]: the log-probabilities of the rows' targets from an engine that takes prompts 16 tokens at a time."""
+    """Returns the log-probabilities of the rows' targets, FP32 [targets], from an engine that prefills 16 tokens a
+    step."""
     assert model is not None
     engine = Engine(model, max_batch_tokens=16, max_num_seqs=4, block_size=4, **options)
     assert engine.info()["log_probs_as_trained"]
@@ -77,20 +78,20 @@ def test_trainer_and_server_compute_the_same_bits(
 
 
 def test_a_recipe_that_depends_on_its_batch_says_so(configure: Configure) -> None:
-    seen: list[dict[str, Any]] = []
-    result = Trainer(configure(recipe="current", max_steps=1)).run(seen.append)
+    events: list[dict[str, Any]] = []
+    result = Trainer(configure(recipe="current", max_steps=1)).run(events.append)
     assert result.model is not None
-    [why] = Engine(result.model).info()["log_probs_differ_because"]
-    assert "from each token alone" in why
-    assert [e["message"] for e in seen if e.get("code") == "log_probs_differ"] == [
-        f"A server computes other log-probabilities than this run: {why}"
+    [reason] = Engine(result.model).info()["log_probs_differ_because"]
+    assert "from each token alone" in reason
+    assert [e["message"] for e in events if e.get("code") == "log_probs_differ"] == [
+        f"A server computes other log-probabilities than this run: {reason}"
     ]
-    forward = prepare(configure(recipe="current"), Path(result.model), seen.append).forward
+    forward = prepare(configure(recipe="current"), Path(result.model), events.append).forward
     with pytest.raises(RecipeError, match="would differ from a server's: The recipe has one scale for a whole input"):
         log_probs(forward, [[1, 2, 3]])
 
 
-def test_a_high_precision_forward_is_not_served_in_fp8(configure: Configure) -> None:
+def test_a_run_with_bf16_forward_pass_is_exported_without_quantization(configure: Configure) -> None:
     options = {"override_linear_precision": [True, False, False]}
     result, _ = trained(configure, recipe_options=options, max_steps=2)
     assert result.model is not None
@@ -100,19 +101,21 @@ def test_a_high_precision_forward_is_not_served_in_fp8(configure: Configure) -> 
 def test_serving_scales_are_the_training_histories(configure: Configure) -> None:
     result, setup = trained(configure, max_steps=4)
     assert result.model is not None
-    kept = load_scales(Path(result.model) / "scales.safetensors", result.model)
-    live = state.scaling_tensors(setup.forward)
-    assert len(kept.tensors) == 14 * 3
-    for name, entry in kept.tensors.items():
-        assert torch.equal(entry.scale, live[f"{name}.scale"])
+    exported = load_scales(Path(result.model) / "scales.safetensors", result.model)
+    training = state.scaling_tensors(setup.forward)
+    assert len(exported.tensors) == 14 * 3
+    for name, entry in exported.tensors.items():
+        assert torch.equal(entry.scale, training[f"{name}.scale"])
         assert entry.amax_history is not None
-        assert torch.equal(entry.amax_history, live[f"{name}.amax_history"])
-    assert kept.recipe == setup.forward.recipe
-    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4  # observed once, then trained
+        assert torch.equal(entry.amax_history, training[f"{name}.amax_history"])
+    assert exported.recipe == setup.forward.recipe
+    assert (
+        exported.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 1 + 4
+    )  # one observation, then four steps
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt", "fp8"])
-def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: Configure, format_: str) -> None:
+def test_training_with_fp8_attention_exports_scales_of_an_fp8_cache(configure: Configure, format_: str) -> None:
     result, setup = trained(configure, recipe_options={"fp8_dpa": True}, format=format_, max_steps=3)
     assert result.model is not None
     live, stored = dict(state.scaling_states(setup.forward)), kv_scales(Path(result.model))
@@ -127,7 +130,7 @@ def test_attention_trained_in_fp8_brings_the_scales_of_an_fp8_cache(configure: C
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_the_shortest_histories_are_served_too(configure: Configure, length: int) -> None:
+def test_histories_of_length_one_and_two_are_exported(configure: Configure, length: int) -> None:
     result, setup = trained(configure, amax_history_len=length, max_steps=2)
     assert result.model is not None
     rows = setup.items[:2]
@@ -144,7 +147,7 @@ def test_every_kept_checkpoint_is_servable(configure: Configure, tmp_path: Path)
     assert record["config"]["recipe"] == "delayed"
 
 
-def test_a_damaged_checkpoint_or_a_taken_directory_writes_nothing(configure: Configure, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_or_a_nonempty_directory_is_refused(configure: Configure, tmp_path: Path) -> None:
     result, _ = trained(configure, max_steps=1)
     assert result.checkpoint is not None
     assert result.model is not None
@@ -156,16 +159,17 @@ def test_a_damaged_checkpoint_or_a_taken_directory_writes_nothing(configure: Con
     assert not (tmp_path / "new").exists()
 
 
-def test_training_goes_on_from_what_was_served(configure: Configure, tmp_path: Path) -> None:
-    """An FP8 directory as base: masters are dequantized, and scales and histories are kept instead of scale 1."""
+def test_training_from_an_exported_model_keeps_its_scales_and_histories(configure: Configure, tmp_path: Path) -> None:
+    """The base is an FP8 directory: masters are its dequantized weights, and the run starts with its scales, not with
+    1."""
     first, _ = trained(configure, max_steps=6)
     assert first.model is not None
     events: list[dict[str, Any]] = []
     config = configure(model=first.model, out=str(tmp_path / "second"), max_steps=2, lr=1e-6)
     setup = prepare(config, Path(first.model), events.append)
-    kept = load_scales(Path(first.model) / "scales.safetensors").tensors
+    exported = load_scales(Path(first.model) / "scales.safetensors").tensors
     for name, live in state.scaling_states(setup.forward):
-        assert torch.equal(live.scale, kept[name].scale)
+        assert torch.equal(live.scale, exported[name].scale)
     assert [e["seeded"] for e in events if e.get("code") == "seeded"] == [42]
     second = Trainer(config).run()
     assert second.metrics["train_loss"] == pytest.approx(first.metrics["train_loss"], rel=0.05)
@@ -198,7 +202,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
 
 
 @torch.no_grad()
-def test_a_model_that_transformers_wrote(configure: Configure, foreign: Path) -> None:
+def test_a_sharded_fp32_model_of_transformers_is_trained_and_exported(configure: Configure, foreign: Path) -> None:
     assert (foreign / "model.safetensors.index.json").exists()
     with torch.enable_grad():
         result, setup = trained(configure, model=str(foreign), max_steps=12, lr=3e-3)

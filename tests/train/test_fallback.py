@@ -1,5 +1,5 @@
-"""A run that diverges goes back to its last good checkpoint, and continues with a larger margin or with current
-scaling."""
+"""With `on_divergence="return"`, a run that diverges returns to its last good checkpoint, and continues with a larger
+margin or with current scaling."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from .test_trainer import after, hashes, spoil_gradients
 RETURN = {"on_divergence": "return", "save_every": 2, "keep_last": 1, "max_steps": 12}
 
 
-def of_code(events: list[dict[str, Any]], code: str) -> list[dict[str, Any]]:
+def with_code(events: list[dict[str, Any]], code: str) -> list[dict[str, Any]]:
     return [event for event in events if event.get("code") == code]
 
 
@@ -32,17 +32,19 @@ def steps(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def spoils(monkeypatch: pytest.MonkeyPatch) -> None:
+def spoiled_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
 
 
-def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spoils: None) -> None:
+def test_a_diverging_run_tries_a_larger_margin_and_then_current_scaling(
+    configure: Configure, spoiled_weights: None
+) -> None:
     events: list[dict[str, Any]] = []
     result = Trainer(configure(**RETURN)).run(events.append)
     assert result.status == "succeeded"
-    told = [(e["from_step"], e["step"], e["returns"], e["tried"]) for e in of_code(events, "returned")]
-    assert told == [(6, 4, 1, "margin 2"), (10, 8, 2, "current scaling")]
-    assert "rose from" in of_code(events, "returned")[0]["message"]
+    returns = [(e["from_step"], e["step"], e["returns"], e["tried"]) for e in with_code(events, "returned")]
+    assert returns == [(6, 4, 1, "margin 2"), (10, 8, 2, "current scaling")]
+    assert "rose from" in with_code(events, "returned")[0]["message"]
     assert steps(events) == [
         *((0, n) for n in range(1, 7)),
         *((1, n) for n in range(5, 11)),
@@ -50,15 +52,15 @@ def test_it_tries_a_larger_margin_then_current_scaling(configure: Configure, spo
     ]
     record = json.loads((Path(result.model or "") / "training.json").read_text())
     assert (record["returns"], record["trained_with"]["recipe"]) == (2, "current")
-    assert record["config"]["recipe"] == "delayed"  # as the job was told
+    assert record["config"]["recipe"] == "delayed"  # the job's own recipe
     assert [path.name for path in checkpoint.list_checkpoints(Path(configure().out) / "checkpoints")] == ["step-12"]
 
 
 @pytest.mark.slow
-def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
+def test_returning_to_a_checkpoint_changes_only_margin_and_scales(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It takes the same steps as a run with the larger margin from that checkpoint on; the scales change at once."""
+    """The scales change at once, by the factor of the new margin."""
     monkeypatch.setattr("tests.train.spoiled.WHEN", {0: 5})
     monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
     config = configure(**RETURN)
@@ -71,12 +73,12 @@ def test_what_it_goes_back_to_is_what_it_was_apart_from_the_margin(
         assert torch.equal(scaled[name], tensor / 4 if name.endswith(".scale") else tensor)
     events: list[dict[str, Any]] = []
     assert Trainer(config).run(events.append).status == "succeeded"
-    assert [e["tried"] for e in of_code(events, "returned")] == ["margin 2"]
+    assert [e["tried"] for e in with_code(events, "returned")] == ["margin 2"]
 
 
 @pytest.mark.slow
-def test_stopped_between_any_two_steps_it_ends_with_the_same_bytes(
-    configure: Configure, spoils: None, tmp_path: Path
+def test_a_recovering_run_stopped_after_every_step_ends_with_the_same_bytes(
+    configure: Configure, spoiled_weights: None, tmp_path: Path
 ) -> None:
     common = {**RETURN, "template_date": "2026-01-31"}
     whole = Trainer(configure(**common, out=str(tmp_path / "whole"))).run()
@@ -90,8 +92,8 @@ def test_stopped_between_any_two_steps_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_is_the_same_directory(
-    configure: Configure, tmp_path: Path, spoils: None, monkeypatch: pytest.MonkeyPatch
+def test_a_recovering_run_killed_at_random_ends_with_the_same_directory(
+    configure: Configure, tmp_path: Path, spoiled_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPOILED", "1")
     names = ("model/training.json", "checkpoints/step-12/manifest.json")
@@ -100,8 +102,8 @@ def test_killed_again_and_again_it_is_the_same_directory(
 
 
 @pytest.mark.slow
-def test_the_log_of_a_job_has_each_step_of_each_try_once(
-    configure: Configure, tmp_path: Path, spoils: None, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_job_logs_each_step_of_each_try_once(
+    configure: Configure, tmp_path: Path, spoiled_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(tmp_path / "job", configure, **RETURN)
     real, killed = checkpoint.write_checkpoint, []
@@ -119,44 +121,46 @@ def test_the_log_of_a_job_has_each_step_of_each_try_once(
     seen = steps(log_of(job))
     assert seen == sorted(set(seen))
     assert {r for r, _ in seen} == {0, 1, 2}
-    assert [e["returns"] for e in of_code(log_of(job), "returned")] == [1, 2]
+    assert [e["returns"] for e in with_code(log_of(job), "returned")] == [1, 2]
 
 
 @pytest.mark.slow
-def test_a_rate_that_nothing_helps_fails_after_two_returns(configure: Configure) -> None:
+def test_a_run_fails_after_two_returns_if_the_learning_rate_is_too_high(configure: Configure) -> None:
     events: list[dict[str, Any]] = []
     with pytest.raises(
         JobError, match=r"Training diverged: .*neither margin 2 nor current scaling helped; lower lr \(5"
     ):
         Trainer(configure(**DIVERGES, on_divergence="return", save_every=3)).run(events.append)
-    assert [e["returns"] for e in of_code(events, "returned")] == [1, 2]
+    assert [e["returns"] for e in with_code(events, "returned")] == [1, 2]
     assert not (Path(configure().out) / "model").exists()
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_make_it_go_back(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_nonfinite_gradients_make_the_run_return(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil_gradients(monkeypatch, set(range(4, 15)))
     events: list[dict[str, Any]] = []
     result = Trainer(configure(**{**RETURN, "max_steps": 16, "save_every": 3})).run(events.append)
-    (told,) = of_code(events, "returned")
-    assert (told["from_step"], told["step"], told["returns"]) == (13, 12, 1)
-    assert "10 steps in a row" in told["message"]
+    (returned,) = with_code(events, "returned")
+    assert (returned["from_step"], returned["step"], returned["returns"]) == (13, 12, 1)
+    assert "10 steps in a row" in returned["message"]
     assert result.status == "succeeded"
 
 
 @pytest.mark.slow
-def test_a_job_that_failed_may_be_told_to_go_back(configure: Configure, spoils: None) -> None:
-    """Its checkpoints were not judged when they were written: bad ones are skipped."""
+def test_a_failed_job_may_be_resumed_with_on_divergence_return(configure: Configure, spoiled_weights: None) -> None:
+    """Under `"fail"`, checkpoints are not checked when they are written; the resumed run skips the bad ones."""
     with pytest.raises(JobError, match="Training diverged"):
         Trainer(configure(**{**RETURN, "on_divergence": "fail", "keep_last": 9})).run()
     events: list[dict[str, Any]] = []
     assert Trainer(configure(**RETURN)).run(events.append).status == "succeeded"
-    assert [e["step"] for e in of_code(events, "returned")] == [10, 8, 6, 4, 8]
-    assert [e["returns"] for e in of_code(events, "returned")] == [1, 1, 1, 1, 2]
+    assert [e["step"] for e in with_code(events, "returned")] == [10, 8, 6, 4, 8]
+    assert [e["returns"] for e in with_code(events, "returned")] == [1, 1, 1, 1, 2]
 
 
 @pytest.mark.slow
-def test_a_run_without_trouble_is_the_same_with_and_without(configure: Configure, tmp_path: Path) -> None:
+def test_on_divergence_does_not_change_a_healthy_run(configure: Configure, tmp_path: Path) -> None:
     results = [
         Trainer(configure(out=str(tmp_path / how), save_every=2, on_divergence=how, template_date="2026-01-31")).run()
         for how in ("fail", "return")
@@ -174,12 +178,14 @@ def test_a_run_without_trouble_is_the_same_with_and_without(configure: Configure
         ({"on_divergence": "stop"}, "on_divergence"),
     ],
 )
-def test_what_cannot_go_back_is_refused(configure: Configure, options: dict[str, Any], says: str) -> None:
+def test_options_under_which_a_run_cannot_return_are_refused(
+    configure: Configure, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(JobError, match=says):
         configure(**{**RETURN, **options})
 
 
-def test_the_tries(configure: Configure) -> None:
+def test_recovery_configs_lists_the_tries_in_order(configure: Configure) -> None:
     def tries(**options: Any) -> list[str]:
         return [recovery.describe_scaling(c) for c in recovery.recovery_configs(configure(**options))]
 
@@ -187,6 +193,6 @@ def test_the_tries(configure: Configure) -> None:
     assert tries(recipe_options={"margin": MAX_MARGIN - 1}) == ["margin 7", "margin 8", "current scaling"]
     assert tries(recipe_options={"margin": MAX_MARGIN}) == ["margin 8", "current scaling"]
     assert tries(recipe="block") == ["block scaling"]
-    all_kept = {"fp8_dpa": True, "interval": 2, "power_2_scale": True, "amax_compute_algo": "most_recent"}
-    current = recovery.config_after(configure(recipe_options=all_kept), 9)
+    kept_options = {"fp8_dpa": True, "interval": 2, "power_2_scale": True, "amax_compute_algo": "most_recent"}
+    current = recovery.config_after(configure(recipe_options=kept_options), 9)
     assert (current.recipe_options, current.amax_history_len) == ({"fp8_dpa": True}, None)

@@ -1,4 +1,4 @@
-"""`fp8serve.finetune`: files and rows in memory, options, resuming, and refusals."""
+"""`fp8serve.finetune`: data as files and as rows in memory, options, resuming, and refused calls."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def model_bytes(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
-def test_rows_train_like_their_file(model_dir: Path, tmp_path: Path) -> None:
+def test_rows_in_memory_train_the_same_bytes_as_a_file(model_dir: Path, tmp_path: Path) -> None:
     result = fp8serve.finetune(model_dir, data=ROWS, out=tmp_path / "rows", **SMALL)
     assert (result.status, result.step, result.model) == ("succeeded", 2, str(tmp_path / "rows" / "model"))
     fp8serve.finetune(str(model_dir), data=write_lines(tmp_path / "file.jsonl", ROWS), out=tmp_path / "file", **SMALL)
@@ -26,7 +26,7 @@ def test_rows_train_like_their_file(model_dir: Path, tmp_path: Path) -> None:
     assert len(answer.token_ids) <= 4
 
 
-def test_stopped_it_goes_on_by_the_same_call(model_dir: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_is_resumed_by_the_same_call(model_dir: Path, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     whole = fp8serve.finetune(model_dir, data=ROWS, out=tmp_path / "whole", eval_data=ROWS[:2], **SMALL)
 
@@ -43,13 +43,13 @@ def test_stopped_it_goes_on_by_the_same_call(model_dir: Path, tmp_path: Path) ->
     assert model_bytes(tmp_path / "cut") == model_bytes(tmp_path / "whole")
 
 
-def test_other_rows_do_not_go_on(model_dir: Path, tmp_path: Path) -> None:
+def test_resuming_with_other_rows_is_refused(model_dir: Path, tmp_path: Path) -> None:
     fp8serve.finetune(model_dir, data=ROWS, out=tmp_path / "out", **SMALL)
     with pytest.raises(JobError, match="data"):
         fp8serve.finetune(model_dir, data=ROWS[1:], out=tmp_path / "out", **SMALL | {"max_steps": 4})
 
 
-def test_what_is_refused(model_dir: Path, tmp_path: Path) -> None:
+def test_invalid_data_and_options_are_refused(model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(DataError, match="not a mixture of both"):
         fp8serve.finetune(model_dir, data=["a.jsonl", ROWS[0]], out=out, **SMALL)
@@ -63,9 +63,9 @@ def test_what_is_refused(model_dir: Path, tmp_path: Path) -> None:
         fp8serve.finetune(model_dir, data=[{"question": "?"}], out=out, **SMALL)
 
 
-def test_a_refused_call_leaves_the_rows_of_the_last_one(model_dir: Path, tmp_path: Path) -> None:
+def test_a_refused_call_does_not_overwrite_the_stored_rows(model_dir: Path, tmp_path: Path) -> None:
     fp8serve.finetune(model_dir, data=ROWS, out=tmp_path / "out", **SMALL)
-    kept = (tmp_path / "out" / "data.jsonl").read_bytes()
+    stored = (tmp_path / "out" / "data.jsonl").read_bytes()
     with pytest.raises(JobError):
         fp8serve.finetune(model_dir, data=ROWS[1:], out=tmp_path / "out", learning_rate=1)
-    assert (tmp_path / "out" / "data.jsonl").read_bytes() == kept
+    assert (tmp_path / "out" / "data.jsonl").read_bytes() == stored

@@ -41,7 +41,8 @@ WITH_ATTENTION = [replace(SHORT, fp8_dpa=True), replace(SHORT, fp8_mha=True)]
     ids=["delayed", "dpa", "mha", "rowwise", "block", "bf16"],
 )
 def forward(request: pytest.FixtureRequest, model_dir: Path) -> Forward:
-    """Recipes; delayed after one step, so that its scales are not 1. Not `current`, whose one scale spans the batch."""
+    """A model under each recipe after one step, so that delayed scales are not 1. `current` is left out: its scale
+    depends on all documents of a batch."""
     forward = make(model_dir, request.param)[1]
     forward.logits(collate([row(9, 20)], "cpu")).sum().backward()  # type: ignore[no-untyped-call]
     return forward
@@ -84,8 +85,8 @@ def test_packed_loss_is_the_unpacked_loss(forward: Forward) -> None:
     assert hits == sum(h for _, h in alone)
 
 
-def test_targets_that_are_masked_carry_no_loss(forward: Forward) -> None:
-    """A masked token counts as context and never as target: changing the last one's successor changes nothing."""
+def test_masked_tokens_are_no_targets(forward: Forward) -> None:
+    """A masked token counts as context and never as target."""
     whole = row(4, 20, masked=12)
     short = Row(whole.ids[:13], whole.loss[:13])  # the prompt alone: nothing to predict
     assert len(collate([whole], "cpu").targets) == 8
@@ -113,21 +114,23 @@ def test_gradients_reach_the_fp32_masters(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", WITH_ATTENTION, ids=["dpa", "mha"])
-def test_attention_in_fp8_changes_the_numbers_little_and_keeps_scales(model_dir: Path, recipe: DelayedScaling) -> None:
+def test_fp8_attention_changes_logits_by_less_than_five_percent_and_updates_its_scales(
+    model_dir: Path, recipe: DelayedScaling
+) -> None:
     plain, forward = make(model_dir, SHORT)[1], make(model_dir, recipe)[1]
     batch = collate([row(6, 20), row(7, 9)], "cpu")
     for runner in (plain, forward):
         runner.observe(mean_loss(batch))
         summed_loss(runner.logits(batch), batch.targets)[0].backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        exact, found = plain.logits(batch), forward.logits(batch)
-    assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+        exact, actual = plain.logits(batch), forward.logits(batch)
+    assert 0 < (actual - exact).norm() < 0.05 * exact.norm()
     steps = {
         name.rpartition(".")[2]: int(s.steps) for name, s in scaling_states(forward) if "layers.1.self_attn." in name
     }
-    kept = dict.fromkeys(("q", "k", "v", "p", "grad_output", "grad_scores"), 2)  # observed once, then trained
-    assert {name: steps[name] for name in kept} == kept
-    assert found.dtype == torch.bfloat16
+    expected = dict.fromkeys(("q", "k", "v", "p", "grad_output", "grad_scores"), 2)  # one observation, then one step
+    assert {name: steps[name] for name in expected} == expected
+    assert actual.dtype == torch.bfloat16
 
 
 def test_without_gradients_the_scaling_state_is_frozen(model_dir: Path) -> None:
@@ -174,7 +177,7 @@ def count_quantizations(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Tenso
     return seen
 
 
-def test_under_no_recipe_an_outer_context_is_not_inherited(model_dir: Path) -> None:
+def test_a_forward_without_recipe_ignores_an_outer_autocast(model_dir: Path) -> None:
     _, forward = make(model_dir, None)
     batch = collate([row(1, 9)], "cpu")
     with torch.no_grad():
@@ -187,8 +190,9 @@ def test_under_no_recipe_an_outer_context_is_not_inherited(model_dir: Path) -> N
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("recipe", [SHORT, *map(from_name, ("current", "rowwise", "block", "mxfp8"))], ids=str)
 def test_sharing_casts_changes_no_bit(model_dir: Path, recipe: Recipe, recompute: bool) -> None:
-    """Layers with hooks cast for themselves: losses, gradients, scales and histories are the same."""
-    found = []
+    """Layers with hooks do not share casts. Losses, gradients, scales and histories are the same with and without
+    hooks."""
+    runs = []
     for separately in (False, True):
         decoder = load_trainable(model_dir)
         convert(decoder)
@@ -207,6 +211,6 @@ def test_sharing_casts_changes_no_bit(model_dir: Path, recipe: Recipe, recompute
         results += scaling_tensors(forward).values()
         shared = [m for m in forward.linears.values() if m.shared_states]
         assert bool(shared) == (recipe is SHORT and not hooks)
-        found.append(results)
-    assert len(found[0]) > 9
-    assert all(map(torch.equal, *found))
+        runs.append(results)
+    assert len(runs[0]) > 9
+    assert all(map(torch.equal, *runs))

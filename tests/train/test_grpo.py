@@ -1,4 +1,5 @@
-"""Rewards: the published losses, importance ratios that are exactly 1, and runs that no reward can hang."""
+"""GRPO: its losses are those of the papers, importance ratios are exactly 1 before the first update of a step, and a
+reward that fails or hangs ends the run with one sentence."""
 
 import itertools
 import json
@@ -37,7 +38,7 @@ from .test_resume import assert_same_when_killed
 from .test_trainer import after, of_type
 
 LETTERS = "def reward(prompt, completion, row):\n    return completion.count(row['letter']) / (1 + len(completion))\n"
-APART = "sampling/sampling_logp_difference/mean"
+LOG_PROB_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 RATIO = "sampling/importance_sampling_ratio/mean"
 exact = pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 
@@ -65,43 +66,43 @@ def metrics_of(config: TrainConfig) -> list[dict[str, Any]]:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def published(logits: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
-    """The sum over all answers, a token at a time, in FP64, by the formulas of the papers."""
+def reference_loss(logits: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
+    """Returns the sum of the losses of all completions by the formulas of the papers, token by token in FP64."""
     answers = [answer for group in groups for answer in group.completions]
-    total, place = torch.zeros((), dtype=torch.float64), 0
+    total, position = torch.zeros((), dtype=torch.float64), 0
     tokens = sum(len(answer.old_log_probs) for answer in answers)
     low, high, beta = config.epsilon, config.epsilon_high or config.epsilon, config.beta or 0.0
     for answer in answers:
         targets, losses = answer.row.ids[answer.row.loss], []
         for token, old, reference in zip(targets, answer.old_log_probs, answer.ref_log_probs, strict=True):
-            log_prob = (logits[place].double() / config.temperature).log_softmax(-1)[int(token)]
-            ratio, apart = (log_prob - float(old)).exp(), float(reference) - log_prob
+            log_prob = (logits[position].double() / config.temperature).log_softmax(-1)[int(token)]
+            ratio, log_ratio_to_ref = (log_prob - float(old)).exp(), float(reference) - log_prob
             best = torch.minimum(ratio * answer.advantage, ratio.clamp(1 - low, 1 + high) * answer.advantage)
-            losses.append(-best + beta * (apart.exp() - apart - 1))
-            place += 1
-        by = {"grpo": len(losses), "dapo": tokens / len(answers), "dr_grpo": config.max_completion_length or 1}
-        total = total + torch.stack(losses).sum() / by[config.loss_type or "dapo"]
+            losses.append(-best + beta * (log_ratio_to_ref.exp() - log_ratio_to_ref - 1))
+            position += 1
+        divisor = {"grpo": len(losses), "dapo": tokens / len(answers), "dr_grpo": config.max_completion_length or 1}
+        total = total + torch.stack(losses).sum() / divisor[config.loss_type or "dapo"]
     return total
 
 
-def made_up(config: TrainConfig) -> list[Group]:
-    """Two groups of answers of different lengths."""
-    chance = np.random.default_rng(0)
+def random_groups(config: TrainConfig) -> list[Group]:
+    """Returns two groups of completions of different lengths."""
+    rng = np.random.default_rng(0)
     lengths = [3, 8, 5, 1, 6, 4]
-    shares = token_loss_weights(lengths, config.loss_type or "dapo", config.max_completion_length or 1)  # type: ignore[arg-type]
+    weights = token_loss_weights(lengths, config.loss_type or "dapo", config.max_completion_length or 1)  # type: ignore[arg-type]
     rewards = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.25]], dtype=torch.float64)
-    found = []
-    for n, share, reward, advantage in zip(
+    completions = []
+    for n, weight, reward, advantage in zip(
         lengths,
-        shares,
+        weights,
         rewards.flatten().tolist(),
         advantages(rewards, config.scale_rewards).flatten().tolist(),
         strict=True,
     ):
-        row = Row(chance.integers(0, 320, n + 4).astype(np.int32), np.arange(n + 4) >= 4)
-        old, reference = (-chance.random(n).astype(np.float32) * 6 for _ in range(2))
-        found.append(Completion(row, old, False, reward, advantage, share, 6 / 27, old, reference))
-    return [Group(tuple(found[:3])), Group(tuple(found[3:]))]
+        row = Row(rng.integers(0, 320, n + 4).astype(np.int32), np.arange(n + 4) >= 4)
+        old, reference = (-rng.random(n).astype(np.float32) * 6 for _ in range(2))
+        completions.append(Completion(row, old, False, reward, advantage, weight, 6 / 27, old, reference))
+    return [Group(tuple(completions[:3])), Group(tuple(completions[3:]))]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def made_up(config: TrainConfig) -> list[Group]:
     ],
     ids=str,
 )
-def test_losses_and_gradients_are_the_published_ones(grpo: Configure, options: dict[str, Any]) -> None:
+def test_losses_and_gradients_match_the_papers(grpo: Configure, options: dict[str, Any]) -> None:
     config = grpo(**options)
-    groups = made_up(config)
+    groups = random_groups(config)
     torch.manual_seed(0)
     logits = (4 * torch.randn(27, 320)).requires_grad_()
 
@@ -124,7 +125,7 @@ def test_losses_and_gradients_are_the_published_ones(grpo: Configure, options: d
         return logits
 
     loss, reward, *_ = Grpo(config).compute_sums(answer, groups)
-    expected = published(logits, groups, config)
+    expected = reference_loss(logits, groups, config)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     (ours,), (theirs,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
@@ -144,23 +145,23 @@ def test_advantages() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_what_is_rewarded(grpo: Configure) -> None:
-    found = metrics_of(grpo(max_steps=24, batch_size=4, num_generations=8, lr=1e-2))
-    first, last = (sum(m["reward"] for m in part) / 4 for part in (found[:4], found[-4:]))
+def test_the_mean_reward_rises(grpo: Configure) -> None:
+    metrics = metrics_of(grpo(max_steps=24, batch_size=4, num_generations=8, lr=1e-2))
+    first, last = (sum(m["reward"] for m in part) / 4 for part in (metrics[:4], metrics[-4:]))
     assert last > 1.5 * first
-    assert "reward=" in found[-1]["message"]
+    assert "reward=" in metrics[-1]["message"]
 
 
 @pytest.mark.slow
 @exact
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) -> None:
-    """The first update of each step compares the trainer's log-probabilities with those by which the engine drew."""
-    found = metrics_of(grpo(recipe=recipe, max_steps=100, num_generations=2, max_completion_length=4, lr=3e-3))
-    assert len(found) == 100
-    assert {m[APART] for m in found} == {0.0}
-    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in found)
-    assert len({m["grad_norm"] for m in found}) > 50  # it moved
+    """In the first update of each step, the trainer's log-probabilities equal those that the engine sampled with."""
+    metrics = metrics_of(grpo(recipe=recipe, max_steps=100, num_generations=2, max_completion_length=4, lr=3e-3))
+    assert len(metrics) == 100
+    assert {m[LOG_PROB_DIFFERENCE] for m in metrics} == {0.0}
+    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in metrics)
+    assert len({m["grad_norm"] for m in metrics}) > 50  # the weights change
 
 
 @exact
@@ -179,16 +180,18 @@ def test_a_hundred_steps_of_ratios_that_are_one(grpo: Configure, recipe: str) ->
     ids=str,
 )
 def test_ratios_are_one_whatever_the_recipe(grpo: Configure, options: dict[str, Any]) -> None:
-    found = metrics_of(grpo(**{"max_steps": 5, "lr": 3e-3, **options}))
-    assert {m[APART] for m in found} == {0.0}
-    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in found)
+    metrics = metrics_of(grpo(**{"max_steps": 5, "lr": 3e-3, **options}))
+    assert {m[LOG_PROB_DIFFERENCE] for m in metrics} == {0.0}
+    assert all(m[RATIO] == pytest.approx(1, abs=1e-12) for m in metrics)
     if "beta" in options:
-        assert all(m["kl"] >= 0 for m in found)
-        assert (found[0]["kl"] == 0) is (options.get("num_iterations", 1) == 1)  # else it has moved by then
-        assert found[-1]["kl"] > 0
+        assert all(m["kl"] >= 0 for m in metrics)
+        assert (metrics[0]["kl"] == 0) is (
+            options.get("num_iterations", 1) == 1
+        )  # a second iteration starts from changed weights
+        assert metrics[-1]["kl"] > 0
 
 
-def test_a_scale_that_follows_the_batch_says_so(grpo: Configure) -> None:
+def test_a_recipe_whose_log_probs_depend_on_the_batch_is_announced(grpo: Configure) -> None:
     events: list[dict[str, Any]] = []
     Trainer(grpo(recipe="current", max_steps=2)).run(events.append)
     assert any(e.get("code") == "log_probs_differ" for e in events)
@@ -197,28 +200,30 @@ def test_a_scale_that_follows_the_batch_says_so(grpo: Configure) -> None:
 
 @exact
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "rowwise", "block"])
-def test_the_served_state_is_what_an_export_holds(grpo: Configure, recipe: str) -> None:
+def test_weights_given_to_the_engine_equal_the_exported_ones(grpo: Configure, recipe: str) -> None:
     config = grpo(recipe=recipe, max_steps=3)
     result = Trainer(config).run()
-    now = prepare(config, Path(str(result.checkpoint)), lambda event: None)
-    state.restore(now.forward, now.optimizer, checkpoint.read_checkpoint(Path(str(result.checkpoint))))
-    how: Any = "bf16" if recipe == "bf16" else "stored"
-    expected = load_servable(str(result.model), how).state_dict()
-    found = served_state(now.forward)
-    assert found.keys() == expected.keys()
+    run = prepare(config, Path(str(result.checkpoint)), lambda event: None)
+    state.restore(run.forward, run.optimizer, checkpoint.read_checkpoint(Path(str(result.checkpoint))))
+    recipe_to_load: Any = "bf16" if recipe == "bf16" else "stored"
+    expected = load_servable(str(result.model), recipe_to_load).state_dict()
+    actual = served_state(run.forward)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype is tensor.dtype
-        assert found[name].shape == tensor.shape or tensor.numel() == 1
-        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
-    engine = Engine(config.model if recipe == "bf16" else str(result.model), recipe=how)
-    engine.load_weights(found)
+        assert actual[name].dtype is tensor.dtype
+        assert actual[name].shape == tensor.shape or tensor.numel() == 1
+        assert torch.equal(actual[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
+    engine = Engine(config.model if recipe == "bf16" else str(result.model), recipe=recipe_to_load)
+    engine.load_weights(actual)
 
 
 @pytest.mark.parametrize("masters", ["model", "optimizer"])
-def test_a_served_model_shares_nothing_with_the_run(grpo: Configure, model_dir: Path, masters: str) -> None:
-    now = prepare(grpo(recipe="rowwise", master_weights=masters), model_dir, lambda event: None)
-    own = {tensor.data_ptr() for tensor in now.forward.network.state_dict().values()}
-    assert not own & {tensor.data_ptr() for tensor in served_state(now.forward).values()}
+def test_weights_given_to_the_engine_share_no_memory_with_the_run(
+    grpo: Configure, model_dir: Path, masters: str
+) -> None:
+    run = prepare(grpo(recipe="rowwise", master_weights=masters), model_dir, lambda event: None)
+    own = {tensor.data_ptr() for tensor in run.forward.network.state_dict().values()}
+    assert not own & {tensor.data_ptr() for tensor in served_state(run.forward).values()}
 
 
 @pytest.mark.slow
@@ -229,14 +234,14 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, grpo: Configur
     assert_same_when_killed(tmp_path, grpo, names, max_steps=6, **options)
 
 
-def test_a_run_whose_reference_is_gone(grpo: Configure, tmp_path: Path) -> None:
+def test_a_missing_reference_file_is_refused_on_resume(grpo: Configure, tmp_path: Path) -> None:
     Trainer(grpo(beta=0.1, save_every=1)).run(stop=after(2))
     (tmp_path / "out" / "reference.safetensors").unlink()
     with pytest.raises(JobError, match="which the run saved at its start, is missing"):
         Trainer(grpo(beta=0.1, save_every=1)).run()
 
 
-def test_other_columns_are_another_job(grpo: Configure, tmp_path: Path) -> None:
+def test_resuming_with_other_reward_columns_is_refused(grpo: Configure, tmp_path: Path) -> None:
     Trainer(grpo(max_steps=1)).run()
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": t[:20], "letter": "a"} for t in TEXTS[:8]])
     with pytest.raises(JobError, match="training data differ"):
@@ -274,8 +279,8 @@ def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, co
     assert "\n" not in str(caught.value)
 
 
-def test_a_reward_that_hangs(tmp_path: Path) -> None:
-    """Its process is gone, although it ignores every signal that can be caught."""
+def test_a_reward_that_hangs_is_killed_and_reported(tmp_path: Path) -> None:
+    """Its process is killed, although it ignores SIGTERM."""
     file = tmp_path / "hangs.py"
     file.write_text("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ndef reward(p, c, r): time.sleep(1e6)")
     grader = FileGrader(file, PATIENCE)
@@ -285,8 +290,10 @@ def test_a_reward_that_hangs(tmp_path: Path) -> None:
     assert grader._process.poll() == -9
 
 
-def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What it prints is not taken for an answer, and it can import modules beside it."""
+def test_a_reward_gets_prompt_completion_and_row_and_may_print_and_import(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its output goes to stderr and is not taken for a reward, and it can import modules from its own directory."""
     (tmp_path / "beside.py").write_text("FACTOR = 2")
     file = tmp_path / "told.py"
     file.write_text(
@@ -296,8 +303,8 @@ def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     )
     grader = FileGrader(file, 60)
     messages = [{"role": "user", "content": "é\n\u2028"}]
-    asked = [RewardInput("a", "bc", {"more": 1}, "x:1"), RewardInput(messages, "", {"more": 0.5}, "x:2")]
-    assert grader.rewards(asked) == [6.0, 1.5]
+    inputs = [RewardInput("a", "bc", {"more": 1}, "x:1"), RewardInput(messages, "", {"more": 0.5}, "x:2")]
+    assert grader.rewards(inputs) == [6.0, 1.5]
     grader.close()
     assert grader._process.poll() is not None
     assert "hello" in capfd.readouterr().err
@@ -306,8 +313,8 @@ def test_what_a_reward_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("reply", ["not JSON", "7", "[" * 100_000], ids=["text", "number", "deep"])
-def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(reply: str, tmp_path: Path) -> None:
-    """The file can reach the descriptor of the replies, by mistake or not."""
+def test_an_invalid_reply_of_a_reward_process_is_one_sentence(reply: str, tmp_path: Path) -> None:
+    """The reward file can write to the file descriptor that carries the replies."""
     file = tmp_path / "noisy.py"
     file.write_text(f"import os\ndef reward(p, c, r):\n    os.write(3, {reply.encode()!r} + b'\\n')\n    return 1.0\n")
     grader = FileGrader(file, PATIENCE)
@@ -317,7 +324,7 @@ def test_a_reward_that_writes_what_is_no_reply_ends_the_run_with_a_sentence(repl
 
 
 class _Grader(BaseHTTPRequestHandler):
-    """By path: a grader that is well, or ill in one way."""
+    """A grader that gives valid replies or, depending on the path, one kind of invalid reply."""
 
     failures: ClassVar = itertools.count()
 
@@ -340,7 +347,7 @@ class _Grader(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def grader_url() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), _Grader)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -352,10 +359,10 @@ ASKED = [RewardInput("a", "b" * n, {}, f"x:{n}") for n in range(3)]
 
 
 @pytest.mark.parametrize("path", ["grade", "flaky"])
-def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grader_url_gives_rewards(grader_url: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(_Grader, "failures", itertools.count())
-    assert UrlGrader(f"{address}/{path}", 60).rewards(ASKED) == [0.0, 1.0, 2.0]
+    assert UrlGrader(f"{grader_url}/{path}", 60).rewards(ASKED) == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -370,21 +377,23 @@ def test_an_address_gives_rewards(address: str, path: str, monkeypatch: pytest.M
         ("list", "did not answer with JSON such as"),
     ],
 )
-def test_an_address_that_is_ill(address: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_reply_of_a_grader_url_is_reported(
+    grader_url: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     with pytest.raises(JobError) as caught:
-        UrlGrader(f"{address}/{path}", 60).rewards(ASKED)
+        UrlGrader(f"{grader_url}/{path}", 60).rewards(ASKED)
     assert said in str(caught.value)
 
 
-def test_an_address_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_grader_url_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     with pytest.raises(JobError, match="returned no rewards"):
         UrlGrader("http://127.0.0.1:1/grade", 60).rewards(ASKED)
 
 
-def test_a_run_by_an_address(grpo: Configure, address: str) -> None:
-    found = metrics_of(grpo(grader_url=f"{address}/grade", max_steps=2))
+def test_a_run_with_a_grader_url(grpo: Configure, grader_url: str) -> None:
+    found = metrics_of(grpo(grader_url=f"{grader_url}/grade", max_steps=2))
     assert all(m["reward"] > 0 for m in found)
 
 
@@ -393,7 +402,7 @@ def test_a_run_by_an_address(grpo: Configure, address: str) -> None:
 USER, ANSWER = {"role": "user", "content": "red or blue?"}, {"role": "assistant", "content": "blue"}
 
 
-def test_one_conversation_in_every_form(model_dir: Path) -> None:
+def test_a_conversation_has_the_same_prompt_in_every_data_format(model_dir: Path) -> None:
     tokenizer = Tokenizer.from_dir(model_dir)
     forms = [{"prompt": [USER]}, {"messages": [USER], "answer": 3}, {"prompt": json.dumps([USER])}]
     examples = [GrpoReader(8).parse_row(form, "x:1") for form in forms[:2]]
@@ -451,7 +460,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
         ({"epsilon": 1.0}, "epsilon must be less than 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(grpo: Configure, values: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_refused(grpo: Configure, values: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError) as caught:
         grpo(**values)
     assert said in str(caught.value)

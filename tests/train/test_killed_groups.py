@@ -1,4 +1,4 @@
-"""A fine-tune job in a group of processes that is stopped, or of which any process is killed."""
+"""A fine-tuning job on a group of processes: it is stopped by a signal, or one of its processes is killed."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ def metrics_in(job: Path) -> list[dict[str, Any]]:
 
 
 def assert_stops_by_a_signal(job: Path) -> None:
-    """Run by a group of processes, the job stops at a checkpoint, without a word."""
+    """Asserts that SIGTERM stops the job, run by a group of processes, at a checkpoint and without output."""
     process = in_group(job)
     until(lambda: metrics_in(job) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
@@ -46,7 +46,7 @@ def test_a_signal_stops_the_group_at_a_checkpoint(tmp_path: Path, configure: Con
     assert not (job / "result.json").exists()
 
 
-def test_a_broken_input_is_told_once_and_the_group_does_not_start_again(tmp_path: Path, configure: Configure) -> None:
+def test_an_input_error_is_reported_once_and_the_group_does_not_restart(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, **SHARED, eval_data=["/no/such/file"])
     process = in_group(job)
     assert process.communicate(timeout=PATIENCE) == ("", "")
@@ -64,7 +64,7 @@ def test_the_ranks_die_with_the_process_that_started_them(tmp_path: Path, config
     process.kill()
     process.communicate(timeout=PATIENCE)
     until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_rank(pid) for pid in ranks))
-    again = in_group(job)  # it finds both locks free
+    again = in_group(job)  # both locks are free
     steps = len(metrics_in(job))
     until(lambda: len(metrics_in(job)) > steps or again.poll() is not None)
     again.send_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_the_ranks_die_with_the_process_that_started_them(tmp_path: Path, config
 
 
 def is_rank(pid: int) -> bool:
-    """Whether the process still runs: after its end the command line is empty."""
+    """Returns whether the process still runs; the command line of a process that has ended is empty."""
     try:
         return b"fp8serve.train.group" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
@@ -91,7 +91,7 @@ def assert_same(whole: Path, killed: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
-    """Kills a rank, which the group survives, or the process that holds the group together."""
+    """Kills a rank, after which the group restarts it, or the parent process of the ranks."""
     whole, job = run_shared(tmp_path, configure, max_steps=12, save_every=2, keep_last=2)
     assert finish(job, "group", "5") >= 2
     assert_same(whole, job)
@@ -101,7 +101,7 @@ def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, c
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_two_go_on_from_what_a_kill_at_any_fsync_or_rename_leaves(tmp_path: Path, configure: Configure) -> None:
+def test_two_processes_resume_from_the_files_at_every_fsync_or_rename(tmp_path: Path, configure: Configure) -> None:
     whole, job = run_shared(tmp_path, configure, max_steps=2, save_every=1)
     assert finish(job, "group-points", str(whole)) >= 20
 

@@ -34,7 +34,7 @@ from tests.model.oracle import make_model
 
 from .conftest import TEXTS, Configure, write_lines
 from .test_forward import row
-from .test_processes import SHARED, by_processes, metrics_of, trained
+from .test_processes import SHARED, hashes_of, metrics_of, train_on
 from .test_trainer import after, history, of_type, same_scales
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}" for layer in range(2) for part in "kv"]
@@ -266,9 +266,9 @@ def test_an_adapter_keeps_the_scales_of_its_base(with_kv: Configure, kv_dir: Pat
 def test_several_processes_have_the_scales_of_one(with_kv: Configure, tmp_path: Path, fsdp: bool) -> None:
     """The last step of an epoch has three microbatches, which two processes cannot share equally."""
     for count in (1, 2):
-        by_processes(count, with_kv(**SHARED, save_every=2, fsdp=fsdp and count > 1, out=str(tmp_path / str(count))))
+        train_on(count, with_kv(**SHARED, save_every=2, fsdp=fsdp and count > 1, out=str(tmp_path / str(count))))
     assert kv_scales(tmp_path / "1" / "model").keys() == {0, 1}
-    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+    assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
     assert metrics_of(tmp_path / "1") == metrics_of(tmp_path / "2")
 
 

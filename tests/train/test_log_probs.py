@@ -1,4 +1,5 @@
-"""`fp8serve.log_probs`: a directory as a server computes it, a trainer's pass, and refusals."""
+"""`fp8serve.log_probs`: a model directory has the log-probabilities that a server returns, a trainer's forward pass has
+those that it trains with, and invalid calls are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,20 +36,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recipe", ["stored", "bf16", "current", "w8a16"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_directory_is_computed_as_it_is_served(model: Path, recipe: str, cache: Any) -> None:
+def test_log_probs_of_a_directory_equal_the_engines(model: Path, recipe: str, cache: Any) -> None:
     engine = Engine(model, recipe=recipe, kv_cache_dtype=cache, max_batch_tokens=16)
-    done = engine.generate(IDS, max_new_tokens=1, prompt_logprobs=0)
-    found = fp8serve.log_probs(model, IDS, recipe=recipe, kv_cache_dtype=cache)
-    assert [x.tolist() for x in found] == [[item.logprob for item in one.prompt_logprobs or ()] for one in done]
+    completions = engine.generate(IDS, max_new_tokens=1, prompt_logprobs=0)
+    actual = fp8serve.log_probs(model, IDS, recipe=recipe, kv_cache_dtype=cache)
+    assert [x.tolist() for x in actual] == [
+        [item.logprob for item in completion.prompt_logprobs or ()] for completion in completions
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-def test_a_trainers_pass_learns_through_an_fp8_cache(model: Path, recipe: str) -> None:
+def test_gradients_flow_through_an_fp8_cache_in_training(model: Path, recipe: str) -> None:
     """Keys and values are cast in the forward pass, and their projections get gradients."""
-    decoder, made = load_trainable(model), from_name(recipe)
-    if made is not None:
+    decoder, chosen = load_trainable(model), from_name(recipe)
+    if chosen is not None:
         convert(decoder)
-    forward = Forward(decoder, made, [KvScale.of(*pair) for pair in kv_scales(model).values()])
+    forward = Forward(decoder, chosen, [KvScale.of(*pair) for pair in kv_scales(model).values()])
     batch = collate([Row(np.array(IDS[1], np.int32), np.ones(len(IDS[1]), bool))], "cpu")
     with_cache, without = (log_probs(model, IDS[1:2], recipe=recipe, kv_cache_dtype=c)[0] for c in CACHES)
     assert torch.equal(forward.log_probs(batch), with_cache)
@@ -60,14 +63,14 @@ def test_a_trainers_pass_learns_through_an_fp8_cache(model: Path, recipe: str) -
         assert gradient.any()
 
 
-def test_the_loss_is_the_sum_of_them(model: Path) -> None:
+def test_the_summed_loss_is_the_negative_sum_of_log_probs(model: Path) -> None:
     forward = Forward(load_trainable(model), None)
     batch = collate([Row(np.array(ids, np.int32), np.ones(len(ids), bool)) for ids in IDS[:2]], "cpu")
     loss, _ = summed_loss(forward.logits(batch), batch.targets)
     torch.testing.assert_close(-forward.log_probs(batch).sum(), loss)
 
 
-def cached(model: Path, recipe: Any) -> Forward:
+def forward_with_fp8_cache(model: Path, recipe: Any) -> Forward:
     return Forward(load_trainable(model), recipe, [KvScale.of(*pair) for pair in kv_scales(model).values()])
 
 
@@ -77,7 +80,7 @@ def without_scales(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "error", "said"),
+    ("call", "error", "message"),
     [
         (lambda m: log_probs(m, [[]]), RequestError, "from 1 to 128 tokens; found 0"),
         (lambda m: log_probs(m, [[1] * 129]), RequestError, "from 1 to 128 tokens; found 129"),
@@ -86,11 +89,15 @@ def without_scales(model: Path) -> None:
         (lambda m: log_probs(Forward(load_trainable(m), None), [[1]], recipe="bf16"), RequestError, "options out"),
         (lambda m: log_probs(m, [[1]], recipe="int4"), RecipeError, "no recipe 'int4'"),
         (without_scales, ScalesError, "no scales of keys and values"),
-        (lambda m: cached(m, DelayedScaling(fp8_dpa=True)), RecipeError, "leave the scales of a cache out"),
+        (
+            lambda m: forward_with_fp8_cache(m, DelayedScaling(fp8_dpa=True)),
+            RecipeError,
+            "leave the scales of a cache out",
+        ),
     ],
 )
-def test_what_cannot_be_told_is_refused(
-    model: Path, ask: Callable[[Path], Any], error: type[Exception], said: str
+def test_invalid_calls_are_refused(
+    model: Path, call: Callable[[Path], Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
-        ask(model)
+    with pytest.raises(error, match=message):
+        call(model)

@@ -1,4 +1,5 @@
-"""An adapter beside a frozen model: it learns, its files are right, and a killed run ends with the same bytes."""
+"""Training a LoRA adapter on a frozen model: the loss falls, files are in peft's format, and a killed run ends with the
+same bytes."""
 
 import json
 from pathlib import Path
@@ -37,7 +38,9 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, lora: Configur
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "bf16"])
-def test_what_is_trained_and_written(lora: Configure, model_dir: Path, recipe: str) -> None:
+def test_only_the_adapter_is_trained_and_its_files_hold_the_masters(
+    lora: Configure, model_dir: Path, recipe: str
+) -> None:
     base = {} if recipe == "delayed" else {"model": str(model_dir)}
     config = lora(recipe=recipe, lora_targets=TARGETS, lora_alpha=6.0, max_steps=12, **base)
     before = every_file(Path(config.model))
@@ -47,24 +50,24 @@ def test_what_is_trained_and_written(lora: Configure, model_dir: Path, recipe: s
     assert every_file(Path(config.model)) == before
 
     out = Path(str(result.model))
-    described = json.loads((out / "adapter_config.json").read_text())
+    adapter_config = json.loads((out / "adapter_config.json").read_text())
     layers = [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]
     layers += [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert (described["r"], described["lora_alpha"], described["use_dora"]) == (4, 6, False)
-    assert described["target_modules"] == sorted(layers)  # "gate_proj" alone would be layer 0's, too
+    assert (adapter_config["r"], adapter_config["lora_alpha"], adapter_config["use_dora"]) == (4, 6, False)
+    assert adapter_config["target_modules"] == sorted(layers)  # "gate_proj" alone would match layer 0, too
     tensors = load_file(out / "adapter_model.safetensors")
     assert set(tensors) == {f"base_model.model.{name}.lora_{part}.weight" for name in layers for part in "AB"}
 
     masters = load_file(Path(str(result.checkpoint)) / "model.safetensors")
-    read = read_adapter(out, read_config(config.model))
+    adapter = read_adapter(out, read_config(config.model))
     for name in layers:
-        assert torch.equal(read[name].a, masters[f"{name}.lora_A"].bfloat16())
-        assert torch.equal(read[name].b, masters[f"{name}.lora_B"].bfloat16())
-        assert read[name].scaling == 1.5
-        assert read[name].magnitude is None
+        assert torch.equal(adapter[name].a, masters[f"{name}.lora_A"].bfloat16())
+        assert torch.equal(adapter[name].b, masters[f"{name}.lora_B"].bfloat16())
+        assert adapter[name].scaling == 1.5
+        assert adapter[name].magnitude is None
 
 
-def test_the_base_is_as_it_is_served(lora: Configure) -> None:
+def test_the_base_model_is_frozen_in_fp8_with_stored_scales(lora: Configure) -> None:
     model = adapted_model(lora(dora=True))
     frozen = [m for m in model.modules() if isinstance(m, FrozenLinear)]
     assert len(frozen) == 14
@@ -77,16 +80,16 @@ def test_the_base_is_as_it_is_served(lora: Configure) -> None:
 
 
 @pytest.mark.parametrize(("rank", "layers"), [(32, 0), (33, 4), (65, 14)])
-def test_a_rank_above_a_matrixs_side_is_warned_of(lora: Configure, rank: int, layers: int) -> None:
+def test_a_rank_larger_than_a_matrix_is_reported(lora: Configure, rank: int, layers: int) -> None:
     """The tiny model's keys and values have 32 rows, and every other side is 64 or more."""
-    told: list[Any] = []
-    Trainer(lora(recipe="current", lora_rank=rank, max_steps=1)).run(told.append)
-    found = [event for event in told if event.get("code") == "rank_too_large"]
-    assert [event["layers"] for event in found] == ([layers] if layers else [])
-    assert all(f"Rank {rank} is more than the smaller side of {layers} of 14 matrices" in e["message"] for e in found)
+    events: list[Any] = []
+    Trainer(lora(recipe="current", lora_rank=rank, max_steps=1)).run(events.append)
+    reports = [e for e in events if e.get("code") == "rank_too_large"]
+    assert [e["layers"] for e in reports] == ([layers] if layers else [])
+    assert all(f"Rank {rank} is more than the smaller side of {layers} of 14 matrices" in e["message"] for e in reports)
 
 
-def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
+def test_resuming_with_another_base_model_is_refused(lora: Configure, model_dir: Path) -> None:
     Trainer(lora(max_steps=2, recipe="current")).run()
     with pytest.raises(JobError, match="was trained from another model"):
         Trainer(lora(max_steps=3, recipe="current", model=str(model_dir))).run()
@@ -106,7 +109,7 @@ def test_another_base_is_another_job(lora: Configure, model_dir: Path) -> None:
         ),
     ],
 )
-def test_a_job_that_cannot_be_is_refused(lora: Configure, values: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(lora: Configure, values: dict[str, Any], said: str) -> None:
     with pytest.raises(Fp8ServeError) as caught:
         Trainer(lora(**values)).run()
     assert said in str(caught.value)
@@ -118,7 +121,8 @@ def test_a_base_without_scales_is_refused(lora: Configure, model_dir: Path) -> N
 
 
 def peft_directory(folder: Path, *, rank: int = 2, part: str = "", **changes: Any) -> Path:
-    """What peft writes for an adapter of one projection of the tiny model; a value of None removes a field."""
+    """Writes an adapter of one projection of the tiny model as peft does. A value of None removes a field. Returns
+    `folder`."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]} | changes
     (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
@@ -131,7 +135,7 @@ def peft_directory(folder: Path, *, rank: int = 2, part: str = "", **changes: An
     return folder
 
 
-def test_files_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
+def test_adapters_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
     name, config = "model.layers.0.self_attn.q_proj", read_config(model_dir)
     plain = read_adapter(peft_directory(tmp_path / "1"), config)[name]
     assert plain.scaling == 4
@@ -159,7 +163,7 @@ def test_files_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
         ({"r": None}, "r must be an integer"),
     ],
 )
-def test_what_is_not_supported_is_refused(tmp_path: Path, model_dir: Path, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path, model_dir: Path, changes: dict[str, Any], said: str) -> None:
     folder = peft_directory(tmp_path / "a", **changes)
     with pytest.raises(ModelError) as caught:
         read_adapter(folder, read_config(model_dir))

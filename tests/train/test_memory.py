@@ -18,7 +18,7 @@ from .conftest import Configure
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> None:
+def test_parameter_counts_equal_the_networks(family: str, tmp_path: Path) -> None:
     make_model(KINDS[family], tmp_path)
     config = read_config(tmp_path)
     with torch.device("meta"):
@@ -28,12 +28,12 @@ def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> Non
     linears, others = parameter_counts(config)
     assert linears == sum(sizes[name] for name in names)
     rest = sum(size for name, size in sizes.items() if name not in names)
-    assert others == pytest.approx(rest, rel=0.06)  # of a tiny model; norms of heads and others are left out
+    assert others == pytest.approx(rest, rel=0.06)  # the estimate leaves out small norms
 
 
 @pytest.mark.parametrize("masters", ["model", "optimizer"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
-def test_weights_gradients_and_moments_are_foreseen(
+def test_estimate_matches_the_memory_of_weights_gradients_and_moments(
     family: str, masters: str, tmp_path: Path, configure: Configure
 ) -> None:
     make_model(KINDS[family], tmp_path)
@@ -46,7 +46,7 @@ def test_weights_gradients_and_moments_are_foreseen(
     optimizer.accumulate_in_fp32()
     held = {id(p): p.nbytes for p in (*optimizer.masters.values(), *parameters.values())}
     grads = sum(p.grad.nbytes for p in optimizer.masters.values() if p.grad is not None)
-    if masters == "optimizer":  # while a microbatch's BF16 gradients move over, they are there, too
+    if masters == "optimizer":  # the BF16 gradients of a microbatch coexist with the FP32 sums
         grads += sum(p.nbytes for p in parameters.values())
     optimizer.step(1e-3)
     moments = sum(t.nbytes for t in optimizer.state().values() if t.dim())
@@ -56,7 +56,7 @@ def test_weights_gradients_and_moments_are_foreseen(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
-def test_an_adapters_weights_are_foreseen(family: str, tmp_path: Path, configure: Configure) -> None:
+def test_estimate_matches_the_memory_of_an_adapter(family: str, tmp_path: Path, configure: Configure) -> None:
     make_model(KINDS[family], tmp_path)
     config = read_config(tmp_path)
     job: Any = configure(amax_history_len=None, lora_rank=8, dora=True)

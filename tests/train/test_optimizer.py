@@ -1,4 +1,4 @@
-"""Learning-rate curve, clipping, skipping, and both places for the master weights."""
+"""Learning-rate schedules, gradient clipping, skipped steps, and master weights in the model and in the optimizer."""
 
 import math
 
@@ -98,7 +98,7 @@ def test_masters_in_the_optimizer_keep_what_bf16_would_round_away() -> None:
     for _ in range(3):
         params["w"].grad = torch.ones_like(params["w"])
         optimizer.accumulate_in_fp32()
-        optimizer.step(1e-6)  # far below BF16's resolution of these weights
+        optimizer.step(1e-6)  # less than BF16 can represent at these weights
     moved = start - optimizer.masters["w"]
     torch.testing.assert_close(moved, torch.full_like(moved, 3e-6), atol=5e-7, rtol=0)
     assert torch.equal(params["w"], optimizer.masters["w"].to(torch.bfloat16))
@@ -121,17 +121,17 @@ def grad_of(parameter: nn.Parameter) -> Tensor:
 @pytest.mark.parametrize("place", ["model", "optimizer"])
 def test_a_restored_optimizer_goes_on_with_the_same_bits(place: str) -> None:
     cfg = config(master_weights=place)
-    through, first, second = parameters(), parameters(), parameters()
-    whole, before, after = Optimizer(through, cfg), Optimizer(first, cfg), Optimizer(second, cfg)
+    whole_params, first_params, second_params = parameters(), parameters(), parameters()
+    whole, before, after = Optimizer(whole_params, cfg), Optimizer(first_params, cfg), Optimizer(second_params, cfg)
     for seed in range(4):
-        run(whole, through, seed)
+        run(whole, whole_params, seed)
         if seed < 2:
-            run(before, first, seed)
+            run(before, first_params, seed)
     after.load({n: m.detach().clone() for n, m in before.masters.items()}, before.state())
     for seed in (2, 3):
-        run(after, second, seed)
-    assert all(torch.equal(whole.masters[n], after.masters[n]) for n in through)
-    assert all(torch.equal(through[n], second[n]) for n in through)
+        run(after, second_params, seed)
+    assert all(torch.equal(whole.masters[n], after.masters[n]) for n in whole_params)
+    assert all(torch.equal(whole_params[n], second_params[n]) for n in whole_params)
 
 
 def run(optimizer: Optimizer, params: dict[str, nn.Parameter], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The order of the data is a pure function of (seed, epoch), and every row is seen once an epoch."""
+"""The order of the data is a pure function of (seed, epoch), and every row is seen once per epoch."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ def rows(steps: list[Step]) -> list[int]:
     accumulate=st.integers(1, 4),
     packing=st.sampled_from(["rows", "tokens"]),
 )
-def test_every_row_once_an_epoch(lengths: list[int], batch: int, accumulate: int, packing: str) -> None:
+def test_an_epoch_has_every_row_once(lengths: list[int], batch: int, accumulate: int, packing: str) -> None:
     cfg = config(batch_size=batch, accumulate=accumulate, packing=packing)
     steps = epoch_steps(lengths, cfg, 3)
     assert rows(steps) == permutation(len(lengths), 0, 3)
@@ -36,7 +36,7 @@ def test_token_packing_fills_a_microbatch() -> None:
     assert [len(m) for step in steps for m in step] == [4, 4]
 
 
-def test_seeds_and_epochs_differ_and_repeat() -> None:
+def test_order_depends_on_seed_and_epoch_and_is_reproducible() -> None:
     orders = [tuple(permutation(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(orders)) == 4
     assert orders[0] == tuple(permutation(50, 0, 0))
@@ -48,7 +48,7 @@ def test_the_permutation_is_the_same_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize("cut", range(7))
-def test_walking_on_from_a_cursor_is_walking_through(cut: int) -> None:
+def test_iterating_from_a_saved_cursor_yields_the_remaining_steps(cut: int) -> None:
     cfg, lengths = config(batch_size=2, epochs=2), [3, 4, 5, 6, 7]
     whole = list(iterate_steps(lengths, cfg, Cursor(), total_steps(lengths, cfg)))
     cursor = whole[cut - 1][1] if cut else Cursor()
@@ -56,7 +56,7 @@ def test_walking_on_from_a_cursor_is_walking_through(cut: int) -> None:
     assert [c for _, c in whole] == [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0), Cursor(1, 1), Cursor(1, 2), Cursor(2, 0)]
 
 
-def test_max_steps_runs_into_further_epochs() -> None:
+def test_max_steps_beyond_one_epoch_starts_the_next() -> None:
     cfg = config(batch_size=2, max_steps=7)
     steps = [step for step, _ in iterate_steps([1] * 4, cfg, Cursor(), total_steps([1] * 4, cfg))]
     assert len(steps) == 7

@@ -1,5 +1,5 @@
-"""Several processes take the steps of a run together: the result has the bytes of one process, however any of them
-ends."""
+"""Data-parallel training: several processes write the same bytes as one process, also if their number changes when a
+run is resumed."""
 
 import dataclasses
 import json
@@ -41,38 +41,42 @@ CASES: dict[str, dict[str, Any]] = {
     "reduce_amax off": {"recipe_options": {"reduce_amax": False}},
     "adapter with dropout": {"lora_rank": 4, "lora_dropout": 0.5, "amax_history_len": None, "recipe": "rowwise"},
 }
-OF_FOUR = {"delayed", "reduce_amax off"}  # of four processes, too: what else a case changes is done by each alone
+OF_FOUR = {
+    "delayed",
+    "reduce_amax off",
+}  # also run on four processes; the other cases change nothing that ranks exchange
 
 
 def _train(rank: int, world: int, config: str, stop_after: int | None) -> list[str]:
-    told: list[str] = []
+    types: list[str] = []
     stop = after(stop_after) if stop_after is not None and rank == world - 1 else lambda: False
-    Trainer(TrainConfig.from_json(config), Ranks(rank, world)).run(lambda e: told.append(e["type"]), stop)
-    return told
+    Trainer(TrainConfig.from_json(config), Ranks(rank, world)).run(lambda e: types.append(e["type"]), stop)
+    return types
 
 
-def by_processes(world: int, config: TrainConfig, stop_after: int | None = None) -> list[list[str]]:
-    """What each was told, after a run in `config.out`."""
+def train_on(world: int, config: TrainConfig, stop_after: int | None = None) -> list[list[str]]:
+    """Runs `config` on `world` processes. Returns the types of the events of each."""
     return on_ranks(world, _train, world, config.to_json(), stop_after)
 
 
-def trained(out: Path) -> dict[str, str]:
-    """SHA-256 of every file that does not say where the run was."""
+def hashes_of(out: Path) -> dict[str, str]:
+    """Returns the SHA-256 of every file that does not contain the path or machine of the run."""
     return {n: h for n, h in every_file(out).items() if not n.endswith(("manifest.json", "trainer.json", "run.lock"))}
 
 
 def metrics_of(out: Path) -> Any:
-    """The last checkpoint's record of the run: its numbers and its position."""
+    """Returns the progress that the last checkpoint records: metrics and position in the data."""
     newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     return json.loads((newest / "trainer.json").read_text())["progress"]
 
 
 def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
-    """1e8 + 1 - 1e8 + 3 is 3 in FP32, and 4 in other orders. What no rank has is None, and -0.0 keeps its sign."""
-    assert on_ranks(2, _exchanged) == [[3.0, True, True]] * 2
+    """1e8 + 1 - 1e8 + 3 is 3 in FP32, and 4 in other orders. A gradient that no rank has is None, and -0.0 keeps its
+    sign."""
+    assert on_ranks(2, _exchange_gradients) == [[3.0, True, True]] * 2
 
 
-def _exchanged(rank: int) -> list[Any]:
+def _exchange_gradients(rank: int) -> list[Any]:
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 2, 1)]
     exchange = GradientExchange(parameters, Ranks(rank, 2))
     for values in ([1e8, 1.0], [-1e8, 3.0], [-0.0, None]):
@@ -88,39 +92,39 @@ def _exchanged(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_processes_train_the_bytes_of_one(
+def test_several_processes_write_the_bytes_of_one(
     case: str, configure: Configure, tmp_path: Path, fp8_dir: Path, data: Path
 ) -> None:
-    """The last step of an epoch has three microbatches, which no number of processes here divides."""
+    """The last step of an epoch has three microbatches, so that ranks get unequal shares."""
     options: dict[str, Any] = {**SHARED, "eval_data": [str(data)], "eval_every": 2, "save_every": 2, **CASES[case]}
     model = {"model": str(fp8_dir)} if case == "reduce_amax off" else {}
     one = tmp_path / "1"
-    events = by_processes(1, configure(**options, **model, out=str(one)))
-    assert "model/training.json" in trained(one)
+    events = train_on(1, configure(**options, **model, out=str(one)))
+    assert "model/training.json" in hashes_of(one)
     for count in (2, 4) if case in OF_FOUR else (2,):
         several = tmp_path / str(count)
-        assert by_processes(count, configure(**options, **model, out=str(several))) == [*events, *[[]] * (count - 1)]
-        assert trained(several) == trained(one)
+        assert train_on(count, configure(**options, **model, out=str(several))) == [*events, *[[]] * (count - 1)]
+        assert hashes_of(several) == hashes_of(one)
         assert metrics_of(several) == metrics_of(one)
 
 
-def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_path: Path) -> None:
+def test_dpo_reference_scores_are_shared_among_processes(configure: Configure, tmp_path: Path) -> None:
     pairs = [{"prompt": t[:20], "chosen": t[20:40], "rejected": t[40:60]} for t in TEXTS[:9]]
     options = {**SHARED, "method": "dpo", "data": [str(write_lines(tmp_path / "pairs.jsonl", pairs))]}
     for n in (1, 2):
-        by_processes(n, configure(**options, out=str(tmp_path / str(n))))
-    assert any(name.endswith("method.safetensors") for name in trained(tmp_path / "1"))
-    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+        train_on(n, configure(**options, out=str(tmp_path / str(n))))
+    assert any(name.endswith("method.safetensors") for name in hashes_of(tmp_path / "1"))
+    assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
 
 
-def test_a_job_goes_from_two_processes_to_four_to_one(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_on_another_number_of_processes(configure: Configure, tmp_path: Path) -> None:
     options = {**SHARED, "max_steps": 6}
-    by_processes(1, configure(**options, out=str(tmp_path / "through")))
+    train_on(1, configure(**options, out=str(tmp_path / "through")))
     config = configure(**options, out=str(tmp_path / "changing"))
     for world, stop_after in ((2, 2), (4, 2), (1, None)):
-        by_processes(world, config, stop_after)
+        train_on(world, config, stop_after)
     last = [
-        {n: h for n, h in trained(tmp_path / run).items() if "step-6" in n or "model/" in n}
+        {n: h for n, h in hashes_of(tmp_path / run).items() if "step-6" in n or "model/" in n}
         for run in ("through", "changing")
     ]
     assert last[0] == last[1]
@@ -151,10 +155,10 @@ def finetune(tmp_path: Path, model_dir: Path, data: Path) -> list[str]:
     return ["finetune", str(model_dir), *options, "--max-steps", "2"]
 
 
-def test_torchrun_starts_the_command(finetune: list[str]) -> None:
+def test_the_command_runs_under_torchrun(finetune: list[str]) -> None:
     done = under_torchrun("fp8serve", *finetune, "--accumulate", "2")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == "succeeded"  # one of them speaks
+    assert json.loads(done.stdout)["status"] == "succeeded"  # only rank 0 prints
     refused = under_torchrun("fp8serve", *finetune, "--accumulate", "1")
     assert refused.returncode == 1
     assert refused.stderr.count("Each process needs a microbatch") == 1, refused.stderr
@@ -162,32 +166,32 @@ def test_torchrun_starts_the_command(finetune: list[str]) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["whole", "fsdp"])
 def test_no_thread_of_the_group_outlives_the_command(finetune: list[str], more: list[str]) -> None:
-    """One that is left may let go of a tensor while the interpreter shuts down, which aborts the process."""
-    done = under_torchrun("tests.train.threads_left", *finetune, "--accumulate", "2", *more)
-    assert done.returncode == 0, done.stderr
-    left = [line for line in done.stderr.splitlines() if line.startswith("threads left:")]
-    assert [line.count("', '") for line in left] == [0, 0], done.stderr
+    """A thread that frees a tensor during interpreter shutdown aborts the process."""
+    result = under_torchrun("tests.train.threads_left", *finetune, "--accumulate", "2", *more)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("threads left:")]
+    assert [line.count("', '") for line in lines] == [0, 0], result.stderr
 
 
 def test_a_job_has_no_more_processes_than_a_step_has_microbatches(tmp_path: Path, configure: Configure) -> None:
     job = make_job(tmp_path / "job", configure, **SHARED)
-    described = json.loads((job / "job.json").read_text())
-    assert [job_process.usable_processes(job, most) for most in (1, 3, 9)] == [1, 3, 4]
+    job_json = json.loads((job / "job.json").read_text())
+    assert [job_process.usable_processes(job, available) for available in (1, 3, 9)] == [1, 3, 4]
     for change in ({"accumulate": 1}, {"lr": -1}):
-        (job / "job.json").write_text(json.dumps({**described, **change}))
+        (job / "job.json").write_text(json.dumps({**job_json, **change}))
         assert job_process.usable_processes(job, 9) == 1
     assert training_command(1) == TRAINING_COMMAND
     assert training_command(3) == (*TRAINING_COMMAND, "--procs", "3")
 
 
-def test_answers_are_drawn_in_one_process(configure: Configure) -> None:
+def test_grpo_is_refused_on_several_processes(configure: Configure) -> None:
     config = dataclasses.replace(configure(accumulate=4), method="grpo", reward="reward.py")
     with pytest.raises(JobError, match="grpo runs in one process; start 1 process instead of 2"):
         Trainer(config, Ranks(0, 2)).run()
 
 
 @pytest.mark.parametrize("arguments", [["--procs", "0"], ["--procs", "two"], ["--threads", "2"], ["--procs"]])
-def test_wrong_usage_of_processes(job_directory: Path, arguments: list[str]) -> None:
+def test_invalid_procs_options_are_usage_errors(job_directory: Path, arguments: list[str]) -> None:
     assert job_process.main([*arguments, str(job_directory)]) == EXIT_USAGE
 
 
@@ -201,13 +205,13 @@ def _train_spoiled(rank: int, world: int, config: str) -> list[str]:
     return _train(rank, world, config, None)
 
 
-def test_a_run_of_two_that_diverges_goes_back_as_one_process_does(configure: Configure, tmp_path: Path) -> None:
-    told = []
+def test_two_processes_recover_from_divergence_like_one(configure: Configure, tmp_path: Path) -> None:
+    types = []
     for world in (1, 2):
         going_back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
         config = configure(**{**SHARED, "accumulate": 2, **going_back})
-        told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
-    assert told[1] == [told[0][0], []]
-    one, two = (trained(tmp_path / name) for name in ("1", "2"))
+        types.append(on_ranks(world, _train_spoiled, world, config.to_json()))
+    assert types[1] == [types[0][0], []]
+    one, two = (hashes_of(tmp_path / name) for name in ("1", "2"))
     assert one == two
     assert metrics_of(tmp_path / "2")["returns"] == 2

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard and Weights & Biases: what they get; they cannot end a run."""
+"""Metrics for TensorBoard and Weights & Biases: the values that the tools get; a failing tool does not end a run."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for both packages, which are large; they record what they are told."""
+    """Stand-ins for both packages, which are large. Returns the list of the calls that they get."""
     calls: Calls = []
 
     class SummaryWriter:
@@ -68,7 +68,7 @@ def test_tensorboard_gets_every_number_of_every_step(configure: Configure, tools
     assert tools[-1] == ("closed",)
 
 
-def test_a_run_that_goes_on_is_the_same_run_of_wandb(configure: Configure, tools: Calls) -> None:
+def test_a_resumed_run_continues_its_wandb_run(configure: Configure, tools: Calls) -> None:
     config = configure(max_steps=4, save_every=2, report_to=["wandb"])
     Trainer(config).run(stop=after(2))
     Trainer(config).run()
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_is_the_same_run_of_wandb(configure: Configure, tools
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
-def test_a_tool_that_fails_is_left_out_and_changes_no_byte(
+def test_a_failing_tool_is_dropped_and_changes_no_byte_of_the_run(
     broken: str, configure: Configure, tools: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: Any, **more: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_tool_that_fails_is_left_out_and_changes_no_byte(
         monkeypatch.setattr(type(sys.modules["wandb"].init()), broken, fail)
     events: list[dict[str, Any]] = []
     options: dict[str, Any] = {"max_steps": 3, "template_date": "2026-01-31"}
-    result = Trainer(configure(**options, out=str(tmp_path / "told"), report_to=["wandb"])).run(events.append)
+    result = Trainer(configure(**options, out=str(tmp_path / "reported"), report_to=["wandb"])).run(events.append)
     plain = Trainer(configure(**options, out=str(tmp_path / "plain"))).run()
     lost = [event for event in events if event.get("code") == "report_lost"]
     assert [event["message"] for event in lost] == [
@@ -104,7 +104,7 @@ def test_a_tool_that_fails_is_left_out_and_changes_no_byte(
 
 
 @pytest.mark.parametrize("tool", ["tensorboard", "wandb"])
-def test_a_tool_that_is_not_installed_is_said_before_any_work(
+def test_a_missing_package_is_reported_before_the_run_starts(
     tool: str, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
@@ -114,23 +114,23 @@ def test_a_tool_that_is_not_installed_is_said_before_any_work(
     assert not Path(config.out).exists()
 
 
-def test_without_tools_the_owner_is_told_directly(configure: Configure) -> None:
-    told: list[dict[str, Any]] = []
-    with reporting_to_tools(configure(), told.append) as tell:
-        tell({"type": "metrics", "step": 1})
-    assert told == [{"type": "metrics", "step": 1}]
+def test_without_tools_events_go_straight_to_the_callback(configure: Configure) -> None:
+    events: list[dict[str, Any]] = []
+    with reporting_to_tools(configure(), events.append) as report:
+        report({"type": "metrics", "step": 1})
+    assert events == [{"type": "metrics", "step": 1}]
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_the_real_tensorboard_reads_what_was_written(configure: Configure) -> None:
+def test_tensorboard_reads_the_written_metrics(configure: Configure) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = configure(max_steps=4, save_every=2, report_to=["tensorboard"])
     Trainer(config).run(stop=after(2))
     result = Trainer(config).run()
-    found = EventAccumulator(str(Path(config.out) / "tensorboard"))
-    found.Reload()
-    losses = found.Scalars("train_loss")
+    board = EventAccumulator(str(Path(config.out) / "tensorboard"))
+    board.Reload()
+    losses = board.Scalars("train_loss")
     assert [point.step for point in losses] == [1, 2, 3, 4]
     assert losses[-1].value == pytest.approx(result.metrics["train_loss"])

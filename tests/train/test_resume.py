@@ -1,4 +1,5 @@
-"""A directory belongs to one run: every byte of it, its model, its process, its day and its length."""
+"""A resumed run writes the same bytes; its directory cannot be used with another model, process or template date, and
+the number of steps can only be increased."""
 
 import hashlib
 import json
@@ -24,7 +25,7 @@ from .conftest import Configure
 from .test_job_process import finish, make_job
 from .test_trainer import after
 
-TIMES = {"events.jsonl", "result.json"}  # of the worker, outside of `out`: when each event happened, how long it took
+TIMES = {"events.jsonl", "result.json"}  # written by the worker, beside `out`; they hold times
 
 
 def every_file(root: Path) -> dict[str, str]:
@@ -44,18 +45,19 @@ def test_the_same_metadata_is_the_same_bytes(tmp_path: Path) -> None:
 
 
 def assert_same_when_killed(folder: Path, configure: Configure, names: Iterable[str], **options: Any) -> None:
-    """A job that is killed again and again ends with the bytes of one that was not; `names` are among its files."""
+    """Asserts that a job killed at random writes the same bytes as one that was not; `names` must be among its
+    files."""
     job = make_job(folder / "job", configure, template_date="2026-01-31", save_every=2, accumulate=2, **options)
-    described = (job / "job.json").read_bytes()
+    job_json = (job / "job.json").read_bytes()
     assert job_process.main([str(job)]) == job_process.EXIT_DONE
     job.rename(folder / "whole")
     job.mkdir()
-    (job / "job.json").write_bytes(described)
+    (job / "job.json").write_bytes(job_json)
     assert finish(job, "random", "3") >= 1
     whole, killed = every_file(folder / "whole"), every_file(job)
     assert {f"out/{name}" for name in names} <= whole.keys()
     differing = {name for name in whole.keys() | killed.keys() if whole.get(name) != killed.get(name)}
-    assert differing <= TIMES | {"worker.lock"}  # which holds a process id
+    assert differing <= TIMES | {"worker.lock"}  # worker.lock holds a process id
 
 
 @pytest.mark.slow
@@ -65,7 +67,7 @@ def test_killed_and_resumed_is_the_same_directory(tmp_path: Path, configure: Con
 
 
 def other_model(model: Path, out: Path) -> str:
-    """A copy with one different weight; same shapes, same tokenizer."""
+    """Copies `model` to `out` with one weight changed; shapes and tokenizer stay. Returns `out`."""
     shutil.copytree(model, out)
     tensors = load_file(out / "model.safetensors")
     name = next(n for n in tensors if n.endswith("norm.weight"))
@@ -77,13 +79,15 @@ def other_model(model: Path, out: Path) -> str:
 def test_another_model_in_the_same_directory_is_refused(configure: Configure, tmp_path: Path, model_dir: Path) -> None:
     Trainer(configure(max_steps=4, save_every=1)).run(stop=after(2))
     copy = shutil.copytree(model_dir, tmp_path / "copy")
-    Trainer(configure(max_steps=4, save_every=1, model=str(copy))).run(stop=after(1))  # the same one, elsewhere
+    Trainer(configure(max_steps=4, save_every=1, model=str(copy))).run(
+        stop=after(1)
+    )  # a copy of the same model may be used
     other = other_model(model_dir, tmp_path / "other")
     with pytest.raises(JobError, match="trained from another model than this job's"):
         Trainer(configure(max_steps=4, save_every=1, model=other)).run()
 
 
-def test_another_tokenizer_or_template_is_another_model(model_dir: Path, tmp_path: Path) -> None:
+def test_the_model_digest_covers_tokenizer_and_chat_template(model_dir: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(model_dir, tmp_path / "copy"))
     assert checkpointing.model_digest(copy) == checkpointing.model_digest(model_dir)
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -119,20 +123,22 @@ def test_two_runs_do_not_share_a_directory(configure: Configure) -> None:
 
 def test_a_second_run_in_the_same_process_is_refused(configure: Configure) -> None:
     config = configure(max_steps=3)
-    seen: list[str] = []
+    errors: list[str] = []
 
     def again() -> bool:
         with pytest.raises(JobError, match="Another run") as caught:
             Trainer(config).run()
-        seen.append(str(caught.value))
+        errors.append(str(caught.value))
         return False
 
     assert Trainer(config).run(stop=again).status == "succeeded"
-    assert len(seen) == 3
+    assert len(errors) == 3
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), (1e9, [4])])
-def test_without_save_every_checkpoints_come_by_time(configure: Configure, minutes: float, steps: list[int]) -> None:
+def test_without_save_every_checkpoints_are_written_every_save_minutes(
+    configure: Configure, minutes: float, steps: list[int]
+) -> None:
     events: list[dict[str, Any]] = []
     config = configure(max_steps=4, save_minutes=minutes)
     assert configure().save_minutes == 10
@@ -140,7 +146,7 @@ def test_without_save_every_checkpoints_come_by_time(configure: Configure, minut
     assert [e["step"] for e in events if e["type"] == "checkpoint"] == steps
 
 
-def test_a_run_goes_on_when_it_is_given_more_steps(configure: Configure) -> None:
+def test_a_finished_run_continues_with_more_steps(configure: Configure) -> None:
     first = Trainer(configure(max_steps=3)).run()
     assert first.model is not None
     before = every_file(Path(first.model))
@@ -154,13 +160,13 @@ def test_a_run_goes_on_when_it_is_given_more_steps(configure: Configure) -> None
     assert json.loads((model / "training.json").read_text())["step"] == 5
     assert every_file(model.with_name("model-step-3")) == before
     events.clear()
-    assert Trainer(configure(max_steps=5)).run(events.append).model == str(model)  # done already: nothing happens
+    assert Trainer(configure(max_steps=5)).run(events.append).model == str(model)  # nothing is left to do
     assert [e.get("code") for e in events] == ["tokenized", "data", "resumed"]
     with pytest.raises(JobError, match="is already at step 5, and this job ends at step 4"):
         Trainer(configure(max_steps=4)).run()
 
 
-def test_a_run_keeps_its_day(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_template_date(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     day = [date(2026, 1, 31)]
 
     class Today(date):
@@ -179,10 +185,11 @@ def test_a_run_keeps_its_day(configure: Configure, monkeypatch: pytest.MonkeyPat
         Trainer(configure(max_steps=4, save_every=1, template_date="2026-02-01")).run()
 
 
-def test_a_template_with_a_date_trains_the_same_text_on_another_day(
+def test_a_template_with_a_date_gives_the_same_text_when_resumed_on_another_day(
     configure: Configure, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Llama 3.2's template writes the day into every prompt: without a fixed one the data would differ on resume."""
+    """Llama 3.2's template writes the date into every prompt. Without a fixed date, a resumed run would see other
+    data."""
     base = Path(shutil.copytree(model_dir, tmp_path / "dated"))
     config = json.loads((base / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ '<|system|>' + strftime_now('%d %b %Y') + '<|end|>' }}" + config["chat_template"]
@@ -203,17 +210,17 @@ class _Day(date):
 DIVERGES = {"lr": 5.0, "clip": None, "max_steps": 12, "warmup_steps": 0, "weight_decay": 0.0, "min_lr_ratio": 1.0}
 
 
-def test_a_diverged_run_fails_and_gives_no_model_unless_told(configure: Configure) -> None:
+def test_a_diverged_run_fails_without_a_model_unless_on_divergence_is_keep(configure: Configure) -> None:
     with pytest.raises(JobError, match=r"Training diverged: the loss of its first rows rose from \d") as caught:
         Trainer(configure(**DIVERGES)).run()
     assert "--on-divergence keep" in str(caught.value)
     assert not (Path(configure().out) / "model").exists()
-    with pytest.raises(JobError, match="Training diverged"):  # and again: it is not forgotten
+    with pytest.raises(JobError, match="Training diverged"):  # resuming the diverged run fails again
         Trainer(configure(**DIVERGES)).run()
     events: list[dict[str, Any]] = []
-    kept = Trainer(configure(**DIVERGES, on_divergence="keep")).run(events.append)
-    assert kept.status == "succeeded"
-    assert Path(kept.model or "").is_dir()
+    result = Trainer(configure(**DIVERGES, on_divergence="keep")).run(events.append)
+    assert result.status == "succeeded"
+    assert Path(result.model or "").is_dir()
     assert [e["level"] for e in events if e.get("code") == "diverged"] == ["warn"]
 
 
@@ -226,7 +233,7 @@ def test_the_worker_of_a_diverged_run_fails(configure: Configure, tmp_path: Path
     assert not (job / "result.json").exists()
 
 
-def test_a_model_that_is_broken_from_the_start_is_told(configure: Configure, tmp_path: Path, model_dir: Path) -> None:
+def test_a_base_model_with_nan_weights_is_refused(configure: Configure, tmp_path: Path, model_dir: Path) -> None:
     broken = Path(shutil.copytree(model_dir, tmp_path / "broken"))
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")

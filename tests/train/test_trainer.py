@@ -1,4 +1,4 @@
-"""The loop: it learns, it leaks nothing between documents, and it resumes with the same bits."""
+"""The training loop: the loss falls, a resumed run has the same bits, and problems are reported as events."""
 
 import itertools
 import json
@@ -45,7 +45,9 @@ def test_training_lowers_the_loss(configure: Configure, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("format_", "notes"), [("compressed-tensors", []), ("fp8", [SCALE_NAMES_NOTE])])
-def test_a_result_that_not_everybody_reads_says_so(configure: Configure, format_: str, notes: list[str]) -> None:
+def test_a_format_with_limited_reader_support_is_announced(
+    configure: Configure, format_: str, notes: list[str]
+) -> None:
     events: list[dict[str, Any]] = []
     Trainer(configure(format=format_, max_steps=1)).run(events.append)
     assert [e["message"] for e in events if e.get("code") == "readers"] == notes
@@ -57,9 +59,9 @@ def hashes(path: Path, suffix: str = "") -> dict[str, Any]:
 
 
 def after(steps: int) -> Callable[[], bool]:
-    """A stop that lets `steps` steps through."""
-    asked = itertools.count()
-    return lambda: next(asked) >= steps
+    """Returns a `stop` callback that stops a run after `steps` steps."""
+    calls = itertools.count()
+    return lambda: next(calls) >= steps
 
 
 @pytest.mark.parametrize(
@@ -67,23 +69,23 @@ def after(steps: int) -> Callable[[], bool]:
     [("model", {}), ("optimizer", {}), ("model", {"fp8_mha": True})],
     ids=["model", "optimizer", "mha"],
 )
-def test_stopped_and_started_again_is_the_same_bits(
+def test_a_run_stopped_after_every_step_has_the_same_bits(
     configure: Configure, tmp_path: Path, place: str, options: dict[str, Any]
 ) -> None:
     common = {"master_weights": place, "accumulate": 2, "save_every": 2, "max_steps": 6, "keep_last": 1}
     common |= {"recipe_options": options}
-    through = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
+    uninterrupted = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
     config = configure(**common, out=str(tmp_path / "b"))
-    for _ in range(6):  # one step at a time, each in a fresh trainer
+    for _ in range(6):  # one step at a time, each with a new Trainer
         Trainer(config).run(stop=after(1))
     result = Trainer(config).run()
     assert result.checkpoint is not None
-    assert through.checkpoint is not None
-    assert hashes(Path(result.checkpoint), ".safetensors") == hashes(Path(through.checkpoint), ".safetensors")
+    assert uninterrupted.checkpoint is not None
+    assert hashes(Path(result.checkpoint), ".safetensors") == hashes(Path(uninterrupted.checkpoint), ".safetensors")
     assert result.model is not None
-    assert through.model is not None
-    assert hashes(Path(result.model), "del.safetensors") == hashes(Path(through.model), "del.safetensors")
-    assert same_scales(Path(result.model), Path(through.model))
+    assert uninterrupted.model is not None
+    assert hashes(Path(result.model), "del.safetensors") == hashes(Path(uninterrupted.model), "del.safetensors")
+    assert same_scales(Path(result.model), Path(uninterrupted.model))
 
 
 def same_scales(one: Path, two: Path) -> bool:
@@ -98,21 +100,21 @@ def history(entry: TensorScale) -> Tensor:
     return entry.amax_history
 
 
-def test_another_rate_is_not_the_same_job(configure: Configure) -> None:
+def test_resuming_with_another_learning_rate_is_refused(configure: Configure) -> None:
     Trainer(configure(max_steps=2)).run()
     with pytest.raises(JobError, match=r"written with lr=0\.001, and this job has 0\.002"):
         Trainer(configure(max_steps=2, lr=2e-3)).run()
 
 
-def test_other_data_are_not_the_same_job(configure: Configure, data: Path) -> None:
+def test_resuming_with_other_data_is_refused(configure: Configure, data: Path) -> None:
     Trainer(configure(max_steps=2)).run()
     data.write_text(data.read_text() + '{"prompt": "a", "completion": " b"}\n')
     with pytest.raises(JobError, match="training data differ"):
         Trainer(configure(max_steps=2)).run()
 
 
-def test_accumulating_is_the_same_as_a_larger_batch(configure: Configure, tmp_path: Path) -> None:
-    """In the mean over all targets it makes no difference how a step is divided."""
+def test_accumulation_equals_a_larger_batch(configure: Configure, tmp_path: Path) -> None:
+    """The loss is the mean over all targets of a step, however the step is divided into microbatches."""
     one = Trainer(configure(recipe="bf16", batch_size=8, out=str(tmp_path / "a"))).run()
     two = Trainer(configure(recipe="bf16", batch_size=2, accumulate=4, out=str(tmp_path / "b"))).run()
     assert two.metrics["train_loss"] == pytest.approx(one.metrics["train_loss"], rel=2e-3)
@@ -128,7 +130,7 @@ def test_the_base_model_is_not_needed_after_the_first_checkpoint(configure: Conf
     assert Trainer(config).run().step == 3
 
 
-def test_events_tell_what_a_job_owner_needs(configure: Configure, data: Path) -> None:
+def test_events_have_data_statistics_metrics_and_checkpoints(configure: Configure, data: Path) -> None:
     events: list[dict[str, Any]] = []
     config = configure(max_steps=4, eval_data=[str(data)], eval_every=2, log_every=3, save_every=2)
     Trainer(config).run(events.append)
@@ -137,8 +139,8 @@ def test_events_tell_what_a_job_owner_needs(configure: Configure, data: Path) ->
     metrics = of_type(events, "metrics")
     assert [e["step"] for e in metrics] == [2, 3, 4]
     assert ["valid_loss" in e for e in metrics] == [True, False, True]
-    wanted = {"train_loss", "train_mean_token_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "epoch"}
-    assert all(wanted <= e.keys() and e["tokens_per_second"] > 0 for e in metrics)
+    expected = {"train_loss", "train_mean_token_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "epoch"}
+    assert all(expected <= e.keys() and e["tokens_per_second"] > 0 for e in metrics)
     assert metrics[-1]["trained_tokens"] == sum_of_tokens(config)
     assert [e["valid_loss"] for e in of_type(events, "checkpoint")] == [
         metrics[0]["valid_loss"],
@@ -153,7 +155,7 @@ def sum_of_tokens(config: TrainConfig) -> int:
     return report.tokens
 
 
-def test_a_step_whose_gradients_are_not_finite_is_skipped_and_told(
+def test_a_step_with_nonfinite_gradients_is_skipped_and_reported(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[dict[str, Any]] = []
@@ -184,11 +186,11 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_and_the_run_resumes_from_the_previous_one(
     configure: Configure, tmp_path: Path
 ) -> None:
     common = {"save_every": 2, "max_steps": 6}
-    through = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
+    uninterrupted = Trainer(configure(**common, out=str(tmp_path / "a"))).run()
     config = configure(**common, out=str(tmp_path / "b"))
     Trainer(config).run(stop=after(4))
     damaged = tmp_path / "b" / "checkpoints" / "step-4" / "model.safetensors"
@@ -198,23 +200,23 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_one_befo
     assert [e["step"] for e in events if e.get("code") == "resumed"] == [2]
     assert any(e.get("code") == "checkpoint_broken" and e["level"] == "warn" for e in events)
     assert result.checkpoint is not None
-    assert through.checkpoint is not None
-    assert hashes(Path(result.checkpoint), ".safetensors") == hashes(Path(through.checkpoint), ".safetensors")
+    assert uninterrupted.checkpoint is not None
+    assert hashes(Path(result.checkpoint), ".safetensors") == hashes(Path(uninterrupted.checkpoint), ".safetensors")
 
 
-def test_a_resume_on_another_machine_says_so(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_on_another_machine_is_reported(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(max_steps=4, save_every=2)
     Trainer(config).run(stop=after(2))
     environment = checkpointing.environment
     monkeypatch.setattr(checkpointing, "environment", lambda config: {**environment(config), "threads": 1234})
     events: list[dict[str, Any]] = []
     Trainer(config).run(events.append)
-    (told,) = [e for e in events if e.get("code") == "machine_changed"]
-    assert told["message"].startswith("threads changed")
+    (event,) = [e for e in events if e.get("code") == "machine_changed"]
+    assert event["message"].startswith("threads changed")
 
 
-def test_no_step_is_taken_at_scale_one(configure: Configure) -> None:
-    """A base model without histories is observed first, with its gradients; one that has all histories is not."""
+def test_scales_are_observed_or_loaded_before_the_first_step(configure: Configure) -> None:
+    """If the base model has no amax histories, a run observes a microbatch first, gradients included."""
     events: list[dict[str, Any]] = []
     first = Trainer(configure(max_steps=1)).run(events.append)
     assert [e["code"] for e in events if e["type"] == "message"] == ["data", "scales_observed", "exported"]
@@ -229,12 +231,12 @@ def test_no_step_is_taken_at_scale_one(configure: Configure) -> None:
     assert [e["code"] for e in events if e["type"] == "message"] == ["data", "seeded", "exported"]
 
 
-def test_validation_by_what_is_learnt_is_warned_of(configure: Configure, tmp_path: Path) -> None:
-    learnt = Path(configure().data[0]).read_text().splitlines()
+def test_validation_rows_that_are_training_rows_are_reported(configure: Configure, tmp_path: Path) -> None:
+    training_rows = Path(configure().data[0]).read_text().splitlines()
     mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text("\n".join([*learnt[:3], '{"text": "the lazy fox"}']))
-    for files, said in (([str(mixed)], ["3 of 4 validation rows are also training rows"]), ([], [])):
-        told: list[Any] = []
-        Trainer(configure(eval_data=files, max_steps=1, out=str(tmp_path / str(len(files))))).run(told.append)
-        found = [event["message"] for event in told if event.get("code") == "overlap"]
-        assert [message.partition(":")[0] for message in found] == said
+    mixed.write_text("\n".join([*training_rows[:3], '{"text": "the lazy fox"}']))
+    for files, expected in (([str(mixed)], ["3 of 4 validation rows are also training rows"]), ([], [])):
+        events: list[Any] = []
+        Trainer(configure(eval_data=files, max_steps=1, out=str(tmp_path / str(len(files))))).run(events.append)
+        messages = [e["message"] for e in events if e.get("code") == "overlap"]
+        assert [message.partition(":")[0] for message in messages] == expected

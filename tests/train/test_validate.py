@@ -1,4 +1,4 @@
-"""The dry run lists all errors, counts like a run, and loads no torch."""
+"""The dry run lists all errors, has the counts of a real run, and does not import torch."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from fp8serve.train.validate import MAX_LISTED, data_report, first_rows, validat
 from .conftest import Configure
 
 
-def test_good_data_are_counted_as_a_run_counts_them(configure: Configure) -> None:
+def test_counts_equal_those_of_a_run(configure: Configure) -> None:
     config = configure(max_steps=None, epochs=3, accumulate=2)
     report = validate(config)
     rows, expected = load_items(SftReader(), config.data, Tokenizer.from_dir(config.model), config.seq_len)
@@ -49,7 +49,7 @@ def test_a_dry_run_holds_only_the_bad_lines_that_it_lists(
     path = tmp_path / "bad.jsonl"
     path.write_text("1\n" * 50_000, encoding="utf-8")
     config = configure(data=[str(path)])
-    tokenizer = Tokenizer.from_dir(config.model)  # reading its files takes more than this test allows
+    tokenizer = Tokenizer.from_dir(config.model)  # loaded here because loading takes more memory than this test allows
     monkeypatch.setattr(Tokenizer, "from_dir", lambda *_: tokenizer)
     tracemalloc.start()
     try:
@@ -76,7 +76,7 @@ LACKS = {
     ("method", "field"),
     [("sft", "data"), ("sft", "eval_data"), ("dpo", "data"), ("dpo", "eval_data"), ("grpo", "data")],
 )
-def test_a_file_of_which_nothing_is_learnt_is_one_sentence(
+def test_a_file_without_trainable_tokens_is_one_error(
     method: str, field: str, configure: Configure, tmp_path: Path
 ) -> None:
     rows = {"sft": '{"prompt": "a", "completion": "b"}', "dpo": '{"chosen": "a b", "rejected": "a c"}'}
@@ -98,7 +98,7 @@ def test_a_file_of_which_nothing_is_learnt_is_one_sentence(
         )
 
 
-def test_limits_hold_in_a_dry_run(configure: Configure, tmp_path: Path) -> None:
+def test_a_dry_run_applies_the_row_limit(configure: Configure, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "red"}\n' * 9))
     report = validate(configure(data=[str(path)], max_rows=8))
@@ -106,14 +106,14 @@ def test_limits_hold_in_a_dry_run(configure: Configure, tmp_path: Path) -> None:
     assert report.data.rows == 8
 
 
-def test_the_sample_marks_what_carries_loss(configure: Configure) -> None:
+def test_the_sample_marks_tokens_that_carry_loss(configure: Configure) -> None:
     (prompt, masked), (completion, learnt) = validate(configure()).sample
     assert (masked, learnt) == (False, True)
     assert len(prompt) == 40
     assert completion.endswith("<|end|>")
 
 
-def test_the_command_line_shows_it_and_trains_nothing(
+def test_dry_run_command_prints_the_report_and_does_not_train(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "red", "completion": "blue"}\n{oops\n')
@@ -121,10 +121,10 @@ def test_the_command_line_shows_it_and_trains_nothing(
     data = str(tmp_path / "data.jsonl")
     command = ["finetune", str(model_dir), "--data", data, "--out", str(out), "--seq-len", "64", "--dry-run"]
     assert main(command) == 1
-    said = capsys.readouterr().out
-    assert "data.jsonl:2 is not valid JSON" in said
-    assert "1 rows, " in said
-    assert "red»" in said
+    output = capsys.readouterr().out
+    assert "data.jsonl:2 is not valid JSON" in output
+    assert "1 rows, " in output
+    assert "red»" in output
     (tmp_path / "data.jsonl").write_text("")
     assert main(command) == 1
     assert "data.jsonl holds no examples; it is empty." in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_the_command_line_shows_it_and_trains_nothing(
     assert not out.exists()
 
 
-def test_parameters_are_counted_as_the_file_has_them(model_dir: Path) -> None:
+def test_parameter_counts_equal_those_of_the_file(model_dir: Path) -> None:
     with safe_open(model_dir / "model.safetensors", "pt") as file:
         sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118 - not a mapping
     linears, others = parameter_counts(read_config(model_dir))
@@ -142,12 +142,12 @@ def test_parameters_are_counted_as_the_file_has_them(model_dir: Path) -> None:
     assert linears + others == sum(sizes.values())
 
 
-def test_memory_grows_with_what_it_should(configure: Configure, model_dir: Path) -> None:
+def test_memory_estimate_grows_with_tokens_masters_and_accumulation(configure: Configure, model_dir: Path) -> None:
     model = read_config(model_dir)
     small = memory_estimate(model, configure(), 100, 0.5)
     assert memory_estimate(model, configure(), 200, 0.5)["activations"] == 2 * small["activations"]
     assert memory_estimate(model, configure(master_weights="optimizer"), 100, 0.5)["weights"] > small["weights"]
-    one = memory_estimate(model, configure(), 1, 0.5)  # token: its activations take less than the gradients
+    one = memory_estimate(model, configure(), 1, 0.5)  # of one token, activations take less than gradients
     assert one["total"] == one["weights"] + one["casts"] + one["gradients"]
     large = memory_estimate(model, configure(), 10_000, 0.5)
     assert large["total"] == large["weights"] + large["casts"] + large["activations"] + large["logits"]
@@ -155,12 +155,12 @@ def test_memory_grows_with_what_it_should(configure: Configure, model_dir: Path)
     assert accumulated["total"] == large["total"] + large["gradients"]
 
 
-def test_it_loads_no_torch() -> None:
+def test_validate_imports_no_torch() -> None:
     code = "import sys, fp8serve.train.validate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_first_rows_of_files_pass_over_bad_ones(configure: Configure, tmp_path: Path) -> None:
+def test_first_rows_skips_bad_rows(configure: Configure, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "red"}\n{oops\n{"text": "green blue"}\n{"text": "one two three"}\n', encoding="utf-8")
     config = configure(data=[str(path)])

@@ -1,4 +1,5 @@
-"""The parts of a sharded model: layers of every kind, whose rows are whose, files that arrive in parts, the plan."""
+"""Parts of sharded training: gradients of every kind of layer, the rows of each rank, files written from the parts of
+all ranks, and the memory estimate."""
 
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,11 @@ def _loss(index: int) -> Any:
     return mean_loss(collate([row(*about) for about in BATCHES[index]], "cpu"))
 
 
-def _of_shards(rank: int, config: str, model: str) -> dict[str, Tensor]:
-    """The gradients of this rank's rows, the norm of all, and the scaling state."""
-    made = TrainConfig.from_json(config)
-    sharded = ShardedModel(made, Path(model), (), Ranks(rank, 2, is_sharded=True))
-    if made.recipe == "delayed":
+def _sharded_gradients(rank: int, config: str, model: str) -> dict[str, Tensor]:
+    """Returns the gradients of this rank's shards, the norm of all gradients, and the scaling state."""
+    settings = TrainConfig.from_json(config)
+    sharded = ShardedModel(settings, Path(model), (), Ranks(rank, 2, is_sharded=True))
+    if settings.recipe == "delayed":
         second = sharded.in_high_precision()
         second.observe(_loss(0))
         load_scaling(sharded.forward, scaling_tensors(second))
@@ -54,15 +55,15 @@ def _of_shards(rank: int, config: str, model: str) -> dict[str, Tensor]:
     return {name: grad.clone() for name, grad in grads.items()} | {"norm": norm} | scaling_tensors(sharded.forward)
 
 
-def _of_copies(rank: int, config: str, model: str) -> dict[str, Tensor]:
-    """The same of data parallelism: all rows."""
-    made, ranks = TrainConfig.from_json(config), Ranks(rank, 2)
+def _replicated_gradients(rank: int, config: str, model: str) -> dict[str, Tensor]:
+    """Returns the same for data parallelism, with the gradients of whole parameters."""
+    settings, ranks = TrainConfig.from_json(config), Ranks(rank, 2)
     decoder = load_trainable(model)
     convert(decoder)
-    forward = Forward(decoder, made.fp8_recipe, ranks=ranks)
-    if made.recipe == "delayed":
+    forward = Forward(decoder, settings.fp8_recipe, ranks=ranks)
+    if settings.recipe == "delayed":
         forward.observe(_loss(0))
-    masters = Optimizer(dict(decoder.named_parameters()), made).masters
+    masters = Optimizer(dict(decoder.named_parameters()), settings).masters
     exchange = GradientExchange(list(masters.values()), ranks)
     with forward.accumulated_update():
         _loss(rank)(forward.logits).backward()
@@ -73,21 +74,21 @@ def _of_copies(rank: int, config: str, model: str) -> dict[str, Tensor]:
     return {**grads, "norm": norm, **scaling_tensors(forward)}
 
 
-def _shards_and_copies(rank: int, config: str, model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return _of_shards(rank, config, model), _of_copies(rank, config, model)
+def _sharded_and_replicated(rank: int, config: str, model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return _sharded_gradients(rank, config, model), _replicated_gradients(rank, config, model)
 
 
 @pytest.mark.pairwise(strength=1)
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3", "gemma2", "apertus", "phi3"])
-def test_the_same_gradients_in_every_kind_of_layer(
+def test_sharded_and_replicated_gradients_are_equal_in_every_kind_of_layer(
     family: str, recipe: str, tmp_path: Path, configure: Configure
 ) -> None:
     make_model(KINDS[family], tmp_path / "model")
     config = configure(recipe=recipe, fsdp=True).to_json()
-    both = on_ranks(2, _shards_and_copies, config, str(tmp_path / "model"))
-    copies = both[0][1]
-    for rank, (shards, _) in enumerate(both):
+    by_rank = on_ranks(2, _sharded_and_replicated, config, str(tmp_path / "model"))
+    copies = by_rank[0][1]
+    for rank, (shards, _) in enumerate(by_rank):
         assert shards.keys() == copies.keys()
         for name, tensor in shards.items():
             whole = copies[name]
@@ -97,11 +98,11 @@ def test_the_same_gradients_in_every_kind_of_layer(
 
 
 def _sizes(rank: int, config: str, model: str) -> tuple[int, int, int]:
-    """Bytes of the masters, of gradients, and of moments after a step."""
-    made = TrainConfig.from_json(config)
-    sharded = ShardedModel(made, Path(model), (), Ranks(rank, 2, is_sharded=True))
+    """Returns the bytes of masters, gradients and moments of this rank after a step."""
+    settings = TrainConfig.from_json(config)
+    sharded = ShardedModel(settings, Path(model), (), Ranks(rank, 2, is_sharded=True))
     masters = sharded.shards.masters
-    optimizer = Optimizer(masters, made, lambda grads: sharded_norm(sharded.shards, grads))
+    optimizer = Optimizer(masters, settings, lambda grads: sharded_norm(sharded.shards, grads))
     for master in masters.values():
         master.grad = torch.ones_like(master)
     grads = sum(master.nbytes for master in masters.values())
@@ -110,7 +111,7 @@ def _sizes(rank: int, config: str, model: str) -> tuple[int, int, int]:
     return sum(master.nbytes for master in masters.values()), grads, moments
 
 
-def test_each_of_two_processes_holds_half_and_the_plan_knows(tmp_path: Path, configure: Configure) -> None:
+def test_each_of_two_processes_holds_half_as_estimated(tmp_path: Path, configure: Configure) -> None:
     make_model(KINDS["llama"], tmp_path / "model")
     config: Any = configure(fsdp=True)
     model = read_config(tmp_path / "model")
@@ -119,10 +120,10 @@ def test_each_of_two_processes_holds_half_and_the_plan_knows(tmp_path: Path, con
     for masters, _, moments in held:
         assert half["weights"] == pytest.approx(masters + moments, rel=0.06)
         assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
-    assert memory_estimate(model, configure(), 100, 0.5, 2) == whole  # a copy in each
+    assert memory_estimate(model, configure(), 100, 0.5, 2) == whole  # without fsdp, each process has a copy
 
 
-def test_the_plan_of_a_recipe_that_is_not_gathered_in_fp8_has_all_casts(configure: Configure, model_dir: Path) -> None:
+def test_the_estimate_counts_all_casts_of_recipes_not_gathered_in_fp8(configure: Configure, model_dir: Path) -> None:
     model = read_config(model_dir)
     casts = {
         recipe: memory_estimate(model, configure(recipe=recipe, fsdp=True), 0, 0.0, 4)["casts"]
@@ -150,13 +151,13 @@ def test_recipes_say_whether_their_weights_are_gathered_in_fp8(
 
 
 @pytest.mark.parametrize(("length", "size"), [(64, 2), (5, 4), (1, 3), (0, 2), (7, 7)])
-def test_rows_cover_a_parameter_as_fsdp_cuts_it(length: int, size: int) -> None:
+def test_rows_of_the_ranks_are_those_of_fsdp(length: int, size: int) -> None:
     parts = list(torch.chunk(torch.arange(length), size)) + [torch.empty(0, dtype=torch.int64)] * size
     for rank in range(size):
         assert list(range(*rows_of(length, rank, size))) == parts[rank].tolist()
 
 
-def test_a_file_that_arrives_in_parts_has_the_bytes_of_one_that_is_whole(tmp_path: Path) -> None:
+def test_a_file_written_from_parts_has_the_same_bytes(tmp_path: Path) -> None:
     dtypes = (torch.float32, torch.uint8, torch.bfloat16, torch.int64, torch.float64, torch.int32, torch.float16)
     whole = {f"b.{dtype}"[2:]: torch.arange(12).reshape(4, 3).to(dtype) for dtype in dtypes}
     whole |= {"a": torch.tensor(2.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True, False])}
@@ -170,13 +171,13 @@ def test_a_file_that_arrives_in_parts_has_the_bytes_of_one_that_is_whole(tmp_pat
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "parts").read_bytes()
 
 
-def test_parts_that_are_not_all_of_a_tensor_are_noticed(tmp_path: Path) -> None:
+def test_missing_parts_of_a_tensor_are_detected(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="The parts of w are 4 bytes too short"):
         save_tensors(tmp_path / "parts", {"w": TensorParts(torch.float32, (2,), lambda: [torch.zeros(1)])}, {})
 
 
 def _norms(rank: int) -> list[float]:
-    """Of uneven rows, a vector, and what is beyond FP32 when it is squared."""
+    """Returns norms of sharded gradients: uneven rows, a vector, and values whose squares overflow FP32."""
     torch.manual_seed(0)
     whole = {"matrix": torch.randn(5, 33), "vector": torch.randn(7), "cube": torch.randn(3, 4, 6)}
     shards = _Shards(whole, Ranks(rank, 2))
@@ -189,7 +190,7 @@ def _norms(rank: int) -> list[float]:
 
 
 class _Shards:
-    """As much of `Shards` as a norm asks for."""
+    """The part of `Shards` that computing a norm needs."""
 
     def __init__(self, whole: dict[str, Tensor], ranks: Ranks) -> None:
         self.shapes = {name: tensor.shape for name, tensor in whole.items()}
@@ -201,7 +202,7 @@ class _Shards:
         return begin * length // rows, end * length // rows
 
 
-def test_the_norm_of_shards_is_that_of_the_whole() -> None:
+def test_the_norm_of_shards_equals_that_of_the_whole() -> None:
     for sharded, whole, sharded_far, whole_far in on_ranks(2, _norms):
         assert sharded == whole
         assert sharded_far == pytest.approx(whole_far, rel=1e-12)

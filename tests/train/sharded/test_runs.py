@@ -1,4 +1,4 @@
-"""Runs whose weights are divided among processes (`--fsdp`): the bytes of one process, whatever happens to them."""
+"""Sharded training (`--fsdp`): several processes write the same bytes as one, also when stopped, killed or resumed."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
 from tests.train.test_job_process import events, finish, make_job
 from tests.train.test_killed_groups import assert_same, assert_stops_by_a_signal, metrics_in, run_shared
-from tests.train.test_processes import SHARED, _train_spoiled, by_processes, metrics_of, trained
+from tests.train.test_processes import SHARED, _train_spoiled, hashes_of, metrics_of, train_on
 
 pytestmark = pytest.mark.distributed
 
@@ -38,58 +38,58 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def assert_trains_as_one(configure: Configure, tmp_path: Path, worlds: tuple[int, ...] = (2,), **options: Any) -> None:
-    """Whether sharded runs tell, and leave in their directories, what an undivided one does."""
-    told = by_processes(1, configure(**{**SHARED, **options}, out=str(tmp_path / "one")))
+    """Asserts that sharded runs on `worlds` processes write the same files and metrics as an unsharded run."""
+    expected_events = train_on(1, configure(**{**SHARED, **options}, out=str(tmp_path / "one")))
     for world in worlds:
         config = configure(**{**SHARED, **options}, fsdp=True, out=str(tmp_path / str(world)))
-        heard, *silent = by_processes(world, config)
-        assert silent == [[]] * (world - 1)
-        assert len(heard) == len(told[0]) + 1  # which says how weights are divided
-        assert "model/training.json" in trained(tmp_path / "one")
-        assert trained(tmp_path / "one") == trained(tmp_path / str(world))
+        events_of_rank_0, *other_events = train_on(world, config)
+        assert other_events == [[]] * (world - 1)
+        assert len(events_of_rank_0) == len(expected_events[0]) + 1  # one more event says how weights are sharded
+        assert "model/training.json" in hashes_of(tmp_path / "one")
+        assert hashes_of(tmp_path / "one") == hashes_of(tmp_path / str(world))
         assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / str(world))
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.smoke if c == "delayed" else ()) for c in CASES])
-def test_two_processes_train_the_bytes_of_one(case: str, configure: Configure, tmp_path: Path, data: Path) -> None:
-    """The last step of an epoch has three microbatches, which no number of processes here divides."""
+def test_two_processes_write_the_bytes_of_one(case: str, configure: Configure, tmp_path: Path, data: Path) -> None:
+    """The last step of an epoch has three microbatches, so that ranks get unequal shares."""
     options: dict[str, Any] = {"eval_data": [str(data)], "eval_every": 2, "save_every": 2}
     worlds = (2, 4) if case == "delayed" else (2,)
     assert_trains_as_one(configure, tmp_path, worlds, **options, **CASES[case])
 
 
-def test_a_model_that_is_in_fp8_already(configure: Configure, tmp_path: Path, fp8_dir: Path) -> None:
+def test_an_fp8_base_model(configure: Configure, tmp_path: Path, fp8_dir: Path) -> None:
     assert_trains_as_one(configure, tmp_path, model=str(fp8_dir), recipe_options={"reduce_amax": False})
 
 
 def test_three_processes_whose_shards_are_uneven(configure: Configure, tmp_path: Path) -> None:
-    """22, 22 and 20 of 64 rows; AdamW rounds what is left over after 16 numbers in another way."""
+    """Shards have 22, 22 and 20 of 64 rows. AdamW rounds the elements after the last 16 of a tensor differently."""
     options = {**SHARED, "recipe": "bf16"}
-    by_processes(1, configure(**options, out=str(tmp_path / "1")))
-    by_processes(3, configure(**options, fsdp=True, out=str(tmp_path / "3")))
+    train_on(1, configure(**options, out=str(tmp_path / "1")))
+    train_on(3, configure(**options, fsdp=True, out=str(tmp_path / "3")))
     one, three = (metrics_of(tmp_path / name)["metrics"] for name in ("1", "3"))
     assert one == pytest.approx(three, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_experts_that_no_token_chose_stay_as_they_are(
+def test_experts_without_tokens_are_not_changed(
     kind: str, configure: Configure, tmp_path: Path, model_dir: Path
 ) -> None:
-    """Rows are so short that the ranks need different experts."""
+    """Rows are so short that the ranks use different experts."""
     mixture = write_mixture(tmp_path / "mixture", model_dir, kind)
     rows = write_lines(tmp_path / "short.jsonl", [{"text": text[i : i + 4]} for i, text in enumerate(TEXTS)])
     options = {"model": str(mixture), "data": [str(rows)], "batch_size": 1, "accumulate": 3, "max_steps": 3}
     assert_trains_as_one(configure, tmp_path, **options)
 
 
-def test_pairs_get_their_reference_from_all_processes(configure: Configure, tmp_path: Path) -> None:
+def test_dpo_reference_scores_are_shared_among_processes(configure: Configure, tmp_path: Path) -> None:
     pairs = [{"prompt": t[:20], "chosen": t[20:40], "rejected": t[40:60]} for t in TEXTS[:9]]
     assert_trains_as_one(
         configure, tmp_path, method="dpo", data=[str(write_lines(tmp_path / "pairs.jsonl", pairs))], max_steps=2
     )
 
 
-def test_the_best_checkpoint_becomes_the_model_of_a_run_that_ends_early(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_exports_its_best_checkpoint(configure: Configure, tmp_path: Path) -> None:
     held_out = write_lines(
         tmp_path / "held-out.jsonl", [{"text": f"What nobody learns {i} {i * i}."} for i in range(5)]
     )
@@ -100,25 +100,25 @@ def test_the_best_checkpoint_becomes_the_model_of_a_run_that_ends_early(configur
     assert json.loads((tmp_path / "2" / "model" / "training.json").read_text())["step"] == best
 
 
-def test_a_run_that_diverges_goes_back(configure: Configure, tmp_path: Path) -> None:
+def test_a_diverging_run_returns_to_a_checkpoint(configure: Configure, tmp_path: Path) -> None:
     told = []
     for world in (1, 2):
         back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
         config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
         told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
     assert told[1][1] == []
-    assert trained(tmp_path / "1") == trained(tmp_path / "2")
+    assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
     assert metrics_of(tmp_path / "2")["returns"] == 2
 
 
-def test_a_job_goes_on_divided_or_not_with_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_may_be_resumed_sharded_or_not_on_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SHARED, "max_steps": 8}
-    by_processes(1, configure(**options, out=str(tmp_path / "through")))
+    train_on(1, configure(**options, out=str(tmp_path / "through")))
     plan = ((2, True, 2), (4, False, 2), (1, True, 2), (2, True, None))
     for world, fsdp, stop_after in plan:
-        by_processes(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
+        train_on(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
     last = [
-        {n: h for n, h in trained(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
+        {n: h for n, h in hashes_of(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
         for run in ("through", "changing")
     ]
     assert len(last[0]) > 5
@@ -126,15 +126,15 @@ def test_a_job_goes_on_divided_or_not_with_any_number_of_processes(configure: Co
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_moments_of_eight_bits_are_those_of_one_process(configure: Configure, tmp_path: Path) -> None:
+def test_8_bit_moments_equal_those_of_one_process(configure: Configure, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "layers": 1, "heads": 4, "kv_heads": 2}
     model = write_random_model(tmp_path / "wide", TEXTS, **sizes, context=128)
     options: dict[str, Any] = {**SHARED, "model": str(model), "optimizer_states": "8bit", "max_steps": 6}
-    by_processes(1, configure(**options, out=str(tmp_path / "one")))
+    train_on(1, configure(**options, out=str(tmp_path / "one")))
     config = configure(**options, fsdp=True, out=str(tmp_path / "two"))
-    by_processes(2, config, 3)
-    by_processes(2, config)
-    one, two = ({n: h for n, h in trained(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
+    train_on(2, config, 3)
+    train_on(2, config)
+    one, two = ({n: h for n, h in hashes_of(tmp_path / run).items() if "step-6" in n} for run in ("one", "two"))
     assert any(name.endswith("optimizer.safetensors") for name in one)
     assert one == two
 
@@ -146,15 +146,15 @@ def _refused(rank: int, config: str) -> str:
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_blocks_of_eight_bit_moments_that_would_be_cut_are_refused(configure: Configure) -> None:
-    """Half of a matrix of 64 x 64 has 2048 numbers."""
+def test_shards_that_split_a_block_of_8_bit_moments_are_refused(configure: Configure) -> None:
+    """Half of a 64 x 64 matrix has 2048 elements."""
     told = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
     assert told[0] == told[1]
     assert "2 processes divide model.layers.0" in told[0]
     assert "use fp32, another number of processes, or no fsdp" in told[0]
 
 
-def test_a_disk_that_is_full_is_told_by_all(configure: Configure, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks(configure: Configure, tmp_path: Path) -> None:
     config = configure(accumulate=2, fsdp=True, max_steps=2)
     told = on_ranks(2, _full, config.to_json())
     assert told[0] == told[1]
@@ -172,7 +172,7 @@ def _full(rank: int, config: str) -> str:
     return str(refusal.value)
 
 
-def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
+def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
     result = Trainer(configure(fsdp=True)).run(told.append)
     assert result.status == "succeeded"
@@ -186,7 +186,7 @@ def test_one_process_has_nothing_to_divide(configure: Configure) -> None:
         ({"method": "grpo", "reward": "reward.py"}, "fsdp shards a model over several processes, and grpo uses one"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
+def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
         configure(fsdp=True, **options)
 
@@ -200,7 +200,7 @@ def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configur
 
 @pytest.mark.slow
 def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
-    """Now a rank, which the group survives, now the process that holds it together."""
+    """Kills a rank, after which the group restarts it, or the parent process of the ranks."""
     whole, job = run_shared(tmp_path, configure, max_steps=12, save_every=2, keep_last=2, fsdp=True)
     assert finish(job, "group", "7") >= 2
     assert_same(whole, job)
