@@ -10,7 +10,8 @@ beside it: for ops that move bytes, the share of the device's measured copy band
 those of cuBLASLt (torch.nn.functional.scaled_mm) on the same operands in the same run; for a layer, the BF16 layer. In
 some rows "goal" is the least value that we promise, and "predicted" the value that we expected before the first
 measurement. OUT is written after every part, so a hanging kernel loses only its own part. `--dry-run` does everything
-on the CPU with small sizes and wall-clock time; it only shows that the script works."""
+on the CPU with small sizes and wall-clock time; it only shows that the script works.
+"""
 
 import argparse
 import json

@@ -4,7 +4,8 @@ r"""GRPO with a reward that can be checked: SmolLM2 learns sums of one-digit num
 
 MODEL: a Hugging Face directory. The prompts are "2 + 3 = 5\n7 + 8 ="; of the 81 sums, 17 are held out. An engine
 answers these greedily: with MODEL in BF16, and with the trained model, which is served without calibration. DIR keeps
-every step, so that a call that was interrupted continues from there. Prints JSON."""
+every step, so that a call that was interrupted continues from there. Prints JSON.
+"""
 
 import argparse
 import json

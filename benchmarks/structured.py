@@ -6,7 +6,8 @@ Asks for JSON of several schemas at temperature 1, `--batch` answers at a time, 
 `jsonschema_rs`, not with the library that constrained it. Then times decoding steps of `--batch` rows with a schema and
 without one, in turns, on the same engine. The cost of a schema is the difference of the median steps; on a busy
 machine, compare the fastest steps. Also times a row's mask, which is computed in a thread beside the forward pass.
-Prints JSON. Threads wait as they do in `fp8serve serve`."""
+Prints JSON. Threads wait as they do in `fp8serve serve`.
+"""
 
 # ruff: noqa: E402
 

@@ -12,7 +12,8 @@ loaded, or FP8 with the static scales of a calibration. TRL gets our tokens, bec
 that the template writes after an answer's end, which a server never generates. Then engines answer held-out sums: with
 the original model in BF16 and with every trained model; a model trained in FP8 is served with the scales from training,
 without calibration. The comparison is of numbers, not of speed. DIR keeps every curve and every answer, so that a call
-that was interrupted continues from there. Prints JSON."""
+that was interrupted continues from there. Prints JSON.
+"""
 
 import argparse
 import json

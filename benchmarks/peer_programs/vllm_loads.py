@@ -9,7 +9,8 @@ are joined there, and experts stacked. vLLM's check that every parameter was loa
 
 Nothing is computed: vLLM's kernels need a GPU, and what it does to the weights for them after loading is left out. If
 vLLM finds no kernel for this machine, this script makes one pass as supported and names it in the output. Exit status
-1: vLLM refuses, a parameter is not filled, or a tensor is not in its place."""
+1: vLLM refuses, a parameter is not filled, or a tensor is not in its place.
+"""
 
 import argparse
 import json

@@ -2,7 +2,8 @@
 
 All trainings of a seed share one small model, one text, and one order of rows. The steps are the product's
 (`train.setup`, `train.optimizer`), without checkpoints, so that a study may raise the rate of one step, exchange a
-batch, and look at the model in between."""
+batch, and look at the model in between.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

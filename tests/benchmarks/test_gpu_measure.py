@@ -39,7 +39,7 @@ GOALS = {
 }
 
 
-@pytest.mark.parametrize("group", gpu.GROUPS)
+@pytest.mark.parametrize("group", gpu.KERNELS)
 def test_a_group_runs_and_has_its_promises(group: str, tmp_path: Path) -> None:
     rows = rows_of(group, tmp_path)
     assert [row for row in rows if row["what"] == "failed"] == []
