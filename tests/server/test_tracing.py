@@ -30,7 +30,7 @@ TIMED = Timing(arrived=1000.0, queue=0.5, prefill=1.0, decode=2.0)
 
 
 class TimedEngine(FakeEngine):
-    """An engine whose first output has the times of queue and prefill, and whose last output has those of all phases."""
+    """An engine whose first output has the times of queue and prefill, and whose last has those of all phases."""
 
     async def generate(self, request: Any) -> Any:
         async with contextlib.aclosing(super().generate(request)) as outputs:

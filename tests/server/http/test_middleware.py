@@ -292,7 +292,7 @@ def test_limits_are_set_by_name() -> None:
 
 
 class Client:
-    """The ASGI side of a client that sends a body in pieces. events: "read" for each piece, then those of the answer."""
+    """The ASGI side of a client that sends a body in pieces. events: "read" for each piece, then the answer's."""
 
     def __init__(self, pieces: list[bytes], headers: dict[bytes, bytes]) -> None:
         self.scope = {"type": "http", "method": "POST", "path": "/generate", "headers": list(headers.items())}
