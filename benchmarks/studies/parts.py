@@ -91,8 +91,8 @@ def _run(training: Training) -> Losses:
 
 
 def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) -> dict[str, Any]:
-    """Returns "apart": each seed's distance from the mean of its BF16 runs, in percent; "mean": their mean; "error": its
-    standard error, None for a single seed."""
+    """Returns "apart": each seed's distance from the mean of its BF16 runs, in percent; "mean": their mean; "error":
+    the standard error of the mean, None for a single seed."""
     apart = [100 * (by_arm[name][kind] / fmean(by_arm[arm][kind] for arm in BF16) - 1) for by_arm in losses.values()]
     error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
     return {"apart": apart, "mean": fmean(apart), "error": error}
