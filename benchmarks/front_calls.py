@@ -113,7 +113,7 @@ class InstantFront:
         client = EngineClient(self._engine, (self._engine.messages, self._engine))  # type: ignore[arg-type]
         self._engine.send("ready", info={"device": "cpu", "kernels": {}}, limits=LIMITS)
         await client._ready
-        return client, TokenizerFacts.of(byte_tokenizer())
+        return client, TokenizerFacts.from_tokenizer(byte_tokenizer())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["InstantFront"]:
