@@ -28,8 +28,8 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def write_model(folder: Path, gib: float, hidden: int) -> int:
-    """Writes the weights and returns their bytes. None stay in memory: a page counts for the group that reads it
-    first."""
+    """Writes the weights and returns the size of their file in bytes. Drops the file's pages from the page cache,
+    because a page is charged to the group that reads it first."""
     from fp8serve.train.scratch import write_random_model
 
     wide = hidden * 11 // 4
@@ -114,7 +114,7 @@ def main() -> None:
         model, out = Path(name) / "model", Path(name) / "out"
         size = write_model(model, args.gib, args.hidden)
         options = ["--samples", args.samples, "--seq-len", args.seq_len, "--rounding", args.rounding]
-        options += ["--generated-samples", 0]  # it would be read from its file a hundred times
+        options += ["--generated-samples", 0]  # every generated token would read the whole file again
         command = [sys.executable, "-c", CALIBRATE, "calibrate", model, "--out", out, *options]
         with limited(int(args.limit_gib * GIB)) as group:
             seconds, peak, anonymous = watched([str(part) for part in command], group)

@@ -2,10 +2,10 @@
 
     python benchmarks/calibrate_peer.py MODEL --peer PYTHON [--samples 32] [--seq-len 256] [--batch-size 4] [--rounds 3]
 
-MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `llmcompressor`, which gets as many
-threads. The samples are random token ids, the same for both. For both, it times from the loaded model to its scales,
-and from the start to the written directory; quality is not measured. The best of the rounds counts, and the worst is
-shown beside it. Prints JSON.
+MODEL: a Hugging Face directory. PYTHON: the interpreter of an environment with `llmcompressor`. Both programs have the
+same number of threads and get the same samples, which are random token ids. Two times are measured: from the loaded
+model to its scales, and from the start of the program to the written directory; quality is not measured. The best of
+the rounds counts, and the worst is shown beside it. Prints JSON.
 """
 
 import argparse
@@ -34,10 +34,10 @@ began = time.perf_counter()
 recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
 longest = max(map(len, ids))
 oneshot(model=decoder, dataset=data, recipe=recipe, max_seq_length=longest, num_calibration_samples=len(ids))
-found = time.perf_counter() - began
+to_scales = time.perf_counter() - began
 decoder.save_pretrained(out, save_compressed=True)
 total = time.perf_counter() - started
-print(json.dumps({"scales": found, "total": total, "tokens": sum(map(len, ids))}))
+print(json.dumps({"scales": to_scales, "total": total, "tokens": sum(map(len, ids))}))
 """
 OURS = """
 import json, sys, time
@@ -58,16 +58,16 @@ began = time.perf_counter()
 batches = make_batches([Sample(tuple(row), (True,) * len(row)) for row in ids], int(batch_size))
 recipe = DelayedScaling()
 states = final_states(observe(decoder, linears, batches, recipe))
-found = time.perf_counter() - began
+to_scales = time.perf_counter() - began
 scales = {name: TensorScale(state.scale, state.amax_history) for name, state in states.items()}
 write_calibrated(out, model, ScalingCheckpoint(recipe, scales, model=fingerprint(model), created_by="benchmark"))
 total = time.perf_counter() - started
-print(json.dumps({"scales": found, "total": total, "tokens": sum(map(len, ids))}))
+print(json.dumps({"scales": to_scales, "total": total, "tokens": sum(map(len, ids))}))
 """
 
 
 def measured(python: str, program: str, *arguments: str) -> dict[str, float]:
-    """What a program prints on its last line, as JSON."""
+    """Runs a program and returns the last JSON object that it prints."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     process = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, env=environment)
     lines = [line for line in process.stdout.splitlines() if line.startswith("{")]

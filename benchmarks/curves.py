@@ -1,4 +1,4 @@
-"""What the comparisons with TRL's trainers share: the same rows in the same order, figures of every step, kept runs.
+"""Functions that the comparisons with TRL's trainers share: rows in our trainer's order, curves, and cached runs.
 
 A curve is a list with the figures of every step by their names. Every run writes its curve when it is complete, so that
 a benchmark that was interrupted continues with the runs that are missing.
@@ -16,7 +16,7 @@ from fp8serve.train.trainer import Trainer
 
 Curve = list[dict[str, float]]
 Row = dict[str, Any]
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 def write(path: Path, rows: Sequence[Row]) -> str:
@@ -35,7 +35,8 @@ def _ignore(event: Row) -> None:
 
 
 def trained(config: TrainConfig, names: Mapping[str, str], on_event: Callable[[Row], None] = _ignore) -> Curve:
-    """Trains here. names: the name of a figure in the curve, and that of the metric. The result is in `config.out`."""
+    """Trains in this process; returns the curve and leaves the model in `config.out`. names: the metric's name, by the
+    figure's name in the curve."""
     steps: Curve = []
 
     def follow(event: Row) -> None:
@@ -48,21 +49,21 @@ def trained(config: TrainConfig, names: Mapping[str, str], on_event: Callable[[R
 
 
 def peer(python: str, program: Path, folder: Path, job: Row) -> Any:
-    """What a program of peer_programs/ prints last, as JSON. It is told a file with the job."""
-    described = folder / "job.json"
-    described.write_text(json.dumps(job), encoding="utf-8")
-    done = subprocess.run([python, str(program), str(described)], capture_output=True, text=True)
+    """Runs a program of peer_programs/ on a file with the job; returns the last line that it prints, as JSON."""
+    job_file = folder / "job.json"
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    done = subprocess.run([python, str(program), str(job_file)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{program.name} failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def kept(path: Path, run: Callable[[], _Found]) -> _Found:
-    """What a run found; it is run once."""
+def cached(path: Path, run: Callable[[], _Result]) -> _Result:
+    """Returns the result of a run from `path`; if that file is missing, runs and writes it."""
     if not path.exists():
         path.write_text(json.dumps(run()), encoding="utf-8")
-    found: _Found = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    result: _Result = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def apart(run: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> dict[str, float]:

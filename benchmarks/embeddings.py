@@ -2,12 +2,12 @@
 
     python benchmarks/embeddings.py MODEL --peer PYTHON [--fp8 DIR] [--rounds 5] [--threads 2] [--out benchmarks]
 
-MODEL: an embedding model's directory in BF16 or FP32, which the peer reads. --fp8: what `fp8serve calibrate` made of
-it; without this option it is calibrated first (recipe `delayed`). PYTHON: the interpreter of an environment with
-sentence-transformers.
+MODEL: an embedding model's directory in BF16 or FP32, which the peer reads. --fp8: the directory that `fp8serve
+calibrate` wrote for MODEL; without this option MODEL is calibrated first (recipe `delayed`). PYTHON: the interpreter of
+an environment with sentence-transformers.
 
 The texts are the passages shipped with fp8serve, cut to lengths in tokens: short (8 to 24), 128, 256, and mixed (8 to
-256), and no longer than the model reads. Every program loads its model once and then waits for its turn; all have the
+256), at most the model's context. Every program loads its model once and then waits for its turn; all have the
 same number of threads. The server is asked in two ways: all texts in one request, and `CLIENTS` clients with a text
 each at a time. The best of the rounds counts, because other work on the machine makes a run slower and never faster;
 the worst is shown beside it. The median cosine to the peer's FP32 vectors shows that all computed the same. Writes
@@ -84,7 +84,8 @@ def _text(encode: Callable[[str], list[int]], words: Sequence[str], rng: random.
 
 
 class Child:
-    """A program of ours or the peer's that answers lines (peer_programs/embed_texts.py)."""
+    """A process of peer_programs/embed_texts.py, with our engine or the peer, that answers one line of JSON by
+    another."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -114,7 +115,7 @@ class Child:
 
 
 def post(url: str, texts: list[str]) -> Vectors:
-    """The vectors that `/v1/embeddings` returns, asked as OpenAI's client asks."""
+    """The vectors that `/v1/embeddings` returns for a request like that of OpenAI's client."""
     body = {"input": texts, "encoding_format": "base64", "truncate_prompt_tokens": -1}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + "/v1/embeddings", json.dumps(body).encode(), headers)
@@ -154,12 +155,13 @@ class Measured:
 def measure(
     programs: Sequence[Program], work: Mapping[str, Texts], rounds: int, report: Callable[[str], None]
 ) -> Measured:
-    """Measures all programs in turn, kind by kind, `rounds` times, after one round that does not count."""
+    """Measures all programs in turn, kind by kind, `rounds` times. Before that every program embeds some texts of each
+    kind, which warms it up and yields the cosines."""
     results = Measured()
-    every = [text for texts in work.values() for text in texts.texts[:8]]
-    exact = {program.name: program.vectors(every) for program in programs}
-    if FP32 in exact:
-        results.cosine = {name: median(map(cosine, exact[FP32], rows)) for name, rows in exact.items()}
+    some = [text for texts in work.values() for text in texts.texts[:8]]
+    vectors = {program.name: program.vectors(some) for program in programs}
+    if FP32 in vectors:
+        results.cosine = {name: median(map(cosine, vectors[FP32], rows)) for name, rows in vectors.items()}
     for number in range(rounds):
         for kind, texts in work.items():
             for program in programs:

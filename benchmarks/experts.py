@@ -47,23 +47,23 @@ def make(folder: Path, experts: int, layers: int, hidden: int) -> None:
     from fp8serve.model.storage.files import write_json
     from fp8serve.train.scratch import END, random_weights, train_tokenizer
 
-    model, wanted = folder / "model", sizes(experts, layers, hidden)
+    model, config = folder / "model", sizes(experts, layers, hidden)
     if (folder / "model.gguf").exists():
-        made = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        if other := [key for key, value in wanted.items() if made.get(key) != value]:
+        existing = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        if other := [key for key, value in config.items() if existing.get(key) != value]:
             raise SystemExit(f"{model} was made with another {other[0]}; give another folder, or remove this one.")
         return
     model.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(TEXTS, 512)
     tokenizer.save(str(model / "tokenizer.json"))
     end = tokenizer.token_to_id(END)
-    write_json(model / "config.json", wanted | {"bos_token_id": end, "eos_token_id": end})
+    write_json(model / "config.json", config | {"bos_token_id": end, "eos_token_id": end})
     save_file(random_weights(model, 0), model / "model.safetensors", {"format": "pt"})
     write_gguf(model, folder / "model.gguf")
 
 
 def sizes(experts: int, layers: int, hidden: int) -> dict[str, Any]:
-    """Of config.json."""
+    """The contents of config.json, without the ids of special tokens."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32000, "hidden_size": hidden,
         "intermediate_size": 3 * hidden, "moe_intermediate_size": hidden // 2, "num_experts": experts,
@@ -77,7 +77,7 @@ def sizes(experts: int, layers: int, hidden: int) -> dict[str, Any]:
 
 
 def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
-    """peers.py on a file that names this one."""
+    """Runs peers.py on a file of peers whose commands start this script. Returns 1 if a program failed."""
     import runpy
 
     here, model = str(Path(__file__).resolve()), str(folder / "model")
@@ -171,13 +171,13 @@ def _quantized(library: Any, model: str, kind: str) -> str:
 
     if kind == "BF16":
         return model
-    out, made = model.replace(".gguf", f"-{kind}.gguf"), f"{model}.{os.getpid()}"
+    out, temporary = model.replace(".gguf", f"-{kind}.gguf"), f"{model}.{os.getpid()}"
     if not os.path.exists(out):
         parameters = library.llama_model_quantize_default_params()
         parameters.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{kind}")
-        if library.llama_model_quantize(model.encode(), made.encode(), ctypes.byref(parameters)):
+        if library.llama_model_quantize(model.encode(), temporary.encode(), ctypes.byref(parameters)):
             raise SystemExit(f"{model} cannot be quantized to {kind}.")
-        os.replace(made, out)
+        os.replace(temporary, out)
     return out
 
 
@@ -201,25 +201,25 @@ class LlamaCpp:
         self._batch = library.llama_batch_init(512, 0, 1)
 
     def forget(self) -> None:
-        """Every sequence."""
+        """Clears the KV cache of every sequence."""
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
     def read(self, sequence: int, ids: list[int]) -> int:
         """A whole prompt -> the likeliest next token."""
-        self._decode([(token, place, sequence) for place, token in enumerate(ids)], only_last=True)
+        self._decode([(token, position, sequence) for position, token in enumerate(ids)], only_last=True)
         return self._likeliest(-1)
 
-    def step(self, tokens: list[int], place: int) -> list[int]:
+    def step(self, tokens: list[int], position: int) -> list[int]:
         """A token of every sequence, all at the same position -> the likeliest next tokens."""
-        self._decode([(token, place, sequence) for sequence, token in enumerate(tokens)], only_last=False)
+        self._decode([(token, position, sequence) for sequence, token in enumerate(tokens)], only_last=False)
         return [self._likeliest(row) for row in range(len(tokens))]
 
     def _decode(self, rows: list[tuple[int, int, int]], only_last: bool) -> None:
-        """rows: token, place, sequence."""
+        """rows: (token, position, sequence). Logits are computed for every row, or only for the last one."""
         batch = self._batch
         batch.n_tokens = len(rows)
-        for i, (token, place, sequence) in enumerate(rows):
-            batch.token[i], batch.pos[i] = token, place
+        for i, (token, position, sequence) in enumerate(rows):
+            batch.token[i], batch.pos[i] = token, position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             batch.logits[i] = not only_last or i == len(rows) - 1
         if status := self._library.llama_decode(self._context, batch):

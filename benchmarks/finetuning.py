@@ -83,17 +83,18 @@ def run(arm: dict[str, Any], job: dict[str, Any], rows: list[list[int]], python:
     """Runs one arm once: {"seconds": those of each step without the first, "peak": bytes}."""
     if arm.get("peer"):
         settings = {"lora_rank": None, "recompute": False, **arm, "rows": rows, "steps": job["max_steps"]}
-        described = folder / "job.json"
-        described.write_text(json.dumps({**{k: job[k] for k in ("model", "batch_size", "lr", "threads")}, **settings}))
-        command = [python, str(PEER), str(described)]
+        job_file = folder / "job.json"
+        job_file.write_text(json.dumps({**{k: job[k] for k in ("model", "batch_size", "lr", "threads")}, **settings}))
+        command = [python, str(PEER), str(job_file)]
     else:
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            return _found([sys.executable, "-c", OURS, json.dumps({**job, **arm, "out": out})])
-    results = _found(command)
+            return _train([sys.executable, "-c", OURS, json.dumps({**job, **arm, "out": out})])
+    results = _train(command)
     return {**results, "seconds": results["seconds"][1:]}
 
 
-def _found(command: list[str]) -> dict[str, Any]:
+def _train(command: list[str]) -> dict[str, Any]:
+    """Runs a command that trains; returns the JSON that it prints on its last line."""
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(f"{command[0]} did not train: {process.stderr[-800:]}")

@@ -208,8 +208,8 @@ async def timings(port: int, server: subprocess.Popen[bytes], log: Path, options
     streams = asyncio.gather(*(stream(port, options.route, options.tokens) for _ in range(options.streams)))
     counts, (server_time, engine_time), seconds = await measure(_result(streams), [pid, engine])
     events, tokens = sum(events for events, _ in counts), options.streams * options.tokens
-    each = options.requests // options.clients
-    short = asyncio.gather(*(stream(port, options.route, 1, each) for _ in range(options.clients)))
+    per_client = options.requests // options.clients
+    short = asyncio.gather(*(stream(port, options.route, 1, per_client) for _ in range(options.clients)))
     _, (request_time, _), request_wall = await measure(_result(short), [pid, engine])
     return {
         "route": options.route,
@@ -221,8 +221,8 @@ async def timings(port: int, server: subprocess.Popen[bytes], log: Path, options
         "token_us": round(server_time.total / tokens * 1e6, 1),
         "tokens_per_second": round(tokens / seconds),
         "engine_us_a_token": round(engine_time.total / tokens * 1e6, 1),
-        "request_ms": round(request_time.total / (each * options.clients) * 1e3, 2),
-        "requests_per_second": round(each * options.clients / request_wall, 1),
+        "request_ms": round(request_time.total / (per_client * options.clients) * 1e3, 2),
+        "requests_per_second": round(per_client * options.clients / request_wall, 1),
     }
 
 
@@ -256,7 +256,7 @@ def main() -> None:
         port, output = listener.getsockname()[1], None if parsed.profile else subprocess.DEVNULL
         with log.open("w") as errors:
             server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=output, stderr=errors)
-        listener.close()  # a server that ends lets nobody wait in its queue
+        listener.close()  # only the server holds the socket: if it ends, clients are refused instead of queued
         try:
             print(json.dumps(asyncio.run(timings(port, server, log, parsed)), indent=1), flush=True)
         finally:

@@ -85,7 +85,7 @@ def log(text: str) -> None:
 
 
 def together(parts: dict[str, Result]) -> Result:
-    """One result of several: the first status that is not 0."""
+    """Combines several results into one, whose status is the first that is not 0."""
     bad = [part["status"] for part in parts.values() if part["status"] != 0]
     return {"status": bad[0] if bad else 0, "seconds": sum(part["seconds"] for part in parts.values()), "parts": parts}
 
@@ -180,8 +180,8 @@ PYTEST = [
 
 def test_files() -> list[str]:
     """The files in tests/ that have tests for a GPU, relative to the repository."""
-    found = sorted(ROOT.glob("tests/**/test_*.py"))
-    marked = [path for path in found if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
+    paths = sorted(ROOT.glob("tests/**/test_*.py"))
+    marked = [path for path in paths if path.parent.name == "cuda" or "mark.gpu" in path.read_text()]
     return [str(path.relative_to(ROOT)) for path in marked]
 
 
@@ -191,8 +191,8 @@ def test_functions(collected: str) -> list[str]:
 
 
 def has_crashed(result: Result) -> bool:
-    """Whether a process of pytest ended by a signal or a time limit, or an error of CUDA may have failed later tests. A
-    status of 1 alone is failed tests, 5 no test."""
+    """Whether a process of pytest ended by a signal or a time limit, or a CUDA error may have made later tests fail. A
+    status of 1 means failed tests, 5 that no test was collected."""
     return result["status"] not in (0, 1, 5) or "CUDA error" in result["tail"]
 
 
@@ -226,14 +226,14 @@ SANITIZERS = {
 
 def sanitize(options: argparse.Namespace) -> Result:
     """Runs every tool of SANITIZERS on the small inputs of every op."""
-    tool, over = shutil.which("compute-sanitizer"), [*PYTEST, "tests/cuda", "-k", "test_registered_cases"]
+    tool, pytest = shutil.which("compute-sanitizer"), [*PYTEST, "tests/cuda", "-k", "test_registered_cases"]
     if options.dry_run:
-        return run([*over, "--collect-only"], LIMITS["sanitize"])
+        return run([*pytest, "--collect-only"], LIMITS["sanitize"])
     if tool is None:
         return {"status": None, "seconds": 0, "tail": "compute-sanitizer was not found"}
     flags = ["--error-exitcode", "9", "--target-processes", "all"]
     limit, uncached = LIMITS["sanitize"], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return together({name: run([tool, "--tool", name, *flags, *over], limit, **uncached) for name in SANITIZERS})
+    return together({name: run([tool, "--tool", name, *flags, *pytest], limit, **uncached) for name in SANITIZERS})
 
 
 # --- measure --------------------------------------------------------------------------------------------------------
@@ -288,10 +288,10 @@ def measured_rows(results: dict[str, Result]) -> list[Result]:
 
 
 def machine(dry_run: bool = False) -> dict[str, Any]:
-    """The machine that was measured; in a rehearsal without a GPU."""
+    """Describes this machine and the state of the repository. A rehearsal names no GPU."""
     import torch
 
-    def said(*command: str) -> str:
+    def stdout_of(*command: str) -> str:
         try:
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20).stdout.strip()
         except (OSError, subprocess.SubprocessError):
@@ -301,10 +301,10 @@ def machine(dry_run: bool = False) -> dict[str, Any]:
         "gpu": "dry run" if dry_run else torch.cuda.get_device_name(),
         "capability": None if dry_run else torch.cuda.get_device_capability(),
         "torch": torch.__version__,
-        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "nvcc": said("nvcc", "--version").splitlines()[-1:],
-        "commit": said("git", "rev-parse", "HEAD"),
-        "changed": bool(said("git", "status", "--porcelain")),
+        "driver": stdout_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "nvcc": stdout_of("nvcc", "--version").splitlines()[-1:],
+        "commit": stdout_of("git", "rev-parse", "HEAD"),
+        "changed": bool(stdout_of("git", "status", "--porcelain")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
     }
@@ -341,14 +341,14 @@ def outcome(result: Result) -> str:
 
 def measured_tables(results: dict[str, Result]) -> list[str]:
     """A table for each group, with a column for each kind of figure that it has."""
-    found = []
+    tables = []
     for group, part in results.get("measure", {}).get("parts", {}).items():
         rows = [row for row in part.get("measured", {}).get("rows", []) if "goal" not in row]
         columns = list(dict.fromkeys(name for row in rows for name in row))
         lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
         lines += ["| " + " | ".join(cell(row.get(name, "")) for name in columns) + " |" for row in rows]
-        found.append("\n".join([f"## {group}", "", *(lines if rows else ["Nothing was measured."])]))
-    return found
+        tables.append("\n".join([f"## {group}", "", *(lines if rows else ["Nothing was measured."])]))
+    return tables
 
 
 def page(about: dict[str, Any], results: dict[str, Result]) -> str:
@@ -379,7 +379,7 @@ PARTS: tuple[Callable[[argparse.Namespace], Result], ...] = (build, test, measur
 
 
 def attempted(part: Callable[[argparse.Namespace], Result], options: argparse.Namespace) -> Result:
-    """The result of a part, or what was wrong with it."""
+    """Runs a part and returns its result; for an exception, a result with status 1 and the error as its tail."""
     try:
         return part(options)
     except Exception as failed:  # any error: the other parts still count
@@ -391,7 +391,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--library", type=Path, help="a folder with the compiled libraries; nothing is built")
     parser.add_argument("--cutlass", type=Path, help="the nvidia-cutlass wheel, or a folder with include/cutlass")
     parser.add_argument("--skip", default="", help="parts to leave out, separated by commas")
-    parser.add_argument("--out", type=Path, help="where JSON and page go: benchmarks, of a rehearsal build/gpu")
+    parser.add_argument("--out", type=Path, help="where JSON and page go: benchmarks, or build/gpu with --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="rehearse it on the CPU")
     options = parser.parse_args()
     options.out = options.out or (BUILD if options.dry_run else ROOT / "benchmarks")

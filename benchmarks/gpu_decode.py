@@ -37,7 +37,7 @@ def config(dry: bool) -> ModelConfig:
 
 
 def frozen(decoder: Decoder) -> Decoder:
-    """Every linear of the layers in FP8, with scales that fit its initial values."""
+    """Replaces every linear of the layers by one with FP8 weights, whose scale fits the initial values."""
     names = [name for name, module in decoder.model.named_modules() if isinstance(module, nn.Linear)]
     for name in names:
         linear = cast(nn.Linear, decoder.model.get_submodule(name))
@@ -50,8 +50,8 @@ def frozen(decoder: Decoder) -> Decoder:
 
 
 class DecodeStep:
-    """Call it to run the step. `bytes`: of the weights that it must read; `how`: what runs it besides plain
-    launches."""
+    """Call it to run the step. `bytes`: the size of the weights that a step reads; `how`: ", CUDA graphs" if the step
+    replays a graph, for the name of the row."""
 
     @torch.inference_mode()
     def __init__(self, device: str, dry: bool) -> None:

@@ -1,8 +1,8 @@
-"""Products of experts on the GPU of this machine, for gpu_measure.py: a layer of Qwen3-30B-A3B, 128 experts, 8 a token.
+"""Products of experts on this machine's GPU, for gpu_measure.py: a layer of Qwen3-30B-A3B, 128 experts, 8 per token.
 
-`grouped_mm` (gate and up of all experts in one) and `grouped_wgrad`, beside one `scaled_mm` for each expert that has
-rows, whose sizes the host knows here, and torch's grouped product where it takes these operands. Tokens choose their
-experts at random, so that few experts have the rows of a tile.
+Times `grouped_mm` (gate and up of all experts in one call) and `grouped_wgrad`. Beside them: one `scaled_mm` for each
+expert that has rows, for which the host knows the number of rows in advance here, and torch's grouped product if it
+takes these operands. Tokens choose their experts at random, so few experts have enough rows to fill a tile.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ class Bench(Protocol):
 
 
 def routed(tokens: int, experts: int) -> list[int]:
-    """Where each expert's rows end, when every token chooses PER_TOKEN of them."""
+    """Returns the end of each expert's rows, when every token chooses PER_TOKEN experts."""
     make = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(experts, generator=make)[:PER_TOKEN] for _ in range(tokens)])
     ends: list[int] = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0).tolist()
@@ -41,7 +41,7 @@ def routed(tokens: int, experts: int) -> list[int]:
 
 
 def stacked(quantize: Callable[[Tensor], Cast], weights: Tensor) -> Cast:
-    """The experts' weights [E, N, K], each cast alone, as one."""
+    """Casts the weights [E, N, K] expert by expert; returns the casts and the scales, each stacked over experts."""
     q, scales = zip(*map(quantize, weights), strict=True)
     return torch.stack([x.view(torch.uint8) for x in q]).view(q[0].dtype), torch.stack(scales)
 
@@ -63,7 +63,7 @@ def measured(bench: Bench, what: str, flops: float, works: dict[str, Callable[[]
 
 
 def multiplying(bench: Bench, tokens: int, kind: str) -> Iterator[Row]:
-    """kind: "row" or "block"."""
+    """The forward product of all experts. kind: of the scales, "row" or "block"."""
     experts, out, inner = bench.size(EXPERTS), bench.size(OUT), bench.size(IN)
     ends = routed(bench.size(tokens), max(experts, PER_TOKEN))
     rows, spans = ends[-1], list(pairwise([0, *ends]))

@@ -1,16 +1,16 @@
-"""What gpu.py measures, one group in a process: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
+"""Measures one group of kernels, for gpu.py: python -m benchmarks.gpu_measure GROUP --out OUT.json [--dry-run]
 
     casts  skinny  attention  gemm  experts  linear  decode
     tiles --tune [--kinds mixed,tensor]      writes these lines of the table in csrc/cuda/gemm_tiles.h
 
 Times are medians of CUDA events around replays of a CUDA graph, which holds a call for each of several inputs that are
-together larger than the caches; so they do not contain the host's time to launch. Work that cannot be captured is timed
-call by call, and so are a decoding step, which replays its own graph, and a layer's training. Each time has a reference
+together larger than the caches; so times exclude the host's time to launch. Work that cannot be captured is timed call
+by call, and so are a decoding step, which replays its own graph, and a layer's training. Each time has a reference
 beside it: for ops that move bytes, the share of the device's measured copy bandwidth; for products, TFLOP/s beside
-those of cuBLASLt (torch.nn.functional.scaled_mm) on the same operands in the same run; for a layer, the BF16 layer.
-Rows with a "goal" were promised; "predicted" is what was expected before anything was measured. OUT is written after
-every part, so that a kernel that hangs costs only its own part. `--dry-run` does everything on the CPU with small sizes
-and wall-clock time; it only shows that the script works.
+those of cuBLASLt (torch.nn.functional.scaled_mm) on the same operands in the same run; for a layer, the BF16 layer. In
+some rows "goal" is the least value that we promise, and "predicted" the value that we expected before the first
+measurement. OUT is written after every part, so a hanging kernel loses only its own part. `--dry-run` does everything
+on the CPU with small sizes and wall-clock time; it only shows that the script works.
 """
 
 import argparse
@@ -36,7 +36,7 @@ OPS = torch.ops.fp8serve
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Row = dict[str, Any]
 Work = Callable[[int], Any]
-GEMMS = {  # M, N, K: (TFLOP/s promised, ours over cuBLASLt predicted)
+GEMMS = {  # (M, N, K): the predicted speed of ours over cuBLASLt's
     (4096, 4096, 4096): 0.85,
     (8192, 8192, 8192): 0.9,
     (8192, 8192, 28672): 0.9,
@@ -176,7 +176,8 @@ def drawing(bench: Bench, rows: int) -> Iterator[Row]:
 
 
 def operands(bench: Bench, m: int, n: int, k: int, scales: str) -> tuple[Tensor, ...]:
-    """`scales`: a kind of csrc/cuda/tile_choice.h other than "block"; "mixed" is one of a, and one of each row of b."""
+    """Returns a [m, k], b [n, k] and their scales. `scales`: a kind of csrc/cuda/tile_choice.h other than "block";
+    "mixed" means one scale for a, and one for each row of b."""
     ops_of_kind = {"tensor": OPS.quantize_current, "row": OPS.quantize_rowwise}
     quantize_b = ops_of_kind["tensor" if scales == "tensor" else "row"]
     quantize_a = ops_of_kind["row" if scales == "row" else "tensor"]
@@ -194,7 +195,7 @@ def by_tile(choice: gpu_tiles.TileChoice, a: Tensor, b: Tensor, a_scale: Tensor,
 
 
 def rehearsed_tile(choice: gpu_tiles.TileChoice, *arguments: Tensor) -> Any:
-    """A CPU has no tiles: its only product stands for each of them."""
+    """Stands for `by_tile` on a CPU, which has no tiles."""
     return ours(*arguments)
 
 
@@ -310,7 +311,7 @@ def training_seconds(bench: Bench, out: int, inner: int, recipe: Any) -> float:
 
 
 def training(bench: Bench) -> Iterator[Row]:
-    """Every linear of a layer of Llama 8B; the sums are what was promised."""
+    """Every linear of a layer of Llama 8B; the goals are for the sums of their times."""
     sums = dict.fromkeys(RECIPES, 0.0)
     for out, inner in LINEARS:
         times = {name: training_seconds(bench, out, inner, recipe) for name, recipe in RECIPES.items()}
@@ -417,7 +418,8 @@ def measurements(bench: Bench, group: str, save: Callable[[dict[str, Any]], None
 
 
 def tile_inputs(bench: Bench, scales: str, m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
-    """Operands that no cache serves twice: together at least 128 MiB, if 32 products have as much."""
+    """Returns inputs for at most 32 products, together at least 128 MiB if possible, so that no cache serves them
+    twice."""
     m, n, k = map(bench.size, (m, n, k))
 
     def one() -> tuple[Tensor, ...]:
@@ -431,9 +433,11 @@ def tile_inputs(bench: Bench, scales: str, m: int, n: int, k: int) -> list[tuple
 
 
 class TileTimes:
-    """Seconds of one tile on one shape; RuntimeError if the tile refuses it. Keeps the inputs of the last shape.
+    """Call it for the seconds of one tile on one shape; RuntimeError if the tile refuses the shape. Keeps the inputs of
+    the last shape.
 
-    `rows` has the microseconds of every kernel on every shape, and of what the table says today ("fp8serve").
+    `rows` has the microseconds of every kernel on every shape, and of the kernel that the present table chooses
+    ("fp8serve").
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -444,8 +448,8 @@ class TileTimes:
     def __call__(self, scales: str, m: int, n: int, k: int, choice: gpu_tiles.TileChoice) -> float:
         if self.shape != (scales, m, n, k):
             self.shape, self.inputs = (scales, m, n, k), tile_inputs(self.bench, scales, m, n, k)
-            today = timed(self.bench, ours, self.inputs, 10)
-            self.rows.append({"what": f"gemm {m}x{n}x{k} {scales}", "us": {"fp8serve": today * 1e6}})
+            present = timed(self.bench, ours, self.inputs, 10)
+            self.rows.append({"what": f"gemm {m}x{n}x{k} {scales}", "us": {"fp8serve": present * 1e6}})
         took = timed(self.bench, partial(rehearsed_tile if self.bench.dry else by_tile, choice), self.inputs, 10)
         self.rows[-1]["us"]["/".join(map(str, choice))] = took * 1e6
         return took
@@ -472,7 +476,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--tune", action="store_true", help="with tiles: measure the table and write --header")
     kinds = partial(str.split, sep=",")
-    parser.add_argument("--kinds", type=kinds, default=gpu_tiles.SCALES, help="of scales, joined by commas")
+    parser.add_argument("--kinds", type=kinds, default=gpu_tiles.SCALES, help="kinds of scales, joined by commas")
     parser.add_argument("--header", type=Path, default=gpu_tiles.HEADER)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(words)

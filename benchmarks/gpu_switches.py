@@ -8,8 +8,8 @@ import torch
 
 @contextmanager
 def without(kernel: str, device: str) -> Iterator[None]:
-    """A kernel of csrc/cuda/gemm_switches.h is off, or several joined by "+", or "" none besides those that are; only
-    "cuda" has any."""
+    """Switches off a kernel of csrc/cuda/gemm_switches.h, or several joined by "+", inside the block. "", and any
+    device but "cuda", change nothing."""
     if device != "cuda" or not kernel:
         yield
         return

@@ -5,8 +5,8 @@
 
 A prediction counts waves of tiles over the multiprocessors; a wave takes the products of a tile divided by the rate of
 tiles of that size. Thin tiles, of 128 rows of the weights and few of the activations, are cut along K, so that the
-multiprocessors share them evenly. A line is left out if its shape gets the same answer from the others of its kind of
-scales. The tiles themselves are in csrc/cuda/gemm_sm*.cu; this module does not use torch.
+multiprocessors share them evenly. A line is left out if the other lines of its kind of scales give its shape the same
+choice. The tiles themselves are in csrc/cuda/gemm_sm*.cu; this module does not use torch.
 """
 
 import re
@@ -38,7 +38,8 @@ class Chip(NamedTuple):
     inside: tuple[str, ...]  # tiles that were compiled for block scales
 
     def costs(self, tile: str, m: int, n: int) -> float:
-        """What a multiprocessor multiplies for each of K; a float of tiles where they are cut along K."""
+        """The products of one multiprocessor for each index along K, divided by the rate of the tile. Thin tiles are
+        cut along K, so a multiprocessor may have a fraction of one; of other tiles it has whole ones."""
         rows, columns, rate = self.tiles[tile]
         if is_thin(tile):
             return -(-n // rows) * -(-m // columns) / self.multiprocessors * rows * columns / rate
@@ -107,7 +108,7 @@ def nearest(entries: list[TileEntry], scales: str, m: int, n: int, k: int) -> Ti
 
 
 def by_shape(number: int, m: int, n: int) -> TileChoice:
-    """The choice for a shape whose entry's kernel does not take it, as in the header."""
+    """The choice for a shape without an entry, or whose entry's kernel does not take it, as in the header."""
     if number == 90 and m <= THIN_ROWS:
         return TileChoice("thin32" if m <= THIN_ROWS // 2 else "thin64", 1)
     fills = -(-m // 128) * -(-n // 128) >= CHIPS[number].multiprocessors
@@ -116,8 +117,8 @@ def by_shape(number: int, m: int, n: int) -> TileChoice:
 
 
 def chosen(entries: list[TileEntry], number: int, scales: str, m: int, n: int, k: int) -> TileChoice:
-    """The choice that the kernels of a chip look up: that of the nearest entry, or of another kind's, as in the
-    header."""
+    """The choice that a chip's kernels look up, as in the header: the nearest entry's; if this kind of scales has no
+    entries, that of another kind or `by_shape`."""
     if best := nearest(entries, scales, m, n, k):
         return best
     if scales == "mixed":
@@ -138,7 +139,7 @@ def predicted(chip: Chip) -> Measure:
         if is_thin(choice.tile) and m > THIN_ROWS:
             raise RuntimeError(f"thin tiles take at most {THIN_ROWS} rows")
         many = not is_thin(choice.tile) and chip.waves(choice.tile, m, n) > 4
-        min_waves = 4 if many else 1  # many waves find operands of others in the cache
+        min_waves = 4 if many else 1  # in many waves, tiles share operands through the cache
         return chip.costs(choice.tile, m, n) * k * (1.0 if choice.swizzle == min_waves else 1.01)
 
     return cost
@@ -152,7 +153,7 @@ def candidates(chip: Chip, scales: str) -> list[TileChoice]:
 
 
 def fastest(chip: Chip, measure: Measure, scales: str, m: int, n: int, k: int) -> TileEntry:
-    """Raises RuntimeError if no tile answers."""
+    """The entry with the fastest choice for one shape. RuntimeError if every kernel refuses the shape."""
     times: dict[TileChoice, float] = {}
     refusal = "no tile"
     for choice in candidates(chip, scales):
@@ -182,18 +183,18 @@ def table(chip: Chip, measure: Measure, scales: str) -> list[TileEntry]:
 
 
 class Table(NamedTuple):
-    """Of one chip and one kind of scales. `origin`: "measured on ..." or "predicted ..."."""
+    """The entries of one chip and one kind of scales. `origin`: "measured on ..." or "predicted ..."."""
 
     origin: str
     entries: list[TileEntry]
 
 
 Tables = dict[tuple[int, str], Table]
-"""By chip and kind of scales."""
+"""The key: (chip, kind of scales)."""
 
 
 def predicted_tables() -> Tables:
-    """Of every chip. Scales by row, of one operand or both, change no prediction: they have no lines."""
+    """The tables of every chip. "row" and "mixed" have none: their predictions are those of "tensor"."""
     origin = "predicted by waves, not measured"
     return {
         (number, scales): Table(origin, table(chip, predicted(chip), scales))
@@ -204,22 +205,23 @@ def predicted_tables() -> Tables:
 
 def lines(number: int, scales: str, known: Table) -> list[str]:
     """The lines of one chip and kind, as they stand in the header."""
-    found = [f"    // sm_{number}, {scales}: {known.origin}\n"]
+    results = [f"    // sm_{number}, {scales}: {known.origin}\n"]
     for _, m, n, k, (tile, swizzle) in known.entries:
-        found.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
-    return found
+        results.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
+    return results
 
 
 def parsed(text: str) -> Tables:
-    found = {
+    """The tables in the text of the header."""
+    tables = {
         (int(chip), scales): Table(origin, []) for chip, scales, origin in re.findall(r"// sm_(\d+), (\w+): (.*)", text)
     }
     for chip, scales, *shape, tile, swizzle in re.findall(
         r"\{(\d+), Scales::(\w+), (\d+), (\d+), (\d+), \{Tile::(\w+), (\d+)\}\}", text
     ):
         m, n, k = map(int, shape)
-        found[int(chip), scales].entries.append(TileEntry(scales, m, n, k, TileChoice(tile, int(swizzle))))
-    return found
+        tables[int(chip), scales].entries.append(TileEntry(scales, m, n, k, TileChoice(tile, int(swizzle))))
+    return tables
 
 
 def rewritten(text: str, tables: Tables) -> str:
@@ -231,8 +233,8 @@ def rewritten(text: str, tables: Tables) -> str:
 
 def main() -> None:
     text = HEADER.read_text()
-    known = {key: found for key, found in parsed(text).items() if not found.origin.startswith("predicted")}
-    HEADER.write_text(rewritten(text, predicted_tables() | known))
+    measured = {key: known for key, known in parsed(text).items() if not known.origin.startswith("predicted")}
+    HEADER.write_text(rewritten(text, predicted_tables() | measured))
 
 
 if __name__ == "__main__":

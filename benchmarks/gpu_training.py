@@ -247,7 +247,7 @@ def _norm_by_rows(grads: dict[str, Tensor]) -> float:
 
 @contextmanager
 def replaced(module: Any, name: str) -> Iterator[None]:
-    """The condition of this name in a module is never true."""
+    """Makes the condition `name` of a module false inside the block."""
     condition = getattr(module, name)
     setattr(module, name, lambda *_: False)
     try:

@@ -4,10 +4,10 @@
 
 MODEL: a Hugging Face directory, or smollm2. A step is what the trainer does for four rows of 128 tokens under delayed
 scaling: forward and backward pass, clipping, AdamW. `Health` reads all scales after each step, and counts values in the
-passes of every sixteenth. A pair is a step without it, and one with a new `Health`, whose first step is one that
-counts. Other work on the machine changes single steps by more than watching costs, so the median of the pairs'
-differences is what counting adds, reading included, and reading alone is timed by itself. The cost of a step is the
-mean over sixteen steps. Prints JSON.
+passes of every sixteenth. A pair is a step with a new `Health`, which counts at its first step, and a step without
+`Health`. Other work on the machine changes single steps by more than watching costs. So the cost of a step that counts
+and reads is the median of the pairs' differences; the cost of reading alone is timed by itself. The cost of a step is
+the mean over sixteen steps. Prints JSON.
 """
 
 import argparse
@@ -33,7 +33,7 @@ EVERY = 16  # steps from one count to the next, as in `Health`
 
 
 def _ignore(event: dict[str, Any]) -> None:
-    """What is reported about the data and the scales."""
+    """Ignores the reports about the data and the scales."""
 
 
 def prepared(model: Path, folder: Path) -> Setup:
@@ -47,7 +47,7 @@ def prepared(model: Path, folder: Path) -> Setup:
 
 
 def stepping(setup: Setup) -> Callable[[], float]:
-    """A step of the run; returns its loss."""
+    """Returns a function that runs a step and returns its loss."""
     items = setup.items[:ROWS]
 
     def step() -> float:
@@ -59,7 +59,7 @@ def stepping(setup: Setup) -> Callable[[], float]:
 
 
 def measure(setup: Setup, pairs: int) -> dict[str, float]:
-    """Milliseconds, and the cost in percent of a step."""
+    """Returns the times in milliseconds, and the cost in percent of a step."""
     step, plain, added, reading = stepping(setup), list[float](), list[float](), list[float]()
     for _ in range(3):  # scales settle, memory is taken
         step()

@@ -67,7 +67,7 @@ CASTS: dict[str, Cast] = {
 
 @contextmanager
 def inputs(linears: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, every linear reads its input as changed by `change`."""
+    """Inside the block, every linear reads change(its name, its input) in place of its input."""
     handles = [
         linear.register_forward_pre_hook(lambda module, args, name=name: (change(name, args[0]),))
         for name, linear in linears.items()
@@ -80,19 +80,21 @@ def inputs(linears: Mapping[str, nn.Module], change: Callable[[str, Tensor], Ten
 
 
 def largest(linears: Mapping[str, nn.Module], decoder: Decoder, batches: list[Batch]) -> dict[str, float]:
+    """The largest magnitude in the inputs of each linear over all batches."""
     amaxes_by_linear = dict.fromkeys(linears, 0.0)
 
-    def note(name: str, x: Tensor) -> Tensor:
+    def record_amax(name: str, x: Tensor) -> Tensor:
         amaxes_by_linear[name] = max(amaxes_by_linear[name], float(x.abs().max()))
         return x
 
-    with inputs(linears, note):
+    with inputs(linears, record_amax):
         for batch in batches:
             forward(decoder, batch)
     return amaxes_by_linear
 
 
 def cost(cast: Cast, amaxes: Mapping[str, float], decoder: Decoder, batches: list[Batch]) -> Quality:
+    """The quality of the model whose inputs are cast, compared with that of the model without casts."""
     linears, tally = {name: decoder.get_submodule(name) for name in amaxes}, TokenTally()
     for batch in batches:
         exact = forward(decoder, batch)
@@ -109,11 +111,11 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=512)
-    asked = parser.parse_args()
-    decoder = load_servable(asked.model, "bf16", dtype=torch.float32)
+    options = parser.parse_args()
+    decoder = load_servable(options.model, "bf16", dtype=torch.float32)
     samples = load_samples(
-        [asked.text], Tokenizer.from_dir(asked.model), decoder.config.vocab_size,
-        count=asked.samples, seq_len=asked.seq_len, seed=0,
+        [options.text], Tokenizer.from_dir(options.model), decoder.config.vocab_size,
+        count=options.samples, seq_len=options.seq_len, seed=0,
     )  # fmt: skip
     batches = make_batches(samples, 4)
     amaxes = largest({name: decoder.get_submodule(name) for name in decoder.linear_names()}, decoder, batches)

@@ -6,8 +6,9 @@ The engine runs in this process; beside it are three servers of the same model: 
 spans to a collector (a small process that takes them and answers 200), and one with `--metrics-per-layer`. They take
 turns: in a round each gets `--batch` requests at once, and then `--first` requests one after the other, with new random
 prompts, while the others are idle. A rate is the number of all tokens of the answers divided by the time from sending
-the first request to the last token. The server streams; its client only reads the bytes. The figure of a round is the
-ratio to the engine's in that round, or the difference. Prints the medians and all rounds as JSON.
+the first request to the last token. The server streams; its client only reads the bytes. In each round, a server's rate
+is divided by the engine's, and the engine's time to the first token is subtracted from the server's. Prints the medians
+and all rounds as JSON.
 """
 
 import argparse
@@ -34,7 +35,8 @@ from fp8serve.running import RunningServer
 
 Prompt = tuple[int, ...]
 Arms = dict[str, Callable[[Sequence[Prompt], int], tuple[float, float]]]
-"""By name, what answers prompts with a number of tokens each: seconds to the first token, and to the last of all."""
+"""By name, a function of the prompts and the number of new tokens for each. It returns the seconds to the first token
+and to the last token of all answers."""
 COLLECTOR = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -70,20 +72,20 @@ async def _stream(url: str, prompt: Prompt, new: int, began: float) -> float:
     """Reads a whole stream; returns the seconds from `began` to its first event."""
     address = urlsplit(url)
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
-    sent = json.dumps(body).encode()
+    content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
-        writer.write(f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
-        said, first = bytearray(), 0.0
+        writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        response, first = bytearray(), 0.0
         while piece := await reader.read(1 << 16):
-            said += piece
-            if not first and b"data: " in said:
+            response += piece
+            if not first and b"data: " in response:
                 first = time.perf_counter() - began
     finally:
         writer.close()
-    assert said.startswith(b"HTTP/1.1 200"), bytes(said[:300])
-    assert b"data: [DONE]" in said, bytes(said[-300:])
+    assert response.startswith(b"HTTP/1.1 200"), bytes(response[:300])
+    assert b"data: [DONE]" in response, bytes(response[-300:])
     return first
 
 
@@ -144,15 +146,15 @@ def main() -> None:
     parser.add_argument("--recipe", default="stored")
     args = parser.parse_args()
     model, length = find_model(args.model), 2 * (args.prompt + args.new)
-    said = ["--recipe", args.recipe, "--threads", str(args.threads), "--max-num-seqs", str(args.batch)]
-    said += ["--max-model-len", str(length)]
+    common = ["--recipe", args.recipe, "--threads", str(args.threads), "--max-num-seqs", str(args.batch)]
+    common += ["--max-model-len", str(length)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fp8serve-overhead-")))
         spans = ["--otlp-endpoint", stack.enter_context(collector())]
         kinds: dict[str, list[str]] = {"server": [], "with_spans": spans, "with_layer_metrics": ["--metrics-per-layer"]}
         arms: Arms = {}
         for name, more in kinds.items():
-            options = [*said, *more, "--data-dir", str(folder / name)]
+            options = [*common, *more, "--data-dir", str(folder / name)]
             url = stack.enter_context(RunningServer(model, options, log=folder / f"{name}.log")).url
             arms[name] = lambda prompts, new, url=url: asyncio.run(by_server(url, prompts, new))  # type: ignore[misc]
         engine = Engine(model, threads=args.threads, recipe=args.recipe, max_num_seqs=args.batch, max_model_len=length)

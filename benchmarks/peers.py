@@ -11,8 +11,9 @@ says how each is started, once for every batch size, and how much faster we want
     batch = [1, 8]                               # "{batch}" becomes each of these
     goal = { prefill = 2.5, "1" = 1.15, "8" = 3.0 }  # times as fast: prefill at batch 1, decoding by batch size
 
-A command prints, on the last line that has them, either `... prefill 149.1 tok/s, decode 38.3 tok/s ...` or a JSON
-object `{"prefill": 149.1, "decode": 38.3}` (either may be missing); everything else it says is ignored.
+A command prints its speeds as `... prefill 149.1 tok/s, decode 38.3 tok/s ...` or as a JSON object
+`{"prefill": 149.1, "decode": 38.3}`; one of the two may be missing. The last line with speeds counts, and all other
+output is ignored.
 
 Other work on the machine and its changing clock can only make a run slower. So programs alternate, round by round and
 batch by batch, and the best round of each counts; the worst is shown beside it, to tell how quiet the machine was. A
@@ -44,8 +45,8 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """Something that decodes: the command that starts it for a batch size, and the multiple of its speed that we
-    want."""
+    """A program that decodes. goal: how many times as fast as this program ours should be, by "prefill" or the batch
+    size."""
 
     name: str
     command: tuple[str, ...]
@@ -71,8 +72,8 @@ def _program(entry: Mapping[str, Any]) -> Program:
     if not {"name", "command", "batch"} <= entry.keys():
         raise PeerError(f"{name}: needs a name, a command (a list of words) and batch (a list of numbers).")
     goal = entry.get("goal", {})
-    if wrong := goal.keys() - {"prefill", *map(str, entry["batch"])}:
-        raise PeerError(f"{name}: goals are for prefill and the batch sizes {entry['batch']}, not {sorted(wrong)}.")
+    if other := goal.keys() - {"prefill", *map(str, entry["batch"])}:
+        raise PeerError(f"{name}: goals are for prefill and the batch sizes {entry['batch']}, not {sorted(other)}.")
     return Program(name, tuple(entry["command"]), tuple(entry["batch"]), goal)
 
 
@@ -86,33 +87,39 @@ def ours(model: str, recipe: str, batches: Sequence[int]) -> Program:
 
 
 def speeds(output: str) -> dict[str, float]:
-    """Tokens per second for "prefill" and "decode", from what a program printed. PeerError when it has neither."""
-    if output.lstrip().startswith("{"):
-        return _from_engine(json.loads(output))
+    """Tokens per second for "prefill" and "decode", from the last line of the output that has them, or from a JSON
+    object over several lines at its beginning. PeerError if there is neither."""
     for line in reversed(output.splitlines()):
-        results = _from_line(line)
-        if results:
+        if results := _from_line(line):
             return results
+    if results := _from_json(output.lstrip()):
+        return results
     raise PeerError(f"printed no speed; its last words: {output.strip()[-300:]!r}")
 
 
 def _from_line(line: str) -> dict[str, float]:
-    if line.startswith("{"):
-        values = json.loads(line)
-        return {key: float(values[key]) for key in ("prefill", "decode") if key in values}
-    return {key: float(value) for key, value in SPEEDS.findall(line)}
+    return _from_json(line) if line.startswith("{") else {key: float(value) for key, value in SPEEDS.findall(line)}
 
 
-def _from_engine(result: Mapping[str, Any]) -> dict[str, float]:
-    """`fp8serve bench engine --json` of one batch size, or the object that a peer prints."""
-    if "model" not in result:
-        return _from_line(json.dumps(result))
-    (decode,) = result["decode"]
-    return {"prefill": result["prefill"]["tokens_per_second"], "decode": decode["tokens_per_second"]}
+def _from_json(text: str) -> dict[str, float]:
+    """The speeds in the JSON object at the beginning of `text`; {} if there is no object, or none with speeds."""
+    try:
+        result, _ = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return {}
+    return _from_object(result) if isinstance(result, dict) else {}
+
+
+def _from_object(result: Mapping[str, Any]) -> dict[str, float]:
+    """The speeds in the result of `fp8serve bench engine --json` for one batch size, or in the object of a peer."""
+    if isinstance(result.get("prefill"), dict):
+        (decode,) = result["decode"]
+        return {"prefill": result["prefill"]["tokens_per_second"], "decode": decode["tokens_per_second"]}
+    return {key: float(result[key]) for key in ("prefill", "decode") if isinstance(result.get(key), int | float)}
 
 
 def start(command: Sequence[str]) -> str:
-    """What the command printed. PeerError when it fails or takes too long."""
+    """Runs the command and returns its output. PeerError when it fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -127,7 +134,8 @@ def start(command: Sequence[str]) -> str:
 
 @dataclass
 class Measured:
-    """Every round's figures: by program, then by "prefill" or the batch size. And what went wrong."""
+    """rounds: the figures of every round, by program, then by "prefill" or the batch size. failed: the error of each
+    program that failed."""
 
     rounds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -141,7 +149,7 @@ class Measured:
 
 
 def measure(programs: Sequence[Program], rounds: int, run: Run, report: Callable[[str], None]) -> Measured:
-    """All programs, `rounds` times, batch by batch; one that failed is not started again."""
+    """Runs all programs `rounds` times, batch by batch; a program that failed is not started again."""
     measured = Measured()
     for number in range(rounds):
         for batch, program in _turns(programs):
@@ -183,7 +191,7 @@ def compare(programs: Sequence[Program], measured: Measured) -> list[dict[str, A
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| work | peer | ours, tokens/s | theirs | x | goal |", "|---|---|---|---|---|---|"]
     for row in rows:
         work = "prefill" if row["work"] == "prefill" else f"decode, batch {row['work']}"
@@ -196,7 +204,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(out: Path, date: str, result: Mapping[str, Any]) -> Path:
-    """`peers-<date>.json` and `.md`; the JSON's path."""
+    """Writes `peers-<date>.json` and `.md`; returns the path of the JSON file."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"peers-{date}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -204,18 +212,18 @@ def write(out: Path, date: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
-def named(words: Sequence[str]) -> list[str]:
-    """A command in the form for publication: programs and models by their names, without their paths."""
+def without_paths(words: Sequence[str]) -> list[str]:
+    """The command for publication: every absolute path is replaced by its last part."""
     return [Path(word).name if word.startswith("/") else word for word in words]
 
 
 def main(arguments: Sequence[str] | None = None, run: Run = start) -> int:
-    """0 when every program gave its figures."""
+    """Runs the comparison; returns 0 if no program failed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory for fp8serve bench engine")
     parser.add_argument("peers", type=Path, help="TOML file that says how to start the peers")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--recipe", default="stored", help="of our model: a recipe, or what the directory stores")
+    parser.add_argument("--recipe", default="stored", help="our model's recipe; 'stored': that of its directory")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args(arguments)
     from fp8serve.bench.figures import one_line, provenance
@@ -226,7 +234,7 @@ def main(arguments: Sequence[str] | None = None, run: Run = start) -> int:
     began = datetime.now(UTC)
     measured = measure(programs, options.rounds, run, lambda line: print(line, file=sys.stderr, flush=True))
     origin = provenance("python benchmarks/peers.py") | {"began": began.isoformat(timespec="seconds")}
-    commands = {program.name: named(program.command) for program in programs}
+    commands = {program.name: without_paths(program.command) for program in programs}
     rows = compare(programs, measured)
     result = {"made": origin, "commands": commands, "rows": rows, "rounds": measured.rounds, "failed": measured.failed}
     path = write(options.out, began.date().isoformat(), result)

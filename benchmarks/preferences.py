@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curves import Curve, apart, in_order, kept, peer, trained, write
+from curves import Curve, apart, cached, in_order, peer, trained, write
 
 from fp8serve.bench.figures import provenance
 from fp8serve.train.config import TrainConfig
@@ -30,15 +30,15 @@ COMPARED = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", 
 
 def pairs(count: int, seed: int) -> list[dict[str, Any]]:
     """Sums of two numbers in chats, answered rightly and wrongly."""
-    chance = random.Random(seed)
-    made = []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
-        one, two, off = chance.randint(10, 99), chance.randint(10, 99), chance.choice([-10, -2, -1, 1, 2, 10])
+        one, two, off = rng.randint(10, 99), rng.randint(10, 99), rng.choice([-10, -2, -1, 1, 2, 10])
         prompt = [{"role": "user", "content": f"What is {one} plus {two}?"}]
-        answers = (f"{one} plus {two} is {one + two + wrong}." for wrong in (0, off))
+        answers = (f"{one} plus {two} is {one + two + error}." for error in (0, off))
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
-        made.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    return made
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return rows
 
 
 def ours(folder: Path, job: dict[str, Any], recipe: str) -> Curve:
@@ -76,7 +76,7 @@ def main() -> None:
     job["data"] = write(args.out / "pairs.jsonl", rows)
     runs = {name: partial(theirs, args.peer, args.out, job, rows, bf16=name == TRL) for name in (TRL, IN_FP32)}
     runs |= {recipe: partial(ours, args.out, job, recipe) for recipe in args.recipe or ["bf16", "rowwise"]}
-    curves = {name: kept(args.out / f"{name}.json", run) for name, run in runs.items()}
+    curves = {name: cached(args.out / f"{name}.json", run) for name, run in runs.items()}
     differences = {recipe: apart(curve, curves[TRL]) for recipe, curve in curves.items() if recipe != TRL}
     recipes = " ".join(f"--recipe {name}" for name in differences if name != IN_FP32)
     command = f"python benchmarks/preferences.py MODEL --peer PYTHON --out DIR --steps {args.steps} {recipes}"

@@ -5,5 +5,5 @@ from typing import Any
 
 
 def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    found = re.match(r"\s*(\d+)\b", completion)
-    return float(found is not None and int(found[1]) == row["sum"])
+    match = re.match(r"\s*(\d+)\b", completion)
+    return float(match is not None and int(match[1]) == row["sum"])

@@ -2,8 +2,8 @@ r"""GRPO with a reward that can be checked: SmolLM2 learns sums of one-digit num
 
     python benchmarks/rewards.py MODEL --out DIR [--steps 32] [--recipe delayed ...] [--svg FILE]
 
-MODEL: a Hugging Face directory. The prompts are "2 + 3 = 5\n7 + 8 ="; of the 81 sums, 17 are held out. Before and
-after, these are answered greedily by an engine: with MODEL in BF16, and with the result, without calibration. DIR keeps
+MODEL: a Hugging Face directory. The prompts are "2 + 3 = 5\n7 + 8 ="; of the 81 sums, 17 are held out. An engine
+answers these greedily: with MODEL in BF16, and with the trained model, which is served without calibration. DIR keeps
 every step, so that a call that was interrupted continues from there. Prints JSON.
 """
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 def sums() -> tuple[list[Row], list[Row]]:
-    """(to learn from, held out)."""
+    """(rows to train on, held-out rows)."""
     rows = [{"prompt": f"2 + 3 = 5\n{a} + {b} =", "sum": a + b} for a in range(1, 10) for b in range(1, 10)]
     random.Random(0).shuffle(rows)
     return rows[17:], rows[:17]
@@ -51,8 +51,8 @@ def train(model: str, folder: Path, data: Path, recipe: str, steps: int) -> list
 
     options = {**JOB, "model": model, "data": [str(data)], "out": str(folder), "recipe": recipe, "max_steps": steps}
     Trainer(TrainConfig.from_dict(options)).run(follow)
-    found = {row["step"]: row for row in map(json.loads, log.read_text(encoding="utf-8").splitlines())}
-    return [found[step] for step in sorted(found) if step <= steps]
+    rows = {row["step"]: row for row in map(json.loads, log.read_text(encoding="utf-8").splitlines())}
+    return [rows[step] for step in sorted(rows) if step <= steps]
 
 
 def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
@@ -68,7 +68,7 @@ def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
 
 
 def drawn(curves: Mapping[str, Sequence[Row]]) -> str:
-    """Running means of five steps."""
+    """SVG, over steps: the reward as a running mean of five steps, and the difference of log-probabilities."""
 
     def smooth(points: Sequence[Row], name: str) -> list[tuple[float, float]]:
         values = [row[name] for row in points]

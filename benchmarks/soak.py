@@ -45,21 +45,22 @@ TIMEOUT = 600  # seconds for an answer
 
 @dataclass
 class Counts:
-    """The requests, and the wrong answers."""
+    """The number of requests of each kind, and a sentence for each wrong answer."""
 
     sent: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    def answered(self, ask: Ask, status: int, said: bytes) -> None:
+    def add(self, ask: Ask, status: int, answer: bytes) -> None:
         self.sent[ask.kind] += 1
         if status != ask.status:
-            self.wrong.append(f"{ask.kind}: {status} instead of {ask.status}: {said[:200].decode(errors='replace')}")
-        elif b'data: {"error"' in said:
-            self.wrong.append(f"{ask.kind}: a stream ended with an error: {said[-200:].decode(errors='replace')}")
+            self.wrong.append(f"{ask.kind}: {status} instead of {ask.status}: {answer[:200].decode(errors='replace')}")
+        elif b'data: {"error"' in answer:
+            self.wrong.append(f"{ask.kind}: a stream ended with an error: {answer[-200:].decode(errors='replace')}")
 
 
 def send(url: str, key: str, ask: Ask) -> tuple[int, bytes]:
-    """The status and what was read. The connection is closed then, even in the middle of the answer."""
+    """Sends a request; returns the status and the bytes that were read. Closes the connection, even in the middle of
+    the answer."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT)
     try:
@@ -83,7 +84,7 @@ def client(url: str, key: str, seed: int, context: int, done: threading.Event, c
         for make in rng.sample(MAKERS, len(MAKERS)):
             ask = make(rng, context)
             try:
-                counts.answered(ask, *send(url, key, ask))
+                counts.add(ask, *send(url, key, ask))
             except (OSError, http.client.HTTPException) as problem:
                 counts.wrong.append(f"{ask.kind}: {type(problem).__name__}: {problem}")
 
@@ -103,7 +104,8 @@ class SoakPlan:
 
 
 def soak(url: str, keys: Sequence[str], pids: dict[str, int], plan: SoakPlan) -> dict[str, Any]:
-    """Figures of a run, and `failed`: sentences, none when all is well. `keys`: of each client in turn."""
+    """Runs the clients; returns the figures of the run, in which "failed" is a list of sentences, empty if all is well.
+    `keys`: API keys, which the clients take in turn."""
     done, counts = threading.Event(), Counts()
     clock = threading.Timer(plan.seconds, done.set)
     with ThreadPoolExecutor(CLIENTS) as pool:
@@ -123,7 +125,7 @@ def soak(url: str, keys: Sequence[str], pids: dict[str, int], plan: SoakPlan) ->
 
 
 def plot(result: Mapping[str, Any]) -> str:
-    """SVG: the crowd's answers by tenant and the memory over minutes of what was run."""
+    """SVG, over minutes: the answers to the crowd by tenant, and the memory in each part that was run."""
     from fp8serve.charts import Panel, svg_file
 
     panels = []
@@ -141,7 +143,7 @@ def _curve(samples: Sequence[Sample], process: str, what: str) -> list[tuple[flo
 
 
 def write_keys(path: Path) -> dict[str, str]:
-    """A file with a key for each tenant of the crowd; the keys."""
+    """Writes a file with an API key for each tenant of the crowd; returns the keys by tenant."""
     from fp8serve.server.access.keys import format_key_line, new_key
 
     keys = {tenant: new_key() for tenant in soak_load.SHARES}
@@ -157,17 +159,17 @@ def serve_and_run(model: str, options: Sequence[str], count: int, plan: SoakPlan
 
     with tempfile.TemporaryDirectory(prefix="fp8serve-soak-") as folder:
         keys = write_keys(Path(folder) / "keys.toml")
-        said = ["--data-dir", f"{folder}/data", "--api-keys", f"{folder}/keys.toml", *options]
-        said += ["--max-num-seqs", str(SEQUENCES), "--max-model-len", str(plan.context)]
-        said += ["--num-blocks", str(SEQUENCES * plan.context // 16)]
-        waiting = max(256, count)  # all of them, each as long as can be
+        arguments = ["--data-dir", f"{folder}/data", "--api-keys", f"{folder}/keys.toml", *options]
+        arguments += ["--max-num-seqs", str(SEQUENCES), "--max-model-len", str(plan.context)]
+        arguments += ["--num-blocks", str(SEQUENCES * plan.context // 16)]
+        waiting = max(256, count)  # the queue takes all requests, each as long as the context
         bounds = {"queue": waiting, "streams": waiting, "queue_tokens": waiting * plan.context}
-        said += [f"--limit={name}={value}" for name, value in bounds.items()]
-        with RunningServer(find_model(model), said, log=Path(folder) / "log") as server:
+        arguments += [f"--limit={name}={value}" for name, value in bounds.items()]
+        with RunningServer(find_model(model), arguments, log=Path(folder) / "log") as server:
             (engine,) = children(server.pid)
             pids, result = {"server": server.pid, "engine": engine}, dict[str, Any]()
             if count:
-                crowd = soak_load.wanted(count, plan.context)
+                crowd = soak_load.make_requests(count, plan.context)
                 result["load"] = soak_load.load(server.url, keys, pids, crowd, plan.allow)
             if plan.seconds:
                 result["soak"] = soak(server.url, list(keys.values()), pids, plan)
@@ -175,36 +177,38 @@ def serve_and_run(model: str, options: Sequence[str], count: int, plan: SoakPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every promise was kept."""
+    """Runs both parts; returns 0 if all checks passed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--load", type=int, default=2000, help="requests at the same moment; 0: none")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of the soak; 0: none")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the soak; 0: no soak")
     parser.add_argument("--warm-up", type=float, default=3.0, help="minutes that are not judged")
     parser.add_argument("--allow", type=float, default=8.0, help="MB that a process may grow by")
     parser.add_argument("--context", type=int, default=512, help="tokens of the longest request; at least 200")
     parser.add_argument("--recipe", default="stored")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("--") if "--" in given else len(given)
-    options, of_server = parser.parse_args(given[:end]), given[end + 1 :]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options, server_options = parser.parse_args(words[:end]), words[end + 1 :]
     from fp8serve.bench.figures import one_line, provenance
 
     seconds = 60 * options.minutes
     plan = SoakPlan(seconds, 60 * options.warm_up, max(0.1, seconds / 720), options.allow, options.context)
-    said = ["--recipe", options.recipe, *of_server]
+    server_options = ["--recipe", options.recipe, *server_options]
     command = (
         f"python -m benchmarks.soak {Path(options.model).name} --load {options.load} --minutes {options.minutes:g}"
     )
-    made = provenance(f"{command} --warm-up {options.warm_up:g} --context {options.context} -- {' '.join(said)}")
-    result = {"made": made, **serve_and_run(options.model, said, options.load, plan)}
+    made = provenance(
+        f"{command} --warm-up {options.warm_up:g} --context {options.context} -- {' '.join(server_options)}"
+    )
+    result = {"made": made, **serve_and_run(options.model, server_options, options.load, plan)}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"soak-{datetime.now(UTC).date().isoformat()}.json"
     path.write_text(json.dumps(result) + "\n", encoding="utf-8")
     path.with_suffix(".svg").write_text(plot(result), "utf-8")
     print(
         one_line(made),
-        *map(told, (run for name, run in result.items() if name != "made")),
+        *map(summary, (run for name, run in result.items() if name != "made")),
         f"written: {path}",
         sep="\n",
     )
@@ -213,8 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(failed))
 
 
-def told(run: Mapping[str, Any]) -> str:
-    """The figures of a run without its samples."""
+def summary(run: Mapping[str, Any]) -> str:
+    """The figures of a run as JSON, without its samples."""
     return json.dumps(
         {name: value for name, value in run.items() if name not in ("samples", "ends", "failed")}, indent=1
     )

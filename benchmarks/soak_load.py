@@ -1,14 +1,14 @@
 """Thousands of requests at once, from four tenants with unequal loads: fairness, memory, and counts.
 
 All requests are sent at the same moment. Prompts are of every length up to the context's, as texts, token ids and
-chats; half of the answers are streamed. Three things are judged:
+chats; half of the answers are streamed. The run checks three things:
 
-* Each tenant has at most twice the 95th percentile of latency that an ideal server would give it: one of the same
-  speed whose time is divided equally among the tenants that still wait. On that server a tenant has received `a` tokens
-  of work once the total work is the sum, over tenants, of the smaller of `a` and what the tenant asked for
-  (`fair_work`). The run itself tells when it had done that much. So other work on the machine changes both sides alike.
+* Fairness: each tenant's 95th percentile of latency is at most twice that on an ideal server. The ideal server has the
+  same speed and divides its time equally among the tenants that still wait. When it has done `a` tokens of work for one
+  tenant, it has done min(a, all tokens of the tenant) for each tenant; `fair_work` adds these up. The ideal latency is
+  the time at which this run had done that much work in all, so other work on the machine slows both sides alike.
 * Memory is flat while the queue is worked off.
-* `/metrics` counts every request and its tokens for its tenant, and none is in flight at the end.
+* `/metrics` counts every request and its tokens for its tenant, and no request is in flight at the end.
 """
 
 import asyncio
@@ -32,13 +32,14 @@ from benchmarks.soak_memory import too_much, watch
 SHARES = {"bulk": 0.55, "evening": 0.25, "team": 0.15, "single": 0.05}
 """Each tenant's share of all requests."""
 LENGTHS = ((0.5, 0.08), (0.35, 0.3), (0.13, 0.8), (0.02, 1.0))
-"""(share of the prompts, their largest length as a part of the context); the longest leave room for the answer only."""
-MOST_OFF = 2.0  # times the fair latency
+"""(share of the prompts, their largest length as a part of the context). Prompts of the last kind fill the context but
+for the answer."""
+MAX_TIMES_FAIR = 2.0  # the allowed ratio of a tenant's 95th percentile of latency to that on the ideal server
 TIMEOUT = 7200.0  # seconds for an answer
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadRequest:
     """One request: tenant, path, body."""
 
     tenant: str
@@ -48,25 +49,26 @@ class Wanted:
 
 @dataclass
 class Served:
-    """Its outcome: seconds since the first request was sent, and tokens of the prompt and the answer."""
+    """The outcome of a request. status: of HTTP, 0 if the connection or the answer broke. seconds: from the start of
+    the run to the end of the answer. prompt, answer: their tokens. error: the beginning of an unexpected answer."""
 
     tenant: str
     status: int
     seconds: float
     prompt: int = 0
     answer: int = 0
-    said: str = ""
+    error: str = ""
 
     @property
     def work(self) -> int:
         return self.prompt + self.answer
 
 
-# --- what is asked
+# --- the requests
 
 
-def wanted(count: int, context: int, seed: int = 0) -> list[Wanted]:
-    """`count` requests in a mixed order, as many of each tenant as `SHARES` says."""
+def make_requests(count: int, context: int, seed: int = 0) -> list[LoadRequest]:
+    """`count` requests in a random order, divided among the tenants by `SHARES`."""
     rng = random.Random(seed)
     tenants = [tenant for tenant, share in SHARES.items() for _ in range(round(share * count))]
     tenants = (tenants + ["bulk"] * count)[:count]
@@ -74,7 +76,7 @@ def wanted(count: int, context: int, seed: int = 0) -> list[Wanted]:
     return [_request(rng, tenant, context) for tenant in tenants]
 
 
-def _request(rng: random.Random, tenant: str, context: int) -> Wanted:
+def _request(rng: random.Random, tenant: str, context: int) -> LoadRequest:
     answer = rng.randint(4, 24)
     ((_, part),) = rng.choices(LENGTHS, [share for share, _ in LENGTHS])
     longest = context - answer
@@ -85,33 +87,35 @@ def _request(rng: random.Random, tenant: str, context: int) -> Wanted:
     kind = rng.random()
     if kind < 0.2 and part < 0.5:
         text = " ".join(rng.choices(WORDS, k=rng.randint(1, max(1, context // 32))))
-        return Wanted(tenant, "/v1/chat/completions", parameters | {"messages": [{"role": "user", "content": text}]})
+        messages = [{"role": "user", "content": text}]
+        return LoadRequest(tenant, "/v1/chat/completions", parameters | {"messages": messages})
     if kind < 0.4 and part < 0.5:
-        return Wanted(
+        return LoadRequest(
             tenant, "/v1/completions", parameters | {"prompt": " ".join(rng.choices(WORDS, k=max(1, length // 8)))}
         )
-    return Wanted(tenant, "/v1/completions", parameters | {"prompt": [rng.randrange(3, 250) for _ in range(length)]})
+    ids = [rng.randrange(3, 250) for _ in range(length)]
+    return LoadRequest(tenant, "/v1/completions", parameters | {"prompt": ids})
 
 
 # --- sending
 
 
-async def _send_all(url: str, keys: Mapping[str, str], requests: Sequence[Wanted]) -> list[Served]:
+async def _send_all(url: str, keys: Mapping[str, str], requests: Sequence[LoadRequest]) -> list[Served]:
     address, began = urlsplit(url), time.monotonic()
 
-    async def one(item: Wanted) -> Served:
+    async def one(item: LoadRequest) -> Served:
         try:
             async with asyncio.timeout(TIMEOUT):
                 raw = await _exchange(str(address.hostname), int(address.port or 80), item, keys[item.tenant])
             return read_answer(item, raw, time.monotonic() - began)
         except (OSError, ValueError, LookupError) as problem:
-            return Served(item.tenant, 0, time.monotonic() - began, said=f"{type(problem).__name__}: {problem}")
+            return Served(item.tenant, 0, time.monotonic() - began, error=f"{type(problem).__name__}: {problem}")
 
     return await asyncio.gather(*map(one, requests))
 
 
-async def _exchange(host: str, port: int, item: Wanted, key: str) -> bytes:
-    """The whole answer, head and all."""
+async def _exchange(host: str, port: int, item: LoadRequest, key: str) -> bytes:
+    """Sends a request; returns the whole response with its head."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         body = json.dumps(item.body).encode()
@@ -126,32 +130,33 @@ async def _exchange(host: str, port: int, item: Wanted, key: str) -> bytes:
         writer.close()
 
 
-def read_answer(item: Wanted, raw: bytes, seconds: float) -> Served:
-    """Raises ValueError or LookupError if the answer is not whole."""
+def read_answer(item: LoadRequest, raw: bytes, seconds: float) -> Served:
+    """The outcome of a response. Raises ValueError or LookupError if the response is not complete."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status, text = int(head.split()[1]), body.decode(errors="replace")
     if status != 200:
-        return Served(item.tenant, status, seconds, said=text[:200])
+        return Served(item.tenant, status, seconds, error=text[:200])
     if item.body.get("stream"):
         events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
         if events[-1] != "[DONE]":
-            return Served(item.tenant, 0, seconds, said=f"the stream broke off: {events[-1][:200]}")
+            return Served(item.tenant, 0, seconds, error=f"the stream broke off: {events[-1][:200]}")
         usage = json.loads(events[-2])["usage"]
     else:
         usage = json.loads(text)["usage"]
     return Served(item.tenant, 200, seconds, usage["prompt_tokens"], usage["completion_tokens"])
 
 
-# --- what a fair server would do
+# --- the ideal server
 
 
 def fair_work(work: Mapping[str, float], share: float) -> dict[str, float]:
-    """For each tenant, the server's total work when the tenant has `share` of its own, if time is divided equally."""
+    """For each tenant, the total work that the ideal server has done when `share` of that tenant's work is done. work:
+    the tokens of each tenant."""
     return {name: sum(min(other, share * mine) for other in work.values()) for name, mine in work.items()}
 
 
 def reached(served: Iterable[Served], work: float) -> float:
-    """Seconds until `work` was done."""
+    """The seconds after which the run had done `work` tokens."""
     done, at = 0.0, 0.0
     for one in sorted(served, key=lambda one: one.seconds):
         done, at = done + one.work, one.seconds
@@ -167,7 +172,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def by_tenant(served: Sequence[Served]) -> dict[str, dict[str, float]]:
-    """Figures of each tenant: requests, tokens, latencies in seconds and times the fair one."""
+    """For each tenant: the number of requests and of tokens, percentiles of latency in seconds, and the 95th percentile
+    divided by that on the ideal server."""
     names = sorted({one.tenant for one in served})
     mine = {name: [one for one in served if one.tenant == name] for name in names}
     work = fair_work({name: float(sum(one.work for one in mine[name])) for name in names}, 0.95)
@@ -201,8 +207,8 @@ def metrics(url: str, key: str) -> Counter[str]:
     return results
 
 
-def due(served: Sequence[Served]) -> dict[str, float]:
-    """What `/metrics` must have counted of these answers."""
+def expected_counts(served: Sequence[Served]) -> dict[str, float]:
+    """By how much each figure of `/metrics` must have risen for these answers."""
     count = len(served)
     results: dict[str, float] = {
         "fp8serve_requests_accepted_total": count,
@@ -226,7 +232,7 @@ def due(served: Sequence[Served]) -> dict[str, float]:
 
 
 def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Served]) -> list[str]:
-    """What stays `uncounted` for a while: the server counts a request after its last byte."""
+    """Returns `uncounted` once it is empty, or after ten seconds: the server counts a request after its last byte."""
     for _ in range(100):
         if not (results := uncounted(before, metrics(url, key), served)):
             break
@@ -236,20 +242,24 @@ def settled(url: str, key: str, before: Mapping[str, float], served: Sequence[Se
 
 def uncounted(before: Mapping[str, float], after: Mapping[str, float], served: Sequence[Served]) -> list[str]:
     """A sentence for every figure of `/metrics` that differs from the answers."""
-    results = {name: after.get(name, 0) - before.get(name, 0) for name in due(served)}
-    wrong = [(name, results[name], wants) for name, wants in due(served).items() if results[name] != wants]
-    return [f"/metrics: {name} rose by {rose:g}, and {wants:g} are due." for name, rose, wants in wrong]
+    expected = expected_counts(served)
+    rises = {name: after.get(name, 0) - before.get(name, 0) for name in expected}
+    return [
+        f"/metrics: {name} rose by {rise:g}, expected {expected[name]:g}."
+        for name, rise in rises.items()
+        if rise != expected[name]
+    ]
 
 
 # --- the run
 
 
 def load(
-    url: str, keys: Mapping[str, str], pids: dict[str, int], requests: Sequence[Wanted], allow: float
+    url: str, keys: Mapping[str, str], pids: dict[str, int], requests: Sequence[LoadRequest], allow: float
 ) -> dict[str, Any]:
-    """Figures of the run, and `failed`: sentences, none when all is well. `keys`: of each tenant, one that may read
-    the metrics.
-    """
+    """Sends the requests and returns the figures of the run; "failed" is a list of sentences, empty if all is well.
+    `keys`: an API key for each tenant, that of "single" with the right to read the metrics. `allow`: MB by which a
+    process may grow."""
     reader = keys["single"]
     before, ended, peak = metrics(url, reader), threading.Event(), list[tuple[float, float]]()
     with ThreadPoolExecutor(2) as pool:
@@ -264,12 +274,12 @@ def load(
     most, at = max(((number, second) for second, number in peak), default=(0.0, 0.0))
     tenants = by_tenant(served)
     grown, failed = too_much(samples, at, allow)
-    failed += [f"{one.tenant}: {one.status}: {one.said}" for one in served if one.status != 200][:20]
+    failed += [f"{one.tenant}: {one.status}: {one.error}" for one in served if one.status != 200][:20]
     failed += settled(url, reader, before, served)
     failed += [
-        f"The tenant {name} has {results['times_fair']} times its fair p95; {MOST_OFF:g} are allowed."
+        f"The tenant {name} has {results['times_fair']} times its fair p95; {MAX_TIMES_FAIR:g} are allowed."
         for name, results in tenants.items()
-        if results["times_fair"] > MOST_OFF
+        if results["times_fair"] > MAX_TIMES_FAIR
     ]
     figures = {"requests": len(served), "seconds": round(max(one.seconds for one in served), 1), "most_in_flight": most}
     ends = {name: [round(s.seconds, 2) for s in served if s.tenant == name] for name in tenants}
@@ -277,14 +287,14 @@ def load(
 
 
 def _count(url: str, key: str, ended: threading.Event, results: list[tuple[float, float]], began: float) -> None:
-    """Requests in flight, with their times."""
+    """Appends (seconds, requests in flight) to `results` every second until `ended`."""
     while not ended.wait(1.0):
         number = metrics(url, key)["fp8serve_requests_in_flight"]
         results.append((time.monotonic() - began, number))
 
 
 def finished(ends: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[float, float]]]:
-    """Curves: for each tenant, the percentage of its requests that are answered, over minutes."""
+    """For each tenant, a curve of the percentage of its requests that are answered, over minutes."""
     return {
         name: [(0.0, 0.0), *((at / 60, 100 * rank / len(mine)) for rank, at in enumerate(sorted(mine), 1))]
         for name, mine in ends.items()

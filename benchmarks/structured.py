@@ -1,12 +1,12 @@
-"""Answers of a given form from a real model: how many are valid, and the cost of the form.
+"""Structured output of a real model: how many answers are valid, and the cost of a schema.
 
     python benchmarks/structured.py MODEL [--answers 200] [--batch 8] [--recipe NAME] [--threads 2]
 
 Asks for JSON of several schemas at temperature 1, `--batch` answers at a time, and validates each with the package
-`jsonschema_rs`, which is not the library that made it. Then times decoding steps of `--batch` rows with a schema and
-without one, in turns, on the same engine. The cost of the form is the difference of the median steps; on a busy machine
-the fastest steps say more. Also times a row's mask, which is computed in a thread beside the forward pass. Prints JSON.
-Threads wait as they do in `fp8serve serve`.
+`jsonschema_rs`, not with the library that constrained it. Then times decoding steps of `--batch` rows with a schema and
+without one, in turns, on the same engine. The cost of a schema is the difference of the median steps; on a busy
+machine, compare the fastest steps. Also times a row's mask, which is computed in a thread beside the forward pass.
+Prints JSON. Threads wait as they do in `fp8serve serve`.
 """
 
 # ruff: noqa: E402
@@ -88,20 +88,20 @@ def prompt_of(engine: Engine, subject: str) -> tuple[int, ...]:
     return tuple(engine.tokenizer.encode_chat(messages))
 
 
-def requests(engine: Engine, count: int, form: bool, **params: Any) -> dict[str, tuple[str, Request]]:
+def requests(engine: Engine, count: int, with_schema: bool, **params: Any) -> dict[str, tuple[str, Request]]:
     """(subject, request) by the id of the request."""
-    subjects, made = list(SCHEMAS), {}
+    subjects, results = list(SCHEMAS), {}
     for number in range(count):
         subject = subjects[number % len(subjects)]
-        schema = {"json_schema": json.dumps(SCHEMAS[subject])} if form else {}
+        schema = {"json_schema": json.dumps(SCHEMAS[subject])} if with_schema else {}
         sampling = SamplingParams(temperature=1.0, seed=number, **schema, **params)
-        made[str(number)] = subject, Request(str(number), prompt_of(engine, subject), sampling)
-    return made
+        results[str(number)] = subject, Request(str(number), prompt_of(engine, subject), sampling)
+    return results
 
 
 def answers(engine: Engine, count: int) -> dict[str, Any]:
     """How many answers are valid JSON of their schemas, and how fast they were."""
-    args, texts, tokens = requests(engine, count, form=True, max_new_tokens=512), dict[str, str](), 0
+    args, texts, tokens = requests(engine, count, with_schema=True, max_new_tokens=512), dict[str, str](), 0
     began = time.perf_counter()
     for _, request in args.values():
         engine.add_request(request)
@@ -126,25 +126,26 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
         return False
 
 
-def steps(engine: Engine, batch: int, form: bool, most: int) -> list[float]:
-    """Seconds of steps in which each of `batch` rows got a token. Other requests replace answers that end."""
-    options = {"max_new_tokens": most} if form else {"max_new_tokens": most, "ignore_eos": True}
-    made = iter(requests(engine, 1 << 12 if form else batch, form, **options).values())
-    taken = list[float]()
+def steps(engine: Engine, batch: int, with_schema: bool, count: int) -> list[float]:
+    """Seconds of up to `count` - 1 steps in which each of `batch` rows got a token. With a schema, a new request
+    replaces each one that ends."""
+    options = {"max_new_tokens": count} if with_schema else {"max_new_tokens": count, "ignore_eos": True}
+    pending = iter(requests(engine, 1 << 12 if with_schema else batch, with_schema, **options).values())
+    seconds = list[float]()
     for _ in range(batch):
-        engine.add_request(next(made)[1])
-    while len(taken) < most - 1:
+        engine.add_request(next(pending)[1])
+    while len(seconds) < count - 1:
         began = time.perf_counter()
         outputs = engine.step()
         if len(outputs) == batch and not any(output.num_generated == 1 for output in outputs):
-            taken.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
         for output in outputs:
-            if output.finish_reason is not None and form:
-                engine.add_request(next(made)[1])
+            if output.finish_reason is not None and with_schema:
+                engine.add_request(next(pending)[1])
         if not engine.has_work():
             break
     engine.abort_all()
-    return taken
+    return seconds
 
 
 def fastest(pairs: list[tuple[list[float], list[float]]], side: int) -> float:
@@ -154,7 +155,7 @@ def fastest(pairs: list[tuple[list[float], list[float]]], side: int) -> float:
 
 def masks(engine: Engine, batch: int) -> float:
     """Microseconds of processor time for one row's mask, in the middle of an answer, nothing else running."""
-    for _, request in requests(engine, batch, form=True, max_new_tokens=64).values():
+    for _, request in requests(engine, batch, with_schema=True, max_new_tokens=64).values():
         engine.add_request(request)
     maker, taken = Masks(engine.limits.vocab_size), list[float]()
     for _ in range(24):

@@ -9,10 +9,10 @@ optimizer, the clipping and the learning rate are the same everywhere. First all
 then an adapter of rank 8 at every projection, which begins with the same numbers everywhere (--train 'all weights' or
 'adapter': only that). The adapter's base is BF16 or FP32 for peft; here it is BF16, FP8 that is cast by rows when it is
 loaded, or FP8 with the static scales of a calibration. TRL gets our tokens, because it would also learn the line feed
-that the template writes after an answer's end, which a server never asks for. Held-out sums are then asked of an
-engine, with the original model in BF16 and with every result: those in FP8 are served with the scales from training,
-uncalibrated. The comparison is of numbers, not of speed. DIR keeps every curve and every answer, so that a call that
-was interrupted continues from there. Prints JSON.
+that the template writes after an answer's end, which a server never generates. Then engines answer held-out sums: with
+the original model in BF16 and with every trained model; a model trained in FP8 is served with the scales from training,
+without calibration. The comparison is of numbers, not of speed. DIR keeps every curve and every answer, so that a call
+that was interrupted continues from there. Prints JSON.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curves import Curve, apart, in_order, kept, peer, trained, write
+from curves import Curve, apart, cached, in_order, peer, trained, write
 from safetensors.torch import save_file
 
 from fp8serve.bench.figures import provenance
@@ -58,12 +58,12 @@ Row = dict[str, Any]
 
 def sums(count: int, seed: int) -> list[Row]:
     """Different sums of two numbers, in chats."""
-    chance = random.Random(seed)
-    selected = chance.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
-    return [{"messages": _said(one, two)} for one, two in selected]
+    rng = random.Random(seed)
+    selected = rng.sample([(one, two) for one in range(10, 100) for two in range(10, 100)], count)
+    return [{"messages": _conversation(one, two)} for one, two in selected]
 
 
-def _said(one: int, two: int) -> list[Row]:
+def _conversation(one: int, two: int) -> list[Row]:
     question = {"role": "user", "content": f"What is {one} plus {two}?"}
     return [question, {"role": "assistant", "content": f"{one} plus {two} is {one + two}."}]
 
@@ -82,9 +82,10 @@ class Comparison:
         self.tokenizer = Tokenizer.from_dir(model)
 
     def run(self, what: str, arm: str) -> Row:
-        """{"curve", "held_out": the loss before and after}, and the result in `_result`."""
-        found: Row = kept(self._place(what, arm).with_suffix(".json"), partial(self._run, what, arm))
-        return found
+        """Trains one arm and leaves its model in `_result`. Returns {"curve", "held_out": the loss before and
+        after}."""
+        result: Row = cached(self._place(what, arm).with_suffix(".json"), partial(self._run, what, arm))
+        return result
 
     def _run(self, what: str, arm: str) -> Row:
         if arm.startswith("TRL"):
@@ -99,7 +100,7 @@ class Comparison:
         return place if arm.startswith("TRL") else place / "model"
 
     def _base(self, what: str, arm: str) -> str:
-        """The model that is trained: calibrated for an adapter beside static scales."""
+        """The path of the model that is trained; a calibrated one for an adapter beside static scales."""
         calibrated = self.folder / "calibrated"
         if what != "adapter" or arm != "delayed":
             return self.model
@@ -121,11 +122,11 @@ class Comparison:
     def _ours(self, what: str, arm: str) -> Row:
         held_out: list[float] = []
 
-        def note(event: Row) -> None:
+        def follow(event: Row) -> None:
             held_out.extend([event["valid_loss"]] if "valid_loss" in event and event["type"] == "metrics" else [])
             held_out.extend([event["loss"]] if event.get("code") == "validated" else [])
 
-        return {"curve": trained(self._config(what, arm), FIGURES, note), "held_out": held_out}
+        return {"curve": trained(self._config(what, arm), FIGURES, follow), "held_out": held_out}
 
     def _theirs(self, what: str, *, bf16: bool) -> Row:
         out = self._result(what, "TRL, BF16" if bf16 else "TRL, FP32")
@@ -135,15 +136,15 @@ class Comparison:
             "held_out": self._tokenized(self.held_out),
         }
         start = {"start": self._start() if what == "adapter" else None}
-        found: Row = peer(self.python, PEER, self.folder, {**job, **rows, **start})
-        return found
+        result: Row = peer(self.python, PEER, self.folder, {**job, **rows, **start})
+        return result
 
     def _tokenized(self, rows: Sequence[Row]) -> list[Row]:
-        found = [tokenize(parse_example(row, "a sum"), self.tokenizer) for row in rows]
-        return [{"input_ids": list(one.ids), "completion_mask": [int(m) for m in one.loss_mask]} for one in found]
+        examples = [tokenize(parse_example(row, "a sum"), self.tokenizer) for row in rows]
+        return [{"input_ids": list(one.ids), "completion_mask": [int(m) for m in one.loss_mask]} for one in examples]
 
     def _start(self) -> str:
-        """A file of the adapter with which ours begin, in FP32 under peft's names."""
+        """Writes the initial adapter of our runs, in FP32 under peft's names; returns the path of the file."""
         masters = lora.adapter_parameters(lora.adapted_model(self._config("adapter", "bf16")))
         parts = {name: name.rpartition(".") for name in masters}
         file = self.folder / "start.safetensors"
@@ -151,7 +152,7 @@ class Comparison:
         return str(file)
 
     def ask_result(self, what: str, arm: str) -> Row:
-        return kept(self._place(what, arm).with_suffix(".answers.json"), partial(self._ask_result, what, arm))
+        return cached(self._place(what, arm).with_suffix(".answers.json"), partial(self._ask_result, what, arm))
 
     def _ask_result(self, what: str, arm: str) -> Row:
         result, in_fp8 = self._result(what, arm), arm in ("rowwise", "delayed")
@@ -163,18 +164,18 @@ class Comparison:
         return self.ask(engine, adapter="sums")
 
     def ask(self, engine: Engine, adapter: str | None = None) -> Row:
-        """What an engine says to the held-out questions, greedily. right: the sum is in the answer. as_taught: the
-        answer is the held-out one, to the letter."""
+        """An engine's greedy answers to the held-out questions. right: the number of answers that contain the sum.
+        as_taught: the number of answers that equal the held-out one."""
         questions = [row["messages"][0] for row in self.held_out]
         prompts = [self.tokenizer.encode_chat([question]) for question in questions]
         done = engine.generate(prompts, adapter=adapter, max_new_tokens=LONGEST, temperature=0.0)
-        said, expected = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
+        texts, expected = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
         numbers = [answer.rstrip(".").split()[-1] for answer in expected]
         return {
-            "of": len(said),
-            "right": sum(number in _numbers(text) for number, text in zip(numbers, said, strict=True)),
-            "as_taught": sum(text == answer for text, answer in zip(said, expected, strict=True)),
-            "said": {q["content"]: text for q, text in zip(questions, said, strict=True)},
+            "of": len(texts),
+            "right": sum(number in _numbers(text) for number, text in zip(numbers, texts, strict=True)),
+            "as_taught": sum(text == answer for text, answer in zip(texts, expected, strict=True)),
+            "said": {q["content"]: text for q, text in zip(questions, texts, strict=True)},
         }
 
 
@@ -183,7 +184,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def drawn(curves: Mapping[str, Mapping[str, Curve]]) -> str:
-    """The losses, and how far each is from that of TRL in FP32."""
+    """SVG, over steps: the losses, and the difference of each from that of TRL in FP32."""
     panels = []
     for what, arms in curves.items():
         points = {arm: [(i + 1, step["loss"]) for i, step in enumerate(curve)] for arm, curve in arms.items()}
@@ -211,18 +212,18 @@ def main() -> None:
     comparison = Comparison(args.model, args.peer, args.out, args.steps)
     selected = {what: args.arm or ARMS[what] for what in args.train or ARMS}
     runs = {what: {arm: comparison.run(what, arm) for arm in arms} for what, arms in selected.items()}
-    curves = {what: {arm: run["curve"] for arm, run in found.items()} for what, found in runs.items()}
+    curves = {what: {arm: run["curve"] for arm, run in by_arm.items()} for what, by_arm in runs.items()}
     answers = {what: {arm: comparison.ask_result(what, arm) for arm in arms} for what, arms in selected.items()}
-    before = kept(args.out / "before.answers.json", lambda: comparison.ask(Engine(args.model, recipe="bf16")))
+    before = cached(args.out / "before.answers.json", lambda: comparison.ask(Engine(args.model, recipe="bf16")))
     if args.svg is not None:
         args.svg.write_text(drawn(curves), encoding="utf-8")
     differences = {
         what: {
-            peer_arm: {arm: apart(curve, found[peer_arm]) for arm, curve in found.items() if arm != peer_arm}
+            peer_arm: {arm: apart(curve, by_arm[peer_arm]) for arm, curve in by_arm.items() if arm != peer_arm}
             for peer_arm in ("TRL, FP32", "TRL, BF16")
-            if peer_arm in found
+            if peer_arm in by_arm
         }
-        for what, found in curves.items()
+        for what, by_arm in curves.items()
     }
     command = f"python benchmarks/supervised.py MODEL --peer PYTHON --out DIR --steps {args.steps}"
     command += "".join(f" --train '{what}'" for what in args.train or ())

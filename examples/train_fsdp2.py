@@ -1,7 +1,7 @@
 """Train on several GPUs, or CPU processes, with FSDP2: weights sharded in FP32, gathered in FP8.
 
-A small language model learns to copy the token before the last. Every rank has its own batches. Run alone it is one
-process; one process more is one argument more:
+A small language model learns to copy the token before the last. Every rank has its own batches. Without torchrun, the
+script runs in one process; with it, in several:
 
     torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py --steps 50 --recipe delayed
 """
@@ -26,7 +26,7 @@ VOCAB, HIDDEN = 64, 128
 
 
 class Block(nn.Module):
-    """Mix each token with the two before it, then think about it."""
+    """Mixes each token with the two before it, then applies an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Network(nn.Module):
 
 
 def sharded() -> Network:
-    """Convert, ask for FP8 gathers, and shard: each block gathers its weights when it runs."""
+    """Returns a model that is converted, set to gather in FP8, and sharded: each block gathers its weights when it
+    runs."""
     torch.manual_seed(0)  # all ranks begin with the same weights
     model = Network()
     gather_in_fp8(convert(model))  # all but lm_head, which stays in high precision
@@ -72,7 +73,7 @@ def sharded() -> Network:
 
 
 def target(tokens: Tensor) -> Tensor:
-    """At each position the token before the last; nothing (-1) at the first two."""
+    """The token before the last, at each position; -1, which the loss ignores, at the first two."""
     return nn.functional.pad(tokens[:, :-2], (2, 0), value=-1)
 
 
@@ -114,7 +115,7 @@ def leave() -> NoReturn:
     Such a thread aborts the process ("terminate called without an active exception") when it releases its last tensor
     while the interpreter shuts down.
     """
-    dist.barrier()  # nobody leaves while another still talks to it
+    dist.barrier()  # no rank exits while another still communicates with it
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)

@@ -8,8 +8,8 @@ network that predicts the next character of a text stands for the language model
 FP8 has 256 values, from -448 to 448 in E4M3. To use them well, a tensor is multiplied by a *scale* before it is cast,
 and divided by it afterwards. The best scale is 448 / amax, where amax is the largest magnitude in the tensor, but to
 know amax means to read the tensor before it is cast. *Delayed scaling* reads it once: it casts with the scale of
-earlier steps, records the amax on the way, and computes the next scale from the history of amaxes. That scale and that
-history are the whole state. This file carries it through four stages:
+earlier steps, records the amax on the way, and computes the next scale from the history of amaxes. The scale and the
+history are all its state. This file takes that state through four stages:
 
     calibrate  the model computes in high precision, and amaxes are noted: the first scales
     serve      the scales do not change; the weights are stored in FP8
@@ -63,7 +63,7 @@ class Scaling:
 
     @property
     def inverse(self) -> Tensor:
-        """What multiplies to dequantize."""
+        """The factor that dequantizes."""
         return self.scale.reciprocal()
 
 
@@ -115,7 +115,8 @@ class Fp8Product(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer without bias that computes in high precision, in high precision recording amaxes, or in FP8."""
+    """A linear layer without bias that computes in high precision, in high precision while it records amaxes, or in
+    FP8."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -200,7 +201,7 @@ def loss_of(model: nn.Module, ids: Tensor, following: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured(model: nn.Module, text: Text) -> float:
-    """The loss on 4,096 examples, always the same."""
+    """The loss on 4,096 examples, which are the same in every call."""
     return float(loss_of(model, *text.batch(4096, torch.Generator().manual_seed(99))))
 
 
@@ -222,7 +223,7 @@ def train(model: Network, text: Text, steps: int, rate: float) -> Iterator[float
 
 @torch.no_grad()
 def calibrate(model: Network, text: Text, batches: int = 8) -> None:
-    """Fill the histories by observing, and compute the first scales. The results of the model do not change."""
+    """Record amaxes over some batches, and compute the first scales. The outputs of the model do not change."""
     model.switch("calibrate")
     noise = torch.Generator().manual_seed(2)
     for _ in range(batches):

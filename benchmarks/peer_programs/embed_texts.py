@@ -1,4 +1,4 @@
-"""What `benchmarks/embeddings.py` starts for every program: embeds the texts of each line of JSON, and says how long.
+"""Started by `benchmarks/embeddings.py` for our engine and the peer: embeds the texts of each line and times it.
 
     python embed_texts.py engine|sentence-transformers MODEL [DTYPE]
 
@@ -6,7 +6,7 @@ in    {"texts": [...], "vectors": bool}
 out   {"seconds": ..., "vectors": [[...]] or null}, after a first line with the program's name
 
 `engine` is `fp8serve.engine.embedding.Embedder`; `sentence-transformers` is its `encode` with the batches of 32 that
-are its default. OMP_NUM_THREADS says how many threads.
+are its default. OMP_NUM_THREADS is the number of threads.
 """
 
 import json

@@ -7,9 +7,9 @@ scheme for each layer, builds its class of the model on the CPU, finds the files
 before. Then each tensor of the files is compared with its place in vLLM's parameters: rows of q, k, v and of gate, up
 are joined there, and experts stacked. vLLM's check that every parameter was loaded is switched on.
 
-Nothing is computed: vLLM's kernels need a GPU, and what it does to the weights for them after loading is left out.
-Where it finds no kernel for this machine, its question whether one is supported is answered with yes, which the output
-says. Exit status 1: vLLM refuses, a parameter is not filled, or a tensor is not in its place.
+Nothing is computed: vLLM's kernels need a GPU, and what it does to the weights for them after loading is left out. If
+vLLM finds no kernel for this machine, this script makes one pass as supported and names it in the output. Exit status
+1: vLLM refuses, a parameter is not filled, or a tensor is not in its place.
 """
 
 import argparse
@@ -54,7 +54,8 @@ def configuration(folder: Path) -> VllmConfig:
 
 
 def let_every_kernel_be_built() -> set[str]:
-    """Replaces vLLM's choice of a kernel where it has none for this machine; the names of those, as they are taken."""
+    """Makes vLLM choose a kernel that this machine does not support if no other is left. Returns a set, to which the
+    names of such kernels are added."""
     choose, taken = kernels.choose_scaled_mm_linear_kernel, set[str]()
 
     def choose_any(config: object, possible_kernels: dict, **options: object) -> type:

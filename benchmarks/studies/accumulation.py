@@ -1,15 +1,15 @@
-"""How the error of an FP8 product grows with the number of its terms, by how the sums are kept.
+"""How the error of an FP8 product grows with the number of its terms, for several precisions of the accumulator.
 
-Rows of values and of weights are cast to E4M3 with one scale each, so the terms are known exactly: the reference is the
-product of the cast values in FP64, and the error of the casts is given beside it. There are four ways to add up:
+Values and weights are cast to E4M3, with one scale for each tensor. The reference is the product of the cast values in
+FP64; the error of the casts themselves is reported as "cast". There are four ways to add up the terms:
 
-    ours        the product of this machine's kernels, sums in FP32
-    bf16        sums that are rounded to BF16 after every 32 terms
-    14 bits     sums with 14 significant bits, cut off after every 32 terms
-    promoted    the same, and every 128 terms the sum goes to one in FP32 and starts again
+    ours        this machine's kernels, which accumulate in FP32
+    bf16        the sum is rounded to BF16 after every 32 terms
+    14 bits     the sum is truncated to 14 significant bits after every 32 terms
+    promoted    as "14 bits", but after every 128 terms the sum is added to an FP32 accumulator and set to zero
 
-The third is what DeepSeek-V3's report (arXiv 2412.19437, section 3.3.2) measured on Hopper's tensor cores, the fourth
-is its remedy. Both are computed here from that description, with the 32 terms of one instruction added exactly; no GPU
+DeepSeek-V3's report (arXiv 2412.19437, section 3.3.2) measured the third on Hopper's tensor cores and uses the fourth
+as the remedy. Both are computed here from that description, with the 32 terms of one instruction added exactly; no GPU
 runs. The error is the root mean square divided by the product's own root mean square. Values of one sign, as after a
 ReLU or in a mean, are the hard case, because the truncated parts always have the same sign.
 """
@@ -34,21 +34,22 @@ SUMS = ("ours", "bf16", "14 bits", "promoted", "cast")
 
 
 def study(report: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """{"rows": errors by the number of terms and the kind of values}."""
+    """{"rows": the errors of each way to add up, for every number of terms and kind of values}."""
     return {"rows": list(_rows(report)), "bits": BITS, "instruction": INSTRUCTION, "promoted": PROMOTED}
 
 
 def _rows(report: Callable[[str, int, int], None]) -> Iterator[dict[str, Any]]:
     for index, terms in enumerate(TERMS):
         report(f"{terms} terms", index, len(TERMS))
-        for kind, shape in KINDS.items():
+        for kind, change in KINDS.items():
             generator = torch.Generator().manual_seed(terms)
-            x, w = (shape(torch.randn(ROWS, terms, generator=generator)) for _ in range(2))
+            x, w = (change(torch.randn(ROWS, terms, generator=generator)) for _ in range(2))
             yield {"terms": terms, "values": kind, **errors(x, w)}
 
 
 def errors(x: Tensor, w: Tensor) -> dict[str, float]:
-    """Of x [M, K] times w [N, K] transposed, by the kind of sum; "cast": of the casts, with exact sums."""
+    """The relative error of x [M, K] times w [N, K] transposed for each way to add up; "cast": that of the casts alone,
+    with exact sums."""
     (x_q, x_inv), (w_q, w_inv) = quantize(x), quantize(w)
     x_cast, w_cast = dequantize(x_q, x_inv).double(), dequantize(w_q, w_inv).double()
     exact = x_cast @ w_cast.t()
@@ -65,7 +66,8 @@ def relative(sums: Tensor, exact: Tensor) -> float:
 
 
 def in_bf16(parts: Tensor) -> Tensor:
-    """parts: exact sums of every 32 terms, FP64 [K / 32, M, N] -> [M, N]; likewise below."""
+    """Adds up parts [K / 32, M, N], the exact FP64 sums of every 32 terms, and rounds to BF16 after each. Returns FP64
+    [M, N]."""
     sums = torch.zeros_like(parts[0])
     for part in parts:
         sums = (sums + part).bfloat16().double()
@@ -73,6 +75,7 @@ def in_bf16(parts: Tensor) -> Tensor:
 
 
 def cut_off(parts: Tensor) -> Tensor:
+    """As `in_bf16`, but truncates to BITS significant bits."""
     sums = torch.zeros_like(parts[0])
     for part in parts:
         fraction, exponent = torch.frexp(sums + part)
@@ -81,6 +84,7 @@ def cut_off(parts: Tensor) -> Tensor:
 
 
 def promoted(parts: Tensor) -> Tensor:
+    """Adds up the results of `cut_off` for every PROMOTED terms. Returns FP32 [M, N]."""
     sums = torch.zeros_like(parts[0], dtype=torch.float32)
     for group in torch.split(parts, PROMOTED // INSTRUCTION):
         sums += cut_off(group).float()
@@ -94,7 +98,7 @@ def chart(result: Mapping[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["values"] == kind]
         curves = {name: [(math.log2(row["terms"]), row[name]) for row in rows] for name in SUMS}
         panels.append(Panel(f"error, values of {kind}", curves, log=True))
-    return svg_file("Error of a product over its size, by how its sums are kept", panels, "log2 of the number of terms")
+    return svg_file("Relative error of a product, by its accumulator", panels, "log2 of the number of terms")
 
 
 def command(out: Out = None, json: AsJson = False) -> None:

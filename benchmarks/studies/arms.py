@@ -1,7 +1,8 @@
 """Short trainings in memory that differ only in the recipe: the common part of the studies of parts and of jumps.
 
-One small model, one text, one order of rows. The steps are the product's (`train.setup`, `train.optimizer`), without
-checkpoints, so that a study may raise the rate of one step, exchange a batch, and look at the model in between.
+All trainings of a seed share one small model, one text, and one order of rows. The steps are the product's
+(`train.setup`, `train.optimizer`), without checkpoints, so that a study may raise the rate of one step, exchange a
+batch, and look at the model in between.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ FINAL_ROWS = 256  # of the training data, on which final weights are compared
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: a recipe by name, its options, and what the learning rate is multiplied by."""
+    """One way to train: a recipe by name, its options, and a factor of the learning rate."""
 
     recipe: str = "bf16"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Arm:
 
 
 def write_model(folder: Path, plan: ArmsPlan, seed: int) -> Path:
-    """`folder` with a random model and the text that it will learn."""
+    """Writes a random model and the text to train it on into `folder`; returns `folder`."""
     texts, _ = corpus(docstrings_too=False)
     write_texts(folder / "train.jsonl", texts)
     sizes = vars(plan.shape)

@@ -95,7 +95,7 @@ def travels_picture() -> str:
     torch.manual_seed(0)
     model: Any = convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
     history: list[float] = []
-    model[-1].register_forward_pre_hook(lambda _, given: history.append(float(given[0].detach().abs().amax())))
+    model[-1].register_forward_pre_hook(lambda _, args: history.append(float(args[0].detach().abs().amax())))
     optimizer, target = torch.optim.AdamW(model.parameters(), lr=1e-2), _noise(32, 32, seed=5)
     recipe = DelayedScaling(amax_history_len=HISTORY)
 

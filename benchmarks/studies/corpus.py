@@ -39,13 +39,13 @@ def _docstrings_of(path: Path) -> str:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError, OSError):
             return ""
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
-    return "\n\n".join(text for text in found if text)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    return "\n\n".join(text for text in texts if text)
 
 
 def digest(texts: Iterable[str]) -> str:
-    """16 hex digits: two studies read the same text when they are equal."""
-    found = hashlib.sha256()
+    """The first 16 hex digits of a hash of the texts, by which a study shows what it read."""
+    sha = hashlib.sha256()
     for text in texts:
-        found.update(text.encode() + b"\0")
-    return found.hexdigest()[:16]
+        sha.update(text.encode() + b"\0")
+    return sha.hexdigest()[:16]

@@ -1,8 +1,9 @@
 """Compares two models on the same held-out documents, with confidence intervals.
 
-Documents differ more than their tokens do, so documents are resampled: the bootstrap over documents (Efron and
-Tibshirani, "An Introduction to the Bootstrap", 1993, section 13.3) gives the middle 95 % of the results for other texts
-of this kind. Both models use the same resampled documents, so common effects cancel.
+The tokens of one document are not independent, so whole documents are resampled (bootstrap; Efron and Tibshirani, "An
+Introduction to the Bootstrap", 1993, section 13.3). The interval holds the middle 95 % of the results over resamples,
+an estimate of the spread for other texts of this kind. Both models are evaluated on the same resamples, so effects that
+they share cancel.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +18,13 @@ from fp8serve.calibration.measure import LOGITS_PER_SLICE, TokenTally
 from fp8serve.calibration.passes import forward
 from fp8serve.model import building
 
-Logits = Callable[[Tensor], Tensor]  # rows int64 [R] of a sequence -> FP32 [R, vocabulary]
-Model = Callable[[Batch], Logits]  # reads one sequence
+Logits = Callable[[Tensor], Tensor]  # positions int64 [R] of a sequence -> their logits FP32 [R, vocabulary]
+Model = Callable[[Batch], Logits]  # runs on one sequence; returns a function for its logits
 RESAMPLES = 2000
 
 
 def of_decoder(decoder: building.Model) -> Model:
-    """A model of this process."""
+    """A decoder in this process, as a `Model`."""
 
     def read(sequence: Batch) -> Logits:
         hidden = forward(decoder, sequence)
@@ -33,7 +34,7 @@ def of_decoder(decoder: building.Model) -> Model:
 
 
 def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
-    """The sequences of every document."""
+    """The sequences of each document, a batch for each sequence."""
     ordered = sorted(samples, key=lambda sample: sample.document)
     return [make_batches(list(each), 1) for _, each in groupby(ordered, key=lambda sample: sample.document)]
 
@@ -42,14 +43,15 @@ def by_document(samples: Sequence[Sample]) -> list[list[Batch]]:
 def compared(
     documents: Sequence[Sequence[Batch]], model: Model, reference: Model, report: Callable[[int, int], None]
 ) -> list[TokenTally]:
-    """The figures of both models for every document."""
-    found = []
+    """Runs both models on every document. Returns a tally for each document: the sums over its tokens of both models'
+    losses, the KL divergence and the agreement."""
+    tallies = []
     for number, document in enumerate(documents):
         report(number, len(documents))
-        found.append(tally := TokenTally())
+        tallies.append(tally := TokenTally())
         for sequence in document:
             _add(tally, sequence, model(sequence), reference(sequence))
-    return found
+    return tallies
 
 
 def _add(tally: TokenTally, sequence: Batch, logits: Logits, reference: Logits) -> None:
@@ -68,19 +70,19 @@ class Interval:
 
 
 def intervals(tallies: Sequence[TokenTally], seed: int = 0) -> dict[str, Interval]:
-    """Over all tokens: "perplexity_percent" above the reference's, "kl" in nats, "top1" the share of tokens for which
-    both predict the same next token."""
+    """The figures over all tokens. "perplexity_percent": by how much the perplexity exceeds the reference's; "kl": the
+    KL divergence in nats per token; "top1": the share of tokens for which both models predict the same next token."""
     columns = [[t.tokens, t.nll, t.reference_nll, t.kl, t.same_top1] for t in tallies]
     sums = torch.tensor(columns, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(tallies), (RESAMPLES, len(tallies)), generator=generator)
-    whole, others = _figures(sums.sum(0)), _figures(sums[drawn].sum(1))
+    indices = torch.randint(len(tallies), (RESAMPLES, len(tallies)), generator=generator)
+    values, resampled = _figures(sums.sum(0)), _figures(sums[indices].sum(1))
     edges = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return {name: Interval(float(whole[name]), *others[name].quantile(edges).tolist()) for name in whole}
+    return {name: Interval(float(values[name]), *resampled[name].quantile(edges).tolist()) for name in values}
 
 
 def _figures(sums: Tensor) -> dict[str, Tensor]:
-    """sums [..., 5] of tokens, two losses, KL, agreement."""
+    """sums [..., 5]: of tokens, the model's loss, the reference's loss, KL divergence, agreement."""
     tokens, nll, reference, kl, agreed = sums.unbind(-1)
     return {
         "perplexity_percent": 100 * torch.expm1((nll - reference) / tokens),

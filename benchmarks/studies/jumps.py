@@ -52,7 +52,7 @@ class JumpsPlan(ArmsPlan):
             raise JobError(f"The jump at step {self.jump} leaves nothing to look at in {self.steps} steps.")
 
 
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 FACTOR = 30.0
 SOON = 10  # steps from the jump on, whose mean loss is compared
 HISTORIES, MARGINS, JUMPS = (1, 16, 1024), (0, 1, 2), ("rate", "batch")
@@ -71,27 +71,27 @@ class Run:
     cut_off: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in LINEAR_TENSORS})
 
 
-Runs = dict[str, dict[str, list[Run]]]  # by jump, then by arm: one of each seed
+Runs = dict[str, dict[str, list[Run]]]  # by jump, then by arm: a run for each seed
 
 
-def study(plan: JumpsPlan, report: Tell) -> dict[str, Any]:
+def study(plan: JumpsPlan, report: Progress) -> dict[str, Any]:
     """{"rows": a row for every jump and arm, means over the seeds; "curves": the losses of their steps}."""
     runs: Runs = {jump: {arm: [] for arm in ARMS} for jump in JUMPS}
     for seed in range(plan.seeds):
         _seed(plan, seed, runs, report)
     rows = [
-        {"jump": jump, "arm": arm, **_figures(found, arms["bf16"], plan.jump)}
+        {"jump": jump, "arm": arm, **_figures(repeats, arms["bf16"], plan.jump)}
         for jump, arms in runs.items()
-        for arm, found in arms.items()
+        for arm, repeats in arms.items()
     ]
     curves = {
-        jump: {arm: _mean([r.losses for r in found]) for arm, found in arms.items()} for jump, arms in runs.items()
+        jump: {arm: _mean([r.losses for r in repeats]) for arm, repeats in arms.items()} for jump, arms in runs.items()
     }
-    described = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items()}
-    return {"plan": described, "factor": FACTOR, "rows": rows, "curves": curves}
+    settings = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items()}
+    return {"plan": settings, "factor": FACTOR, "rows": rows, "curves": curves}
 
 
-def _seed(plan: JumpsPlan, seed: int, runs: Runs, report: Tell) -> None:
+def _seed(plan: JumpsPlan, seed: int, runs: Runs, report: Progress) -> None:
     total = len(JUMPS) * len(ARMS)
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)
@@ -139,8 +139,8 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
 
 
 def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str, Any]:
-    """In percent: the values cut off at the jump, by role, and how far the loss is above BF16's, then and
-    afterwards."""
+    """In percent: the values cut off at the jump, by role, and by how much the loss exceeds BF16's in several spans of
+    steps."""
     pairs = list(zip(runs, baseline, strict=True))
 
     def apart(begin: int, end: int) -> list[float]:
@@ -152,8 +152,8 @@ def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str,
     return {
         "cut_off": {name: 100 * fmean(run.cut_off[name][at] for run in runs) for name in LINEAR_TENSORS},
         "cut_off_steps": fmean(_lasting(run, at) for run in runs),
-        "apart": {name: fmean(found) for name, found in losses.items()},
-        "largest": {name: max(map(abs, found)) for name, found in losses.items()},
+        "apart": {name: fmean(percents) for name, percents in losses.items()},
+        "largest": {name: max(map(abs, percents)) for name, percents in losses.items()},
         "loss": fmean(run.losses[at] for run in runs),
     }
 

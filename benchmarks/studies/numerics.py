@@ -41,21 +41,21 @@ class NumericsOptions(Checked):
     own_steps: Annotated[int, Ge(2), About("Training steps of the small model; unused with MODEL.")] = 200
 
 
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 RECIPES = ("delayed", "current", "rowwise", "block")
 
 
 @contextmanager
-def _model(given: Path | None, steps: int, report: Tell) -> Iterator[tuple[Path, str]]:
-    """(a model directory, its description)."""
-    if given is not None:
-        yield given, str(given)
+def _model(model: Path | None, steps: int, report: Progress) -> Iterator[tuple[Path, str]]:
+    """(the model's directory, its description); without a model, one that is trained now."""
+    if model is not None:
+        yield model, str(model)
         return
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as folder:
         yield trained(Path(folder), steps, report), f"a Llama of 4 layers trained for {steps} steps in BF16"
 
 
-def trained(folder: Path, steps: int, report: Tell) -> Path:
+def trained(folder: Path, steps: int, report: Progress) -> Path:
     """A small model with realistic activations, below `folder`."""
     from fp8serve.train.config import TrainConfig
     from fp8serve.train.scratch import write_random_model, write_texts
@@ -84,13 +84,13 @@ def trained(folder: Path, steps: int, report: Tell) -> Path:
 
 
 def recipes_by_layer(
-    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, report: Tell
+    model: Path, data: Sequence[Path] | None, samples: int, seq_len: int, report: Progress
 ) -> dict[str, Any]:
     """Calibrates `model` on `samples` sequences of `data`, and returns the SQNR of every linear under each recipe.
 
     The result is {"activations": rows of `quantization`, "recipes": {name: {"layers": {linear: dB}, ...}}}. The delayed
     recipe gets its scales from text other than the measured one. Each linear is compared with the same layer in high
-    precision on the input that it has in the FP8 model, so it is charged with its own error. Raises ModelError or
+    precision on the input that it has in the FP8 model, so its SQNR shows its own error only. Raises ModelError or
     DataError for an input that cannot be read.
     """
     decoder, linears = load_for_calibration(model, "cpu")
@@ -120,13 +120,13 @@ def recipes_by_layer(
 
 
 def study(
-    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, report: Tell
+    model: Path | None, data: Sequence[Path] | None, *, samples: int, seq_len: int, own_steps: int, report: Progress
 ) -> dict[str, Any]:
     """The figures of all three studies. ModelError, DataError: `model` or `data` (None: our passages) is unusable."""
-    with _model(model, own_steps, report) as (directory, described):
+    with _model(model, own_steps, report) as (directory, description):
         results = recipes_by_layer(directory, data, samples, seq_len, report)
     casts = [*quantization.synthetic(), *results.pop("activations")]
-    return {"model": described, "casts": casts, **results, "spikes": spikes.study()}
+    return {"model": description, "casts": casts, **results, "spikes": spikes.study()}
 
 
 def charts(result: Mapping[str, Any]) -> dict[str, str]:

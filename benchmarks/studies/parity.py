@@ -56,9 +56,10 @@ class Count:
 
 
 def measure(model: Path, report: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """{"rows": for every recipe, cache and way how many of the log-probabilities are equal, and the worst difference}.
+    """{"rows": for every recipe, type of cache and way to compute a log-probability: the number of tokens, how many of
+    them have equal log-probabilities, and the worst difference}.
 
-    `model` is a directory with delayed scales, those of keys and values among them; ScalesError where they are missing.
+    `model` is a directory with delayed scales, also for keys and values; ScalesError if these are missing.
     """
     if not kv_scales(model):
         raise ScalesError(f"{model} has no scales of keys and values; calibrate it with --kv-cache.")
@@ -69,11 +70,11 @@ def measure(model: Path, report: Callable[[str, int, int], None]) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         for done, (recipe, cache) in enumerate(cases):
             report(f"{recipe}, {cache} cache", done, len(cases))
-            own = Path(folder) / f"{recipe}-{cache}"
-            with RunningServer(model, _options(recipe, cache, own), log=own.with_suffix(".log")) as server:
+            data = Path(folder) / f"{recipe}-{cache}"
+            with RunningServer(model, _options(recipe, cache, data), log=data.with_suffix(".log")) as server:
                 served = ask(server.post, None, prompts)
-            found = compare(served, training(model, recipe, cache))
-            rows += [{"recipe": recipe, "cache": cache, "way": way, **vars(count)} for way, count in found.items()]
+            counts = compare(served, training(model, recipe, cache))
+            rows += [{"recipe": recipe, "cache": cache, "way": way, **vars(count)} for way, count in counts.items()]
     return {"model": str(model), "step_tokens": STEP_TOKENS, "rows": rows}
 
 
@@ -88,16 +89,19 @@ def served_as(recipe: str) -> str:
 
 
 def ask(post: Post, model: str | None, prompts: Sequence[Sequence[int]]) -> dict[str, list[Returned]]:
-    """By the way in which they were computed. The first of `prompts` is longer than a step, the others are not."""
-    named = {} if model is None else {"model": model}
+    """A server's log-probabilities, by the way in which it computes them. The first of `prompts` is longer than a step,
+    the others are not."""
+    model_field = {} if model is None else {"model": model}
 
     def of_prompt(ids: Sequence[int]) -> Returned:
         body = {"prompt": list(ids), "max_tokens": 0, "echo": True, "logprobs": 0}
-        return Returned(ids, post("/v1/completions", named | body)["choices"][0]["logprobs"]["token_logprobs"][1:])
+        choice = post("/v1/completions", model_field | body)["choices"][0]
+        return Returned(ids, choice["logprobs"]["token_logprobs"][1:])
 
     def of_answer(ids: Sequence[int]) -> Returned:
         parameters = {"max_new_tokens": NEW, "details": True, "ignore_eos": True}
-        tokens = post("/generate", named | {"input_ids": list(ids), "parameters": parameters})["details"]["tokens"]
+        body = {"input_ids": list(ids), "parameters": parameters}
+        tokens = post("/generate", model_field | body)["details"]["tokens"]
         return Returned([*ids, *(token["id"] for token in tokens)], [token["logprob"] for token in tokens])
 
     long, *short = prompts
@@ -108,35 +112,35 @@ def ask(post: Post, model: str | None, prompts: Sequence[Sequence[int]]) -> dict
         "prompt": [of_prompt(ids) for ids in short],
         "prompt in chunks": [of_prompt(long)],
         "decoding": answers,
-        "cached prefix": [_cached(post, named, answer) for answer in answers[:1]],
+        "cached prefix": [_cached(post, model_field, answer) for answer in answers[:1]],
         "among others": among,
     }
 
 
-def _cached(post: Post, named: Mapping[str, Any], answer: Returned) -> Returned:
-    """The last half of an answer again, after a prefix that the server has cached."""
-    begun = len(answer.ids) - len(answer.values) // 2
-    body = {"prompt": list(answer.ids[:begun]), "max_tokens": len(answer.ids) - begun, "logprobs": 0, "temperature": 0}
-    found = post("/v1/completions", {**named, **body, "ignore_eos": True})
-    return Returned(answer.ids, found["choices"][0]["logprobs"]["token_logprobs"])
+def _cached(post: Post, model_field: Mapping[str, Any], answer: Returned) -> Returned:
+    """Generates the last half of an answer again, after a prefix that the server has cached."""
+    start = len(answer.ids) - len(answer.values) // 2
+    body = {"prompt": list(answer.ids[:start]), "max_tokens": len(answer.ids) - start, "logprobs": 0, "temperature": 0}
+    response = post("/v1/completions", {**model_field, **body, "ignore_eos": True})
+    return Returned(answer.ids, response["choices"][0]["logprobs"]["token_logprobs"])
 
 
 def training(model: Path, recipe: str, cache: Literal["bf16", "fp8"]) -> LogProbs:
-    """The log-probabilities of training from the weights and scales in `model`."""
-    made = from_name(recipe)
-    if not can_train(made):
+    """A function that computes log-probabilities as training does, with the weights and scales in `model`."""
+    fp8_recipe = from_name(recipe)
+    if not can_train(fp8_recipe):
         return lambda ids: log_probs(model, ids, recipe=recipe, kv_cache_dtype=cache)
     decoder = load_trainable(model)
-    if made is not None:
+    if fp8_recipe is not None:
         convert(decoder, skip=(decoder.head_name, *high_precision_linears(model)))
     scales = [KvScale.of(*pair) for _, pair in sorted(kv_scales(model).items())] if cache == "fp8" else None
-    forward = Forward(decoder, made, scales)
+    forward = Forward(decoder, fp8_recipe, scales)
     state.seed_scaling(forward, model)
     return lambda ids: log_probs(forward, ids)
 
 
 def compare(served: Mapping[str, Sequence[Returned]], trained: LogProbs) -> dict[str, Count]:
-    """For every way, how many values are equal."""
+    """Counts the equal values for every way to compute them."""
     return {way: _count(list(_pairs(returned, trained))) for way, returned in served.items()}
 
 
@@ -146,9 +150,9 @@ def _pairs(returned: Sequence[Returned], trained: LogProbs) -> Iterator[tuple[Te
 
 
 def _count(pairs: Sequence[tuple[Tensor, Tensor]]) -> Count:
-    found, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
-    apart = (found - expected).abs()
-    return Count(int((found == expected).sum()), len(found), float(apart.max()))
+    actual, expected = (torch.cat(side) for side in zip(*pairs, strict=True))
+    difference = (actual - expected).abs()
+    return Count(int((actual == expected).sum()), len(actual), float(difference.max()))
 
 
 def command(model: Model, out: Out = None, json: AsJson = False) -> None:

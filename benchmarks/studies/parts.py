@@ -30,7 +30,7 @@ class PartsPlan(ArmsPlan):
     """The trainings of `python -m benchmarks.studies parts`."""
 
 
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 Losses = dict[str, float]  # "own": under the arm's recipe, "bf16", "running": mean of the last steps
 
 
@@ -56,30 +56,32 @@ ARMS = BF16 | {
 }
 
 
-def study(out: Path, plan: PartsPlan, report: Tell) -> dict[str, Any]:
-    """{"arms": distances from BF16 over the seeds, "losses": of every run}; runs that are done are kept in `out`."""
+def study(out: Path, plan: PartsPlan, report: Progress) -> dict[str, Any]:
+    """{"arms": distances from BF16 over the seeds, "losses": those of every run}. The losses of finished runs are
+    stored in `out`, and these runs are not repeated."""
     shared = {k: vars(v) if k == "shape" else v for k, v in vars(plan).items() if k != "seeds"}
-    losses = {seed: _kept(out / f"seed-{seed}.json", shared, seed, plan, report) for seed in range(plan.seeds)}
+    losses = {seed: _losses(out / f"seed-{seed}.json", shared, seed, plan, report) for seed in range(plan.seeds)}
     return {
         "plan": shared | {"seeds": plan.seeds},
         "arms": {name: {kind: distances(losses, name, kind) for kind in ("own", "bf16", "running")} for name in ARMS},
-        "losses": {str(seed): found for seed, found in losses.items()},
+        "losses": {str(seed): by_arm for seed, by_arm in losses.items()},
     }
 
 
-def _kept(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, report: Tell) -> dict[str, Losses]:
-    """The losses of one seed by arm, those of an earlier call with the same plan from its file."""
+def _losses(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, report: Progress) -> dict[str, Losses]:
+    """The losses of one seed by arm. Those that an earlier call with the same plan wrote to `file` are not computed
+    again."""
     stored = json.loads(file.read_text()) if file.exists() else {}
-    found: dict[str, Losses] = stored["losses"] if stored.get("plan") == shared else {}
+    losses: dict[str, Losses] = stored["losses"] if stored.get("plan") == shared else {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)
-        for arm in (name for name in ARMS if name not in found):
-            report(f"seed {seed}, {arm}", seed * len(ARMS) + len(found), plan.seeds * len(ARMS))
-            found[arm] = _run(Training(folder, plan, ARMS[arm], seed))
-            with atomic_file(file) as new:  # a study may be stopped here, too
-                new.write_text(json.dumps({"plan": shared, "losses": found}, indent=1), encoding="utf-8")
-    return found
+        for arm in (name for name in ARMS if name not in losses):
+            report(f"seed {seed}, {arm}", seed * len(ARMS) + len(losses), plan.seeds * len(ARMS))
+            losses[arm] = _run(Training(folder, plan, ARMS[arm], seed))
+            with atomic_file(file) as new:  # the study may be stopped while it writes
+                new.write_text(json.dumps({"plan": shared, "losses": losses}, indent=1), encoding="utf-8")
+    return losses
 
 
 def _run(training: Training) -> Losses:
@@ -89,9 +91,9 @@ def _run(training: Training) -> Losses:
 
 
 def distances(losses: Mapping[int, Mapping[str, Losses]], name: str, kind: str) -> dict[str, Any]:
-    """Distance from the mean of the BF16 runs of the same seed, in percent; "error": of their mean, None for a single
-    seed."""
-    apart = [100 * (found[name][kind] / fmean(found[arm][kind] for arm in BF16) - 1) for found in losses.values()]
+    """Returns "apart": each seed's distance from the mean of its BF16 runs, in percent; "mean": their mean; "error":
+    the standard error of the mean, None for a single seed."""
+    apart = [100 * (by_arm[name][kind] / fmean(by_arm[arm][kind] for arm in BF16) - 1) for by_arm in losses.values()]
     error = stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
     return {"apart": apart, "mean": fmean(apart), "error": error}
 
@@ -128,12 +130,10 @@ def command(
 def _print(result: Mapping[str, Any]) -> None:
     plan = result["plan"]
     print(f"{plan['steps']} steps of {plan['batch_size'] * plan['seq_len']} tokens, {plan['seeds']} seeds; from BF16\n")
-    rows = [
-        (name, *(_apart(found[kind]) for kind in ("own", "bf16", "running"))) for name, found in result["arms"].items()
-    ]
+    rows = [(name, *(_apart(arm[kind]) for kind in ("own", "bf16", "running"))) for name, arm in result["arms"].items()]
     print_table(("arm", "final loss, its recipe", "final loss in BF16", "running loss"), rows)
 
 
-def _apart(found: Mapping[str, Any]) -> str:
-    error = "" if found["error"] is None else f" ± {found['error']:.2f}"
-    return f"{found['mean']:+.2f}{error} %"
+def _apart(distance: Mapping[str, Any]) -> str:
+    error = "" if distance["error"] is None else f" ± {distance['error']:.2f}"
+    return f"{distance['mean']:+.2f}{error} %"

@@ -1,9 +1,9 @@
 """The cost of each method in quality, and its savings: one model, held-out documents, bytes and decoding speed.
 
-`calibrate` makes every method's directory as a user would, and the directories and figures stay below `out`; a second
-call makes and measures only what is missing. All models, including peers (quality_peers.py), are read as they are
-served, and compared with the model in BF16 document by document (documents.py). Speed is that of the engine at batch 1,
-one after the other.
+`calibrate` writes a directory for every method, as a user would. The directories and figures stay below `out`, and a
+second call makes and measures only those that are missing. All models, including peers (quality_peers.py), are loaded
+as they are served, and compared with the model in BF16 document by document (documents.py). The speed is that of the
+engine at batch 1; the models are timed one after the other.
 """
 
 import json
@@ -85,7 +85,7 @@ class QualityOptions(Checked):
             raise JobError("Give both --data and --holdout, or neither: what is measured must not be calibrated on.")
 
 
-Tell = Callable[[str, int, int], None]  # (what, done, in all)
+Progress = Callable[[str, int, int], None]  # (what, done, in all)
 REFERENCE = "bf16"
 PROMPT = 128  # tokens before those whose speed is measured
 
@@ -100,30 +100,30 @@ class Row:
     tokens_per_second: float | None = None
 
 
-def study(model: Path, out: Path, asked: QualityOptions, report: Tell) -> dict[str, Any]:
+def study(model: Path, out: Path, settings: QualityOptions, report: Progress) -> dict[str, Any]:
     """A row for the reference, every method and every peer; `model` is a directory in high precision.
 
     JobError: `out` holds results of other settings, or a peer fails. ModelError, DataError: an input cannot be used.
     """
-    peers = dict(map(_named, asked.peers))
+    peers = dict(map(_parse_peer, settings.peers))
     out.mkdir(parents=True, exist_ok=True)
-    _same_settings(out / "settings.json", model, asked)
-    it = _Study(model, out, asked, report, *_texts(out, asked))
-    samples = it.samples()
+    _same_settings(out / "settings.json", model, settings)
+    run = _Study(model, out, settings, report, *_texts(out, settings))
+    samples = run.samples()
     documents, reference = by_document(samples), of_decoder(load_servable(model, "bf16"))
-    rows = [it.kept(REFERENCE, "", lambda: Row(REFERENCE, _bytes(model), {}, it.speed(model, "bf16")))]
-    for name, place in {**dict.fromkeys(asked.methods, ""), **peers}.items():
+    rows = [run.cached_row(REFERENCE, "", lambda: Row(REFERENCE, _bytes(model), {}, run.speed(model, "bf16")))]
+    for name, place in {**dict.fromkeys(settings.methods, ""), **peers}.items():
 
         def row(name: str = name, place: str = place) -> Row:
-            with it.opened(name, place) as (read, size, speed):
-                found = compared(documents, read, reference, lambda done, of: report(name, done, of))
-                return Row(name, size, intervals(found), speed())
+            with run.opened(name, place) as (read, size, speed):
+                tallies = compared(documents, read, reference, lambda done, of: report(name, done, of))
+                return Row(name, size, intervals(tallies), speed())
 
-        rows.append(it.kept(name, place, row))
+        rows.append(run.cached_row(name, place, row))
     return {
         "model": model.name,
-        "text": {"documents": len(documents), "tokens": sum(len(s.ids) for s in samples), "files": list(it.held_out)},
-        "settings": asdict(asked),
+        "text": {"documents": len(documents), "tokens": sum(len(s.ids) for s in samples), "files": list(run.held_out)},
+        "settings": asdict(settings),
         "rows": [asdict(row) for row in rows],
     }
 
@@ -134,26 +134,26 @@ class _Study:
 
     model: Path
     out: Path
-    asked: QualityOptions
-    report: Tell
+    settings: QualityOptions
+    report: Progress
     data: tuple[str, ...]
     held_out: tuple[str, ...]
 
-    def kept(self, name: str, place: str, make: Callable[[], Row]) -> Row:
-        """A row from an earlier call, or measured now; a peer that fails does not affect other rows."""
+    def cached_row(self, name: str, place: str, make: Callable[[], Row]) -> Row:
+        """Returns the row that an earlier call wrote, or makes and writes it."""
         file = self.out / "rows" / f"{name.replace('/', '_')}.json"
-        if file.exists() and (found := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
-            return TypeAdapter(Row).validate_python(found["row"])
+        if file.exists() and (stored := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
+            return TypeAdapter(Row).validate_python(stored["row"])
         row = make()
         file.parent.mkdir(exist_ok=True)
         write_json(file, {"of": self._of(name, place), "row": asdict(row)})
         return row
 
     def _of(self, name: str, place: str) -> dict[str, Any]:
-        """The key of a row: weights that were written since give another key. The key of a program is its command."""
+        """The key of a row. Weights that were written again have another key; the key of a program is its command."""
         directory = self.model if name == REFERENCE else Path(place or self.out / name)
         files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(directory.glob("*.safetensors"))]
-        return {"place": place, "new": self.asked.new, "files": [list(file) for file in files]}
+        return {"place": place, "new": self.settings.new, "files": [list(file) for file in files]}
 
     @contextmanager
     def opened(self, name: str, place: str) -> Iterator[tuple[Model, int, Callable[[], float | None]]]:
@@ -166,60 +166,60 @@ class _Study:
         yield of_decoder(load_servable(directory)), _bytes(directory), lambda: self.speed(directory)
 
     def _calibrated(self, name: str) -> Path:
-        """The directory of a method, made now unless it is there."""
-        directory, asked, options_of_method = self.out / name, self.asked, METHODS[name]
+        """The directory of a method; calibrates if it does not exist yet."""
+        directory, settings, options_of_method = self.out / name, self.settings, METHODS[name]
         if not (directory / "calibration.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
             self.report(f"{name}: calibrate", 0, 1)
             known = CalibrationOptions.__dataclass_fields__
             scaling = ScalingOptions(**{k: v for k, v in options_of_method.items() if k not in known})
             options: dict[str, Any] = {k: v for k, v in options_of_method.items() if k in known}
-            options |= {"data": self.data, "holdout": self.held_out, "samples": asked.samples}
-            options |= {"seq_len": asked.seq_len, "seed": asked.seed, "generated_samples": 0}
+            options |= {"data": self.data, "holdout": self.held_out, "samples": settings.samples}
+            options |= {"seq_len": settings.seq_len, "seed": settings.seed, "generated_samples": 0}
             calibrate(self.model, out=directory, recipe=scaling.recipe, **options)
         return directory
 
     def samples(self) -> list[Sample]:
         """The documents that are measured."""
         vocabulary = json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        tokenizer, asked = Tokenizer.from_dir(self.model), self.asked
+        tokenizer, settings = Tokenizer.from_dir(self.model), self.settings
         return load_samples(
-            self.held_out, tokenizer, vocabulary, count=asked.measured, seq_len=asked.seq_len, seed=asked.seed
+            self.held_out, tokenizer, vocabulary, count=settings.measured, seq_len=settings.seq_len, seed=settings.seed
         )
 
     def speed(self, directory: Path, recipe: str = "stored") -> float | None:
         """Tokens per second of the engine at batch 1."""
-        if not self.asked.new:
+        if not self.settings.new:
             return None
-        found = engine.measure_engine(
-            directory, lambda *_: None, batches=(1,), prompt=PROMPT, new=self.asked.new, recipe=recipe
+        result = engine.measure_engine(
+            directory, lambda *_: None, batches=(1,), prompt=PROMPT, new=self.settings.new, recipe=recipe
         )
-        return float(found["decode"][0]["tokens_per_second"])
+        return float(result["decode"][0]["tokens_per_second"])
 
     def _speed_of(self, peer: Program) -> float | None:
-        if not self.asked.new:
+        if not self.settings.new:
             return None
-        return peer.tokens_per_second(list(max((s.ids for s in self.samples()), key=len)[:PROMPT]), self.asked.new)
+        return peer.tokens_per_second(list(max((s.ids for s in self.samples()), key=len)[:PROMPT]), self.settings.new)
 
 
-def _same_settings(file: Path, model: Path, asked: QualityOptions) -> None:
-    """Methods and peers may be added from call to call; the calibration and measurement data may not change."""
-    here = {k: v for k, v in asdict(asked).items() if k not in ("methods", "peers", "new")} | {"model": str(model)}
-    here = json.loads(json.dumps(here))
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else here
-    if changed := [key for key in here if before.get(key) != here[key]]:
+def _same_settings(file: Path, model: Path, settings: QualityOptions) -> None:
+    """Raises JobError if `out` was begun with other settings. Methods and peers may be added from call to call."""
+    now = {k: v for k, v in asdict(settings).items() if k not in ("methods", "peers", "new")} | {"model": str(model)}
+    now = json.loads(json.dumps(now))
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else now
+    if changed := [key for key in now if before.get(key) != now[key]]:
         key = changed[0]
         raise JobError(
-            f"{file.parent} holds results of other settings ({key} was {before.get(key)}, now {here[key]}); "
+            f"{file.parent} holds results of other settings ({key} was {before.get(key)}, now {now[key]}); "
             "use another directory."
         )
-    file.write_text(json.dumps(here, indent=2), encoding="utf-8")
+    file.write_text(json.dumps(now, indent=2), encoding="utf-8")
 
 
-def _texts(out: Path, asked: QualityOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _texts(out: Path, settings: QualityOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Files to calibrate on and files to measure on: those that were named, or the shipped passages in two parts."""
-    if asked.data and asked.holdout:
-        return asked.data, asked.holdout
+    if settings.data and settings.holdout:
+        return settings.data, settings.holdout
     lines = PASSAGES.read_text(encoding="utf-8").splitlines(keepends=True)
     parts = {"calibrate.jsonl": [x for i, x in enumerate(lines) if i % 4], "held-out.jsonl": lines[::4]}
     for name, part in parts.items():
@@ -227,7 +227,8 @@ def _texts(out: Path, asked: QualityOptions) -> tuple[tuple[str, ...], tuple[str
     return (str(out / "calibrate.jsonl"),), (str(out / "held-out.jsonl"),)
 
 
-def _named(peer: str) -> tuple[str, str]:
+def _parse_peer(peer: str) -> tuple[str, str]:
+    """(name, directory or command)."""
     name, _, place = peer.partition("=")
     if not name or not place:
         raise JobError(f"A peer is NAME=DIRECTORY or NAME=COMMAND, not {peer!r}.")
@@ -269,9 +270,9 @@ def command(
     """
     from fp8serve.hub import find_model
 
-    directory, asked = find_model(model), options()
-    figures = measured("Quality", lambda report: study(directory, out, asked, report))
-    peers = [peer.partition("=")[0] for peer in asked.peers]
+    directory, settings = find_model(model), options()
+    figures = measured("Quality", lambda report: study(directory, out, settings, report))
+    peers = [peer.partition("=")[0] for peer in settings.peers]
     show(publish("quality", figures, out, lambda result: {"methods": chart(result, peers)}), json, _print)
 
 
@@ -279,7 +280,7 @@ def _print(result: Mapping[str, Any]) -> None:
     text = result["text"]
     print(f"{result['model']}, {text['documents']} held-out documents, {text['tokens']:,} tokens\n")
     rows = [
-        (row["name"], *(_interval(row["figures"].get(kind), shown) for kind, shown in KINDS.items()),
+        (row["name"], *(_interval(row["figures"].get(kind), template) for kind, template in KINDS.items()),
          f"{row['bytes'] / 1e6:.1f}", "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}")
         for row in result["rows"]
     ]  # fmt: skip
@@ -289,8 +290,8 @@ def _print(result: Mapping[str, Any]) -> None:
 KINDS = {"kl": "{:.4f}", "perplexity_percent": "{:+.2f}", "top1": "{:.3f}"}
 
 
-def _interval(found: Mapping[str, float] | None, shown: str) -> str:
-    if found is None:
+def _interval(interval: Mapping[str, float] | None, template: str) -> str:
+    if interval is None:
         return ""
-    value, low, high = (shown.format(found[k]) for k in ("value", "low", "high"))
+    value, low, high = (template.format(interval[k]) for k in ("value", "low", "high"))
     return f"{value} ({low} to {high})"

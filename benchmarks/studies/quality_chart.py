@@ -14,7 +14,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def chart(result: Mapping[str, Any], peers: Sequence[str]) -> str:
-    """The whole file's text; `result` as `quality.study` gives it, `peers` the names of rows of another colour."""
+    """The text of the SVG file. `result`: from `quality.study`; `peers`: names of the rows to draw in another
+    colour."""
     rows: Rows = result["rows"]
     height = TOP + ROW * len(rows) + 14
     body = [
@@ -63,7 +64,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def _bars(
     rows: Rows, peers: Sequence[str], left: float, width: float, title: str, value: Any, label: str
 ) -> Iterable[str]:
-    """Bars from zero, with their values; nothing where there are none."""
+    """A column of bars from zero, with their values. A row without a value has no bar."""
     values = [value(row) for row in rows]
     if any(values):
         yield file_text(left, TOP - 26, title, "start")

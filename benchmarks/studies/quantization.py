@@ -28,7 +28,7 @@ GRANULARITIES = ("tensor", "row")
 
 
 def sqnr_db(exact: Tensor, got: Tensor) -> float:
-    """Infinite where there is no error."""
+    """The SQNR of `got` in dB; infinite if it equals `exact`."""
     wide = exact.double()
     noise = float((wide - got.double()).square().sum())
     return 10 * math.log10(float(wide.square().sum()) / noise) if noise else math.inf
@@ -49,7 +49,8 @@ FORMATS: Mapping[str, Callable[[Tensor, str], Tensor]] = {"e4m3": _fp8("e4m3"), 
 
 
 def gaussian(outliers: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(FP32 [1024, 1024] of standard deviation 1 where a fraction `outliers` is 50 times larger, which those are)."""
+    """(FP32 values [1024, 1024], a mask of the outliers). The standard deviation is 1; the outliers, a fraction
+    `outliers` of all, are 50 times as large."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, COLUMNS, generator=generator)
     is_outlier = torch.rand(ROWS, COLUMNS, generator=generator) < outliers
@@ -73,7 +74,8 @@ def synthetic() -> Iterable[dict[str, Any]]:
 
 
 def activations(decoder: Model, linears: Linears, batch: Batch) -> Iterable[dict[str, Any]]:
-    """The inputs of all linears of a model on one batch, per format and granularity: the median layer and the worst."""
+    """The SQNR of casting the inputs of all linears on one batch: a row for each format and granularity, with the
+    median layer and the worst."""
     sqnr_by_format: dict[tuple[str, str], dict[str, float]] = {(f, g): {} for f in FORMATS for g in GRANULARITIES}
 
     def watch(name: str) -> Callable[..., None]:

@@ -35,12 +35,12 @@ def read(files: Iterable[Path]) -> list[Result]:
 
 def _study(path: Path) -> Result:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        study = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise JobError(f"{path} cannot be read as a study: {error}.") from None
-    if not isinstance(found, dict) or found.get("study") != "training":
-        raise JobError(f"{path} is not what the training study writes.")
-    return found
+    if not isinstance(study, dict) or study.get("study") != "training":
+        raise JobError(f"{path} is not a result of the training study.")
+    return study
 
 
 def combine(results: Sequence[Result]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def combine(results: Sequence[Result]) -> dict[str, Any]:
         "baseline": first,
         "recipes": {
             name: {
-                kind: _told([r["runs"][name][f"{kind}_difference_percent"] for r in results])
+                kind: _statistics([r["runs"][name][f"{kind}_difference_percent"] for r in results])
                 for kind in KINDS
                 if all(f"{kind}_difference_percent" in r["runs"][name] for r in results)
             }
@@ -63,7 +63,7 @@ def combine(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def _told(apart: list[float]) -> dict[str, Any]:
+def _statistics(apart: list[float]) -> dict[str, Any]:
     deviation = stdev(apart)
     return {
         "apart": apart,
@@ -112,8 +112,8 @@ def command(
     Examples:
       python -m benchmarks.studies seeds seed-0/training.json seed-1/training.json --out figures
     """
-    found = read(results)
-    result = publish("seeds", combine(found), out, lambda _: {"curves": chart(found)})
+    studies = read(results)
+    result = publish("seeds", combine(studies), out, lambda _: {"curves": chart(studies)})
     print_json(result) if json else _print(result)
 
 

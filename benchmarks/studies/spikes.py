@@ -6,8 +6,8 @@ quantizes that step with the scale of the steps before, so all but the smallest 
 for this. Afterwards the history contains the spike for N steps. That is harmless in E4M3, whose precision is the same
 over 13 binades, until small values reach the subnormals.
 
-Per step: the fraction of elements beyond the range, and the SQNR in dB. Recovered: the SQNR is within 1 dB of what it
-was before the spike, and stays there.
+Each step has the fraction of elements beyond the range and the SQNR in dB. A run has recovered when the SQNR is within
+1 dB of its value before the spike and stays there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def _run(scenario: str, history: int, margin: int, steps: int) -> Iterator[tuple
 
 
 def chart(cases: Sequence[Mapping[str, Any]]) -> str:
-    """SQNR per step for the history lengths after one spike, without margin and with a margin that takes it in."""
+    """SQNR over steps with one spike, for each history length: without a margin, and with one that covers the spike."""
     panels = [
         Panel(
             f"SQNR, dB, margin {margin}",
@@ -89,7 +89,7 @@ def chart(cases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
-    """What a margin gains at the spike and costs before and after it."""
+    """SQNR against the margin, before the spike, at it and after it, and the saturated share at the spike."""
     curves = {"before": "before_db", "at the spike": "spike_db", "worst after": "worst_after_db"}
     lost = [(float(case["margin"]), 100 * case["spike_saturated"]) for case in cases]
     panels = [

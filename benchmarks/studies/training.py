@@ -90,13 +90,13 @@ class StudyPlan(Checked):
         return max(1, self.steps // 20)
 
 
-Tell = Callable[[str, int, int], None]  # (recipe, step, steps)
+Progress = Callable[[str, int, int], None]  # (recipe, step, steps)
 FINAL_ROWS = 1024  # of the training data, on which final weights are compared
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run: the training loss of every step, (step, loss) on held-out text, and tokens per second of the median.
+    """One run: the training loss of every step, (step, loss) on held-out text, and the median of tokens per second.
 
     final: the loss of the final weights on FINAL_ROWS training rows; NaN if it was not computed.
     """
@@ -107,10 +107,10 @@ class Curve:
     final: float = math.nan
 
 
-def study(out: Path, plan: StudyPlan, report: Tell) -> dict[str, Any]:
-    """Every run of `plan` below `out`; returns the figures, which `summary` and `chart` show.
+def study(out: Path, plan: StudyPlan, report: Progress) -> dict[str, Any]:
+    """Does every run of `plan` below `out`; returns the figures, which `_print` and `chart` show.
 
-    A directory that holds a study of another plan is refused with JobError.
+    JobError: `out` holds a study of another plan.
     """
     out.mkdir(parents=True, exist_ok=True)
     _same_plan(out / "plan.json", plan)
@@ -127,11 +127,12 @@ def study(out: Path, plan: StudyPlan, report: Tell) -> dict[str, Any]:
 
 
 def _same_plan(path: Path, plan: StudyPlan) -> None:
-    """The recipes may differ from call to call, so that two calls can share the work."""
-    here = _shared(asdict(plan))
-    if path.exists() and _shared(asdict(StudyPlan()) | json.loads(path.read_text())) != here:
+    """Raises JobError if `path` holds another plan. The recipes may differ from call to call, so that two calls can
+    share the work."""
+    shared = _shared(asdict(plan))
+    if path.exists() and _shared(asdict(StudyPlan()) | json.loads(path.read_text())) != shared:
         raise JobError(f"{path.parent} holds a study with other settings; use another directory.")
-    path.write_text(json.dumps(here, indent=2))
+    path.write_text(json.dumps(shared, indent=2))
 
 
 def _shared(plan: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _config(out: Path, plan: StudyPlan, recipe: str, run: str) -> TrainConfig:
     )
 
 
-def _curve(out: Path, plan: StudyPlan, recipe: str, report: Tell) -> Curve:
+def _curve(out: Path, plan: StudyPlan, recipe: str, report: Progress) -> Curve:
     """Train, or continue training, and read the curve back from the file to which the events were appended."""
     file = out / f"{recipe}.jsonl"
     if not (out / recipe / "model").exists():
@@ -197,18 +198,18 @@ def _curve(out: Path, plan: StudyPlan, recipe: str, report: Tell) -> Curve:
 
 
 def _final_loss(out: Path, plan: StudyPlan, recipe: str) -> float:
-    """The loss of a finished run's last checkpoint under its recipe, scales frozen; computed once and kept beside
-    it."""
-    kept = out / f"{recipe}-final.json"
-    if not kept.exists():
+    """The loss of a finished run's last checkpoint under its recipe, with frozen scales. Computed once and stored in a
+    file beside the run."""
+    cache = out / f"{recipe}-final.json"
+    if not cache.exists():
         config, source = _config(out, plan, recipe, recipe), out / recipe / "checkpoints" / f"step-{plan.steps}"
         setup = prepare(config, source, lambda event: None)
         state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(source))
         items = setup.items[:: max(1, len(setup.items) // FINAL_ROWS)][:FINAL_ROWS]  # from everywhere in the text
         results = evaluate(setup.method, setup.forward, items, plan.batch_size)
         tokens = sum(item.trainable_tokens for item in items)
-        kept.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": results["valid_loss"]}))
-    return float(json.loads(kept.read_text())["loss"])
+        cache.write_text(json.dumps({"rows": len(items), "tokens": tokens, "loss": results["valid_loss"]}))
+    return float(json.loads(cache.read_text())["loss"])
 
 
 def read_curve(file: Path, steps: int) -> Curve:
@@ -248,7 +249,7 @@ def _parameters(model: Path) -> int:
     return sum(math.prod(entry.shape) for entry in open_shards(model).entries.values())
 
 
-def _resume(out: Path, plan: StudyPlan, report: Tell) -> dict[str, Any]:
+def _resume(out: Path, plan: StudyPlan, report: Progress) -> dict[str, Any]:
     """Resume from the half-way checkpoint in another directory and compare every byte of the last checkpoint."""
     half, run = plan.steps // 2, f"{plan.resumed}-resumed"
     source, target = out / plan.resumed / "checkpoints", out / run / "checkpoints"

@@ -28,8 +28,8 @@ def test_a_peer_gets_the_rows_in_the_order_of_the_trainer() -> None:
 
 def test_a_run_is_computed_once(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    assert CURVES["kept"](path, lambda: [{"loss": 1.0}]) == [{"loss": 1.0}]
-    assert CURVES["kept"](path, lambda: [{"loss": 2.0}]) == [{"loss": 1.0}]
+    assert CURVES["cached"](path, lambda: [{"loss": 1.0}]) == [{"loss": 1.0}]
+    assert CURVES["cached"](path, lambda: [{"loss": 2.0}]) == [{"loss": 1.0}]
 
 
 def test_curves_are_compared_step_by_step() -> None:

@@ -48,17 +48,23 @@ class Fake:
 
 
 @pytest.mark.parametrize(
-    ("output", "found"),
+    ("output", "expected"),
     [
         ("a 1\nvllm bf16 batch 8: prefill 242.0 tok/s, decode 119.25 tok/s (step 8 ms)\n", (242.0, 119.25)),
         ('loading\n{"decode": 7, "prefill": 6.5, "more": 1}\nbye', (6.5, 7.0)),
         ('{"decode": 7}', (None, 7.0)),
+        ('{"prefill": 6.5, "decode": 7}\nINFO closing\n', (6.5, 7.0)),
+        ('{"decode": 3}\n{"level": "info", "decode": {}}\nbatch 1: decode 7.0 tok/s\n{not JSON\n', (None, 7.0)),
+        ('{\n "decode": 7\n}\nINFO closing\n', (None, 7.0)),
         (engine(406.0, 36.3), (406.0, 36.3)),
+        (engine(406.0, 36.3).replace("\n", "") + "\nINFO closing\n", (406.0, 36.3)),
     ],
 )
-def test_speeds_are_parsed_from_the_output_of_programs(output: str, found: tuple[float | None, float | None]) -> None:
+def test_speeds_are_those_of_the_last_line_with_figures_or_of_a_json_document(
+    output: str, expected: tuple[float | None, float | None]
+) -> None:
     speeds = PEERS["speeds"](output)
-    assert (speeds.get("prefill"), speeds.get("decode")) == found
+    assert (speeds.get("prefill"), speeds.get("decode")) == expected
 
 
 def test_a_program_that_prints_no_speed_is_an_error() -> None:
@@ -111,4 +117,9 @@ def test_a_real_command() -> None:
 
 
 def test_published_commands_name_no_place() -> None:
-    assert PEERS["named"](["/usr/bin/python3", "x.py", "/models/1b", "{batch}"]) == ["python3", "x.py", "1b", "{batch}"]
+    assert PEERS["without_paths"](["/usr/bin/python3", "x.py", "/models/1b", "{batch}"]) == [
+        "python3",
+        "x.py",
+        "1b",
+        "{batch}",
+    ]

@@ -1,4 +1,4 @@
-"""A small OpenTelemetry collector: it takes spans by OTLP over HTTP, refuses them, or says nothing."""
+"""A small OpenTelemetry collector: it accepts spans by OTLP over HTTP, refuses them, or does not answer."""
 
 import contextlib
 import threading
@@ -10,7 +10,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(ThreadingHTTPServer):
-    """See the module. `spans` are protobuf's."""
+    """status: of its answers; spans are stored if it is 200. silent: no answer until `released` is set. spans: as
+    protobuf messages."""
 
     daemon_threads = True
 
@@ -67,5 +68,5 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """Of one of protobuf's spans."""
+    """The attributes of a protobuf span."""
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}

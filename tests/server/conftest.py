@@ -21,7 +21,7 @@ STUB = (sys.executable, str(Path(__file__).with_name("stub_worker.py")))
 
 
 class Server:
-    """The parts for a test: the client, the state behind it and the launcher of its engines."""
+    """A server in this process: its application, a client for it, its state, and the launcher of its engines."""
 
     def __init__(self, app: Any, client: httpx.AsyncClient, launcher: Launcher) -> None:
         self.app, self.client, self.launcher = app, client, launcher

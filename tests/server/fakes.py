@@ -1,7 +1,7 @@
 """An engine without a model: it answers with the prompt's own tokens, over and over, one every `delay` seconds.
 
-It keeps the promises of `fp8serve.engine.client.EngineClient` on which the server relies, counts its work, and can be
-told to fail, to stall, or to die.
+It has the interface of `fp8serve.engine.client.EngineClient`, records its requests, and can be made to fail, to stall,
+or to die.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ TEMPLATE = (
 
 
 def byte_backend() -> tokenizers.Tokenizer:
-    """One token a byte (0-255), and an end-of-text token."""
+    """A tokenizer with one token for each byte (0-255), and an end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -181,14 +181,14 @@ class FakeEngine:
 
     async def stats(self) -> dict[str, Any]:
         drafts = {"drafts_total": 3, "draft_tokens_total": 12, "accepted_draft_tokens_total": 7}
-        found = {
+        prefixes = {
             "prefix_queried_tokens_total": 40,
             "prefix_hit_tokens_total": 32,
             "prefix_restored_hit_tokens_total": 8,
         }
         live = {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions_total": 0}
         live |= {"prefilling": sorted(self.prefilling)}
-        return live | drafts | found
+        return live | drafts | prefixes
 
     async def scales(self) -> list[dict[str, Any]]:
         numbers = {"amax": 3.0, "scale": 2.0, "headroom": 448 / 6, "saturated": 0, "saturation": 0.0}
@@ -240,21 +240,21 @@ class FakeEngine:
 
 
 def embedding_engine() -> FakeEngine:
-    """One that makes vectors of two numbers and writes no text."""
+    """A fake engine of an embedding model: it returns vectors of two numbers and generates no text."""
     engine = FakeEngine()
     engine.limits = replace(engine.limits, task="embed")
     return engine
 
 
 def rolling_engine() -> FakeEngine:
-    """One whose scales follow the traffic."""
+    """A fake engine whose scales follow the traffic, so that they can be saved."""
     engine = FakeEngine()
     engine.rolls = True
     return engine
 
 
 def classifying_engine() -> FakeEngine:
-    """One that scores two labels and writes no text."""
+    """A fake engine of a classifier: it returns scores of two labels and generates no text."""
     engine = FakeEngine()
     engine.limits = replace(engine.limits, task="classify")
     engine.info["labels"] = ["good", "bad"]
@@ -262,14 +262,16 @@ def classifying_engine() -> FakeEngine:
 
 
 class Launcher:
-    """Stands in for the start of an engine process; remembers the engines it made. Loads wait while it is `held`, or
-    while their directory has that name.
+    """Starts fake engines in place of engine processes, and records them.
+
+    held: True, or the name of a directory: all loads, or those of this directory, wait until it is False. problem: if
+    set, the error of every load.
     """
 
     def __init__(self, make: Callable[[], FakeEngine] = FakeEngine, load_seconds: float = 0.0) -> None:
         self.make = make
-        self.made_for: dict[str, Callable[[], FakeEngine]] = {}  # directories whose engines are others
-        self.problems: dict[str, str] = {}  # directories that cannot be loaded, and why
+        self.factories: dict[str, Callable[[], FakeEngine]] = {}  # by the directory's name, in place of `make`
+        self.problems: dict[str, str] = {}  # the error of a load, by the directory's name
         self.sources: list[WeightSource] = []
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
@@ -283,7 +285,7 @@ class Launcher:
         if (problem := self.problem or self.problems.get(source.directory.name)) is not None:
             raise ModelError(problem)
         self.sources.append(source)
-        self.engines.append(self.made_for.get(source.directory.name, self.make)())
+        self.engines.append(self.factories.get(source.directory.name, self.make)())
         return self.engines[-1], TokenizerFacts.from_tokenizer(byte_tokenizer())
 
     @property
@@ -292,7 +294,7 @@ class Launcher:
 
 
 def model_dir(path: Path) -> Path:
-    """A directory that looks enough like a model for the front."""
+    """Writes a directory that the HTTP process accepts as a model; returns its path."""
     path.mkdir(parents=True, exist_ok=True)
     sizes = {
         "vocab_size": 257,

@@ -1,6 +1,6 @@
-"""What a PromQL expression asks for: names of series, and labels. It reads only the part of the language that our files
-use, and is no parser: it recognises functions, operators and aggregations by their position. An expression that
-Prometheus would refuse may pass.
+"""Reads the names of series and the labels in a PromQL expression. It knows only the part of the language that our
+files use, and does not parse it: functions, operators and aggregations are recognised by their position. An expression
+that Prometheus would refuse may pass.
 """
 
 import re
@@ -36,26 +36,28 @@ class Selector(NamedTuple):
     matchers: tuple[tuple[str, str, str], ...]
 
 
-class Asked(NamedTuple):
-    """`grouped`: labels by which the expression groups."""
+class Query(NamedTuple):
+    """The series of an expression; `grouped`: the labels by which it groups."""
 
     selectors: tuple[Selector, ...]
     grouped: frozenset[str]
 
 
-def asked(expression: str) -> Asked:
-    """ValueError: nothing is asked for, or brackets do not match."""
+def parse_query(expression: str) -> Query:
+    """Reads an expression. ValueError: it names no series, or its brackets do not match."""
     plain = _STRING.sub('""', expression)
     for one, other in ("()", "{}", "[]"):
         if plain.count(one) != plain.count(other):
             raise ValueError(f"{expression}: {one} and {other} do not match")
-    grouped = {label.strip() for found in _GROUPING.findall(plain) for label in found.split(",") if label.strip()}
+    grouped = {
+        label.strip() for selectors in _GROUPING.findall(plain) for label in selectors.split(",") if label.strip()
+    }
     rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", expression))
-    found = [
+    selectors = [
         Selector(name, tuple(_MATCHER.findall(labels)))
         for name, labels in _SELECTOR.findall(rest)
         if name.lower() not in WORDS
     ]
-    if not found:
+    if not selectors:
         raise ValueError(f"{expression}: it asks for no series")
-    return Asked(tuple(found), frozenset(grouped))
+    return Query(tuple(selectors), frozenset(grouped))

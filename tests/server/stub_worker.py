@@ -78,7 +78,7 @@ def work(directory: Path, mood: str, stopped: list[int]) -> int:
 
 
 def hold(go: Path, stopped: list[int]) -> None:
-    """Until `go` exists, or this worker is asked to stop."""
+    """Waits until `go` exists, or this worker is asked to stop."""
     end = time.monotonic() + ORPHANED
     while not (go.exists() or stopped or time.monotonic() > end):
         time.sleep(0.01)

@@ -17,7 +17,7 @@ from tests.patience import until
 from tests.server.process import Process, serving
 
 PROMPTS = ["Once upon a time", "The scale of a tensor", "Why?"]
-ASKED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
+PARAMETERS: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 0}
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +56,8 @@ def trained_job(server: Process) -> dict[str, Any]:
     return server.client.get(f"/finetune/{job['id']}").json()  # type: ignore[no-any-return]
 
 
-def said(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[float | None]]:
-    choice = client.completions.create(model=model, prompt=prompt, **ASKED).choices[0]
+def complete(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[float | None]]:
+    choice = client.completions.create(model=model, prompt=prompt, **PARAMETERS).choices[0]
     assert choice.logprobs is not None
     return choice.text, list(choice.logprobs.token_logprobs or [])
 
@@ -85,19 +85,19 @@ def test_three_adapters_and_none_answer_at_once_as_each_does_alone(server: Proce
 
     [trained] = (place / "data").glob(f"jobs/{job['id']}/**/adapter_config.json")
     places = {"base": None, "one": place / "more/lora", "two": place / "more/dora", name: trained.parent}
-    right = {model: alone(place, adapter) for model, adapter in places.items()}
-    assert len({repr(answers) for answers in right.values()}) == 4
+    expected = {model: alone(place, adapter) for model, adapter in places.items()}
+    assert len({repr(answers) for answers in expected.values()}) == 4
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         assert {model.id: model.model_dump()["parent"] for model in client.models.list()} | {} == {
             "base": None, "one": "base", "two": "base", name: "base",
         }  # fmt: skip
 
         def check() -> None:
-            asked = [(model, i) for i in range(len(PROMPTS)) for model in right] * 2
+            requests = [(model, i) for i in range(len(PROMPTS)) for model in expected] * 2
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
-                answers = [pool.submit(said, client, model, PROMPTS[i]) for model, i in asked]
-            for (model, i), answer in zip(asked, answers, strict=True):
-                assert answer.result() == right[model][i], (model, PROMPTS[i])
+                answers = [pool.submit(complete, client, model, PROMPTS[i]) for model, i in requests]
+            for (model, i), answer in zip(requests, answers, strict=True):
+                assert answer.result() == expected[model][i], (model, PROMPTS[i])
 
         check()
         engine = children(server.popen.pid)
@@ -110,13 +110,13 @@ def test_three_adapters_and_none_answer_at_once_as_each_does_alone(server: Proce
 
         assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "one"}).status_code == 200
         with pytest.raises(openai.NotFoundError):
-            said(client, "one", "Why?")
-        assert said(client, "base", "Why?") == right["base"][2]
+            complete(client, "one", "Why?")
+        assert complete(client, "base", "Why?") == expected["base"][2]
 
 
 def children(pid: int) -> list[int]:
     """The engine's processes."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
@@ -124,5 +124,5 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if parent == pid and "fp8serve.engine.worker" in command:
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids

@@ -29,7 +29,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         assert "Traceback" not in p.log.read_text()
 
 
-def test_what_a_head_scores_is_what_clients_get(served: tuple[Process, Path]) -> None:
+def test_clients_get_the_scores_of_the_head(served: tuple[Process, Path]) -> None:
     server, folder = served
     classifier = Classifier(folder, recipe="rowwise")
     labels = classifier.head.labels
@@ -94,7 +94,7 @@ def test_a_parser_process_reads_pairs_as_the_front_does(served: tuple[Process, P
         assert JOBS["pairs"](head, b"".join(pieces))[0]["pairs"] == expected
 
 
-def test_a_pair_that_is_too_long_is_cut_where_that_is_asked_for(served: tuple[Process, Path]) -> None:
+def test_a_pair_that_is_too_long_is_truncated_on_request(served: tuple[Process, Path]) -> None:
     """The pair cut by the library tokenizers, as sentence-transformers does."""
     server, folder = served
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -103,21 +103,23 @@ def test_a_pair_that_is_too_long_is_cut_where_that_is_asked_for(served: tuple[Pr
 
     def scores(most: int, *pairs: tuple[str, ...]) -> list[list[float]]:
         backend.enable_truncation(most)
-        found = [backend.encode(*pair) for pair in pairs]
+        encodings = [backend.encode(*pair) for pair in pairs]
         rows: list[list[float]] = classifier.classify_ids(
-            [e.ids for e in found], [e.type_ids for e in found]
+            [e.ids for e in encodings], [e.type_ids for e in encodings]
         ).scores.tolist()
         return rows
 
-    for most, asked in ((40, {"truncate": True}), (40, {"truncation": True}), (9, {"truncate_prompt_tokens": 9})):
-        answer = server.client.post("/classify", json={"input": long, **asked}).json()
+    for most, options in ((40, {"truncate": True}), (40, {"truncation": True}), (9, {"truncate_prompt_tokens": 9})):
+        answer = server.client.post("/classify", json={"input": long, **options}).json()
         assert [row["probs"] for row in answer["data"]] == scores(most, *((text,) for text in long))
         if len(classifier.head.labels) == 1:
             body = {"text_1": "q r s t u v", "text_2": long}
-            got = server.client.post("/v1/score", json=body | asked).json()["data"]
-            assert [[s["score"]] for s in got] == scores(most, *(("q r s t u v", text) for text in long))
-            got = server.client.post("/v1/rerank", json={"query": "q r s t u v", "documents": long} | asked).json()
-            assert len(got["results"]) == 3
+            response = server.client.post("/v1/score", json=body | options).json()["data"]
+            assert [[s["score"]] for s in response] == scores(most, *(("q r s t u v", text) for text in long))
+            response = server.client.post(
+                "/v1/rerank", json={"query": "q r s t u v", "documents": long} | options
+            ).json()
+            assert len(response["results"]) == 3
     for most, words in ((41, "reads 40 tokens"), (2, "leaves no room for text")):
         refused = server.client.post("/classify", json={"input": "a", "truncate_prompt_tokens": most})
         assert refused.status_code == 400
@@ -131,7 +133,7 @@ def test_documents_are_cut_to_so_many_tokens(served: tuple[Process, Path]) -> No
     answer = server.client.post("/v1/rerank", json=body)
     if len(classifier.head.labels) == 1:
         expected = classifier.classify([("a b", "some"), ("a b", "xxxx")]).scores[:, 0].tolist()
-        found = {r["index"]: r["relevance_score"] for r in answer.json()["results"]}
-        assert [found[0], found[1]] == expected
+        scores = {r["index"]: r["relevance_score"] for r in answer.json()["results"]}
+        assert [scores[0], scores[1]] == expected
     else:
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""A server whose model never loaded leaves nothing behind, and takes nothing that was there."""
+"""A server whose model never loaded removes the files that it created, and no others."""
 
 import os
 from dataclasses import replace

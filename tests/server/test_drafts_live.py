@@ -40,22 +40,22 @@ def plain(home: Path) -> Iterator[list[Any]]:
 
 def answers(server: Process) -> list[Any]:
     """Texts, tokens and log-probabilities: greedy and drawn, whole and streamed, several at once."""
-    ask: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "seed": 3, "ignore_eos": True, "prompt": PROMPTS}
-    found = []
+    request: dict[str, Any] = {"max_tokens": 40, "logprobs": 2, "seed": 3, "ignore_eos": True, "prompt": PROMPTS}
+    results = []
     for change in ({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "n": 3}, {"stop": ["e", "\ufffd"]}):
-        answer = server.client.post("/v1/completions", json=ask | change)
+        answer = server.client.post("/v1/completions", json=request | change)
         assert answer.status_code == 200, answer.text
-        found.append(answer.json()["choices"])
+        results.append(answer.json()["choices"])
     streamed = server.client.post(
         "/generate_stream",
         json={"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 40, "seed": 3, "temperature": 1.0}},
     )
     events = [json.loads(line[5:]) for line in streamed.text.splitlines() if line.startswith("data:")]
-    return [*found, [event["token"] for event in events]]
+    return [*results, [event["token"] for event in events]]
 
 
 @pytest.mark.parametrize("draft", ["same", "other"])
-def test_answers_are_the_same_and_what_drafts_did_is_counted(home: Path, plain: list[Any], draft: str) -> None:
+def test_answers_are_the_same_with_drafts_and_drafts_are_counted(home: Path, plain: list[Any], draft: str) -> None:
     with serving(home / f"log-{draft}", **options(home, draft)) as server:
         assert answers(server) == plain
         counted = {name: server.metric(f"fp8serve_{name}_total") for name in NAMES}
@@ -72,9 +72,9 @@ def test_answers_are_the_same_and_what_drafts_did_is_counted(home: Path, plain: 
 
 
 def refusal(home: Path, draft: Path) -> str:
-    """Everything that a server says when it is started with such a draft model."""
-    given = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
-    command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *given]
+    """The standard error of a server that is started with a draft model that it refuses."""
+    arguments = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
+    command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     return done.stderr

@@ -37,33 +37,33 @@ def server(folder: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def client(server: Process) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 @pytest.mark.smoke
 def test_openais_client_gets_the_embedders_vectors(client: openai.OpenAI, folder: Path) -> None:
     expected = Embedder(folder, recipe="rowwise").embed(TEXTS)
     for form in ("float", "base64"):
-        got = client.embeddings.create(model="tiny", input=TEXTS, encoding_format=form)  # type: ignore[call-overload]
-        vectors = [e.embedding for e in got.data]
+        response = client.embeddings.create(model="tiny", input=TEXTS, encoding_format=form)  # type: ignore[call-overload]
+        vectors = [e.embedding for e in response.data]
         if form == "base64":
             vectors = [list(struct.unpack("<64f", base64.b64decode(v))) for v in vectors]
         assert torch.equal(torch.tensor(vectors), expected.vectors)
-        assert [e.index for e in got.data] == [0, 1, 2]
-        assert got.usage.prompt_tokens == got.usage.total_tokens == sum(expected.tokens)
+        assert [e.index for e in response.data] == [0, 1, 2]
+        assert response.usage.prompt_tokens == response.usage.total_tokens == sum(expected.tokens)
 
 
-def test_documents_that_are_too_long_are_cut_where_that_is_asked_for(server: Process, folder: Path) -> None:
+def test_documents_that_are_too_long_are_truncated_on_request(server: Process, folder: Path) -> None:
     embedder = Embedder(folder, recipe="rowwise")
     documents = ["some text", "z" * 9000, "ab"]
 
-    def ranked(query: str, cut: list[str], **asked: object) -> None:
-        body = {"query": query, "documents": documents} | asked
+    def ranked(query: str, cut: list[str], **options: object) -> None:
+        body = {"query": query, "documents": documents} | options
         answer = server.client.post("/v1/rerank", json=body).json()
-        found = [r["relevance_score"] for r in sorted(answer["results"], key=lambda r: int(r["index"]))]
+        scores = [r["relevance_score"] for r in sorted(answer["results"], key=lambda r: int(r["index"]))]
         of_query, *others = embedder.embed([query, *cut]).vectors
-        assert found == pytest.approx([float(of_query @ other) for other in others], abs=1e-6)
+        assert scores == pytest.approx([float(of_query @ other) for other in others], abs=1e-6)
 
     ranked("ab", ["some text", "z" * 20, "ab"], truncate=True)  # of 24, prompt and special tokens take four
     ranked("zzzzz", ["some", "zzzz", "ab"], max_tokens_per_doc=4)
@@ -95,7 +95,9 @@ def test_documents_may_be_objects_as_other_clients_send_them(server: Process) ->
         ("rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents: give a list of one or more texts"),
     ],
 )
-def test_what_is_no_text_is_told_as_what_may_be_given(server: Process, route: str, body: object, words: str) -> None:
+def test_the_refusal_of_an_invalid_input_names_the_accepted_types(
+    server: Process, route: str, body: object, words: str
+) -> None:
     answer = server.client.post(f"/v1/{route}", json=body)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
@@ -119,18 +121,20 @@ def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, folder: Path) 
 def test_prompts_by_name_and_truncation(client: openai.OpenAI, folder: Path) -> None:
     embedder = Embedder(folder, recipe="rowwise")
 
-    def got(text: str | list[int], **more: object) -> list[float]:
+    def embed(text: str | list[int], **more: object) -> list[float]:
         return client.embeddings.create(model="tiny", input=text, extra_body=more).data[0].embedding
 
-    assert got("a b", prompt_name="p") == got("a b")
+    assert embed("a b", prompt_name="p") == embed("a b")
     long = "ab" * 5000  # read by a parser process
     for text in ("ab" * 20, long):
         cut = embedder.embed([text], truncate=True)
-        assert got(text, truncate_prompt_tokens=-1) == got(text, truncate_prompt_tokens=24) == cut.vectors[0].tolist()
+        assert (
+            embed(text, truncate_prompt_tokens=-1) == embed(text, truncate_prompt_tokens=24) == cut.vectors[0].tolist()
+        )
     ids = embedder.tokenizer.encode("x abcdefgh")
-    assert got("abcdefgh", truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
-    assert got(ids * 9, truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
-    assert got("ab", truncate_prompt_tokens=24) == got("ab")
+    assert embed("abcdefgh", truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
+    assert embed(ids * 9, truncate_prompt_tokens=6) == embedder.embed([ids[:5] + ids[-1:]]).vectors[0].tolist()
+    assert embed("ab", truncate_prompt_tokens=24) == embed("ab")
 
 
 def test_rerank_and_score_agree(server: Process) -> None:
@@ -174,7 +178,7 @@ def test_refusals_are_one_sentence(server: Process, route: str, body: dict[str, 
     assert words in answer.json()["error"]["message"]
 
 
-def test_models_say_what_it_is(server: Process) -> None:
+def test_the_list_of_models_has_the_task(server: Process) -> None:
     assert server.client.get("/v1/models").json()["data"][0]["task"] == "embed"
     assert server.client.get("/scales").status_code == 200
     assert server.client.get("/info").status_code == 200

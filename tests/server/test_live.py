@@ -1,4 +1,4 @@
-"""The whole of it on a tiny real model: real engine, real trainer, OpenAI's own client unmodified."""
+"""The whole server on a tiny real model: real engine, real trainer, OpenAI's own client unmodified."""
 
 import concurrent.futures
 import json
@@ -51,8 +51,8 @@ def server(place: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def client(server: Process) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def test_the_log_begins_with_what_is_loaded_and_where_it_is_served(server: Process) -> None:
@@ -85,8 +85,8 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_chat_choices_are_seeded_one_by_one(client: openai.OpenAI) -> None:
     def ask() -> list[str | None]:
-        said = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=8, n=3, seed=7, temperature=1)
-        return [choice.message.content for choice in said.choices]
+        response = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=8, n=3, seed=7, temperature=1)
+        return [choice.message.content for choice in response.choices]
 
     first = ask()
     assert first == ask()
@@ -107,19 +107,24 @@ def test_chat_streams(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_has_the_form_that_was_asked_for(stream: bool, server: Process, client: openai.OpenAI) -> None:
-    """Random weights write nothing of the kind by themselves."""
-    form: Any = {"type": "json_schema", "json_schema": {"name": "v", "schema": {"enum": ["right", {"wrong": 12}]}}}
+def test_an_answer_matches_its_response_format(stream: bool, server: Process, client: openai.OpenAI) -> None:
+    """Random weights would not write such an answer without the constraint."""
+    response_format: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "v", "schema": {"enum": ["right", {"wrong": 12}]}},
+    }
     for seed in range(5):
-        said: Any = client.chat.completions.create(
-            model="tiny", messages=CHAT, temperature=1, seed=seed, response_format=form, stream=stream
+        response: Any = client.chat.completions.create(
+            model="tiny", messages=CHAT, temperature=1, seed=seed, response_format=response_format, stream=stream
         )
-        parts = [chunk.choices[0].delta.content for chunk in said] if stream else [said.choices[0].message.content]
+        parts = (
+            [chunk.choices[0].delta.content for chunk in response] if stream else [response.choices[0].message.content]
+        )
         assert json.loads("".join(part or "" for part in parts)) in ("right", {"wrong": 12})
     grammar = {"type": "regex", "value": "[ab]{3}-[0-9]{2}"}
     body = {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 60}}
-    found = server.client.post("/generate", json=body).json()
-    assert re.fullmatch("[ab]{3}-[0-9]{2}", found["generated_text"]), found
+    result = server.client.post("/generate", json=body).json()
+    assert re.fullmatch("[ab]{3}-[0-9]{2}", result["generated_text"]), result
 
 
 def test_errors_become_the_clients_own_exceptions(server: Process, client: openai.OpenAI) -> None:
@@ -160,8 +165,8 @@ def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI
     assert job.fine_tuned_model is not None
     with pytest.raises(openai.NotFoundError, match="activated"):
         client.completions.create(model=job.fine_tuned_model, prompt="x")
-    said = server.client.post(f"/finetune/{job.id}/activate", timeout=PATIENCE)
-    assert said.status_code == 200, said.text
+    response = server.client.post(f"/finetune/{job.id}/activate", timeout=PATIENCE)
+    assert response.status_code == 200, response.text
     after = client.completions.create(
         model=job.fine_tuned_model, prompt="The capital of France is", max_tokens=8, temperature=0
     )
@@ -182,10 +187,10 @@ def test_hugging_faces_client(server: Process) -> None:
     assert "".join(pieces) == whole.generated_text == client.text_generation("Hello", max_new_tokens=10)
     with pytest.raises(errors.ValidationError):
         client.text_generation("Hello", max_new_tokens=1000)
-    said = client.chat_completion(CHAT, max_tokens=6, temperature=0)
-    assert (said.choices[0].finish_reason, said.usage.completion_tokens) == ("length", 6)
+    response = client.chat_completion(CHAT, max_tokens=6, temperature=0)
+    assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 6)
     streamed = client.chat_completion(CHAT, max_tokens=6, temperature=0, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == said.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == response.choices[0].message.content
 
 
 def test_a_dry_run_names_bad_lines(server: Process) -> None:
@@ -215,10 +220,10 @@ def test_a_hung_engine_is_ended_and_started_again(server: Process) -> None:
     pid = engine_pid(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         os.kill(pid, signal.SIGSTOP)
-        asked = pool.submit(server.client.post, "/generate", json={"inputs": "x"}, timeout=PATIENCE)
+        pending = pool.submit(server.client.post, "/generate", json={"inputs": "x"}, timeout=PATIENCE)
         until_status(server, "/health/ready", 503)
         until_status(server, "/health/ready", 200)
-        answer = asked.result()
+        answer = pending.result()
     assert not Path(f"/proc/{pid}").exists()
     assert answer.status_code == 503
     assert "no heartbeat for 6 seconds" in answer.json()["error"]

@@ -1,5 +1,5 @@
-"""Log-probabilities over HTTP are those of training, to the last bit: every recipe, and every way in which a server can
-compute one."""
+"""Log-probabilities over HTTP equal those of training to the last bit, for every recipe, and for every way in which a
+server computes one."""
 
 import random
 from collections.abc import Iterator
@@ -23,13 +23,14 @@ SERVED = {
     **{recipe: (recipe, "bf16") for recipe in parity.RECIPES if recipe != "delayed"},
     "delayed-fp8": ("delayed", "fp8"),
 }
-"""Beside "delayed", the server's first model: recipe and type of the cache by name. tests/train has the FP8 cache under
-the other recipes."""
+"""(recipe, type of the cache) of the further models by name; the first model is "delayed". tests/train tests the FP8
+cache under the other recipes."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes that are multiples of no tile but MX blocks; layers see 40 tokens, fewer than a row has."""
+    """A model whose sizes are multiples of MX blocks and of no other tile. Its sliding window is shorter than the
+    longest prompt."""
     path = tmp_path_factory.mktemp("log-probs") / "delayed"
     sizes = {"hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_model(path, "mistral", head_dim=40, sliding_window=40, **sizes)
@@ -40,9 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Process]:
     engine: dict[str, Any] = {"max_batch_tokens": STEP, "max_num_seqs": 8, "block_size": 4}
-    told = "".join(f",{name}={value}" for name, value in engine.items())
+    engine_options = "".join(f",{name}={value}" for name, value in engine.items())
     others = [
-        f"{name}={model},recipe={parity.served_as(recipe)},kv_cache_dtype={cache}{told}"
+        f"{name}={model},recipe={parity.served_as(recipe)},kv_cache_dtype={cache}{engine_options}"
         for name, (recipe, cache) in SERVED.items()
     ]
     options = {"model": str(model), "data_dir": str(model.parent / "data"), "models": others, **engine}
@@ -54,7 +55,7 @@ def server(model: Path) -> Iterator[Process]:
 
 
 def states(server: Process) -> set[str]:
-    return {found["state"] for found in server.client.get("/models").json()["models"]}
+    return {model["state"] for model in server.client.get("/models").json()["models"]}
 
 
 def post(server: Process, route: str, body: Any) -> Any:
@@ -76,13 +77,13 @@ def test_a_server_returns_the_log_probabilities_of_training(
     server: Process, model: Path, name: str, recipe: str, cache: Any
 ) -> None:
     cached = server.metric("fp8serve_prompt_tokens_cached_total")
-    said = parity.ask(lambda route, body: post(server, route, body), name, prompts())
+    served = parity.ask(lambda route, body: post(server, route, body), name, prompts())
     assert server.metric("fp8serve_prompt_tokens_cached_total") > cached
-    found = parity.compare(said, parity.training(model, recipe, cache))
-    assert {way: (count.equal, count.worst) for way, count in found.items()} == {
-        way: (count.tokens, 0.0) for way, count in found.items()
+    counts = parity.compare(served, parity.training(model, recipe, cache))
+    assert {way: (count.equal, count.worst) for way, count in counts.items()} == {
+        way: (count.tokens, 0.0) for way, count in counts.items()
     }
-    assert {way: count.tokens for way, count in found.items()} == {
+    assert {way: count.tokens for way, count in counts.items()} == {
         "prompt": 8 + 16,
         "prompt in chunks": 59,
         "decoding": 4 * parity.NEW,
@@ -91,21 +92,21 @@ def test_a_server_returns_the_log_probabilities_of_training(
     }
 
 
-def test_the_server_says_where_they_differ(server: Process) -> None:
+def test_info_says_for_which_models_log_probabilities_differ(server: Process) -> None:
     def because(name: str) -> list[str]:
         engine = server.client.get("/info", params={"model": name}).json()["engine"]
         assert engine["log_probs_as_trained"] is not bool(engine["log_probs_differ_because"])
         return engine["log_probs_differ_because"]  # type: ignore[no-any-return]
 
-    found = {name: because(name) for name in ("delayed", *SERVED)}
-    assert [name for name, why in found.items() if why] == ["delayed-fp8"]
-    assert "FP8 cache" in found["delayed-fp8"][0]
+    reasons = {name: because(name) for name in ("delayed", *SERVED)}
+    assert [name for name, why in reasons.items() if why] == ["delayed-fp8"]
+    assert "FP8 cache" in reasons["delayed-fp8"][0]
 
 
 def test_usage_says_how_much_of_prompts_the_cache_held(server: Process) -> None:
-    """Each prompt once, whatever its number of answers."""
+    """Each prompt counts once, whatever its number of answers."""
     rng = random.Random(1)
-    asked = {"prompt": [[rng.randrange(256) for _ in range(42)] for _ in range(2)], "n": 2, "max_tokens": 1}
-    first, second = (post(server, "/v1/completions", asked)["usage"] for _ in range(2))
+    body = {"prompt": [[rng.randrange(256) for _ in range(42)] for _ in range(2)], "n": 2, "max_tokens": 1}
+    first, second = (post(server, "/v1/completions", body)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"] == {"cached_tokens": 0}
     assert second["prompt_tokens_details"] == {"cached_tokens": 2 * 40}

@@ -1,7 +1,7 @@
-"""What the dashboard and the alerts ask for, compared with /metrics of a live server that went through every case.
+"""The series that the dashboard and the alerts query exist in /metrics of a live server after events of every kind.
 
-Names of series, labels that are matched or grouped by, and labels in legends and annotations are checked panel by
-panel; that Prometheus takes an expression's syntax is not (promql.py).
+Each panel is checked for the names of its series, the labels that it matches or groups by, and the labels in its legend
+and annotations. The syntax of expressions is not checked (promql.py).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.engine.tiny import write_model, write_scales
 from tests.patience import until
 from tests.server.access.files import bearer, key_of, one_for_each_scope
 from tests.server.process import Process, serving
-from tests.server.promql import asked
+from tests.server.promql import parse_query
 
 OBSERVABILITY = Path(__file__).resolve().parents[2] / "docker" / "observability"
 DASHBOARD = json.loads((OBSERVABILITY / "fp8serve.json").read_text())
@@ -36,7 +36,7 @@ PANELS = [
     for target in panel["targets"]
 ]
 ALERTS = [(rule["alert"], rule["expr"], rule["annotations"]["summary"]) for rule in RULES]
-OF_PROMETHEUS = {"job", "instance", "pod", "namespace"}  # labels that it adds itself
+OF_PROMETHEUS = {"job", "instance", "pod", "namespace"}  # labels that Prometheus adds
 CONTEXT = 8192  # a stream that fills it is under way for as long as a test needs
 REPEATS = "ab ab ab ab ab ab ab ab ab ab ab ab "
 
@@ -116,9 +116,9 @@ def leave_a_stream_and_ask_for_a_second(server: Process, headers: dict[str, str]
 
 def submit(server: Process, headers: dict[str, str]) -> None:
     rows = [{"prompt": "a", "completion": "b"}]
-    made = server.client.post("/finetune", json={"data": rows, "epochs": 1}, headers=headers)
-    assert made.status_code < 300, made.text
-    job = made.json()["id"]
+    response = server.client.post("/finetune", json={"data": rows, "epochs": 1}, headers=headers)
+    assert response.status_code < 300, response.text
+    job = response.json()["id"]
     server.client.post(f"/finetune/{job}/cancel", headers=headers)
     ended = ("cancelled", "succeeded", "failed")
     until(lambda: server.client.get(f"/finetune/{job}", headers=headers).json()["status"] in ended, "the job's end")
@@ -138,7 +138,7 @@ def kill_the_engine(server: Process, headers: dict[str, str]) -> None:
 
 
 def engines(server: Process) -> list[int]:
-    """Process ids of the server's engines: after a swap the one before it still has requests and memory to let go."""
+    """Process ids of the server's engines. After a swap, the previous engine may still be ending."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     return [int(pid) for pid, parent, args in rows if parent == str(server.popen.pid) and "engine.worker" in args]
@@ -148,11 +148,11 @@ def scraped(server: Process) -> dict[str, list[Sample]]:
     """Samples by their names."""
     with contextlib.suppress(httpx.TransportError):
         text = server.client.get("/metrics", headers=bearer(key_of("read"))).text
-        found: dict[str, list[Sample]] = {}
+        samples: dict[str, list[Sample]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found.setdefault(sample.name, []).append(sample)
-        return found
+                samples.setdefault(sample.name, []).append(sample)
+        return samples
     return {}
 
 
@@ -170,20 +170,20 @@ def total(samples: dict[str, list[Sample]], name: str, **labels: str) -> float:
 
 
 def check(expression: str, shown: str, samples: dict[str, list[Sample]]) -> None:
-    """Each series is there with its labels; `shown` names only labels of them."""
-    found = asked(expression)
+    """Asserts that each series of the expression exists with its labels, and that the text `shown` uses no others."""
+    query = parse_query(expression)
     labels: set[str] = set(OF_PROMETHEUS)
-    for selector in found.selectors:
+    for selector in query.selectors:
         series = samples.get(selector.name)
         assert series, f"{selector.name} is nowhere in /metrics"
-        for name, operator, wanted in selector.matchers:
+        for name, operator, label in selector.matchers:
             assert all(name in sample.labels for sample in series), (selector.name, name)
             if operator == "=":
-                assert wanted in {sample.labels[name] for sample in series}, (selector.name, name, wanted)
+                assert label in {sample.labels[name] for sample in series}, (selector.name, name, label)
         labels |= {name for sample in series for name in sample.labels}
-    assert found.grouped <= labels, expression
+    assert query.grouped <= labels, expression
     named = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", shown))
-    assert named <= (found.grouped or labels), shown
+    assert named <= (query.grouped or labels), shown
 
 
 @pytest.mark.parametrize(("title", "expression", "legend"), PANELS, ids=lambda text: str(text)[:40])
@@ -198,22 +198,22 @@ def test_every_alert_can_fire(alert: str, expression: str, summary: str, samples
     check(expression, summary, samples)
 
 
-@pytest.mark.parametrize("wanted", VLLM.split())
-def test_every_series_of_vllms_is_there(wanted: str, samples: dict[str, list[Sample]]) -> None:
-    name, _, labels = wanted.removesuffix("}").partition("{")
+@pytest.mark.parametrize("series", VLLM.split())
+def test_every_series_of_vllms_is_there(series: str, samples: dict[str, list[Sample]]) -> None:
+    name, _, labels = series.removesuffix("}").partition("{")
     assert name in samples
     for sample in samples[name]:
         assert (sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0")
         assert set(filter(None, labels.split(","))) <= set(sample.labels)
 
 
-def test_http_responses_are_counted_by_class_for_them_too(samples: dict[str, list[Sample]]) -> None:
+def test_http_responses_are_also_counted_by_status_class(samples: dict[str, list[Sample]]) -> None:
     ours, theirs = samples["fp8serve_http_responses_total"], samples["http_requests_total"]
     assert {sample.labels["status"] for sample in theirs} >= {"2xx", "4xx"}
     assert sum(s.value for s in theirs) == sum(s.value for s in ours)
 
 
-def test_the_numbers_are_those_of_what_happened(samples: dict[str, list[Sample]]) -> None:
+def test_the_metrics_count_what_happened(samples: dict[str, list[Sample]]) -> None:
     expected = {
         ("fp8serve_engine_restarts_total",): 1, ("fp8serve_weight_swaps_total", "outcome", "ok"): 1,
         ("fp8serve_http_errors_total", "code", "unknown_parameter"): 1,
@@ -257,24 +257,24 @@ def test_layers_are_those_of_the_model(server: Process, samples: dict[str, list[
     ],
 )
 def test_expressions_are_read(expression: str, names: list[str], grouped: set[str]) -> None:
-    found = asked(expression)
-    assert ([selector.name for selector in found.selectors], found.grouped) == (names, grouped)
+    query = parse_query(expression)
+    assert ([selector.name for selector in query.selectors], query.grouped) == (names, grouped)
 
 
-@pytest.mark.parametrize("wrong", ["sum(rate(x[1m])", "1 + 1", "time()"])
-def test_an_expression_that_asks_for_nothing_is_wrong(wrong: str) -> None:
+@pytest.mark.parametrize("expression", ["sum(rate(x[1m])", "1 + 1", "time()"])
+def test_an_expression_without_a_series_is_refused(expression: str) -> None:
     with pytest.raises(ValueError, match=r"match|no series"):
-        asked(wrong)
+        parse_query(expression)
 
 
-def test_a_wrong_panel_would_be_found(samples: dict[str, list[Sample]]) -> None:
-    wrong: list[tuple[Any, Any]] = [
+def test_a_panel_with_a_wrong_name_fails_the_check(samples: dict[str, list[Sample]]) -> None:
+    invalid: list[tuple[Any, Any]] = [
         ("fp8serve_nothing", ""),
         ('fp8serve_jobs{state="lost"}', ""),
         ('fp8serve_jobs{status="failed"}', ""),
         ("sum by (status) (fp8serve_jobs)", ""),
         ("sum by (state) (fp8serve_jobs)", "{{status}}"),
     ]
-    for expression, legend in wrong:
+    for expression, legend in invalid:
         with pytest.raises(AssertionError):
             check(expression, legend, samples)

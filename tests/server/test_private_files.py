@@ -1,4 +1,4 @@
-"""What a server keeps in its data directory can be read by its own user only, whatever was there before."""
+"""Only the server's own user can read the files in its data directory, whatever modes they had before."""
 
 import os
 import sqlite3
@@ -16,7 +16,7 @@ ROWS = {"data": [{"text": "a secret row"}], "seq_len": 64}
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """Of everything in the folder, by its path."""
+    """The modes of all files and folders below `folder`, by path."""
     return {
         str(path.relative_to(folder)): oct(stat.S_IMODE(path.lstat().st_mode)) for path in sorted(folder.rglob("*"))
     }
@@ -32,9 +32,9 @@ def used(path: Path, data: Path, **more: Any) -> dict[str, str]:
         return modes(data)
 
 
-def assert_private(found: dict[str, str]) -> None:
-    """Only the mode of what lies at the top counts: nobody else can enter a directory of mode 0700."""
-    tops = {name: mode for name, mode in found.items() if "/" not in name}
+def assert_private(file_modes: dict[str, str]) -> None:
+    """Checks only the entries at the top: nobody else can enter a directory of mode 0700."""
+    tops = {name: mode for name, mode in file_modes.items() if "/" not in name}
     assert {JOB_DATABASE, f"{JOB_DATABASE}-wal", f"{JOB_DATABASE}-shm", "jobs", "files", "server.lock"} <= tops.keys()
     assert {name: mode for name, mode in tops.items() if mode not in ("0o600", "0o700")} == {}
 
@@ -45,9 +45,9 @@ def test_files_are_private_whatever_the_umask(umask: int, tmp_path: Path) -> Non
     data.mkdir(mode=0o755)
     (data / "of somebody").write_text("else")
     (data / "of somebody").chmod(0o644)
-    found = used(tmp_path, data, umask=umask)
-    assert found.pop("of somebody") == "0o644"
-    assert_private(found)
+    file_modes = used(tmp_path, data, umask=umask)
+    assert file_modes.pop("of somebody") == "0o644"
+    assert_private(file_modes)
     assert stat.S_IMODE(data.stat().st_mode) == 0o755  # it was made for more than this server
 
 

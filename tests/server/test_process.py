@@ -68,7 +68,7 @@ def test_a_disconnect_ends_the_generation(server: Process, path: str, how: str) 
     assert server.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
 
 
-def test_overload_is_refused_at_once_and_the_books_balance(server: Process) -> None:
+def test_overload_is_refused_at_once_and_the_counters_add_up(server: Process) -> None:
     def ask(number: int) -> tuple[int, str | None]:
         answer = client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 30}})
         return answer.status_code, answer.headers.get("retry-after")
@@ -139,7 +139,7 @@ def test_a_dripping_body_is_given_up(server: Process, path: str) -> None:
         assert drip(connection, b"a").startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_client_that_takes_nothing_of_its_answer_is_dropped(server: Process) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(server: Process) -> None:
     rows = b'{"text": "' + b"x" * 1000 + b'"}\n'
     sent = server.client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", rows * 16_000)})
     connection = socket.socket()
@@ -148,11 +148,11 @@ def test_a_client_that_takes_nothing_of_its_answer_is_dropped(server: Process) -
     connection.sendall(f"GET /v1/files/{sent.json()['id']}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     done = 'fp8serve_http_responses_total{method="GET",route="/v1/files/{file_id}/content",status="200"}'
     until(lambda: server.metric(done) == 1)
-    got = 0
+    received = 0
     with connection, contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(1 << 20):
-            got += len(piece)
-    assert got < sent.json()["bytes"]
+            received += len(piece)
+    assert received < sent.json()["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
 
 def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, delay=0.02, drain_seconds=PATIENCE)) as process:
-        ask = {"inputs": "abc", "parameters": {"max_new_tokens": 60}}
+        body = {"inputs": "abc", "parameters": {"max_new_tokens": 60}}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            asked = [
-                pool.submit(httpx.post, process.url + "/generate", json=ask | {"stream": i % 2 == 0}, timeout=PATIENCE)
+            pending = [
+                pool.submit(httpx.post, process.url + "/generate", json=body | {"stream": i % 2 == 0}, timeout=PATIENCE)
                 for i in range(8)
             ]
             until(lambda: process.metric("fp8serve_requests_in_flight") == 8)
@@ -200,9 +200,9 @@ def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
             until(lambda: process.client.get("/health/ready").status_code == 503)
             assert process.client.get("/health/ready").json()["state"] == "draining"
             assert process.client.get("/health/live").status_code == 200
-            refused = process.client.post("/generate", json=ask)
+            refused = process.client.post("/generate", json=body)
             assert (refused.status_code, refused.json()["code"]) == (503, "draining")
-            answers = [future.result() for future in asked]
+            answers = [future.result() for future in pending]
         assert [a.status_code for a in answers] == [200] * 8
         assert all(("abc" * 20) in a.text for a in answers)
         assert process.popen.wait(PATIENCE) == 0
@@ -232,10 +232,10 @@ def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("to_all", [True, False])
 def test_a_stop_while_the_model_loads_is_no_failure(tmp_path: Path, number: int, to_all: bool) -> None:
-    """A service manager's signal, or a terminal's, reaches the engine's process, too."""
+    """The signal of a service manager or a terminal also reaches the engine's process (`to_all`)."""
     write_model(tmp_path / "model")
-    given = options(tmp_path, fake=False, recipe="bf16") | {"model": str(tmp_path / "model")}
-    process = Process(tmp_path / "log", **given)
+    settings = options(tmp_path, fake=False, recipe="bf16") | {"model": str(tmp_path / "model")}
+    process = Process(tmp_path / "log", **settings)
     try:
         until(lambda: engines(process) or process.popen.poll() is not None, "an engine's process")
         process.popen.send_signal(signal.SIGSTOP)  # so that the engine's end is what it learns of first
@@ -260,7 +260,7 @@ def engines(process: Process) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended, seen by its parent or not."""
+    """Whether the process has ended, even if its parent has not waited for it."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("Z")
 

@@ -28,11 +28,11 @@ from tests.server.process import serving
 
 RULES = DelayedScaling(amax_history_len=4)
 TRAFFIC = [[1, *range(40, 70)], [1, *range(100, 140)]]
-ASKED = [[2, *range(10, 30)], [2, *range(200, 240)]]  # shares no cached prefix with the traffic
+PROMPTS = [[2, *range(10, 30)], [2, *range(200, 240)]]  # shares no cached prefix with the traffic
 
 
 def calibrated(model: Path, amax: float = 64.0) -> ScalingCheckpoint:
-    """As if calibration had seen inputs of `amax`: 64 is far above what the traffic has."""
+    """Scales for inputs up to `amax`; 64 is far above the amaxes of the traffic."""
     tensors: dict[str, TensorScale] = {}
     for name in Decoder(read_config(model), device="meta").linear_names():
         history = torch.tensor([0.0, 0.0, amax / 2, amax])
@@ -47,11 +47,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(engine: Engine) -> list[Any]:
-    return engine.generate(ASKED, temperature=0.0, max_new_tokens=8, ignore_eos=True, logprobs=2)
+    return engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, ignore_eos=True, logprobs=2)
 
 
 def rolled(source: Path, **options: Any) -> Engine:
-    """Its scales have followed some traffic, and stand still from now on."""
+    """An engine whose scales have followed some traffic and do not change any more."""
     engine = Engine(source, roll_history=True, drift_window=8, **options)
     before = [record["scale"] for record in engine.scales()]
     engine.generate(TRAFFIC * 2, temperature=0.0, max_new_tokens=16, ignore_eos=True)
@@ -61,7 +61,7 @@ def rolled(source: Path, **options: Any) -> Engine:
 
 
 def check_same(engine: Engine, out: Path, tmp_path: Path) -> None:
-    """`out` answers like `engine`, and its scales would continue to move from where they are."""
+    """Asserts that `out` has the scales and answers of `engine`, and the histories to continue from."""
     again = Engine(out)
     assert [r["scale"] for r in again.scales()] == [r["scale"] for r in engine.scales()]
     assert answers(again) == answers(engine)
@@ -99,14 +99,14 @@ def test_weights_in_high_precision_are_rounded_as_they_were_served(plain: Path, 
     check_same(engine, out, tmp_path)
 
 
-def test_nothing_follows_without_the_option(plain: Path, tmp_path: Path) -> None:
+def test_saving_scales_needs_roll_history(plain: Path, tmp_path: Path) -> None:
     engine = Engine(plain, recipe="bf16")
     with pytest.raises(RequestError, match="start it with --roll-history"):
         engine.save_scales(tmp_path / "moved")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_is_taken_or_closed_is_one_sentence(plain: Path, tmp_path: Path) -> None:
+def test_an_existing_or_unwritable_directory_is_refused_with_one_sentence(plain: Path, tmp_path: Path) -> None:
     source, moved = tmp_path / "source", tmp_path / "moved"
     write_calibrated(source, plain, calibrated(plain))
     rolled(source).save_scales(moved)
@@ -145,12 +145,12 @@ def test_a_server_saves_beside_the_model_and_serves_what_it_saved(plain: Path, t
     }  # fmt: skip
     again = {"model": str(tmp_path / "mine-as-of-today"), "data_dir": str(tmp_path / "data-2")}
     with serving(tmp_path / "log-2", **again) as server:
-        found = server.client.get("/scales").json()["layers"]
-        assert [layer["scale"] for layer in found] == [layer["scale"] for layer in layers]
+        saved_layers = server.client.get("/scales").json()["layers"]
+        assert [layer["scale"] for layer in saved_layers] == [layer["scale"] for layer in layers]
         assert server.client.post("/generate", json=body).status_code == 200
 
 
-async def test_what_a_server_refuses(start: Start) -> None:
+async def test_a_server_without_roll_history_refuses_to_save_scales(start: Start) -> None:
     async with start() as server:
         refused = await server.client.post("/scales/save")
         assert (refused.status_code, refused.json()["code"]) == (409, "scales_not_rolling")
@@ -159,7 +159,7 @@ async def test_what_a_server_refuses(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("error", "code"),
     [
         ({"error": "MachineError", "message": "/a/b/c cannot be written: Permission denied."}, Code.DISK_FULL),
         ({"error": "TakenError", "message": "/a/b is somebody's."}, Code.NAME_TAKEN),
@@ -167,10 +167,10 @@ async def test_what_a_server_refuses(start: Start) -> None:
         (None, Code.INTERNAL),
     ],
 )
-async def test_how_the_process_fails_is_the_answer(
-    said: dict[str, str] | None, code: Code, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_error_of_the_process_becomes_the_answers_code(
+    error: dict[str, str] | None, code: Code, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "" if said is None else json.dumps(said)
+    text = "" if error is None else json.dumps(error)
     monkeypatch.setattr(scale_saver, "COMMAND", (sys.executable, "-c", f"print({text!r}); raise SystemExit(1)"))
 
     class Handle:

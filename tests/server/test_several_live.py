@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def claim_a_huge_tensor(file: Path) -> None:
-    """Afterwards its header names 8 TiB of BF16, and the file is that long, but sparse."""
+    """Rewrites the header so that it names 8 TiB of BF16, and makes the file that long, but sparse."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -79,18 +79,18 @@ def server(place: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def client(server: Process) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def states(server: Process) -> dict[str, str]:
     return {model["name"]: model["state"] for model in server.client.get("/models").json()["models"]}
 
 
-def said(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[float | None]]:
-    """Text and log-probabilities."""
-    asked: Any = {"max_tokens": NEW, "temperature": 0, "logprobs": 0}
-    choice = client.completions.create(model=model, prompt=prompt, **asked).choices[0]
+def complete(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[float | None]]:
+    """The text and the log-probabilities of a greedy answer."""
+    parameters: Any = {"max_tokens": NEW, "temperature": 0, "logprobs": 0}
+    choice = client.completions.create(model=model, prompt=prompt, **parameters).choices[0]
     assert choice.logprobs is not None
     return choice.text, list(choice.logprobs.token_logprobs or [])
 
@@ -104,14 +104,14 @@ def expected(directory: Path, recipe: str) -> list[tuple[str, list[float]]]:
 def test_two_families_answer_at_once_as_each_does_alone(client: openai.OpenAI, place: Path) -> None:
     """To the last bit of every log-probability, with vectors computed in between."""
     directories = {"one": place / "one", "two": place / "more" / "two"}
-    right = {name: expected(directory, RECIPE[name]) for name, directory in directories.items()}
+    expected_answers = {name: expected(directory, RECIPE[name]) for name, directory in directories.items()}
     vectors = Embedder(place / "more" / "three", recipe="bf16").embed(["some text"]).vectors[0]
-    asked = [(name, i) for i in range(len(PROMPTS)) for name in right] * 2
+    requests = [(name, i) for i in range(len(PROMPTS)) for name in expected_answers] * 2
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(said, client, name, PROMPTS[i]) for name, i in asked]
+        answers = [pool.submit(complete, client, name, PROMPTS[i]) for name, i in requests]
         embedded = [pool.submit(client.embeddings.create, model="three", input="some text") for _ in range(6)]
-    for (name, i), answer in zip(asked, answers, strict=True):
-        assert answer.result() == right[name][i], (name, PROMPTS[i])
+    for (name, i), answer in zip(requests, answers, strict=True):
+        assert answer.result() == expected_answers[name][i], (name, PROMPTS[i])
     for vector in embedded:
         assert torch.equal(torch.tensor(vector.result().data[0].embedding), vectors)
 
@@ -119,13 +119,13 @@ def test_two_families_answer_at_once_as_each_does_alone(client: openai.OpenAI, p
 def test_openais_client_finds_and_uses_all_of_them(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()][:4] == ["one", "two", "three", "gpt-4o"]
     assert client.models.retrieve("gpt-4o").model_dump()["root"] == "two"
-    assert said(client, "gpt-4o", "Why?") == said(client, "two", "Why?")
-    assert said(client, "one", "Why?") != said(client, "two", "Why?")
+    assert complete(client, "gpt-4o", "Why?") == complete(client, "two", "Why?")
+    assert complete(client, "one", "Why?") != complete(client, "two", "Why?")
     with pytest.raises(openai.NotFoundError, match="This server has one, two, three, gpt-4o") as refused:
-        said(client, "nope", "Why?")
+        complete(client, "nope", "Why?")
     assert refused.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="writes no text"):
-        said(client, "three", "Why?")
+        complete(client, "three", "Why?")
     with pytest.raises(openai.BadRequestError, match="makes no vectors"):
         client.embeddings.create(model="two", input="Why?")
 
@@ -133,9 +133,9 @@ def test_openais_client_finds_and_uses_all_of_them(client: openai.OpenAI) -> Non
 def test_each_model_has_its_own_tokens_and_limits(server: Process) -> None:
     lengths = {}
     for name in ("one", "two", "three"):
-        found = server.client.post("/tokenize", json={"prompt": "a tensor", "model": name}).json()
-        lengths[name] = (found["count"], found["max_model_len"])
-        back = server.client.post("/detokenize", json={"tokens": found["tokens"], "model": name})
+        response = server.client.post("/tokenize", json={"prompt": "a tensor", "model": name}).json()
+        lengths[name] = (response["count"], response["max_model_len"])
+        back = server.client.post("/detokenize", json={"tokens": response["tokens"], "model": name})
         assert back.status_code == 200
     assert len(set(lengths.values())) == 3
     info = server.client.get("/info", params={"model": "two"}).json()
@@ -146,25 +146,27 @@ def test_each_model_has_its_own_tokens_and_limits(server: Process) -> None:
 def engine_of(server: Process, directory: Path) -> int:
     """The engine process that holds a directory."""
     children = Path(f"/proc/{server.popen.pid}/task/{server.popen.pid}/children").read_text().split()
-    of = [int(p) for p in children if os.fsencode(directory) in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
-    return max(of)
+    pids = [int(p) for p in children if os.fsencode(directory) in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
+    return max(pids)
 
 
-def asks_without_end(server: Process, model: str, stop: threading.Event) -> list[int]:
-    """Statuses of requests, one after the other, until `stop` is set."""
-    found = []
+def send_until_stopped(server: Process, model: str, stop: threading.Event) -> list[int]:
+    """Sends requests one after the other until `stop` is set; returns their statuses."""
+    statuses = []
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         while not stop.is_set():
-            found.append(client.completions.with_raw_response.create(model=model, prompt="a", max_tokens=8).status_code)
-    return found
+            statuses.append(
+                client.completions.with_raw_response.create(model=model, prompt="a", max_tokens=8).status_code
+            )
+    return statuses
 
 
 def test_a_killed_engine_takes_no_other_down_and_comes_back(
     server: Process, place: Path, client: openai.OpenAI
 ) -> None:
-    before, stop = said(client, "two", "Why?"), threading.Event()
+    before, stop = complete(client, "two", "Why?"), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(asks_without_end, server, "one", stop)
+        other = pool.submit(send_until_stopped, server, "one", stop)
         try:
             os.kill(engine_of(server, place / "more" / "two"), signal.SIGKILL)
             until(lambda: states(server)["two"] == "restarting", "the death of two")
@@ -173,7 +175,7 @@ def test_a_killed_engine_takes_no_other_down_and_comes_back(
         finally:
             stop.set()
         assert set(other.result()) == {200}
-    assert said(client, "two", "Why?") == before
+    assert complete(client, "two", "Why?") == before
     assert server.metric('fp8serve_engine_restarts_total{model="two"}') == 1
     assert server.metric('fp8serve_engine_restarts_total{model="one"}') == 0
 
@@ -188,7 +190,7 @@ def test_loading_fails_no_request_of_another_model(server: Process, capsys: pyte
 
     stop = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(asks_without_end, server, "one", stop)
+        other = pool.submit(send_until_stopped, server, "one", stop)
         try:
             assert "damaged" in call("load", "x", "damaged", "--option", "recipe=bf16")[1]
             status, sentence = call("load", "x", "huge", "--option", "recipe=bf16")
@@ -205,12 +207,12 @@ def test_loading_fails_no_request_of_another_model(server: Process, capsys: pyte
     assert "x " not in call("list")[1]
 
 
-def test_metrics_are_told_apart(server: Process, client: openai.OpenAI) -> None:
+def test_metrics_are_labelled_by_model(server: Process, client: openai.OpenAI) -> None:
     def counted(model: str) -> float:
         return server.metric(f'fp8serve_generated_tokens_total{{model="{model}"}}')
 
     before = {name: counted(name) for name in ("one", "two")}
-    said(client, "two", "Why?")
+    complete(client, "two", "Why?")
     assert {name: counted(name) - before[name] for name in before} == {"one": 0.0, "two": float(NEW)}
     text = server.client.get("/metrics").text
     assert all(f'fp8serve_engine_up{{model="{name}"}}' in text for name in ("one", "two", "three"))

@@ -96,7 +96,7 @@ def whole(server: Process, body: dict[str, Any]) -> dict[str, Any]:
     return dict(answer.json())
 
 
-async def test_many_streams_at_once_say_what_one_answer_says(server: Process) -> None:
+async def test_many_streams_at_once_have_the_text_of_whole_answers(server: Process) -> None:
     """Some of them stop at a string that several tokens complete, and a few clients read slowly."""
     texts = [whole(server, body_of(number))["choices"][0]["text"] for number in range(len(PROMPTS))]
     stops = [text[len(text) // 2 :][:5] for text in texts]
@@ -123,7 +123,7 @@ async def test_choices_and_log_probabilities_are_those_of_one_answer(server: Pro
     assert streamed.usage == 3 * TOKENS
 
 
-async def test_clients_that_leave_free_their_places(server: Process) -> None:
+async def test_clients_that_leave_free_their_slots(server: Process) -> None:
     endless = body_of(0, max_tokens=4000)
     streams = [await Stream(server.port, endless).open() for _ in range(16)]
     for each in streams:

@@ -1,4 +1,4 @@
-"""Ten activations on a real server with real engines while clients stream and complete; five are of spoiled weights.
+"""Ten activations on a real server with real engines while clients send requests; five activate damaged weights.
 
 No request fails, and every answer is exactly that of the version that it names.
 """
@@ -107,45 +107,45 @@ CUT = "is not a complete safetensors file"
 def spoiled(server: Process, place: Path, job: str) -> dict[str, str]:
     """Checkpoints of the job whose models are spoiled on the disk, with the message that each must cause."""
     served = place / "data" / "jobs" / job / "served"
-    said = {}
-    for step, (spoil, says) in enumerate([*SPOILERS.items(), (None, CUT)], 1):
+    messages = {}
+    for step, (spoil, message) in enumerate([*SPOILERS.items(), (None, CUT)], 1):
         file = shutil.copytree(place / "data" / "jobs" / job / "out" / "model", served / f"step-{step}")
         file /= "model.safetensors"
         if spoil is None:
             os.truncate(file, file.stat().st_size - 1000)
         else:
-            for beside in ("scales.safetensors", "model.safetensors.index.json"):  # which would tell on any change
+            for beside in ("scales.safetensors", "model.safetensors.index.json"):  # they would reveal any change
                 file.with_name(beside).unlink()
             weights = load_file(file)
             spoil(weights)
             save_file(weights, file, {"format": "pt"})
-        said[f"{job}:ckpt-step-{step}"] = says
-    return said
+        messages[f"{job}:ckpt-step-{step}"] = message
+    return messages
 
 
 def streamed(client: openai.OpenAI) -> Answer:
-    made = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0, stream=True)
-    pieces = list(made)
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0, stream=True)
+    pieces = list(stream)
     (version,) = {piece.system_fingerprint for piece in pieces}
     return Answer("".join(piece.choices[0].text for piece in pieces if piece.choices), str(version))
 
 
 def completed(client: openai.OpenAI) -> Answer:
-    made = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0)
-    return Answer(made.choices[0].text, str(made.system_fingerprint))
+    completion = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0)
+    return Answer(completion.choices[0].text, str(completion.system_fingerprint))
 
 
-def asks_without_end(server: Process, ask: Callable[[openai.OpenAI], Answer], stop: threading.Event) -> list[Answer]:
-    """Any request that fails raises."""
-    found = []
+def send_until_stopped(server: Process, ask: Callable[[openai.OpenAI], Answer], stop: threading.Event) -> list[Answer]:
+    """Sends requests one after the other until `stop` is set; returns the answers. A failed request raises."""
+    answers = []
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         while not stop.is_set():
-            found.append(ask(client))
-    return found
+            answers.append(ask(client))
+    return answers
 
 
 def written_by(directory: Path, recipe: str) -> str:
-    """What these weights write, alone in a process."""
+    """The text that an engine with these weights alone generates."""
     return Engine(directory, recipe=recipe).generate([PROMPT], max_new_tokens=NEW, temperature=0.0)[0].text
 
 
@@ -161,7 +161,7 @@ def test_ten_activations_five_of_them_spoiled_fail_no_request(server: Process, p
     stop, outcomes = threading.Event(), []
     with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
         asks = itertools.islice(itertools.cycle([streamed, completed]), CLIENTS)
-        clients = [pool.submit(asks_without_end, server, ask, stop) for ask in asks]
+        clients = [pool.submit(send_until_stopped, server, ask, stop) for ask in asks]
         try:
             outcomes = [activate(server, source) for source in order]
         finally:
@@ -172,24 +172,24 @@ def test_ten_activations_five_of_them_spoiled_fail_no_request(server: Process, p
     for source, outcome in zip(order, outcomes, strict=True):
         assert outcome.status_code == (409 if source in bad else 200), (source, outcome.text)
         if source in bad:
-            said = outcome.json()
-            assert said["code"] == "activation_failed"
-            assert bad[source] in said["error"], said
-            assert said["error"].startswith("The new weights cannot be served, and the previous ones stay in use: ")
-            assert "\n" not in said["error"]
+            error = outcome.json()
+            assert error["code"] == "activation_failed"
+            assert bad[source] in error["error"], error
+            assert error["error"].startswith("The new weights cannot be served, and the previous ones stay in use: ")
+            assert "\n" not in error["error"]
             assert str(place) not in outcome.text
 
     accepted = [outcome.json()["served"] for outcome in outcomes if outcome.status_code == 200]
     versions = {served["source"]: served["weight_version"] for served in accepted}
     data = place / "data" / "jobs"
-    right = {
+    expected = {
         versions["base"]: written_by(place / "tiny", "current"),
         **{versions[job]: written_by(data / job / "out" / "model", "stored") for job in jobs},
         versions[good[3]]: written_by(data / jobs[1] / "served" / "step-3", "stored"),
     }
-    assert len(set(right.values())) == len(good), "the versions write different texts"
+    assert len(set(expected.values())) == len(good), "the versions write different texts"
     for answer in answers:
-        assert answer.text == right[answer.version]
-    assert {answer.version for answer in answers} == set(right), "each version has answered"
+        assert answer.text == expected[answer.version]
+    assert {answer.version for answer in answers} == set(expected), "each version has answered"
     assert server.metric('fp8serve_weight_swaps_total{model="tiny",outcome="failed"}') == len(bad)
     assert server.metric('fp8serve_weight_swaps_total{model="tiny",outcome="ok"}') == ACTIVATIONS - len(bad)

@@ -1,4 +1,4 @@
-"""The metrics of tokens are updated once in a turn of the event loop, and count what an update for each would count."""
+"""Token metrics are updated once in a turn of the event loop, with the same result as an update for every token."""
 
 import asyncio
 

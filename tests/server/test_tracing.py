@@ -1,4 +1,4 @@
-"""Spans of requests, in the memory of the SDK's own exporter, and by OTLP to a collector, good or bad."""
+"""Spans of requests, in the SDK's in-memory exporter, and sent by OTLP to collectors that work or fail."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ TIMED = Timing(arrived=1000.0, queue=0.5, prefill=1.0, decode=2.0)
 
 
 class TimedEngine(FakeEngine):
-    """Its first output says how long the first phases took, its last one how long each did."""
+    """An engine whose first output has the times of queue and prefill, and whose last has those of all phases."""
 
     async def generate(self, request: Any) -> Any:
         async with contextlib.aclosing(super().generate(request)) as outputs:
@@ -44,27 +44,27 @@ class TimedEngine(FakeEngine):
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tracing]]:
     """The tracing of servers that are started in this test; `spans` empties it."""
-    made: list[Tracing] = []
+    tracings: list[Tracing] = []
 
     def in_memory(endpoint: str | None) -> Tracing:
-        made.append(Tracing(InMemorySpanExporter()))
-        return made[-1]
+        tracings.append(Tracing(InMemorySpanExporter()))
+        return tracings[-1]
 
     monkeypatch.setattr(server_state, "create_tracing", in_memory)
-    yield made
-    for each in made:
+    yield tracings
+    for each in tracings:
         each.provider.shutdown()
 
 
 def spans(memory: list[Tracing]) -> dict[str, list[ReadableSpan]]:
-    """By their names."""
+    """The finished spans by name."""
     provider = memory[-1].provider
     provider.force_flush()
     exporter: Any = provider._active_span_processor._span_processors[0].span_exporter  # type: ignore[attr-defined]
-    found: dict[str, list[ReadableSpan]] = {}
+    spans_by_name: dict[str, list[ReadableSpan]] = {}
     for span in exporter.get_finished_spans():
-        found.setdefault(span.name, []).append(span)
-    return found
+        spans_by_name.setdefault(span.name, []).append(span)
+    return spans_by_name
 
 
 async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tracing]) -> None:
@@ -72,8 +72,8 @@ async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tr
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0.5}
     async with start(Launcher(TimedEngine)) as server:
         await server.client.post("/v1/chat/completions", json=body, headers=headers)
-        found = spans(memory)
-    (request,) = found["POST /v1/chat/completions"]
+        finished = spans(memory)
+    (request,) = finished["POST /v1/chat/completions"]
     assert request.parent is not None
     assert (f"{request.parent.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE, SPAN)
     assert request.context is not None
@@ -91,24 +91,26 @@ async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tr
     }  # fmt: skip
     assert {name: seen.get(name) for name in expected} == expected
     assert seen["gen_ai.usage.prompt_tokens"] == seen["gen_ai.usage.input_tokens"] > 0
-    times = {name: (found[name][0].start_time, found[name][0].end_time) for name in ("queue", "prefill", "decode")}
+    times = {
+        name: (finished[name][0].start_time, finished[name][0].end_time) for name in ("queue", "prefill", "decode")
+    }
     at = 10**9
     assert times["queue"] == (1000 * at, 1000 * at + at // 2)
     assert times["prefill"] == (1000 * at + at // 2, 1001 * at + at // 2)
     assert times["decode"] == (1001 * at + at // 2, 1003 * at + at // 2)
     for name in times:
-        (child,) = found[name]
+        (child,) = finished[name]
         assert child.parent == request.context
 
 
 async def test_each_sequence_has_its_phases(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(TimedEngine)) as server:
         await server.client.post("/v1/completions", json={"model": "tiny", "prompt": ["a", "b"], "n": 2})
-        found = spans(memory)
-    assert [len(found[name]) for name in ("queue", "prefill", "decode")] == [4, 4, 4]
-    numbers = [dict(span.attributes or {})["fp8serve.sequence"] for span in found["queue"]]
+        finished = spans(memory)
+    assert [len(finished[name]) for name in ("queue", "prefill", "decode")] == [4, 4, 4]
+    numbers = [dict(span.attributes or {})["fp8serve.sequence"] for span in finished["queue"]]
     assert sorted(map(str, numbers)) == ["0", "1", "2", "3"]
-    seen = dict(found["POST /v1/completions"][0].attributes or {})
+    seen = dict(finished["POST /v1/completions"][0].attributes or {})
     assert seen["gen_ai.request.n"] == 4
     assert "gen_ai.latency.e2e" not in seen
 
@@ -121,14 +123,14 @@ async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> No
         await server.client.get("/a/secret/path?secret=1")
         for quiet in ("/health", "/health/live", "/health/ready", "/ping", "/metrics"):
             await server.client.get(quiet)
-        found = spans(memory)
-    assert set(found) == {"POST /generate", "POST /generate_stream", "GET unmatched"}
-    failed, invalid = found["POST /generate"]
-    (stream,), (nowhere,) = found["POST /generate_stream"], found["GET unmatched"]
+        finished = spans(memory)
+    assert set(finished) == {"POST /generate", "POST /generate_stream", "GET unmatched"}
+    failed, invalid = finished["POST /generate"]
+    (stream,), (nowhere,) = finished["POST /generate_stream"], finished["GET unmatched"]
     kinds = [dict(span.attributes or {}).get("error.type") for span in (failed, stream, invalid, nowhere)]
     assert kinds == ["generation_failed", "generation_failed", "invalid_parameter", "route_not_found"]
     assert [span.status.is_ok for span in (failed, stream, invalid, nowhere)] == [False, False, True, True]
-    assert "secret" not in str([dict(span.attributes or {}) for group in found.values() for span in group])
+    assert "secret" not in str([dict(span.attributes or {}) for group in finished.values() for span in group])
 
 
 async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[Tracing]) -> None:
@@ -157,9 +159,9 @@ async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memo
             "client": ("127.0.0.1", 1), "server": ("localhost", 80), "root_path": "",
         }  # fmt: skip
         await server.app(scope, receive, send)
-        found = spans(memory)
-    assert set(found) == {"POST /generate_stream", "queue", "prefill"}
-    seen = dict(found["POST /generate_stream"][0].attributes or {})
+        finished = spans(memory)
+    assert set(finished) == {"POST /generate_stream", "queue", "prefill"}
+    seen = dict(finished["POST /generate_stream"][0].attributes or {})
     assert seen["gen_ai.response.finish_reasons"] == ("cancelled",)
 
 
@@ -167,7 +169,7 @@ async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memo
 
 
 @pytest.mark.parametrize(
-    ("given", "url"),
+    ("endpoint", "url"),
     [
         ("http://c:4318", "http://c:4318/v1/traces"),
         ("http://c:4318/", "http://c:4318/v1/traces"),
@@ -175,14 +177,14 @@ async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memo
         ("http://c:4318/v1/traces", "http://c:4318/v1/traces"),
     ],
 )
-def test_the_address_is_the_collectors(given: str, url: str) -> None:
-    assert traces_url(given) == url
+def test_the_path_for_traces_is_added_to_the_endpoint(endpoint: str, url: str) -> None:
+    assert traces_url(endpoint) == url
 
 
 @pytest.mark.parametrize(
     "endpoint", ["", "localhost:4318", "grpc://c:4317", "http://", "http://c:port", "http://c:99999"]
 )
-def test_an_address_that_is_none_is_refused_and_not_shown(endpoint: str, tmp_path: Path) -> None:
+def test_an_invalid_endpoint_is_refused_without_repeating_it(endpoint: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="--otlp-endpoint must be an address such as"):
         Settings(model=tmp_path, otlp_endpoint=endpoint)
 
@@ -193,7 +195,9 @@ def test_settings_do_not_show_the_address(tmp_path: Path) -> None:
     assert "otlp_endpoint" not in settings.public
 
 
-def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_opentelemetry_packages_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match=r"needs the OpenTelemetry packages; install them: pip install"):
         create_tracing("http://c:4318")
@@ -202,8 +206,8 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert "the packages are missing" in caplog.text
 
 
-def test_nothing_of_it_is_imported_without_a_collector() -> None:
-    """The API is, by FastAPI."""
+def test_the_sdk_is_not_imported_without_a_collector() -> None:
+    """FastAPI imports the API, but nothing imports the SDK."""
     code = (
         "import sys; from fp8serve.server import tracing; tracing.create_tracing(None); import fp8serve.server.app\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
@@ -214,9 +218,9 @@ def test_nothing_of_it_is_imported_without_a_collector() -> None:
 
 async def test_the_environment_names_a_collector_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:9")
-    found = create_tracing(None)
-    assert isinstance(found, Tracing)
-    await found.close()
+    tracing_created = create_tracing(None)
+    assert isinstance(tracing_created, Tracing)
+    await tracing_created.close()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert create_tracing("http://127.0.0.1:9") is None
 
@@ -230,9 +234,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_engine_and_a_real_collector(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
-    with collector() as taken:
+    with collector() as otel_collector:
         options = {"model": str(real), "data_dir": str(tmp_path / "data"), "recipe": "bf16"}
-        with serving(tmp_path / "log", **options, otlp_endpoint=taken.url) as server:
+        with serving(tmp_path / "log", **options, otlp_endpoint=otel_collector.url) as server:
             answer = server.client.post(
                 "/generate",
                 json={"inputs": "Hello there", "parameters": {"max_new_tokens": 8, "ignore_eos": True}},
@@ -241,18 +245,18 @@ def test_a_real_engine_and_a_real_collector(real: Path, tmp_path: Path, monkeypa
             assert answer.status_code == 200
             assert server.stop() == 0  # which sends what is left
         assert "Traceback" not in server.log.read_text()
-        check_spans(taken)
+        check_spans(otel_collector)
 
 
-def check_spans(taken: Collector) -> None:
-    until(lambda: taken.named("POST /generate"), "the span of the request")
-    (request,) = taken.named("POST /generate")
+def check_spans(otel_collector: Collector) -> None:
+    until(lambda: otel_collector.named("POST /generate"), "the span of the request")
+    (request,) = otel_collector.named("POST /generate")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, SPAN)
-    assert taken.resource["service.name"] == "my-service"
-    path, headers = taken.requests[0]
+    assert otel_collector.resource["service.name"] == "my-service"
+    path, headers = otel_collector.requests[0]
     assert path == "/v1/traces"
     assert headers["x-token"] == "abc"
-    phases = [taken.named(name)[0] for name in ("queue", "prefill", "decode")]
+    phases = [otel_collector.named(name)[0] for name in ("queue", "prefill", "decode")]
     assert all(span.parent_span_id == request.span_id for span in phases)
     assert phases[0].end_time_unix_nano == phases[1].start_time_unix_nano
     assert phases[1].end_time_unix_nano == phases[2].start_time_unix_nano
@@ -273,9 +277,9 @@ def test_a_bad_collector_costs_no_request_and_one_warning(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data"), "fake": True}
     log = tmp_path / "log"
-    with collector() as taken:
-        taken.status, taken.silent = 403 if way == "it refuses" else 200, way == "it is silent"
-        endpoint = "http://127.0.0.1:9" if way == "nobody listens" else taken.url
+    with collector() as otel_collector:
+        otel_collector.status, otel_collector.silent = 403 if way == "it refuses" else 200, way == "it is silent"
+        endpoint = "http://127.0.0.1:9" if way == "nobody listens" else otel_collector.url
         with serving(log, **options, otlp_endpoint=endpoint) as server:
             for _ in range(200):
                 assert server.client.post("/generate", json={"inputs": "abc"}).status_code == 200
@@ -287,7 +291,7 @@ def test_a_bad_collector_costs_no_request_and_one_warning(
     assert "opentelemetry" not in text.lower()
 
 
-def test_it_says_when_spans_are_taken_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_recovers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Moody(SpanExporter):

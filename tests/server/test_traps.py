@@ -1,4 +1,4 @@
-"""No body causes a 5xx. A refusal is small, names its field in the right shape, and repeats nothing that was sent."""
+"""No body causes a 5xx. A refusal is small, names the field in the route's format, and repeats nothing of the body."""
 
 import json
 import re
@@ -75,7 +75,7 @@ AROUND: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/chat/completions": ("", CHAT),
     "/finetune": ("", {"data": [{"text": "x"}]}),
 }
-"""Where the numbers of a route belong, and the rest of its body."""
+"""For each route: the object in its body that holds its numbers ("": the body itself), and the rest of the body."""
 
 
 def check(path: str, status: int, body: bytes) -> dict[str, Any]:
@@ -84,16 +84,16 @@ def check(path: str, status: int, body: bytes) -> dict[str, Any]:
         assert len(body) < 16 * 1024
         assert CANARY.encode() not in body.replace(b"unknown_" + CANARY.encode(), b"")
         assert not re.search(rb"(/tmp|/root|/home|/work|0x[0-9a-f]{6,}|Traceback)", body), body
-        said: dict[str, Any] = json.loads(body)
+        error: dict[str, Any] = json.loads(body)
         if path.startswith("/v1/"):
-            assert set(said) == {"error"}
-            assert set(said["error"]) == {"message", "type", "param", "code"}
-            assert isinstance(said["error"]["code"], str)
+            assert set(error) == {"error"}
+            assert set(error["error"]) == {"message", "type", "param", "code"}
+            assert isinstance(error["error"]["code"], str)
         else:
-            assert isinstance(said["error"], str)
-            assert isinstance(said["error_type"], str)
-            assert said["code"]
-        return said
+            assert isinstance(error["error"], str)
+            assert isinstance(error["error_type"], str)
+            assert error["code"]
+        return error
     return {}
 
 
@@ -115,10 +115,10 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
                 inner = f'"{name}": {raw}'
                 text = json.dumps(rest)[:-1] + ", " + (f'"{group}": {{{inner}}}' if group else inner) + "}"
                 answer = await server.client.post(route, content=text, headers={"content-type": "application/json"})
-                said = check(route, answer.status_code, answer.content)
-                if said and raw in ("true", '"1"', "NaN", "Infinity"):
-                    param = said["error"]["param"] if route.startswith("/v1/") else said["param"]
-                    assert param.split(".")[-1] == name, (name, raw, said)
+                error = check(route, answer.status_code, answer.content)
+                if error and raw in ("true", '"1"', "NaN", "Infinity"):
+                    param = error["error"]["param"] if route.startswith("/v1/") else error["param"]
+                    assert param.split(".")[-1] == name, (name, raw, error)
 
 
 @pytest.mark.parametrize(
@@ -139,23 +139,23 @@ async def test_no_number_makes_a_server_error(start: Start, route: str) -> None:
         ),
     ],
 )
-async def test_what_is_not_implemented_is_refused_by_name(
+async def test_an_unsupported_field_is_refused_by_name(
     start: Start, route: str, body: dict[str, Any], param: str
 ) -> None:
     async with start() as server:
         answer = await server.client.post(route, json=body)
-        said = check(route, answer.status_code, answer.content)
-        inner = said["error"] if route.startswith("/v1/") else said
+        error = check(route, answer.status_code, answer.content)
+        inner = error["error"] if route.startswith("/v1/") else error
         assert (inner["code"], inner["param"]) == ("unsupported_parameter", param)
 
 
 async def test_unknown_fields_are_refused_by_name_at_every_depth(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/generate", json={"inputs": "x", "parameters": {"temprature": 1}})).json()
-        assert (said["code"], said["param"]) == ("unknown_parameter", "parameters.temprature")
+        error = (await server.client.post("/generate", json={"inputs": "x", "parameters": {"temprature": 1}})).json()
+        assert (error["code"], error["param"]) == ("unknown_parameter", "parameters.temprature")
         message = {"role": "user", "content": "x", "colour": "red"}
-        said = (await server.client.post("/v1/chat/completions", json={"messages": [message]})).json()
-        assert (said["error"]["code"], said["error"]["param"]) == ("unknown_parameter", "messages.0.colour")
+        error = (await server.client.post("/v1/chat/completions", json={"messages": [message]})).json()
+        assert (error["error"]["code"], error["error"]["param"]) == ("unknown_parameter", "messages.0.colour")
 
 
 async def test_a_body_too_large_is_refused_unread(start: Start) -> None:

@@ -53,7 +53,7 @@ def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([study(0, 0.0)], "at least two studies"),
         ([study(0, 0.0), study(1, 0.0, steps=40)], "the same steps"),
         ([study(0, 0.0), study(0, 0.0)], "the same seed"),
-        ([study(0, 0.0), {"study": "numerics"}], "is not what the training study writes"),
+        ([study(0, 0.0), {"study": "numerics"}], "is not a result of the training study"),
     ],
 )
 def test_what_cannot_be_compared(studies: list[dict[str, Any]], sentence: str, tmp_path: Path) -> None:

@@ -20,22 +20,22 @@ from tests.server.fakes import model_dir
 from tests.server.process import serving
 
 
-def later(path: Path) -> None:
-    """Gives a file a later date, because clocks of file systems are coarse and two writes may have the same."""
-    found = path.stat()
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
+def set_later_mtime(path: Path) -> None:
+    """Sets a file's modification time one second later: two writes may get the same time from a coarse clock."""
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
 
 
-def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     path = write(tmp_path / "keys.toml", format_key_line("a", "lab", ["read"], "one"))
     keys = KeyFile(path, "single")
     assert keys.is_required
     assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [True, False, True]
-    later(write(path, format_key_line("b", "lab", ["read"], "two")))
+    set_later_mtime(write(path, format_key_line("b", "lab", ["read"], "two")))
     assert [bool(keys.current_keys().caller(key)) for key in (b"one", b"two", b"single")] == [False, True, True]
     assert f"read 1 API keys from {path}" in caplog.text
-    later(write(path, "nonsense"))
+    set_later_mtime(write(path, "nonsense"))
     for _ in range(3):
         assert keys.current_keys().caller(b"two")
     assert caplog.text.count("The previous keys stay valid.") == 1
@@ -44,7 +44,7 @@ def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("stay valid") == 2
 
 
-def test_a_server_does_not_start_with_a_file_that_is_wrong(settings: Settings, tmp_path: Path) -> None:
+def test_a_server_does_not_start_with_an_invalid_key_file(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="is invalid"):
         KeyFile(write(tmp_path / "keys.toml", "nonsense"), None)
     assert not KeyFile(None, None).is_required
@@ -52,16 +52,16 @@ def test_a_server_does_not_start_with_a_file_that_is_wrong(settings: Settings, t
     assert Settings(**values, api_keys=tmp_path / "keys.toml").requires_keys
 
 
-async def test_a_key_that_is_taken_out_is_refused_at_once(start: Start, tmp_path: Path) -> None:
+async def test_a_removed_key_is_refused_at_once(start: Start, tmp_path: Path) -> None:
     path = one_for_each_scope(tmp_path / "keys.toml")
     async with start(api_keys=path, api_key="k") as server:
-        given = [bearer(key_of("read")), bearer("k"), {}]
-        assert [(await server.client.get("/info", headers=h)).status_code for h in given] == [200, 200, 401]
-        later(write(path, ""))
-        assert [(await server.client.get("/info", headers=h)).status_code for h in given] == [401, 200, 401]
+        headers = [bearer(key_of("read")), bearer("k"), {}]
+        assert [(await server.client.get("/info", headers=h)).status_code for h in headers] == [200, 200, 401]
+        set_later_mtime(write(path, ""))
+        assert [(await server.client.get("/info", headers=h)).status_code for h in headers] == [401, 200, 401]
 
 
-def test_hangup_has_the_file_read_and_ends_nothing(tmp_path: Path) -> None:
+def test_sighup_reloads_the_key_file_and_keeps_the_server_running(tmp_path: Path) -> None:
     path = write(tmp_path / "keys.toml", format_key_line("a", "lab", ["read"], "one"))
     options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data"), "fake": True}
     with serving(tmp_path / "log", **options, api_keys=str(path)) as server:
@@ -71,17 +71,19 @@ def test_hangup_has_the_file_read_and_ends_nothing(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_a_key_is_made_shown_once_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_key_is_stored_as_a_hash_printed_once_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "keys.toml"
-    made = ["key", "new", "--tenant", "lab", "--scope", "generate"]
-    assert main([*made, "--name", "ci", "--file", str(path)]) == 0
+    command = ["key", "new", "--tenant", "lab", "--scope", "generate"]
+    assert main([*command, "--name", "ci", "--file", str(path)]) == 0
     key = capsys.readouterr().out.strip()
     assert path.stat().st_mode & 0o777 == 0o600
     caller = read_keys(path).caller(key.encode())
     assert caller is not None
     assert (caller.name, caller.tenant, caller.scopes) == ("ci", "lab", ("generate",))
     assert key not in path.read_text()
-    assert main([*made, "--name", "other", "--json"]) == 0
+    assert main([*command, "--name", "other", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     write(path, path.read_text().rstrip(), shown["line"], "tenants.lab = { tokens_per_minute = 7 }")
     assert read_keys(path).caller(shown["key"].encode())
@@ -96,14 +98,14 @@ def test_a_key_is_made_shown_once_and_listed(tmp_path: Path, capsys: pytest.Capt
 def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "keys.toml", format_key_line("ci", "lab", ["read"], "k"), "[tenants.x]")
     before = path.read_text()
-    made = ["key", "new", "--tenant", "lab", "--file", str(path)]
+    command = ["key", "new", "--tenant", "lab", "--file", str(path)]
     for more, sentence in (
         (["--name", "ci", "--scope", "read"], "already has a key named ci"),
         (["--name", "cd", "--scope", "read"], "cannot be added"),
         (["--name", "cd", "--scope", "all"], "scopes[0] must be"),
         (["--name", "a.b", "--scope", "read"], "unlike 'a.b'"),
     ):
-        assert main([*made, *more]) == 1
+        assert main([*command, *more]) == 1
         shown = capsys.readouterr()
         assert (shown.out, sentence in shown.err) == ("", True), shown.err
     assert path.read_text() == before

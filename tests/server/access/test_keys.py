@@ -1,4 +1,4 @@
-"""A file of keys: its contents, its permissions, and the callers of its keys."""
+"""A key file: its contents, its permissions, and the callers whom its keys identify."""
 
 from pathlib import Path
 
@@ -22,16 +22,16 @@ def test_a_key_is_found_by_its_hash_and_has_its_tenants_limits() -> None:
     limits = TenantLimits(requests_per_minute=3, concurrent_requests=1)
     assert keys.caller("secret-é".encode()) == Caller("ci", "lab", ("generate", "read"), limits)
     assert keys.caller(b"other") == Caller("b", "x", ("read",), TenantLimits())
-    for wrong in (b"", b"secret", b"secret-\xe9", DIGEST.encode()):
-        assert keys.caller(wrong) is None
+    for unknown in (b"", b"secret", b"secret-\xe9", DIGEST.encode()):
+        assert keys.caller(unknown) is None
     assert "secret" not in text
     assert "digests" not in repr(keys)
 
 
 def test_keys_are_long_and_never_the_same() -> None:
-    made = {new_key() for _ in range(100)}
-    assert len(made) == 100
-    assert all(len(key) > 50 for key in made)
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(len(key) > 50 for key in keys)
 
 
 def test_the_single_key_may_do_everything() -> None:
@@ -69,7 +69,7 @@ def test_the_single_key_may_do_everything() -> None:
         ),
     ],
 )
-def test_a_wrong_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_with_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as refused:
         parse_keys(text.encode())
     assert sentence in str(refused.value)
@@ -77,7 +77,7 @@ def test_a_wrong_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) 
         read_keys(write(tmp_path / "keys.toml", text))
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_a_file_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestError, match="is not UTF-8 text"):
         parse_keys(b"\xff\xfe")
 

@@ -1,4 +1,4 @@
-"""Limits of tenants: the buckets by the test's own clock, and their effects on clients."""
+"""Limits of tenants: the token buckets under the test's own clock, and the answers that clients get."""
 
 import asyncio
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.server.conftest import Server, Start
 from tests.server.fakes import FakeEngine, Launcher
 
 
-class Shop:
-    """The books of tenants, and a clock that stands still until the test moves it."""
+class LimiterAtFixedTime:
+    """The limiter of tenants, with a clock that only the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -38,68 +38,68 @@ def refused(fault: pytest.ExceptionInfo[Fault]) -> int | None:
     return fault.value.retry_after
 
 
-def test_requests_a_minute_come_back_one_by_one() -> None:
-    shop = Shop()
+def test_the_budget_of_requests_refills_one_by_one() -> None:
+    limiter = LimiterAtFixedTime()
     for _ in range(6):
-        shop.request(requests_per_minute=6).end()
+        limiter.request(requests_per_minute=6).end()
     with pytest.raises(Fault, match="may make 6 requests a minute") as fault:
-        shop.request(requests_per_minute=6)
+        limiter.request(requests_per_minute=6)
     assert refused(fault) == 10
-    shop.now += 9.5
+    limiter.now += 9.5
     with pytest.raises(Fault) as fault:
-        shop.request(requests_per_minute=6)
+        limiter.request(requests_per_minute=6)
     assert refused(fault) == 1
-    shop.now += 0.5
-    shop.request(requests_per_minute=6)
-    shop.now += 3600
+    limiter.now += 0.5
+    limiter.request(requests_per_minute=6)
+    limiter.now += 3600
     for _ in range(6):
-        shop.request(requests_per_minute=6)
+        limiter.request(requests_per_minute=6)
     with pytest.raises(Fault):
-        shop.request(requests_per_minute=6)
+        limiter.request(requests_per_minute=6)
 
 
-def test_tenants_have_books_of_their_own_and_keys_of_one_share_them() -> None:
-    shop = Shop()
-    shop.request("lab", requests_per_minute=1)
-    shop.request("office", requests_per_minute=1)
+def test_each_tenant_has_its_own_counters() -> None:
+    limiter = LimiterAtFixedTime()
+    limiter.request("lab", requests_per_minute=1)
+    limiter.request("office", requests_per_minute=1)
     for tenant in ("lab", "office"):
         with pytest.raises(Fault):
-            shop.request(tenant, requests_per_minute=1)
+            limiter.request(tenant, requests_per_minute=1)
 
 
-def test_a_request_that_is_refused_for_its_tokens_costs_none() -> None:
-    """As docs/operating.md says of every refusal."""
-    shop = Shop()
+def test_a_request_refused_for_its_tokens_uses_no_budget() -> None:
+    """docs/operating.md promises this for every refusal."""
+    limiter = LimiterAtFixedTime()
     limits = {"requests_per_minute": 2, "tokens_per_minute": 60}
-    running = shop.request(**limits)
+    running = limiter.request(**limits)
     running.reserve_tokens(50)
     for _ in range(5):
-        tenant_request = shop.request(**limits)
+        tenant_request = limiter.request(**limits)
         with pytest.raises(Fault, match="this request may need 20") as fault:
             tenant_request.reserve_tokens(20)
         assert refused(fault) == 10
         assert tenant_request.headers()["x-ratelimit-remaining-requests"] == "1"
         tenant_request.end()
-    shop.request(**limits).reserve_tokens(10)
+    limiter.request(**limits).reserve_tokens(10)
     with pytest.raises(Fault, match="may make 2 requests a minute"):
-        shop.request(**limits)
+        limiter.request(**limits)
 
 
-def test_requests_at_once_end_with_the_request() -> None:
-    shop = Shop()
-    first, _ = shop.request(concurrent_requests=2), shop.request(concurrent_requests=2)
+def test_an_ended_request_frees_its_concurrency_slot() -> None:
+    limiter = LimiterAtFixedTime()
+    first, _ = limiter.request(concurrent_requests=2), limiter.request(concurrent_requests=2)
     with pytest.raises(Fault, match="2 concurrent requests") as fault:
-        shop.request(concurrent_requests=2)
+        limiter.request(concurrent_requests=2)
     assert refused(fault) == 1
     first.end()
-    shop.request(concurrent_requests=2)
+    limiter.request(concurrent_requests=2)
 
 
-def test_tokens_are_set_aside_and_what_was_not_used_comes_back() -> None:
-    shop = Shop()
-    first = shop.request(tokens_per_minute=60)
+def test_reserved_tokens_that_were_not_used_are_returned() -> None:
+    limiter = LimiterAtFixedTime()
+    first = limiter.request(tokens_per_minute=60)
     first.reserve_tokens(50)
-    second = shop.request(tokens_per_minute=60)
+    second = limiter.request(tokens_per_minute=60)
     with pytest.raises(Fault, match="this request may need 20") as fault:
         second.reserve_tokens(20)
     assert refused(fault) == 10
@@ -109,30 +109,30 @@ def test_tokens_are_set_aside_and_what_was_not_used_comes_back() -> None:
     second.reserve_tokens(20)
 
 
-def test_a_request_above_the_bound_waits_for_a_full_bucket_and_pays_the_rest_after() -> None:
-    shop = Shop()
-    tenant_request = shop.request(tokens_per_minute=60)
+def test_a_request_above_the_limit_needs_a_full_bucket_and_leaves_a_debt() -> None:
+    limiter = LimiterAtFixedTime()
+    tenant_request = limiter.request(tokens_per_minute=60)
     tenant_request.reserve_tokens(90)
     tenant_request.usage.generated_tokens = 90
     tenant_request.end()
     with pytest.raises(Fault) as fault:
-        shop.request(tokens_per_minute=60)
+        limiter.request(tokens_per_minute=60)
     assert refused(fault) == 31
-    shop.now += 31
+    limiter.now += 31
     with pytest.raises(Fault) as fault:
-        shop.request(tokens_per_minute=60).reserve_tokens(61)
+        limiter.request(tokens_per_minute=60).reserve_tokens(61)
     assert refused(fault) == 59
-    shop.now += 59
-    shop.request(tokens_per_minute=60).reserve_tokens(61)
+    limiter.now += 59
+    limiter.request(tokens_per_minute=60).reserve_tokens(61)
 
 
 def test_new_limits_count_from_the_next_request() -> None:
-    shop = Shop()
-    shop.request(requests_per_minute=2)
-    assert shop.request(requests_per_minute=1).headers()["x-ratelimit-limit-requests"] == "1"
-    shop.request()
+    limiter = LimiterAtFixedTime()
+    limiter.request(requests_per_minute=2)
+    assert limiter.request(requests_per_minute=1).headers()["x-ratelimit-limit-requests"] == "1"
+    limiter.request()
     with pytest.raises(Fault):
-        shop.request(requests_per_minute=1)
+        limiter.request(requests_per_minute=1)
 
 
 @pytest.fixture
@@ -192,19 +192,19 @@ async def test_tokens_are_counted_by_tenant_streamed_or_not(start: Start, keys: 
         assert 'fp8serve_requests_in_flight{model="tiny"} 0.0' in shown
 
 
-async def test_a_client_that_leaves_gives_its_place_back(start: Start, keys: Path) -> None:
+async def test_a_client_that_disconnects_frees_its_slot(start: Start, keys: Path) -> None:
     async with start(Launcher(lambda: FakeEngine(delay=0.05)), api_keys=keys) as server:
         long = asyncio.create_task(ask(server, "single", new=400))
-        books = server.state.tenants.counters
+        counters = server.state.tenants.counters
 
-        await eventually(lambda: "single" in books and books["single"].running == 1, "the first request")
+        await eventually(lambda: "single" in counters and counters["single"].running == 1, "the first request")
         assert (await ask(server, "single")).status_code == 429
         long.cancel()
-        await eventually(lambda: books["single"].running == 0, "the place")
+        await eventually(lambda: counters["single"].running == 0, "the end of the first request")
         assert (await ask(server, "single")).status_code == 200
 
 
-async def test_a_server_without_keys_limits_nobody(start: Start) -> None:
+async def test_a_server_without_keys_has_no_tenant_limits(start: Start) -> None:
     async with start() as server:
         answer = await server.client.post("/generate", json={"inputs": "abc"})
         assert answer.status_code == 200

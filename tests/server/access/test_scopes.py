@@ -1,4 +1,4 @@
-"""The table of scopes against the routes: each is in it, and a live server allows exactly what it says."""
+"""The table of scopes lists every route, and a live server allows exactly the routes that the table opens."""
 
 import itertools
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_no_route_is_opened_by_two_scopes() -> None:
     assert len(rows) == len(set(rows))
 
 
-def test_what_is_not_in_the_table_is_closed_but_to_admin() -> None:
+def test_a_route_outside_the_table_is_open_to_admin_only() -> None:
     others: tuple[Scope, ...] = tuple(scope for scope in SCOPES if scope != "admin")
     for path, method in itertools.product(CLOSED, ("GET", "POST", "DELETE", "OPTIONS", "PUT")):
         assert not opens(others, request(method, path)), (method, path)
@@ -55,7 +55,7 @@ def test_what_is_not_in_the_table_is_closed_but_to_admin() -> None:
     assert not opens((), request("GET", "/version"))
 
 
-def test_head_is_get_and_limits_count_what_generates() -> None:
+def test_head_needs_the_scope_of_get_and_limits_apply_to_routes_that_generate() -> None:
     assert opens(("read",), request("HEAD", "/metrics"))
     assert not opens(("generate",), request("HEAD", "/metrics"))
     assert has_tenant_limits(request("POST", "/"))
@@ -68,10 +68,10 @@ async def test_a_key_opens_the_routes_of_its_scope_and_no_other(start: Start, tm
     async with start(api_keys=one_for_each_scope(tmp_path / "keys.toml")) as server:
         server.client.headers.update(bearer(key_of(scope)))
         for method, path in [*routes(), ("GET", "/openapi.json"), *(("GET", path) for path in CLOSED)]:
-            asked = path.replace("{", "").replace("}", "").replace(":path", "")
+            url = path.replace("{", "").replace("}", "").replace(":path", "")
             row = "GET" if method == "HEAD" else method, "/console/{file}" if path.startswith("/console/") else path
             allowed = scope == "admin" or " ".join(row) in WITH_ANY_KEY + OPENED_BY[scope]
-            answer = await server.client.request(method, asked.replace("\n", "%0A"))
+            answer = await server.client.request(method, url.replace("\n", "%0A"))
             assert (answer.status_code != 403) == allowed, (method, path, answer.status_code)
             assert answer.status_code != 401
 
@@ -89,7 +89,7 @@ async def test_the_refusal_is_one_sentence(start: Start, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("scope", ["generate", "admin"])
 def test_operating_names_every_route_of_a_scope(scope: Scope) -> None:
-    """`POST /` is /generate by another name; `{...}` may be called otherwise there."""
+    """`POST /` is an alias of /generate; the page may use other names in `{...}`."""
     page = Path(__file__).parents[3] / "docs" / "operating.md"
     (row,) = (line for line in page.read_text().splitlines() if line.startswith(f"| `{scope}` |"))
     paths = {route.partition(" ")[2] for route in OPENED_BY[scope]} - {"/", "/generate/stream"}

@@ -13,7 +13,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_cal
 
 
 class EchoLauncher(Launcher):
-    """Its models' template is the last message alone, and the engine repeats its prompt."""
+    """Starts engines that repeat their prompt, which the template makes of the last message alone."""
 
     async def __call__(self, source: Any) -> tuple[FakeEngine, TokenizerFacts]:
         engine, _ = await super().__call__(source)

@@ -1,4 +1,4 @@
-"""Every field that the newest clients, and the servers that they know, have: taken, mapped, ignored, or refused."""
+"""Every field of the newest clients, and of other servers, is accepted, mapped, ignored or refused, as documented."""
 
 import inspect
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.server.fakes import model_dir
 from tests.server.process import serving
 
 TURN = [{"role": "user", "content": "Hello"}]
-CLIENTS_OWN = {"self", "extra_headers", "extra_query", "extra_body", "timeout", "http_client"}
+CLIENT_OPTIONS = {"self", "extra_headers", "extra_query", "extra_body", "timeout", "http_client"}
 BODIES: dict[str, tuple[type[Strict], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatBody, {"messages": TURN}),
     "/v1/completions": (CompletionBody, {"prompt": "Hello"}),
@@ -33,10 +33,10 @@ BODIES: dict[str, tuple[type[Strict], dict[str, Any]]] = {
 
 
 def signatures() -> dict[str, tuple[Callable[..., Any], type[Body], dict[str, Any]]]:
-    """The clients' functions, and the bodies that they send."""
+    """For each function of a client: the function, the class of our body, and the body's required fields."""
     client: Any = openai.OpenAI(api_key="none")
     chat, text, items, messages = ((*BODIES[route],) for route in list(BODIES)[:4])
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "openai chat": (client.chat.completions.create, *chat),
         "openai text": (client.completions.create, *text),
         "openai responses": (client.responses.create, *items),
@@ -46,10 +46,10 @@ def signatures() -> dict[str, tuple[Callable[..., Any], type[Body], dict[str, An
     try:
         import anthropic
     except ImportError:
-        return found
+        return results
     theirs: Any = anthropic.Anthropic(api_key="none")
     counting = (CountBody, {"messages": TURN})
-    return found | {
+    return results | {
         "anthropic": (theirs.messages.create, *messages),
         "anthropic beta": (theirs.beta.messages.create, *messages),
         "anthropic count": (theirs.messages.count_tokens, *counting),
@@ -62,7 +62,7 @@ def test_no_field_of_a_client_is_refused_as_null_or_by_default(client: str) -> N
     function, body, needed = signatures()[client]
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
-        if name in CLIENTS_OWN or name in needed or name == "model":
+        if name in CLIENT_OPTIONS or name in needed or name == "model":
             continue
         body.model_validate(needed | {name: None})
         if isinstance(parameter.default, bool | int | float | str | list | dict):
@@ -74,7 +74,7 @@ ROWS = [(route, row) for route, rows in ROUTES.items() for row in rows]
 
 
 @pytest.mark.parametrize(("route", "row"), ROWS, ids=[f"{route} {row.name}" for route, row in ROWS])
-def test_the_table_is_what_happens(route: str, row: CompatibilityField) -> None:
+def test_each_field_is_treated_as_the_table_says(route: str, row: CompatibilityField) -> None:
     body, needed = BODIES[route]
     for value in (None, *row.neutral_values):
         body.model_validate(needed | {row.name: value})
@@ -106,7 +106,7 @@ async def test_a_refusal_says_what_to_send_instead(start: Start) -> None:
 
 
 def test_anthropics_tool_runner_goes_on_without_a_thread(tmp_path: Path) -> None:
-    """It asks the server to keep the conversation, and sends all of it when it is told that the server does not."""
+    """The tool runner asks the server to store the conversation; if the server refuses, it sends all messages."""
     anthropic = pytest.importorskip("anthropic")
     options = {"model": str(model_dir(tmp_path / "tiny")), "data_dir": str(tmp_path / "data")}
     tool = {"name": "now", "input_schema": {"type": "object", "properties": {}}}

@@ -1,4 +1,4 @@
-"""Rules of all routes that generate."""
+"""Behaviour that all routes that generate have in common."""
 
 import asyncio
 import itertools
@@ -34,8 +34,8 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("last", ["http.response.start", "http.response.body"])
-def test_a_stream_that_cannot_be_sent_frees_its_places(start: Start, path: str, last: str) -> None:
-    """Even before the first output of the engine was read."""
+def test_a_stream_that_cannot_be_sent_frees_its_slots(start: Start, path: str, last: str) -> None:
+    """Also if the sending fails before the first output of the engine is read."""
 
     async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == last:
@@ -72,7 +72,7 @@ STREAMS = BODIES | {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_nothing_that_counts_as_a_token_comes_before_the_first(start: Start, path: str) -> None:
+async def test_no_event_that_clients_take_for_a_token_precedes_the_first_token(start: Start, path: str) -> None:
     """Clients take a chunk with a choice, `message_start` or a delta for the first token."""
     sent: list[bytes] = []
 
@@ -116,7 +116,7 @@ def admitted(served: ServedWeights, params: SamplingParams, reservation: Reserva
 
 
 @pytest.mark.parametrize(("renderer_class", "body", "is_plain"), PLAIN)
-async def test_text_alone_is_written_as_any_output_is(
+async def test_the_fast_path_for_plain_text_writes_the_same_bytes(
     start: Start, renderer_class: type[CompletionRenderer[Any]], body: Any, is_plain: bool
 ) -> None:
     """The bytes of each output are those of a chunk that is made from its parts."""
@@ -174,8 +174,8 @@ DIRECT: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DIRECT)
-async def test_chunks_that_are_written_directly_tell_the_same(start: Start, name: str) -> None:
-    """And in the same order, although some of them do not pass through `send`."""
+async def test_directly_written_chunks_carry_the_same_events(start: Start, name: str) -> None:
+    """The order is the same, too, although some chunks bypass `send`."""
     path, body = DIRECT[name]
     sent, mixed, refusals = list[bytes](), list[bytes](), itertools.cycle([False, False, True])
 
@@ -195,7 +195,7 @@ async def test_chunks_that_are_written_directly_tell_the_same(start: Start, name
     async with start() as server:
         await post(server, path, body, send)
         await post(server, path, body, send_mixed, {"extensions": {WRITE_CHUNK: write_chunk}})
-    assert told(b"".join(mixed)) == told(b"".join(sent))
+    assert normalized_events(b"".join(mixed)) == normalized_events(b"".join(sent))
 
 
 async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
@@ -222,8 +222,8 @@ async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
 VARYING = ("id", "created", "created_at", "item_id", "request_id", "sequence_number", "index", "output_index")
 
 
-def told(stream: bytes) -> list[Any]:
-    """Its events without ids, and neighbours that differ in their text alone as one."""
+def normalized_events(stream: bytes) -> list[Any]:
+    """The events of a stream without their ids; neighbours that differ only in their text are joined into one."""
     result: list[Any] = []
     for line in stream.decode().splitlines():
         if not line.startswith("data: {"):
@@ -251,7 +251,7 @@ def without_text(value: Any, texts: list[str]) -> Any:
 
 
 async def post(server: Server, path: str, body: Any, send: Any, more: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Hands one request to the application; httpx would collect a stream before it shows any of it."""
+    """Sends one request to the application without httpx, which would collect a whole stream first."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:

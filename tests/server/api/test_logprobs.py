@@ -1,4 +1,4 @@
-"""Log-probabilities along the text: bytes add up, places are those of the returned text, nothing is merged."""
+"""Log-probabilities of a text: the tokens' bytes join to it, offsets point into it, and no alternatives are merged."""
 
 import json
 from typing import Any
@@ -23,10 +23,10 @@ def output(text: str, token: int, top: tuple[int, ...] = (), **more: Any) -> Req
     return RequestOutput("r", text, (token,), (TokenLogprob(token, -0.5, tops),), settled_chars=(len(text),), **more)
 
 
-async def completion(server: Server, **ask: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def completion(server: Server, **request: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The choice of a plain answer, and the choices of the chunks of the same answer streamed."""
-    whole = (await server.client.post("/v1/completions", json=ask)).json()["choices"][0]
-    streamed = (await server.client.post("/v1/completions", json=ask | {"stream": True})).text
+    whole = (await server.client.post("/v1/completions", json=request)).json()["choices"][0]
+    streamed = (await server.client.post("/v1/completions", json=request | {"stream": True})).text
     lines = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     return whole, [line["choices"][0] for line in lines]
 
@@ -35,11 +35,11 @@ async def completion(server: Server, **ask: Any) -> tuple[dict[str, Any], list[d
 async def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
     async with start() as server:
         message = [{"role": "user", "content": text}]
-        ask = {"messages": message, "max_tokens": len(f"<user>{text}".encode()), "logprobs": True}
-        said = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]
-        content = said["logprobs"]["content"]
+        request = {"messages": message, "max_tokens": len(f"<user>{text}".encode()), "logprobs": True}
+        response = (await server.client.post("/v1/chat/completions", json=request)).json()["choices"][0]
+        content = response["logprobs"]["content"]
         joined = b"".join(bytes(entry["bytes"]) for entry in content)
-        assert joined == said["message"]["content"].encode() == f"<user>{text}".encode()
+        assert joined == response["message"]["content"].encode() == f"<user>{text}".encode()
         assert not any("\ufffd" in entry["token"] for entry in content)
 
 
@@ -47,14 +47,14 @@ async def test_bytes_add_up_to_the_text(start: Start, text: str) -> None:
 @pytest.mark.parametrize("stop", [None, "☕", " ☕ 日", "aï", "b"])
 async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, stop: str | None) -> None:
     async with start() as server:
-        ask = {"prompt": text, "max_tokens": len(text.encode()), "logprobs": 1} | ({"stop": stop} if stop else {})
-        whole, chunks = await completion(server, **ask)
-        places = whole["logprobs"]["text_offset"]
+        request = {"prompt": text, "max_tokens": len(text.encode()), "logprobs": 1} | ({"stop": stop} if stop else {})
+        whole, chunks = await completion(server, **request)
+        offsets = whole["logprobs"]["text_offset"]
         names = whole["logprobs"]["tokens"]
-        assert places == sorted(places)
-        assert all(0 <= place < len(whole["text"]) for place in places)
-        for place, name in zip(places, names, strict=True):
-            assert name.startswith("bytes:") or whole["text"][place] == name
+        assert offsets == sorted(offsets)
+        assert all(0 <= offset < len(whole["text"]) for offset in offsets)
+        for offset, name in zip(offsets, names, strict=True):
+            assert name.startswith("bytes:") or whole["text"][offset] == name
         joined = b"".join(
             bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode() for name in names
         )
@@ -65,7 +65,7 @@ async def test_offsets_are_places_in_the_returned_text(start: Start, text: str, 
 
 
 async def test_completions_list_the_token_itself_beside_the_most_likely_ones(start: Start) -> None:
-    """As OpenAI and vLLM do: "up to logprobs+1 elements"; chats list `top_logprobs` and no more."""
+    """As with OpenAI and vLLM ("up to logprobs+1 elements"); a chat lists exactly `top_logprobs` alternatives."""
     async with start() as server:
         whole, chunks = await completion(server, prompt="abc", max_tokens=2, logprobs=0)
         assert whole["logprobs"]["top_logprobs"] == [{token: -0.5} for token in whole["logprobs"]["tokens"]]
@@ -76,7 +76,7 @@ async def test_completions_list_the_token_itself_beside_the_most_likely_ones(sta
     assert [entry["token"] for entry in chat_logprobs(rare, tokenizer)["content"][0]["top_logprobs"]] == ["A", "B"]
 
 
-async def test_parts_of_characters_are_told_apart(start: Start) -> None:
+async def test_the_bytes_of_one_character_are_separate_tokens(start: Start) -> None:
     async with start() as server:
         whole, _ = await completion(server, prompt="é", max_tokens=2, logprobs=5)
         assert whole["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
@@ -84,10 +84,10 @@ async def test_parts_of_characters_are_told_apart(start: Start) -> None:
 
 
 def facts(tokenizer: Tokenizer) -> TokenizerFacts:
-    """With the texts of all tokens."""
-    found = TokenizerFacts.from_tokenizer(tokenizer)
-    found.table = TokenTable(TokenTable.serialize(tokenizer, tokenizer.vocab_size))
-    return found
+    """The facts of a tokenizer, with the texts of all its tokens."""
+    results = TokenizerFacts.from_tokenizer(tokenizer)
+    results.table = TokenTable(TokenTable.serialize(tokenizer, tokenizer.vocab_size))
+    return results
 
 
 def placed(tokenizer: TokenizerFacts, *outputs: RequestOutput) -> list[PositionedToken]:
@@ -95,7 +95,7 @@ def placed(tokenizer: TokenizerFacts, *outputs: RequestOutput) -> list[Positione
     return [item for one in outputs for item in stream.add(one)]
 
 
-def test_alternatives_of_equal_text_are_all_kept() -> None:
+def test_alternatives_with_equal_text_are_all_listed() -> None:
     backend = byte_fallback()
     tokenizer = facts(Tokenizer(backend, SPECIAL, None))
     plain, byte, marked = (backend.token_to_id(piece) for piece in ("a", "<0x61>", "▁a"))
@@ -111,12 +111,12 @@ def test_alternatives_of_equal_text_are_all_kept() -> None:
 def test_the_token_that_ends_the_text_has_no_bytes() -> None:
     tokenizer = facts(byte_tokenizer())
     for ending in ({"stop_reason": None}, {"stop_reason": 256}):
-        found = placed(tokenizer, output("A", 32), output("", 256, finish_reason="stop", **ending))
-        content = chat_logprobs(found, tokenizer)["content"]
+        tokens = placed(tokenizer, output("A", 32), output("", 256, finish_reason="stop", **ending))
+        content = chat_logprobs(tokens, tokenizer)["content"]
         assert [entry["bytes"] for entry in content] == [[65], None]
         assert content[1]["token"] == "<eos>"
-    found = placed(tokenizer, output("A", 32), output("", 33, finish_reason="stop", stop_reason=33))
-    assert [entry["bytes"] for entry in chat_logprobs(found, tokenizer)["content"]] == [[65], None]
+    tokens = placed(tokenizer, output("A", 32), output("", 33, finish_reason="stop", stop_reason=33))
+    assert [entry["bytes"] for entry in chat_logprobs(tokens, tokenizer)["content"]] == [[65], None]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -124,23 +124,23 @@ def test_the_token_that_ends_the_text_has_no_bytes() -> None:
 async def test_an_echoed_prompt_comes_before_the_answer(start: Start, text: str, stop: str | None) -> None:
     async with start() as server:
         new = len(text.encode())
-        ask = {"prompt": text, "max_tokens": new, "logprobs": 1, "echo": True} | ({"stop": stop} if stop else {})
-        whole, chunks = await completion(server, **ask)
-        found = whole["logprobs"]
+        request = {"prompt": text, "max_tokens": new, "logprobs": 1, "echo": True} | ({"stop": stop} if stop else {})
+        whole, chunks = await completion(server, **request)
+        logprobs = whole["logprobs"]
         assert whole["text"].startswith(text)
-        assert found["token_logprobs"][:new] == [None, *(-float(n) for n in range(1, new))]
-        assert found["top_logprobs"][0] is None
-        assert [len(top) for top in found["top_logprobs"][1:new]] == [1] * (new - 1)
+        assert logprobs["token_logprobs"][:new] == [None, *(-float(n) for n in range(1, new))]
+        assert logprobs["top_logprobs"][0] is None
+        assert [len(top) for top in logprobs["top_logprobs"][1:new]] == [1] * (new - 1)
         joined = b"".join(
             bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else name.encode()
-            for name in found["tokens"]
+            for name in logprobs["tokens"]
         )
         assert joined == whole["text"].encode()
-        assert found["text_offset"] == sorted(found["text_offset"])
-        for place, name in zip(found["text_offset"], found["tokens"], strict=True):
-            assert name.startswith("bytes:") or whole["text"][place] == name
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+        for offset, name in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+            assert name.startswith("bytes:") or whole["text"][offset] == name
         assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
-        for key, values in found.items():
+        for key, values in logprobs.items():
             parts = [chunk["logprobs"][key] for chunk in chunks if chunk["logprobs"]]
             assert [item for part in parts for item in part] == values
 
@@ -154,9 +154,11 @@ async def test_an_echo_without_log_probabilities_and_without_an_answer(start: St
         assert (whole["text"], whole["finish_reason"]) == ("abc", "length")
         assert whole["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
         assert "".join(chunk["text"] for chunk in chunks) == "abc"
-        said = (await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0, "echo": True})).json()
+        response = (
+            await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0, "echo": True})
+        ).json()
         counts = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
-        assert said["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
+        assert response["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         refused = await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
         assert refused.status_code == 400
         assert "needs echo" in refused.text
@@ -164,7 +166,7 @@ async def test_an_echo_without_log_probabilities_and_without_an_answer(start: St
 
 async def test_every_prompt_and_choice_is_echoed(start: Start) -> None:
     async with start() as server:
-        ask = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
-        said = (await server.client.post("/v1/completions", json=ask)).json()
-        assert [choice["text"][:-1] for choice in said["choices"]] == ["ab", "ab", "cde", "cde"]
-        assert [len(choice["logprobs"]["tokens"]) for choice in said["choices"]] == [3, 3, 4, 4]
+        request = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 0}
+        response = (await server.client.post("/v1/completions", json=request)).json()
+        assert [choice["text"][:-1] for choice in response["choices"]] == ["ab", "ab", "cde", "cde"]
+        assert [len(choice["logprobs"]["tokens"]) for choice in response["choices"]] == [3, 3, 4, 4]

@@ -27,8 +27,8 @@ def talking(start: Start, settings: Any) -> Any:
 
 
 def body(text: Any, **further: Any) -> dict[str, Any]:
-    room = len(text) if isinstance(text, str) else 16
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": room} | further
+    max_tokens = len(text) if isinstance(text, str) else 16
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens} | further
 
 
 async def ask(server: Server, text: Any, **further: Any) -> Any:
@@ -36,25 +36,25 @@ async def ask(server: Server, text: Any, **further: Any) -> Any:
 
 
 async def events(server: Server, text: Any, **further: Any) -> list[dict[str, Any]]:
-    said = await ask(server, text, stream=True, **further)
-    assert said.status_code == 200, said.text
-    found = []
-    for piece in said.text.strip().split("\n\n"):
+    response = await ask(server, text, stream=True, **further)
+    assert response.status_code == 200, response.text
+    results = []
+    for piece in response.text.strip().split("\n\n"):
         name, data = piece.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+        results.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {results[-1]['type']}"
+    return results
 
 
-async def test_a_message_of_text(talking: Any) -> None:
+async def test_a_text_message_has_content_usage_and_ids(talking: Any) -> None:
     async with talking() as server:
-        said = await ask(server, "Hello", system=[{"type": "text", "text": "Be brief."}], metadata={"user_id": "u"})
-        message = said.json()
+        response = await ask(server, "Hello", system=[{"type": "text", "text": "Be brief."}], metadata={"user_id": "u"})
+        message = response.json()
         assert message["content"] == [{"type": "text", "text": "Hello", "citations": None}]
         assert (message["type"], message["role"], message["stop_reason"]) == ("message", "assistant", "max_tokens")
         cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         assert message["usage"] == {"input_tokens": 5, "output_tokens": 5} | cache
-        assert said.headers["request-id"] == said.headers["x-request-id"]
+        assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
 async def test_thinking_text_and_calls_are_blocks(talking: Any) -> None:
@@ -75,39 +75,39 @@ async def test_thinking_text_and_calls_are_blocks(talking: Any) -> None:
 
 async def test_a_stream_has_the_sequence_of_anthropic(talking: Any) -> None:
     async with talking(reasoning_parser="think") as server:
-        found = await events(server, f"<think>Hm.</think>So: {CALL}", tools=[TOOL])
-        assert [e["type"] for e in found[:3]] == ["message_start", "ping", "content_block_start"]
-        assert [e["type"] for e in found[-2:]] == ["message_delta", "message_stop"]
-        assert found[0]["message"]["content"] == []
-        blocks = [e["content_block"]["type"] for e in found if e["type"] == "content_block_start"]
+        stream = await events(server, f"<think>Hm.</think>So: {CALL}", tools=[TOOL])
+        assert [e["type"] for e in stream[:3]] == ["message_start", "ping", "content_block_start"]
+        assert [e["type"] for e in stream[-2:]] == ["message_delta", "message_stop"]
+        assert stream[0]["message"]["content"] == []
+        blocks = [e["content_block"]["type"] for e in stream if e["type"] == "content_block_start"]
         assert blocks == ["thinking", "text", "tool_use"]
-        assert [e["index"] for e in found if e["type"] == "content_block_stop"] == [0, 1, 2]
+        assert [e["index"] for e in stream if e["type"] == "content_block_stop"] == [0, 1, 2]
         joined: dict[str, str] = {}
-        for delta in (e["delta"] for e in found if e["type"] == "content_block_delta"):
+        for delta in (e["delta"] for e in stream if e["type"] == "content_block_delta"):
             kind = delta.pop("type")
             joined[kind] = joined.get(kind, "") + "".join(delta.values())
         assert joined == {"thinking_delta": "Hm.", "text_delta": "So:", "input_json_delta": '{"city": "Paris"}'}
-        assert found[-2]["usage"]["output_tokens"] > 0
+        assert stream[-2]["usage"]["output_tokens"] > 0
 
 
 class CachingEngine(FakeEngine):
-    """Had two tokens of every prompt in its cache."""
+    """An engine that reports two cached tokens for every prompt."""
 
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         async for output in super()._outputs(request):
             yield replace(output, num_cached_tokens=2)
 
 
-async def test_usage_tells_cached_tokens_apart(start: Start) -> None:
+async def test_usage_counts_cached_tokens_separately(start: Start) -> None:
     async with start(Launcher(CachingEngine)) as server:
         counted = await server.client.post("/v1/messages/count_tokens", json={"messages": body("Hello")["messages"]})
-        found = await events(server, "Hello")
-        for usage in ((await ask(server, "Hello")).json()["usage"], found[0]["message"]["usage"], found[-2]["usage"]):
+        stream = await events(server, "Hello")
+        for usage in ((await ask(server, "Hello")).json()["usage"], stream[0]["message"]["usage"], stream[-2]["usage"]):
             assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (2, 0)
             assert usage["input_tokens"] + 2 == counted.json()["input_tokens"]
 
 
-async def test_why_it_stopped(talking: Any) -> None:
+async def test_stop_reasons(talking: Any) -> None:
     async with talking() as server:
         stopped = (await ask(server, "one STOP two", stop_sequences=["a", "b", "c", "d", "STOP"])).json()
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "STOP")
@@ -134,17 +134,17 @@ async def test_a_history_becomes_the_messages_of_a_chat(start: Start) -> None:
     assert (again["role"], again["content"]) == ("user", "So?")
     async with start() as server:
         counted = await server.client.post("/v1/messages/count_tokens", json={"messages": TURNS})
-        asked = {"messages": [message.model_dump(exclude_unset=True) for message in chat.messages[1:]]}
-        assert counted.json() == {"input_tokens": (await server.client.post("/tokenize", json=asked)).json()["count"]}
+        request = {"messages": [message.model_dump(exclude_unset=True) for message in chat.messages[1:]]}
+        assert counted.json() == {"input_tokens": (await server.client.post("/tokenize", json=request)).json()["count"]}
 
 
-async def test_effort_and_thinking_reach_the_template() -> None:
-    asked = body("hi", thinking={"type": "disabled"}, output_config={"effort": "low"})
-    chat = to_chat_body(MessagesBody.model_validate(asked))
+async def test_effort_and_thinking_become_template_variables() -> None:
+    request = body("hi", thinking={"type": "disabled"}, output_config={"effort": "low"})
+    chat = to_chat_body(MessagesBody.model_validate(request))
     assert chat.chat_template_kwargs == {"reasoning_effort": "low", "enable_thinking": False}
 
 
-async def test_an_answer_ends_where_the_context_does(talking: Any) -> None:
+async def test_an_answer_that_fills_the_context_says_so(talking: Any) -> None:
     async with talking() as server:
         message = (await ask(server, "Hello" * 10, max_tokens=100_000)).json()
         assert message["stop_reason"] == "model_context_window_exceeded"
@@ -158,15 +158,15 @@ async def test_a_call_can_be_forced(talking: Any, choice: dict[str, str]) -> Non
         assert "named_0" in server.launcher.engine.requests[-1].params.grammar
 
 
-async def test_the_form_of_an_answer(talking: Any) -> None:
+async def test_output_config_constrains_the_answer_to_a_schema(talking: Any) -> None:
     async with talking() as server:
-        form = {"format": {"type": "json_schema", "schema": WEATHER}}
-        assert (await ask(server, "hi", output_config=form)).status_code == 200
+        output_config = {"format": {"type": "json_schema", "schema": WEATHER}}
+        assert (await ask(server, "hi", output_config=output_config)).status_code == 200
         assert json.loads(server.launcher.engine.requests[-1].params.json_schema) == WEATHER
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -191,35 +191,35 @@ async def test_the_form_of_an_answer(talking: Any) -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
-async def test_nonsense_is_refused_by_name(talking: Any, change: dict[str, Any], named: str) -> None:
+async def test_an_invalid_field_is_refused_by_name(talking: Any, change: dict[str, Any], words: str) -> None:
     async with talking() as server:
-        said = await ask(server, "hi", **change)
-        assert said.status_code == 400, said.text
-        error = said.json()
+        response = await ask(server, "hi", **change)
+        assert response.status_code == 400, response.text
+        error = response.json()
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-        assert named in error["error"]["message"]
-        assert error["request_id"] == said.headers["request-id"]
+        assert words in error["error"]["message"]
+        assert error["request_id"] == response.headers["request-id"]
 
 
-async def test_keys_and_models_as_their_client_sends_them(start: Start) -> None:
+async def test_keys_and_models_are_checked_as_anthropics_client_sends_them(start: Start) -> None:
     async with start(api_key="secret") as server:
         headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
         for key, status, kind in (("wrong", 401, "authentication_error"), ("secret", 404, "not_found_error")):
-            asked = body("hi", model="claude")
-            said = await server.client.post("/v1/messages", json=asked, headers=headers | {"x-api-key": key})
-            assert (said.status_code, said.json()["error"]["type"]) == (status, kind)
+            request = body("hi", model="claude")
+            response = await server.client.post("/v1/messages", json=request, headers=headers | {"x-api-key": key})
+            assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
         assert (await server.client.post("/v1/messages", json=body("hi"), headers=headers)).status_code == 200
 
 
-async def test_a_long_request_says_the_same(talking: Any) -> None:
-    """A parser process checks it, and writes it again without empty fields."""
+async def test_a_long_request_that_a_parser_process_reads_gets_the_same_answer(talking: Any) -> None:
+    """A parser process checks the body and serializes it again without empty fields."""
     async with talking() as server:
         turns = [*TURNS, {"role": "user", "content": "hi"}]
         tools = [TOOL | {"description": "Weather. " * 20_000}]
-        form = {"format": {"type": "json_schema", "schema": WEATHER}}
-        asked = {"messages": turns, "tools": tools, "max_tokens": 2, "output_config": form}
-        said = await server.client.post("/v1/messages", json=asked)
-        assert said.json()["content"][0]["text"] == "hi"
+        output_config = {"format": {"type": "json_schema", "schema": WEATHER}}
+        request = {"messages": turns, "tools": tools, "max_tokens": 2, "output_config": output_config}
+        response = await server.client.post("/v1/messages", json=request)
+        assert response.json()["content"][0]["text"] == "hi"
         turns[0] = {"role": "user", "content": [{"type": "image"}]}
-        said = await server.client.post("/v1/messages", json=asked)
-        assert "image" in said.json()["error"]["message"]
+        response = await server.client.post("/v1/messages", json=request)
+        assert "image" in response.json()["error"]["message"]

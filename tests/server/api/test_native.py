@@ -1,4 +1,4 @@
-"""POST /generate and its streams: known shapes, refusals before the 200, the same text both ways."""
+"""POST /generate and its streams: the shapes of answers, refusals before a stream starts, the same text in both."""
 
 import asyncio
 import json
@@ -19,19 +19,19 @@ async def test_generate_answers_with_text_and_origin(start: Start) -> None:
     async with start() as server:
         answer = await server.client.post("/generate", json={"inputs": "abc", "parameters": {"max_new_tokens": 7}})
         assert answer.status_code == 200
-        said = answer.json()
-        assert said["generated_text"] == "abcabca"
-        assert said["weight_version"].startswith("base-")
-        assert said["request_id"] == answer.headers["x-request-id"]
-        assert "details" not in said
+        response = answer.json()
+        assert response["generated_text"] == "abcabca"
+        assert response["weight_version"].startswith("base-")
+        assert response["request_id"] == answer.headers["x-request-id"]
+        assert "details" not in response
 
 
-async def test_details_name_every_token_and_why_it_ended(start: Start) -> None:
+async def test_details_list_every_token_and_the_finish_reason(start: Start) -> None:
     async with start() as server:
         parameters = {"max_new_tokens": 9, "details": True, "stop": ["ca"], "top_n_tokens": 2}
-        said = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
-        assert said["generated_text"] == "ab"
-        details = said["details"]
+        response = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
+        assert response["generated_text"] == "ab"
+        details = response["details"]
         assert details["finish_reason"] == "stop_sequence"
         assert details["generated_tokens"] == len(details["tokens"]) == len(details["top_tokens"]) == 4
         assert "".join(token["text"] for token in details["tokens"]) == "ab"
@@ -55,8 +55,8 @@ async def test_streamed_pieces_add_up_to_the_whole(start: Start, text: str, rout
 
 async def test_root_answers_with_a_list(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/", json={"inputs": "x"})).json()
-        assert [item["generated_text"] for item in said] == ["x" * 16]
+        response = (await server.client.post("/", json={"inputs": "x"})).json()
+        assert [item["generated_text"] for item in response] == ["x" * 16]
 
 
 @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ async def test_root_answers_with_a_list(start: Start) -> None:
         ({"top_p": 0.9}, False),
     ],
 )
-async def test_sampling_is_asked_for_as_text_generation_inference_has_it(
+async def test_the_same_parameters_enable_sampling_as_in_text_generation_inference(
     start: Start, parameters: dict[str, Any], greedy: bool
 ) -> None:
     async with start() as server:
         details = {"details": True} | parameters
-        said = (await server.client.post("/generate", json={"inputs": "x", "parameters": details})).json()
-        assert (said["details"]["seed"] is None) == greedy
+        response = (await server.client.post("/generate", json={"inputs": "x", "parameters": details})).json()
+        assert (response["details"]["seed"] is None) == greedy
 
 
 async def test_truncate_keeps_the_end_of_the_prompt_and_full_text_its_start(start: Start) -> None:
     async with start() as server:
         parameters = {"truncate": 2, "max_new_tokens": 2, "return_full_text": True}
-        said = (await server.client.post("/generate", json={"inputs": "abcd", "parameters": parameters})).json()
-        assert said["generated_text"] == "abcd" + "cd"
+        response = (await server.client.post("/generate", json={"inputs": "abcd", "parameters": parameters})).json()
+        assert response["generated_text"] == "abcd" + "cd"
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
@@ -90,10 +90,10 @@ async def test_too_long_a_prompt_is_refused_before_the_200(start: Start, route: 
     async with start() as server:
         answer = await server.client.post(route, json={"inputs": "x" * 600, "stream": True})
         assert answer.status_code == 422
-        said = answer.json()
-        assert (said["error_type"], said["code"]) == ("validation", "context_length_exceeded")
-        assert "600" in said["error"]
-        assert "512" in said["error"]
+        response = answer.json()
+        assert (response["error_type"], response["code"]) == ("validation", "context_length_exceeded")
+        assert "600" in response["error"]
+        assert "512" in response["error"]
 
 
 async def test_a_failure_in_the_middle_is_an_event_in_a_stream_and_a_424_elsewhere(start: Start) -> None:
@@ -110,12 +110,12 @@ async def test_a_failure_in_the_middle_is_an_event_in_a_stream_and_a_424_elsewhe
 async def test_an_engine_that_dies_is_a_503_and_is_started_again(start: Start) -> None:
     async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
         first = server.launcher.engine
-        asked = asyncio.create_task(
+        pending = asyncio.create_task(
             server.client.post("/generate", json={"inputs": "x", "parameters": {"max_new_tokens": 100}})
         )
         await eventually(lambda: first.running)
         first.alive = False
-        answer = await asked
+        answer = await pending
         assert (answer.status_code, answer.json()["code"]) == (503, "engine_down")
         assert int(answer.headers["retry-after"]) >= 1
         assert (await server.client.get("/health/ready")).status_code == 503
@@ -134,10 +134,10 @@ async def test_detokenize_names_an_id_that_the_tokenizer_lacks(start: Start) -> 
 
 async def test_tokenize_and_back(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/tokenize", json={"prompt": "héy", "return_token_strs": True})).json()
-        assert said["count"] == 4
-        assert said["max_model_len"] == 512
-        back = await server.client.post("/detokenize", json={"tokens": said["tokens"]})
+        response = (await server.client.post("/tokenize", json={"prompt": "héy", "return_token_strs": True})).json()
+        assert response["count"] == 4
+        assert response["max_model_len"] == 512
+        back = await server.client.post("/detokenize", json={"tokens": response["tokens"]})
         assert back.json() == {"prompt": "héy"}
         chat = (await server.client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
         text = (await server.client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]

@@ -1,4 +1,4 @@
-"""/v1: the wire as OpenAI's client expects it. The client itself is tried in test_live.py."""
+"""/v1: the JSON that OpenAI's client expects. test_live.py uses the client itself."""
 
 import json
 from typing import Any
@@ -18,35 +18,35 @@ def chunks(text: str) -> list[Any]:
 
 async def test_completion_counts_choices_and_tokens(start: Start) -> None:
     async with start() as server:
-        ask = {"prompt": ["ab", "xyz"], "n": 2, "max_tokens": 4, "model": "tiny"}
-        said = (await server.client.post("/v1/completions", json=ask)).json()
-        assert said["object"] == "text_completion"
-        assert [c["text"] for c in said["choices"]] == ["abab", "abab", "xyzx", "xyzx"]
-        assert [c["index"] for c in said["choices"]] == [0, 1, 2, 3]
+        request = {"prompt": ["ab", "xyz"], "n": 2, "max_tokens": 4, "model": "tiny"}
+        response = (await server.client.post("/v1/completions", json=request)).json()
+        assert response["object"] == "text_completion"
+        assert [c["text"] for c in response["choices"]] == ["abab", "abab", "xyzx", "xyzx"]
+        assert [c["index"] for c in response["choices"]] == [0, 1, 2, 3]
         counts = {"prompt_tokens": 5, "completion_tokens": 16, "total_tokens": 21}
-        assert said["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
-        assert said["system_fingerprint"].startswith("base-")
+        assert response["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
+        assert response["system_fingerprint"].startswith("base-")
 
 
 @pytest.mark.parametrize("prompt", ["ab", [97, 98], [[97, 98]], ["ab"]])
-async def test_every_spelling_of_a_prompt(start: Start, prompt: Any) -> None:
+async def test_every_type_of_prompt_is_accepted(start: Start, prompt: Any) -> None:
     async with start() as server:
-        said = (await server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).json()
+        response = (await server.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).json()
         tokens = (await server.client.post("/tokenize", json={"prompt": "ab"})).json()["tokens"]
         expected = "ab" if isinstance(prompt, str) or isinstance(prompt[0], str) else None
-        assert said["usage"]["prompt_tokens"] == len(tokens) == 2
-        assert expected is None or said["choices"][0]["text"] == expected
+        assert response["usage"]["prompt_tokens"] == len(tokens) == 2
+        assert expected is None or response["choices"][0]["text"] == expected
 
 
 async def test_streams_add_up_for_every_choice(start: Start) -> None:
     async with start() as server:
-        for route, ask in (
+        for route, request in (
             ("/v1/completions", {"prompt": "naïve ☕", "max_tokens": 30}),
             ("/v1/chat/completions", ASK | {"max_tokens": 30}),
         ):
-            whole = (await server.client.post(route, json=ask | {"n": 3})).json()
+            whole = (await server.client.post(route, json=request | {"n": 3})).json()
             options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
-            got = chunks((await server.client.post(route, json=ask | options)).text)
+            got = chunks((await server.client.post(route, json=request | options)).text)
             texts, ends = ["", "", ""], [None, None, None]
             for chunk in got:
                 for choice in chunk["choices"]:
@@ -55,8 +55,8 @@ async def test_streams_add_up_for_every_choice(start: Start) -> None:
             assert texts == [c["text"] if "text" in c else c["message"]["content"] for c in whole["choices"]]
             assert ends == ["length"] * 3
             assert got[-1]["choices"] == []
-            found = [usage.pop("prompt_tokens_details") for usage in (whole["usage"], got[-1]["usage"])]
-            assert found[0]["cached_tokens"] <= found[1]["cached_tokens"] < whole["usage"]["prompt_tokens"]
+            details = [usage.pop("prompt_tokens_details") for usage in (whole["usage"], got[-1]["usage"])]
+            assert details[0]["cached_tokens"] <= details[1]["cached_tokens"] < whole["usage"]["prompt_tokens"]
             assert got[-1]["usage"] == whole["usage"]
             assert all(chunk["usage"] is None for chunk in got[:-1])
             assert len({chunk["id"] for chunk in got}) == 1
@@ -64,15 +64,15 @@ async def test_streams_add_up_for_every_choice(start: Start) -> None:
 
 async def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/v1/chat/completions", json=ASK | {"max_tokens": 8})).json()
-        assert said["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
+        response = (await server.client.post("/v1/chat/completions", json=ASK | {"max_tokens": 8})).json()
+        assert response["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
         parts = {
             "messages": [
                 {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
             ]
         }
-        said = (await server.client.post("/v1/chat/completions", json=parts | {"max_completion_tokens": 10})).json()
-        assert said["choices"][0]["message"]["content"] == "<system>ab"
+        response = (await server.client.post("/v1/chat/completions", json=parts | {"max_completion_tokens": 10})).json()
+        assert response["choices"][0]["message"]["content"] == "<system>ab"
         got = chunks((await server.client.post("/v1/chat/completions", json=ASK | {"stream": True})).text)
         assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert "usage" not in got[0]
@@ -80,21 +80,21 @@ async def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> N
 
 async def test_a_chat_answer_may_fill_the_context(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/v1/chat/completions", json={"messages": ASK["messages"]})).json()
-        assert said["usage"]["total_tokens"] == 512
-        assert said["choices"][0]["finish_reason"] == "length"
+        response = (await server.client.post("/v1/chat/completions", json={"messages": ASK["messages"]})).json()
+        assert response["usage"]["total_tokens"] == 512
+        assert response["choices"][0]["finish_reason"] == "length"
 
 
 async def test_logprobs_hold_no_infinity(start: Start) -> None:
     async with start() as server:
-        ask = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
-        said = (await server.client.post("/v1/completions", json=ask)).json()["choices"][0]["logprobs"]
-        assert said["tokens"] == ["a", "b", "a"]
-        assert said["text_offset"] == [0, 1, 2]
-        assert said["token_logprobs"] == [-0.5] * 3
-        assert all(set(top.values()) == {-9999.0, -0.5} for top in said["top_logprobs"])  # and the token itself
-        ask = ASK | {"logprobs": True, "top_logprobs": 2}
-        content = (await server.client.post("/v1/chat/completions", json=ask)).json()["choices"][0]["logprobs"][
+        request = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
+        response = (await server.client.post("/v1/completions", json=request)).json()["choices"][0]["logprobs"]
+        assert response["tokens"] == ["a", "b", "a"]
+        assert response["text_offset"] == [0, 1, 2]
+        assert response["token_logprobs"] == [-0.5] * 3
+        assert all(set(top.values()) == {-9999.0, -0.5} for top in response["top_logprobs"])  # and the token itself
+        request = ASK | {"logprobs": True, "top_logprobs": 2}
+        content = (await server.client.post("/v1/chat/completions", json=request)).json()["choices"][0]["logprobs"][
             "content"
         ]
         assert [c["token"] for c in content] == list("<user")
@@ -149,31 +149,31 @@ SPOILED_STOPS: dict[str, Any] = {
 }
 
 
-async def test_of_two_forms_of_a_field_the_complaint_is_about_the_one_meant(start: Start) -> None:
+async def test_an_error_in_a_union_field_is_about_the_type_that_was_sent(start: Start) -> None:
     async with start() as server:
-        said = {
+        response = {
             text: (await server.client.post("/v1/chat/completions", json=ASK | {"stop": stop})).json()["error"][
                 "message"
             ]
             for text, stop in SPOILED_STOPS.items()
         }
-    assert said["five"] == "stop must have at most 4 items."
-    assert said["number"] == "stop must be text or a list."
-    assert said["empty"] == "stop must have at least 1 character."
-    assert said["one of them empty"] == "stop.1 must have at least 1 character."
-    assert said["one of them long"] == "stop.0 must have at most 256 characters."
-    assert said["one of them null"] == "stop.0 must be text."
+    assert response["five"] == "stop must have at most 4 items."
+    assert response["number"] == "stop must be text or a list."
+    assert response["empty"] == "stop must have at least 1 character."
+    assert response["one of them empty"] == "stop.1 must have at least 1 character."
+    assert response["one of them long"] == "stop.0 must have at most 256 characters."
+    assert response["one of them null"] == "stop.0 must be text."
 
 
-async def test_a_prompt_as_long_as_the_context_is_told_to_be_shorter(start: Start) -> None:
-    """Fewer tokens would not help it."""
+async def test_the_refusal_of_a_prompt_that_fills_the_context_advises_to_shorten_it(start: Start) -> None:
+    """Advice to ask for fewer tokens would not help such a prompt."""
     async with start() as server:
-        said = [
+        response = [
             (await server.client.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 2})).json()
             for length in (510, 511, 512, 513)
         ]
-    assert said[0]["choices"][0]["finish_reason"] == "length"
-    assert [one["error"]["message"] for one in said[1:]] == [
+    assert response[0]["choices"][0]["finish_reason"] == "length"
+    assert [one["error"]["message"] for one in response[1:]] == [
         "The prompt has 511 tokens and up to 2 are requested, but the context holds 512. Shorten the prompt or "
         "ask for fewer tokens.",
         "The prompt has 512 tokens and fills this model's context, which has no room for a completion. "
@@ -193,14 +193,14 @@ async def test_models_are_looked_up_by_name(start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["dummy", "tgi"])
-async def test_placeholders_of_official_clients_mean_the_served_model(start: Start, name: str) -> None:
+async def test_placeholder_names_of_official_clients_select_the_served_model(start: Start, name: str) -> None:
     async with start() as server:
         answer = await server.client.post("/v1/chat/completions", json=ASK | {"model": name})
         assert answer.status_code == 200
         assert (await server.client.get(f"/v1/models/{name}")).status_code == 404
 
 
-async def test_what_can_never_fit_is_refused_for_good(start: Start) -> None:
+async def test_a_request_that_can_never_fit_is_refused_without_retry_after(start: Start) -> None:
     """64 prompts of 16 choices are 1,024 sequences; 272 fit into an idle server."""
 
     async with start() as server:

@@ -1,7 +1,7 @@
-"""The description against the server: every route is in it, and live answers, refusals included, have its shapes.
+"""The OpenAPI description lists every route, and live answers, refusals included, match it.
 
-Schemathesis makes requests from the description, valid ones and broken ones, and holds each answer to it: a documented
-status, media type and schema, `Allow` with a 405, and never a 5xx. It also goes along every link of the description.
+Schemathesis generates valid and invalid requests from the description and checks each answer: a documented status,
+media type and schema, `Allow` with a 405, and never a 5xx. It also follows every link of the description.
 """
 
 import sys
@@ -75,8 +75,8 @@ def test_live_answers_are_as_described(description: Any, method: str, path: str,
 async def test_every_route_is_described(start: Start) -> None:
     async with start() as server:
         document = (await server.client.get("/openapi.json")).json()
-        found = {(method, path) for path, operations in document["paths"].items() for method in operations}
-        assert found == set(ERROR_CODES)
+        described = {(method, path) for path, operations in document["paths"].items() for method in operations}
+        assert described == set(ERROR_CODES)
         for operations in document["paths"].values():
             for operation in operations.values():
                 assert any(status.startswith("2") for status in operation["responses"])
@@ -86,16 +86,16 @@ async def test_every_route_is_described(start: Start) -> None:
         assert {link["parameters"]["job_id"] for link in links.values()} == {"$response.body#/id"}
 
 
-async def follow(server: Server, document: Any, path: str, status: str, made: str) -> set[str]:
-    """Follows every link of an answer that named something `made`; returns the operations reached."""
+async def follow(server: Server, document: Any, path: str, status: str, created: str) -> set[str]:
+    """Follows every link of an answer that created an object with the id `created`; returns the operations reached."""
     operations = {o["operationId"]: (m, p) for p, every in document["paths"].items() for m, o in every.items()}
     links = document["paths"][path]["post"]["responses"][status]["links"]
     for name in sorted(links, key=lambda name: operations[name][0] == "delete"):
         method, place = operations[name]
         for parameter in links[name].get("parameters", {}):
-            place = place.replace("{" + parameter + "}", made)
+            place = place.replace("{" + parameter + "}", created)
         body = links[name].get("requestBody")
-        body = body and {key: made if value == "$response.body#/id" else value for key, value in body.items()}
+        body = body and {key: created if value == "$response.body#/id" else value for key, value in body.items()}
         answer = await server.client.request(method, place, json=body)
         assert answer.status_code in (200, 409), (name, answer.text)  # 409: a job that has not succeeded
     return set(links)
@@ -112,18 +112,18 @@ async def test_links_lead_somewhere(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-async def test_examples_are_taken_as_they_are(
+async def test_the_examples_of_the_description_are_accepted(
     start: Start, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_saver, "COMMAND", (sys.executable, "-c", ""))  # writes nothing
-    made = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
-    made |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
+    engines = dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), embedding_engine)
+    engines |= {"/classify": classifying_engine, "/scales/save": rolling_engine}
     (tmp_path / "more" / "clerk-2026-01").mkdir(parents=True)
     (tmp_path / "more" / "clerk-2026-01" / "adapter_config.json").touch()
     (model_dir(tmp_path / "more" / "policy" / "step-12") / "model.safetensors").touch()
     tutor = NamedAdapter("tutor", tmp_path / "tutor")
     adapters = (tutor,) if path == "/v1/unload_lora_adapter" else ()
-    launcher = Launcher(made[path]) if path in made else None
+    launcher = Launcher(engines[path]) if path in engines else None
     async with start(launcher, models_dir=tmp_path / "more", adapters=adapters) as server:
         answer = await server.client.post(path.replace("{name}", "tiny"), json=EXAMPLES[path])
         assert answer.status_code in (200, 202), answer.text
@@ -137,12 +137,12 @@ async def test_the_source_of_an_activation_is_described(start: Start) -> None:
 
 def links_of(description: Any) -> list[Any]:
     """Every link of the description, as schemathesis reads it."""
-    found = description.as_state_machine()._transitions.operations.values()
-    return [link for operation in found for link in operation.outgoing if not link.is_inferred]
+    operations = description.as_state_machine()._transitions.operations.values()
+    return [link for operation in operations for link in operation.outgoing if not link.is_inferred]
 
 
 def answered(description: Any, path: str, file_id: str | None = None) -> StepOutput:
-    """The answer of an operation that names something: a job, or a file."""
+    """The answer of an operation that creates a job or a file."""
     operation = description[path]["POST"]
     if path == "/v1/files":
         form = {"purpose": "fine-tune", "file": b'{"text": "x"}\n'}
@@ -158,22 +158,22 @@ def answered(description: Any, path: str, file_id: str | None = None) -> StepOut
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_link_leads_to_answers_as_described(description: Any, mode: GenerationMode) -> None:
-    """The operation behind a link is called with the id that the previous answer named, validly and invalidly."""
+    """Calls the target of each link with the id from the previous answer, in valid and in invalid requests."""
     file = answered(description, "/v1/files")
-    made = {path: answered(description, path, file.response.json()["id"]) for path in ("/finetune", JOBS)}
-    made["/v1/files"] = file
+    created = {path: answered(description, path, file.response.json()["id"]) for path in ("/finetune", JOBS)}
+    created["/v1/files"] = file
     links = sorted(links_of(description), key=lambda link: link.target.method == "delete")
-    assert {link.source.path for link in links} == set(made)
+    assert {link.source.path for link in links} == set(created)
     for link in links:
         if mode is GenerationMode.POSITIVE or link.target.body or link.target.query:  # else nothing can be broken
-            follow_with(link, made[link.source.path], mode)
+            follow_with(link, created[link.source.path], mode)
 
 
-def follow_with(link: Any, made: StepOutput, mode: GenerationMode) -> None:
-    """Requests along a link from the answer that `made` something."""
-    taken = link.extract(made)
-    places = {name: found.value.ok() for name, found in taken.parameters.get("path_parameters", {}).items()}
-    body = {} if taken.request_body is None else taken.request_body.value.ok()
+def follow_with(link: Any, created: StepOutput, mode: GenerationMode) -> None:
+    """Sends requests along a link, with the ids from the answer `created`."""
+    extracted = link.extract(created)
+    places = {name: found.value.ok() for name, found in extracted.parameters.get("path_parameters", {}).items()}
+    body = {} if extracted.request_body is None else extracted.request_body.value.ok()
     assert places or body, link.full_name
 
     @hypothesis.given(link.target.as_strategy(generation_mode=mode))

@@ -1,4 +1,4 @@
-"""Parameters of clients beside a prompt, on every route that generates."""
+"""Request parameters other than the prompt, on every route that generates."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -20,8 +20,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"prompt": "ab", "max_tokens": 2}
 
 
-class Listening(FakeEngine):
-    """Remembers requests; the later of several answers is the more probable one."""
+class RecordingEngine(FakeEngine):
+    """Records its requests. Of several answers to one prompt, each is more likely than those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,20 +31,20 @@ class Listening(FakeEngine):
         self.heard.append(request)
         number = int(request.request_id.rpartition("-")[2])
         async for output in super()._outputs(request):
-            told = output.logprobs and tuple(TokenLogprob(item.token_id, number - 10.0) for item in output.logprobs)
-            yield replace(output, logprobs=told)
+            logprobs = output.logprobs and tuple(TokenLogprob(item.token_id, number - 10.0) for item in output.logprobs)
+            yield replace(output, logprobs=logprobs)
 
 
 async def params(server: Server, route: str, body: dict[str, Any]) -> SamplingParams:
     answer = await server.client.post(route, json=body)
     assert answer.status_code == 200, answer.text
     engine = server.launcher.engine
-    assert isinstance(engine, Listening)
+    assert isinstance(engine, RecordingEngine)
     return engine.heard[-1].params
 
 
-async def test_every_route_takes_them(start: Start) -> None:
-    asked: dict[str, Any] = {
+async def test_every_route_passes_sampling_parameters_to_the_engine(start: Start) -> None:
+    parameters: dict[str, Any] = {
         "logit_bias": {"97": -100, "98": 2.5},
         "bad_words": ["damn"],
         "stop_token_ids": [7],
@@ -52,16 +52,16 @@ async def test_every_route_takes_them(start: Start) -> None:
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-    async with start(Launcher(Listening)) as server:
+    async with start(Launcher(RecordingEngine)) as server:
         for route, body in (
-            ("/v1/completions", TEXT | asked),
-            ("/v1/chat/completions", CHAT | asked),
-            ("/generate", {"inputs": "ab", "parameters": asked}),
+            ("/v1/completions", TEXT | parameters),
+            ("/v1/chat/completions", CHAT | parameters),
+            ("/generate", {"inputs": "ab", "parameters": parameters}),
         ):
-            found = await params(server, route, body)
-            assert found.logit_bias == ((97, -100.0), (98, 2.5))
-            assert (found.bad_words, found.stop_token_ids, found.min_tokens) == (("damn",), (7,), 1)
-            assert (found.skip_special_tokens, found.include_stop_str_in_output) == (False, True)
+            params_seen = await params(server, route, body)
+            assert params_seen.logit_bias == ((97, -100.0), (98, 2.5))
+            assert (params_seen.bad_words, params_seen.stop_token_ids, params_seen.min_tokens) == (("damn",), (7,), 1)
+            assert (params_seen.skip_special_tokens, params_seen.include_stop_str_in_output) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ async def test_every_route_takes_them(start: Start) -> None:
         ({"n": 129}, "n"),
     ],
 )
-async def test_nonsense_is_named(start: Start, change: dict[str, Any], param: str | None) -> None:
+async def test_an_invalid_parameter_is_refused_by_name(start: Start, change: dict[str, Any], param: str | None) -> None:
     async with start() as server:
         for route, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
             answer = await server.client.post(route, json=body | change)
             assert answer.status_code == 400, answer.text
-            found = answer.json()["error"]["param"] or ""
-            assert found.startswith(param or ""), found
+            name = answer.json()["error"]["param"] or ""
+            assert name.startswith(param or ""), name
 
 
 @pytest.mark.parametrize(
@@ -108,44 +108,44 @@ async def test_an_empty_prompt_is_reported_by_the_field_of_the_route(
 
 
 async def test_the_end_is_part_of_the_text_and_of_its_log_probabilities(start: Start) -> None:
-    """Held back or not, streamed or not; without it the tokens of a stop string are no part of the answer."""
+    """With include_stop_str_in_output; without it, the tokens of a stop string are no part of the answer."""
     async with start() as server:
-        ask = {"prompt": "abcd", "max_tokens": 8, "stop": ["cd"], "logprobs": 0}
+        request = {"prompt": "abcd", "max_tokens": 8, "stop": ["cd"], "logprobs": 0}
         for shows, text in ((False, "ab"), (True, "abcd")):
-            said = (
-                await server.client.post("/v1/completions", json=ask | {"include_stop_str_in_output": shows})
+            response = (
+                await server.client.post("/v1/completions", json=request | {"include_stop_str_in_output": shows})
             ).json()
-            choice = said["choices"][0]
+            choice = response["choices"][0]
             assert choice["text"] == text
             assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
 
 
 async def test_128_answers_to_one_prompt(start: Start) -> None:
     async with start() as server:
-        said = (await server.client.post("/v1/chat/completions", json=CHAT | {"n": 128})).json()
-        assert [choice["index"] for choice in said["choices"]] == list(range(128))
-        assert said["usage"]["completion_tokens"] == 256
+        response = (await server.client.post("/v1/chat/completions", json=CHAT | {"n": 128})).json()
+        assert [choice["index"] for choice in response["choices"]] == list(range(128))
+        assert response["usage"]["completion_tokens"] == 256
 
 
-async def test_the_best_of_several_are_returned(start: Start) -> None:
-    async with start(Launcher(Listening)) as server:
-        ask = {"prompt": ["ab", "cd"], "n": 2, "best_of": 4, "max_tokens": 3}
-        said = (await server.client.post("/v1/completions", json=ask)).json()
-        assert [(c["index"], c["text"], c["logprobs"]) for c in said["choices"]] == [
+async def test_best_of_returns_the_most_likely_answers(start: Start) -> None:
+    async with start(Launcher(RecordingEngine)) as server:
+        request = {"prompt": ["ab", "cd"], "n": 2, "best_of": 4, "max_tokens": 3}
+        response = (await server.client.post("/v1/completions", json=request)).json()
+        assert [(c["index"], c["text"], c["logprobs"]) for c in response["choices"]] == [
             (0, "aba", None),
             (1, "aba", None),
             (2, "cdc", None),
             (3, "cdc", None),
         ]
-        assert said["usage"]["completion_tokens"] == 24  # of all that were generated
-        told = (await server.client.post("/v1/completions", json=ask | {"logprobs": 0})).json()["choices"]
-        assert [choice["logprobs"]["token_logprobs"][0] for choice in told] == [-7.0, -8.0, -3.0, -4.0]
+        assert response["usage"]["completion_tokens"] == 24  # of all that were generated
+        choices = (await server.client.post("/v1/completions", json=request | {"logprobs": 0})).json()["choices"]
+        assert [choice["logprobs"]["token_logprobs"][0] for choice in choices] == [-7.0, -8.0, -3.0, -4.0]
 
 
 @pytest.mark.parametrize(
     "change", [{"best_of": 2, "n": 3}, {"best_of": 2, "stream": True}, {"best_of": 0}, {"best_of": 200}]
 )
-async def test_a_best_of_that_cannot_be_is_refused(start: Start, change: dict[str, Any]) -> None:
+async def test_an_invalid_best_of_is_refused(start: Start, change: dict[str, Any]) -> None:
     async with start() as server:
         assert (await server.client.post("/v1/completions", json=TEXT | change)).status_code == 400
 
@@ -160,24 +160,24 @@ async def test_a_template_gets_further_variables(start: Start, settings: Any) ->
             (None, "nonono"),
             ({"documents": [{"text": "!"}]}, "no!no"),
         ):
-            asked = CHAT | {"max_tokens": 6, "chat_template_kwargs": variables}
-            said = (await server.client.post("/v1/chat/completions", json=asked)).json()
-            assert said["choices"][0]["message"]["content"].startswith(text[:5])
+            request = CHAT | {"max_tokens": 6, "chat_template_kwargs": variables}
+            response = (await server.client.post("/v1/chat/completions", json=request)).json()
+            assert response["choices"][0]["message"]["content"].startswith(text[:5])
             body = {"messages": CHAT["messages"], "chat_template_kwargs": variables}
             assert (await server.client.post("/tokenize", json=body)).json()["count"] in (2, 3)
-        for wrong in ({"messages": []}, {"add_generation_prompt": False}, [1], {str(i): i for i in range(65)}):
-            answer = await server.client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": wrong})
+        for invalid in ({"messages": []}, {"add_generation_prompt": False}, [1], {str(i): i for i in range(65)}):
+            answer = await server.client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": invalid})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
 
 async def test_log_probabilities_of_the_prompt(start: Start) -> None:
-    """The fake engine gives token n of a prompt the log-probability -n, and itself as the best one."""
+    """The fake engine gives token n of a prompt the log-probability -n, and lists it as the most likely one."""
     async with start() as server:
         for route, body in (("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", CHAT)):
-            said = (await server.client.post(route, json=body | {"max_tokens": 1, "prompt_logprobs": 1})).json()
-            table = (said if "chat" in route else said["choices"][0])["prompt_logprobs"]
+            response = (await server.client.post(route, json=body | {"max_tokens": 1, "prompt_logprobs": 1})).json()
+            table = (response if "chat" in route else response["choices"][0])["prompt_logprobs"]
             assert table[0] is None
-            assert len(table) == said["usage"]["prompt_tokens"]
+            assert len(table) == response["usage"]["prompt_tokens"]
             if "chat" not in route:
                 (token,) = table[2].values()
                 assert token == {"logprob": -2.0, "rank": 1, "decoded_token": "c"}
@@ -211,10 +211,12 @@ async def test_log_probabilities_of_prompts_are_bounded_before_any_work(start: S
 
 async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
     async with start() as server:
-        ask = {"prompt": "abc", "max_tokens": 0, "prompt_logprobs": 1}
+        request = {"prompt": "abc", "max_tokens": 0, "prompt_logprobs": 1}
         for echo, logprobs in ((True, 0), (True, None), (False, None)):
-            said = (await server.client.post("/v1/completions", json=ask | {"echo": echo, "logprobs": logprobs})).json()
-            (choice,) = said["choices"]
+            response = (
+                await server.client.post("/v1/completions", json=request | {"echo": echo, "logprobs": logprobs})
+            ).json()
+            (choice,) = response["choices"]
             assert choice["text"] == ("abc" if echo else "")
             assert len(choice["prompt_logprobs"]) == 3
             tops = None if choice["logprobs"] is None else choice["logprobs"]["top_logprobs"]
@@ -224,11 +226,11 @@ async def test_an_echo_and_prompt_logprobs_do_not_mix(start: Start) -> None:
 async def test_details_of_the_prompt_on_the_native_route(start: Start) -> None:
     async with start() as server:
         parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
-        said = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
-        found = [(token["text"], token["logprob"]) for token in said["details"]["prefill"]]
-        assert found == [("a", None), ("b", -1.0), ("c", -2.0)]
-        for wrong in ({"stream": True, "parameters": parameters}, {"parameters": parameters | {"details": False}}):
-            assert (await server.client.post("/generate", json={"inputs": "abc"} | wrong)).status_code == 422
+        response = (await server.client.post("/generate", json={"inputs": "abc", "parameters": parameters})).json()
+        tokens = [(token["text"], token["logprob"]) for token in response["details"]["prefill"]]
+        assert tokens == [("a", None), ("b", -1.0), ("c", -2.0)]
+        for invalid in ({"stream": True, "parameters": parameters}, {"parameters": parameters | {"details": False}}):
+            assert (await server.client.post("/generate", json={"inputs": "abc"} | invalid)).status_code == 422
         streamed = await server.client.post("/generate_stream", json={"inputs": "abc", "parameters": parameters})
         assert (streamed.status_code, streamed.json()["param"]) == (422, "parameters.decoder_input_details")
 
@@ -255,19 +257,19 @@ async def test_effort_reaches_the_template(change: dict[str, Any], variables: di
     assert template_variables(ChatBody.model_validate(CHAT | change)) == variables | {"tools": None}
 
 
-async def test_an_effort_that_is_none_of_them_is_refused(start: Start) -> None:
+async def test_an_unknown_reasoning_effort_is_refused(start: Start) -> None:
     async with start() as server:
         answer = await server.client.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "some"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
 
 
 async def test_every_chunk_can_have_the_usage(start: Start) -> None:
-    """As vLLM sends it: of each choice so far, and of all choices at the end."""
+    """As in vLLM, a chunk has the usage of its choice so far, and the last chunk that of all choices."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with start() as server:
         for route, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
-            ask = body | {"n": 2, "stream": True, "max_tokens": 3}
-            chunks = await streamed(server, route, ask | {"stream_options": options})
+            request = body | {"n": 2, "stream": True, "max_tokens": 3}
+            chunks = await streamed(server, route, request | {"stream_options": options})
             *early, last = chunks
             for index in (0, 1):
                 usages = [chunk["usage"] for chunk in early if chunk["choices"][0]["index"] == index]
@@ -277,7 +279,7 @@ async def test_every_chunk_can_have_the_usage(start: Start) -> None:
                 assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in usages)
             assert last["usage"]["completion_tokens"] == 6
             for fewer in ({"continuous_usage_stats": True}, {"include_usage": None, "continuous_usage_stats": None}):
-                assert all("usage" not in c for c in await streamed(server, route, ask | {"stream_options": fewer}))
+                assert all("usage" not in c for c in await streamed(server, route, request | {"stream_options": fewer}))
 
 
 async def streamed(server: Server, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -290,11 +292,11 @@ BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "We
 
 
 def prompt_of(server: Server) -> str:
-    """The text that the model was given last."""
+    """The prompt of the engine's last request, as text."""
     return byte_tokenizer().decode(list(server.launcher.engine.requests[-1].prompt_token_ids))
 
 
-async def test_an_answer_that_was_begun_is_continued(start: Start) -> None:
+async def test_a_final_assistant_message_is_continued(start: Start) -> None:
     begun, whole = "<user>hi\n<assistant>Well, \n", "<user>hi\n<assistant>Well, \n\n"
     fields = ("add_generation_prompt", "continue_final_message")
     async with start() as server:
@@ -305,11 +307,11 @@ async def test_an_answer_that_was_begun_is_continued(start: Start) -> None:
             ((False, True), begun),
             ((None, True), begun),
         ):
-            asked = {"messages": BEGUN} | dict(zip(fields, values, strict=True))
-            answer = await server.client.post("/v1/chat/completions", json=asked | {"max_tokens": 2})
+            request = {"messages": BEGUN} | dict(zip(fields, values, strict=True))
+            answer = await server.client.post("/v1/chat/completions", json=request | {"max_tokens": 2})
             assert (answer.status_code, prompt_of(server)) == (200, prompt)
             assert answer.json()["choices"][0]["message"]["content"] == "<u"  # the fake engine repeats its prompt
-            assert (await server.client.post("/tokenize", json=asked)).json()["count"] == len(prompt)
+            assert (await server.client.post("/tokenize", json=request)).json()["count"] == len(prompt)
         prefilled = await server.client.post("/v1/messages", json={"messages": BEGUN, "max_tokens": 2})
         assert (prefilled.status_code, prompt_of(server)) == (200, begun)
         counted = await server.client.post("/v1/messages/count_tokens", json={"messages": BEGUN})
@@ -328,7 +330,9 @@ CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": 
         {"messages": BEGUN, "add_generation_prompt": True},
     ],
 )
-async def test_what_cannot_be_continued_is_refused(start: Start, route: str, change: dict[str, Any]) -> None:
+async def test_a_conversation_that_cannot_be_continued_is_refused(
+    start: Start, route: str, change: dict[str, Any]
+) -> None:
     async with start() as server:
         answer = await server.client.post(route, json=change | {"continue_final_message": True})
         assert answer.status_code == (422 if route == "/tokenize" else 400)

@@ -30,7 +30,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("GET", "/api/health", "/health"),
     ],
 )
-async def test_a_wrong_base_url_is_told_the_route(start: Start, method: str, path: str, route: str) -> None:
+async def test_a_wrong_base_url_is_answered_with_the_right_route(
+    start: Start, method: str, path: str, route: str
+) -> None:
     async with start() as server:
         answer = await server.client.request(method, path, json=CHAT)
         assert answer.status_code == 404
@@ -43,7 +45,7 @@ OLLAMA = ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/embed", 
 
 @pytest.mark.parametrize("path", OLLAMA)
 async def test_ollamas_clients_are_told_what_to_use(start: Start, path: str) -> None:
-    """They print `error` alone. `/api/generate` ends as a route of ours, which would not help them."""
+    """Ollama's clients print only `error`. `/api/generate` looks like our /generate, which they cannot use."""
     async with start() as server:
         answer = await server.client.request("POST" if path != "/api/tags" else "GET", path)
     assert answer.status_code == 404
@@ -60,7 +62,7 @@ async def test_the_hint_of_a_wrong_path_is_in_the_sentence(start: Start) -> None
     assert native["error"] == openai["message"] == "There is no such route here. GET /docs lists them."
 
 
-async def test_the_consoles_name_leads_to_it(start: Start) -> None:
+async def test_the_path_console_redirects_to_the_console(start: Start) -> None:
     async with start() as server:
         answer = await server.client.get("/console")
         assert answer.status_code == 307
@@ -97,7 +99,7 @@ async def test_anthropics_client_is_told_to_leave_v1_out_of_its_base_url(start: 
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/nothing", "/v1/nothing/", "//", "/chat/completions/more", "/a" * 5000])
-async def test_other_paths_are_sent_to_the_docs(start: Start, path: str) -> None:
+async def test_other_paths_get_no_suggested_route(start: Start, path: str) -> None:
     async with start() as server:
         answer = await server.client.post(path, json=CHAT)
         assert "The route is" not in answer.text
@@ -140,16 +142,16 @@ PYDANTICS = ("should", "valid string", "valid integer", "valid dictionary", "ins
 def bodies() -> list[type[BaseModel]]:
     for module in pkgutil.iter_modules(schemas.__path__):
         importlib.import_module(f"{schemas.__name__}.{module.name}")
-    pending, found = [Body], list[type[BaseModel]]()
+    pending, classes = [Body], list[type[BaseModel]]()
     while pending:
         pending += (kinds := pending.pop().__subclasses__())
-        found += kinds
-    return sorted(set(found), key=lambda kind: kind.__name__)
+        classes += kinds
+    return sorted(set(classes), key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("body", bodies(), ids=lambda kind: kind.__name__)
-def test_no_refusal_has_pydantics_words(body: type[BaseModel]) -> None:
-    """Every field with every kind of value, alone and in a list and in an object."""
+def test_no_refusal_contains_pydantics_wording(body: type[BaseModel]) -> None:
+    """Tries every field with values of every type, alone, in a list and in an object."""
     refused = 0
     for name, field in body.model_fields.items():
         for value in [*JUNK, *([{"role": "user", "content": junk}] for junk in JUNK), *({"type": j} for j in JUNK)]:
@@ -194,12 +196,12 @@ async def test_a_tool_that_vendors_run_is_refused_by_name(start: Start, path: st
     body = bodies.get(path, CHAT)
     async with start() as server:
         answer = await server.client.post(path, json=body | {"tools": [{"type": kind, "name": kind}]})
-        spelt = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})
+        unknown = await server.client.post(path, json=body | {"tools": [{"type": "Not a type! " * 20, "name": "a"}]})
     error = answer.json()["error"]
     assert (error if path == "/tokenize" else error["message"]) == (
         f"tools.0: tools of the type {kind} are not supported; send a function with a schema of its arguments."
     )
-    assert "Not a type" not in spelt.text
+    assert "Not a type" not in unknown.text
 
 
 REQUIRED = [(body, name) for body in bodies() for name, field in body.model_fields.items() if field.is_required()]
@@ -213,7 +215,7 @@ def test_null_for_a_required_field_is_a_missing_field(body: type[BaseModel], nam
     assert fault_of(errors).message == f"{name} is missing."
 
 
-async def test_null_inside_a_body_is_not_given(start: Start) -> None:
+async def test_null_inside_a_body_counts_as_a_missing_field(start: Start) -> None:
     turn = {"role": "user", "content": "a"}
     call = {"type": "tool_use", "id": "b", "name": "c", "input": {"kept": None}}
     result = {"type": "tool_result", "tool_use_id": "b", "content": None, "is_error": None}
@@ -230,7 +232,7 @@ async def test_null_inside_a_body_is_not_given(start: Start) -> None:
     assert "temprature is not a field" in unknown.json()["error"]["message"]
 
 
-async def test_a_value_of_no_type_of_a_union_is_told_all_of_them(start: Start) -> None:
+async def test_an_error_about_a_union_names_all_its_types(start: Start) -> None:
     async with start() as server:
         chat = await server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]})
         text = await server.client.post("/v1/completions", json={"prompt": 5})
@@ -257,8 +259,8 @@ NESTED = {
 
 
 @pytest.mark.parametrize("case", NESTED)
-async def test_deep_nesting_is_the_requests_fault(start: Start, case: str) -> None:
-    """Between 480 levels and what the JSON parser refuses, recursion failed in another process: a 500."""
+async def test_deep_nesting_is_a_4xx(start: Start, case: str) -> None:
+    """Above 480 levels, and below the limit of the JSON parser, recursion once failed in another process with a 500."""
     path, body = NESTED[case]
     async with start() as server:
         for levels in (250, 500, 950, 20_000):

@@ -31,19 +31,19 @@ async def test_requests_under_way_are_listed_with_how_far_they_are(start: Start)
         engine.delay = 1000.0  # nothing comes until it is told to
         body = {"prompt": ["abc", "defg"], "n": 2, "max_tokens": 50}
         headers = {"x-request-id": "mine"}
-        asked = asyncio.create_task(server.client.post("/v1/completions", json=body, headers=headers))
+        pending = asyncio.create_task(server.client.post("/v1/completions", json=body, headers=headers))
         await eventually(lambda: len(engine.running) == 4)
         (row,) = await listed(server)
         assert row.pop("age") >= 0
-        found = row.pop("id")
+        row_id = row.pop("id")
         assert row == {
             "request_id": "mine", "tenant": "anonymous", "model": "tiny", "state": "queued", "answers": 4,
             "prompt_tokens": 7, "generated_tokens": 0, "max_new_tokens": 200,
         }  # fmt: skip
-        engine.prefilling = {f"{found}-2"}
+        engine.prefilling = {f"{row_id}-2"}
         await eventually(lambda: server.state.models.default.current.prefilling_ids)  # type: ignore[union-attr]
         assert (await listed(server))[0]["state"] == "prefill"
-        asked.cancel()
+        pending.cancel()
         await eventually(lambda: not engine.running)
         assert await listed(server) == []
 
@@ -92,12 +92,12 @@ async def test_a_reader_that_stalls_does_not_keep_a_cancelled_request_running(st
         await outputs.aclose()
 
 
-async def test_seeing_and_ending_requests_are_rights_of_their_own(start: Start, tmp_path: Path) -> None:
+async def test_listing_and_cancelling_requests_need_their_own_scopes(start: Start, tmp_path: Path) -> None:
     async with start(slow(), api_keys=one_for_each_scope(tmp_path / "keys.toml")) as server:
         engine = server.launcher.engine
         body = {"prompt": "abc", "max_tokens": 400}
         ask = server.client.post("/v1/completions", json=body, headers=bearer(key_of("generate")))
-        asked = asyncio.create_task(ask)
+        pending = asyncio.create_task(ask)
         await eventually(lambda: bool(engine.running))
         assert (await server.client.get("/requests", headers=bearer(key_of("generate")))).status_code == 403
         (row,) = (await server.client.get("/requests", headers=bearer(key_of("read")))).json()["requests"]
@@ -105,4 +105,4 @@ async def test_seeing_and_ending_requests_are_rights_of_their_own(start: Start, 
         path = f"/requests/{row['id']}/cancel"
         for scope, status in (("read", 403), ("generate", 403), ("admin", 200)):
             assert (await server.client.post(path, headers=bearer(key_of(scope)))).status_code == status
-        assert (await asked).status_code == 409
+        assert (await pending).status_code == 409

@@ -18,7 +18,7 @@ TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"),
+    ("response_format", "expected"),
     [
         (None, None),
         ({"type": "text"}, None),
@@ -31,18 +31,18 @@ TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
         ({"type": "json", "value": SCHEMA}, TEXT),
     ],
 )
-def test_openai(form: Any, expected: str | None) -> None:
-    said = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+def test_openai(response_format: Any, expected: str | None) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "response_format": response_format}
     for body in (
-        ChatBody.model_validate(said),
-        CompletionBody.model_validate({"prompt": "x", "response_format": form}),
+        ChatBody.model_validate(chat),
+        CompletionBody.model_validate({"prompt": "x", "response_format": response_format}),
     ):
         params = body.params(5)
         assert (params.json_schema, params.regex) == (expected, None)
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"),
+    ("grammar", "expected"),
     [
         (None, (None, None)),
         ({"type": "json", "value": SCHEMA}, (TEXT, None)),
@@ -50,8 +50,8 @@ def test_openai(form: Any, expected: str | None) -> None:
         ({"type": "regex", "value": "[0-9]+"}, (None, "[0-9]+")),
     ],
 )
-def test_native(form: Any, expected: Any) -> None:
-    params = to_sampling_params(GenerateParameters.model_validate({"grammar": form}))
+def test_native(grammar: Any, expected: Any) -> None:
+    params = to_sampling_params(GenerateParameters.model_validate({"grammar": grammar}))
     assert (params.json_schema, params.regex) == expected
 
 
@@ -74,16 +74,16 @@ FORMS: list[tuple[dict[str, Any], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "form"), FORMS)
-def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, str]) -> None:
-    chat = {"messages": [{"role": "user", "content": "x"}]} | asked
-    assert ChatBody.model_validate(chat).params(5).grammar_by_kind == form
-    assert CompletionBody.model_validate({"prompt": "x"} | asked).params(5).grammar_by_kind == form
-    assert to_sampling_params(GenerateParameters.model_validate(asked)).grammar_by_kind == form
+@pytest.mark.parametrize(("fields", "expected"), FORMS)
+def test_every_structured_output_field_works_on_every_route(fields: dict[str, Any], expected: dict[str, str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]} | fields
+    assert ChatBody.model_validate(chat).params(5).grammar_by_kind == expected
+    assert CompletionBody.model_validate({"prompt": "x"} | fields).params(5).grammar_by_kind == expected
+    assert to_sampling_params(GenerateParameters.model_validate(fields)).grammar_by_kind == expected
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"guided_json": SCHEMA, "guided_regex": "a"},
         {"response_format": {"type": "json_object"}, "grammar": "start: x"},
@@ -101,19 +101,19 @@ def test_every_spelling_on_every_route(asked: dict[str, Any], form: dict[str, st
         {"guided_grammar": "start: " + "x" * 70_000},
     ],
 )
-async def test_what_cannot_be_followed_is_refused_before_the_200(start: Start, asked: dict[str, Any]) -> None:
-    """The parser process refuses it if it has to read the text."""
+async def test_an_invalid_constraint_is_refused_before_the_answer_starts(start: Start, fields: dict[str, Any]) -> None:
+    """If the text of a constraint has to be read, the parser process refuses it."""
     async with start() as server:
         for route, body in (
-            ("/v1/completions", {"prompt": "x"} | asked),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True} | asked),
-            ("/generate", {"inputs": "x", "parameters": asked}),
+            ("/v1/completions", {"prompt": "x"} | fields),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True} | fields),
+            ("/generate", {"inputs": "x", "parameters": fields}),
         ):
             answer = await server.client.post(route, json=body)
             assert answer.status_code == (422 if route == "/generate" else 400), answer.text
 
 
-async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_valid_constraint_is_checked_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start() as server:
         jobs: list[str] = []
         read = server.state.parser.pool.run
@@ -139,8 +139,8 @@ async def test_a_good_form_is_read_once(start: Start, monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
-    """The parser process checks long bodies and writes them again."""
+def test_a_response_format_survives_the_parser_process(model: str, body: dict[str, Any]) -> None:
+    """The parser process checks long bodies and serializes them again."""
     model = f"fp8serve.server.schemas.{model}"
     head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99, "texts": 9}}
     answer, written = parser_process._check(head, json.dumps(body).encode())
@@ -149,7 +149,7 @@ def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("form", "param"),
+    ("response_format", "param"),
     [
         ({"type": "yaml"}, "response_format"),
         ({"type": "json_schema"}, "response_format"),
@@ -159,8 +159,8 @@ def test_a_form_survives_the_parser_process(model: str, body: dict[str, Any]) ->
         ("json_object", "response_format"),
     ],
 )
-async def test_what_is_no_form_is_refused_by_name(form: Any, param: str, start: Start) -> None:
+async def test_an_invalid_response_format_is_refused_by_name(response_format: Any, param: str, start: Start) -> None:
     async with start() as server:
-        answer = await server.client.post("/v1/completions", json={"prompt": "x", "response_format": form})
+        answer = await server.client.post("/v1/completions", json={"prompt": "x", "response_format": response_format})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param

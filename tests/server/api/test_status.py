@@ -1,6 +1,4 @@
-"""What a server says about itself: health through its life, metrics with stable names, pages that load nothing from
-elsewhere.
-"""
+"""Status of a server: health from start to end, metrics with stable names, pages that load nothing from other hosts."""
 
 import json
 import re
@@ -31,7 +29,7 @@ fp8serve_streams_rejected fp8serve_prefix_cache_restored_hit_tokens
 
 
 async def metrics(server: Server, line: str) -> str:
-    """/metrics as soon as it holds `line`: the server reads the engine's numbers only from time to time."""
+    """Returns /metrics once it contains `line`: the server polls the engine's numbers."""
     text = ""
 
     async def shown() -> bool:
@@ -78,7 +76,7 @@ async def test_metric_names_are_stable_and_parse(start: Start) -> None:
         }
 
 
-async def test_vllm_names_on_request(start: Start) -> None:
+async def test_vllm_metrics_are_served_on_request(start: Start) -> None:
     async with start(vllm_metrics=True) as server:
         await server.client.post("/generate", json={"inputs": "abc"})
         text = await metrics(server, 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25')
@@ -96,7 +94,7 @@ async def test_vllm_names_on_request(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_pages_load_nothing_from_elsewhere(start: Start, path: str) -> None:
+async def test_pages_load_nothing_from_other_hosts(start: Start, path: str) -> None:
     async with start() as server:
         page = await server.client.get(path)
         assert page.headers["content-type"].startswith("text/html")
@@ -118,7 +116,7 @@ async def test_parts_of_pages_name_no_other_host(start: Start) -> None:
             assert not re.search(r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), path
 
 
-async def test_info_shows_limits_and_no_place_on_our_disk(start: Start) -> None:
+async def test_info_shows_limits_and_no_path(start: Start) -> None:
     async with start() as server:
         info = (await server.client.get("/info")).json()
         assert info["limits"]["n"] == 128
@@ -156,7 +154,7 @@ async def test_an_option_of_a_gpu_needs_one(start: Start) -> None:
 
 
 async def test_the_engine_says_how_many_sequences_run(start: Start) -> None:
-    """The number that an engine derived from its GPU; where it says none, the one of the options."""
+    """The engine derives this number from its GPU; an engine without it uses the number of the options."""
     queue, engine = 256, FakeEngine()
     engine.info["max_num_seqs"] = 192
     for launcher, expected in ((Launcher(lambda: engine), 192), (Launcher(), 16)):
@@ -164,17 +162,15 @@ async def test_the_engine_says_how_many_sequences_run(start: Start) -> None:
             assert (await server.client.get("/info")).json()["max_concurrent_requests"] == expected + queue
 
 
-async def test_a_mistake_of_ours_is_a_small_500_that_says_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_internal_error_is_a_small_500_without_details(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start() as server:
 
         def broken(*_: object) -> None:
             raise RuntimeError("/secret/place at 0x7f001122")
 
         monkeypatch.setattr(server.state.models, "resolve", broken)
-        for path, ask in (("/generate", {"inputs": "x"}), ("/v1/completions", {"prompt": "x"})):
-            answer = await server.client.post(path, json=ask)
+        for path, body in (("/generate", {"inputs": "x"}), ("/v1/completions", {"prompt": "x"})):
+            answer = await server.client.post(path, json=body)
             assert answer.status_code == 500
             assert "internal_error" in answer.text
             assert "secret" not in answer.text

@@ -21,16 +21,16 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 async def ask(server: Server, text: str, **further: Any) -> Any:
-    """The model writes exactly `text`."""
+    """Sends a request to which the model answers exactly `text`."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": len(text), "tools": [WEATHER]}
     return await server.client.post("/v1/chat/completions", json=body | further)
 
 
 async def choice(server: Server, text: str, **further: Any) -> dict[str, Any]:
-    said = await ask(server, text, **further)
-    assert said.status_code == 200, said.text
-    found: dict[str, Any] = said.json()["choices"][0]
-    return found
+    response = await ask(server, text, **further)
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()["choices"][0]
+    return result
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def talking(start: Start, settings: Any) -> Any:
     return lambda **changes: start(echo(settings.model), **({"tool_parser": "hermes"} | changes))
 
 
-async def test_a_call_is_a_call(talking: Any) -> None:
+async def test_a_call_in_the_text_becomes_a_tool_call(talking: Any) -> None:
     async with talking() as server:
         message = (await choice(server, "Hm. " + CALL))["message"]
         assert message["content"] == "Hm."
@@ -49,10 +49,10 @@ async def test_a_call_is_a_call(talking: Any) -> None:
         assert (await choice(server, CALL))["message"]["content"] is None
 
 
-async def test_a_stream_brings_the_same(talking: Any) -> None:
+async def test_a_stream_brings_the_same_tool_call(talking: Any) -> None:
     async with talking() as server:
-        said = await ask(server, "Hm. " + CALL, stream=True)
-        chunks = [json.loads(line[6:]) for line in said.text.splitlines() if line.startswith("data: {")]
+        response = await ask(server, "Hm. " + CALL, stream=True)
+        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Hm."
         pieces = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
@@ -81,20 +81,20 @@ async def test_one_call_at_a_time(talking: Any) -> None:
 async def test_a_call_that_a_stop_string_cuts_off_is_no_reason_to_call(talking: Any, stream: bool) -> None:
     async with talking() as server:
         for stop, reason in {"Paris": "stop", "</tool_call>": "tool_calls"}.items():
-            said = await ask(server, CALL, stop=stop, stream=stream)
-            chunks = [line.removeprefix("data: ") for line in said.text.splitlines() if line.endswith("}")]
+            response = await ask(server, CALL, stop=stop, stream=stream)
+            chunks = [line.removeprefix("data: ") for line in response.text.splitlines() if line.endswith("}")]
             assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == reason
-            assert "tool_calls" in said.text
+            assert "tool_calls" in response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_required_call_that_is_cut_off_is_no_content(talking: Any, stream: bool) -> None:
-    """Wherever the limit of tokens, which are bytes here, cuts the second call off."""
+async def test_a_required_call_that_is_cut_off_does_not_become_content(talking: Any, stream: bool) -> None:
+    """At every limit of tokens, which are bytes here, that cuts off the second call."""
     async with talking() as server:
         for tokens in range(len(CALL), len(CALL) + 45):
-            said = await ask(server, CALL + CALL, max_tokens=tokens, tool_choice="required", stream=stream)
-            assert "tool_call>" not in said.text
-            assert said.text.count('"finish_reason":"length"') == 1
+            response = await ask(server, CALL + CALL, max_tokens=tokens, tool_choice="required", stream=stream)
+            assert "tool_call>" not in response.text
+            assert response.text.count('"finish_reason":"length"') == 1
 
 
 async def test_a_function_without_parameters_is_called_without_arguments(talking: Any) -> None:
@@ -104,21 +104,23 @@ async def test_a_function_without_parameters_is_called_without_arguments(talking
         assert '"additionalProperties": false' in server.launcher.engine.requests[-1].params.grammar
 
 
-async def test_reasoning_is_apart(talking: Any) -> None:
+async def test_reasoning_is_separate_from_content(talking: Any) -> None:
     async with talking(reasoning_parser="think") as server:
         message = (await choice(server, "<think>\nHm.\n</think>\n\nYes."))["message"]
         assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "Yes.")
-        said = await ask(server, "<think>Hm.</think>Yes.", stream=True)
-        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in said.text.splitlines() if '"delta"' in line]
+        response = await ask(server, "<think>Hm.</think>Yes.", stream=True)
+        deltas = [
+            json.loads(line[6:])["choices"][0]["delta"] for line in response.text.splitlines() if '"delta"' in line
+        ]
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
         assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
 
 
-async def test_a_model_of_which_nothing_is_known_is_given_no_tools(talking: Any) -> None:
+async def test_tools_are_refused_if_no_tool_parser_is_known(talking: Any) -> None:
     async with talking(tool_parser="none") as server:
-        said = await ask(server, "hi")
-        assert said.status_code == 400
-        assert said.json()["error"]["param"] == "tools"
+        response = await ask(server, "hi")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
         assert (await ask(server, "hi", tools=[])).status_code == 200
 
 
@@ -130,11 +132,16 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"}
 async def test_a_history_of_calls_reaches_the_template(start: Start) -> None:
     """The test server's own template knows no tools."""
     async with start() as server:
-        asked = {"role": "user", "content": "Weather?"}
-        history = [asked, {"role": "assistant", "content": None, "tool_calls": CALLED, "refusal": None}, RESULT, RESULT]
+        question = {"role": "user", "content": "Weather?"}
+        history = [
+            question,
+            {"role": "assistant", "content": None, "tool_calls": CALLED, "refusal": None},
+            RESULT,
+            RESULT,
+        ]
         body = {"messages": history, "tools": [WEATHER]}
-        said = await server.client.post("/tokenize", json=body | {"return_token_strs": True})
-        text = "".join(said.json()["token_strs"])
+        response = await server.client.post("/tokenize", json=body | {"return_token_strs": True})
+        text = "".join(response.json()["token_strs"])
         assert text.startswith("<system># Tools")
         assert json.dumps(WEATHER["function"]["name"]) in text
         assert '<assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n' in text
@@ -164,11 +171,11 @@ async def test_a_history_of_calls_reaches_the_template(start: Start) -> None:
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}]}, "function"),
     ],
 )
-async def test_nonsense_is_refused_by_name(talking: Any, change: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_refused_by_name(talking: Any, change: dict[str, Any], param: str) -> None:
     async with talking() as server:
-        said = await ask(server, "hi", **change)
-        assert said.status_code == 400
-        assert param in str(said.json()["error"])
+        response = await ask(server, "hi", **change)
+        assert response.status_code == 400
+        assert param in str(response.json()["error"])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,7 @@ def test_formats_are_found_from_the_template(template: str, takes: bool, tools: 
 
 
 @pytest.mark.parametrize(
-    ("further", "said", "unsaid"),
+    ("further", "expected", "absent"),
     [
         ({"tool_choice": "required"}, ("named_0", "call)*"), "until_trigger"),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ("named_0",), "call)*"),
@@ -205,21 +212,23 @@ def test_formats_are_found_from_the_template(template: str, takes: bool, tools: 
         ({"response_format": {"type": "json_object"}}, ("content: %json", "call)*"), "until_trigger"),
     ],
 )
-async def test_calls_are_held_to_a_grammar(talking: Any, further: Any, said: tuple[str, ...], unsaid: str) -> None:
+async def test_calls_are_constrained_by_a_grammar(
+    talking: Any, further: Any, expected: tuple[str, ...], absent: str
+) -> None:
     async with talking() as server:
         assert (await ask(server, "hi", **further)).status_code == 200
         params = server.launcher.engine.requests[-1].params
         assert params.grammar_by_kind.keys() == {"grammar"}
-        assert all(text in params.grammar for text in said)
-        assert unsaid not in params.grammar
+        assert all(text in params.grammar for text in expected)
+        assert absent not in params.grammar
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-async def test_of_the_tools_those_that_are_allowed(talking: Any, mode: str) -> None:
+async def test_only_the_allowed_tools_reach_the_prompt(talking: Any, mode: str) -> None:
     tools = [{"type": "function", "function": WEATHER["function"] | {"name": name}} for name in ("time", "weather")]
     async with talking() as server:
-        said = await choice(server, CALL, tools=tools, tool_choice=allowed(mode, "weather"))
-        assert said["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        response = await choice(server, CALL, tools=tools, tool_choice=allowed(mode, "weather"))
+        assert response["message"]["tool_calls"][0]["function"]["name"] == "weather"
         request = server.launcher.engine.requests[-1]
         prompt = byte_tokenizer().decode(list(request.prompt_token_ids), skip_special_tokens=False)
         assert '"weather"' in prompt
@@ -227,18 +236,18 @@ async def test_of_the_tools_those_that_are_allowed(talking: Any, mode: str) -> N
         assert request.params.grammar_by_kind.keys() == ({"grammar"} if mode == "required" else set())
 
 
-async def test_a_grammar_without_need_is_none(talking: Any) -> None:
+async def test_an_optional_call_uses_no_grammar(talking: Any) -> None:
     async with talking() as server:
         await ask(server, "hi")
         assert not server.launcher.engine.requests[-1].params.grammar_by_kind
 
 
-async def test_a_call_can_be_forced_where_no_format_is_known(talking: Any) -> None:
+async def test_a_call_can_be_forced_without_a_tool_parser(talking: Any) -> None:
     async with talking(tool_parser="none") as server:
         assert (await choice(server, CALL, tool_choice="required"))["message"]["tool_calls"]
 
 
-async def test_a_schema_that_no_grammar_can_hold_is_refused(talking: Any) -> None:
+async def test_a_schema_that_no_grammar_can_express_is_refused(talking: Any) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "colour"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     async with talking() as server:

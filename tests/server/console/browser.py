@@ -1,6 +1,6 @@
-"""A real browser, spoken to in WebDriver, as a person uses it: by mouse, by keyboard, on a phone, in the dark.
+"""Controls a real browser by WebDriver as a person would: mouse, keyboard, the size of a phone, dark colours.
 
-Debian's chromium and chromedriver; where they are missing, the tests of the console are skipped.
+Uses Debian's chromium and chromedriver; if they are missing, the tests of the console are skipped.
 """
 
 import base64
@@ -34,16 +34,16 @@ def is_installed() -> bool:
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator["Browser"]:
     """A browser with a fresh profile in `folder`."""
-    log = folder / "driver.log"  # the driver takes a port of its own choice and says which
-    with log.open("w") as said:
-        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=said, stderr=said)
+    log = folder / "driver.log"  # the driver chooses its port and logs it
+    with log.open("w") as output:
+        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=output)
     try:
         until(lambda: re.search(r"on port (\d+)\.\n", log.read_text()), "chromedriver's port")
         (port,) = re.findall(r"on port (\d+)\.\n", log.read_text())
-        made = Browser(int(port), folder / "profile")
-        yield made
-        made.client.delete(made.session)
-        made.client.close()
+        browser = Browser(int(port), folder / "profile")
+        yield browser
+        browser.client.delete(browser.session)
+        browser.client.close()
     finally:
         process.terminate()
         process.wait(PATIENCE)
@@ -55,8 +55,8 @@ class Browser:
     def __init__(self, port: int, profile: Path) -> None:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
         options = {"args": [*ARGUMENTS, f"--user-data-dir={profile}"]}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        self.session = f"/session/{self.ask('/session', {'capabilities': {'alwaysMatch': wanted}})['sessionId']}"
+        capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.session = f"/session/{self.ask('/session', {'capabilities': {'alwaysMatch': capabilities}})['sessionId']}"
         self.cdp("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
 
     def ask(self, path: str, body: Any = None) -> Any:
@@ -65,7 +65,7 @@ class Browser:
         return answer.json()["value"]
 
     def cdp(self, command: str, **params: Any) -> Any:
-        """A command of the browser's own protocol."""
+        """Sends a command of the Chrome DevTools protocol; returns its result."""
         return self.ask(f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
 
     def open(self, url: str) -> None:
@@ -75,7 +75,7 @@ class Browser:
         self.ask(f"{self.session}/url", {"url": url})
 
     def reload(self) -> None:
-        """As F5 does it, which ends requests under way before the page is told that it goes."""
+        """Reloads the page as F5 does, which aborts its requests before the page gets an event."""
         self.ask(f"{self.session}/refresh", {})
 
     @contextlib.contextmanager
@@ -98,33 +98,33 @@ class Browser:
         return str(self.ask(f"{self.find(css)}/text"))
 
     def count(self, css: str) -> int:
-        found = self.run("return document.querySelectorAll(arguments[0]).length", css)
-        assert isinstance(found, int)
-        return found
+        number = self.run("return document.querySelectorAll(arguments[0]).length", css)
+        assert isinstance(number, int)
+        return number
 
     def click(self, css: str) -> None:
         self.ask(f"{self.find(css)}/click", {})
 
     def press(self, name: str) -> None:
-        """Clicks the button, link or summary in sight that says `name`."""
+        """Clicks the visible button, link or summary with the text `name`."""
         script = """return [...document.querySelectorAll("button, a, summary")]
           .find((one) => one.textContent === arguments[0] && one.checkVisibility() && !one.disabled) ?? null"""
         until(lambda: self.run(script, name) is not None, f"something to press that says {name}")
-        found = self.run(script, name)
-        self.ask(f"{self.session}/element/{found[ELEMENT]}/click", {})
+        target = self.run(script, name)
+        self.ask(f"{self.session}/element/{target[ELEMENT]}/click", {})
 
     def fill(self, css: str, text: str) -> None:
         self.ask(f"{self.find(css)}/clear", {})
         self.ask(f"{self.find(css)}/value", {"text": text})
 
     def choose(self, css: str, value: str) -> None:
-        """An option of a list, by its value."""
+        """Selects an option of a list by its value."""
         script = """const list = document.querySelector(arguments[0]);
           list.value = arguments[1]; list.dispatchEvent(new Event("change", { bubbles: true })); return list.value"""
         assert self.run(script, css, value) == value
 
     def type(self, *keys: str) -> None:
-        """Keys, by name (KEYS) or as text, to whatever has the focus."""
+        """Sends keys, by name (KEYS) or as text, to the focused element."""
         actions = []
         for key in keys:
             for char in [KEYS[key]] if key in KEYS else key:
@@ -159,15 +159,15 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """The browser's errors since the last call."""
-        said = self.ask(f"{self.session}/se/log", {"type": "browser"})
-        return [entry["message"] for entry in said if entry["level"] == "SEVERE"]
+        entries = self.ask(f"{self.session}/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def violations(self) -> list[str]:
         """Violations of the content security policy by the open page."""
         return list(self.run("return window.violations"))
 
     def shoot(self, path: Path, whole: bool = False) -> None:
-        """A picture of the window, or of the `whole` page."""
+        """Takes a picture of the window, or of the `whole` page."""
         if whole:
             data = self.cdp("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         else:

@@ -21,7 +21,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(session: Browser) -> Iterator[Browser]:
-    """The browser; every test leaves it as it found it, without a violation of the page's security policy."""
+    """The browser, which is reset after each test. A violation of the page's security policy fails the test."""
     yield session
     assert session.violations() == []
     session.forget()
@@ -52,7 +52,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A tiny model that drafts from the text so far."""
+    """A tiny model with speculative tokens by prompt lookup."""
     path = tmp_path_factory.mktemp("drafting")
     write_model(path / "tiny")
     options = {"model": str(path / "tiny"), "data_dir": str(path / "data"), "recipe": "current"}

@@ -142,7 +142,7 @@ def test_a_conversation_outlives_a_reload_until_it_is_deleted(browser: Browser, 
     assert browser.complaints() == []
 
 
-def test_a_reload_during_an_answer_is_no_lost_connection(browser: Browser, echoing: Process) -> None:
+def test_a_reload_during_an_answer_is_not_reported_as_a_lost_connection(browser: Browser, echoing: Process) -> None:
     ready(browser, echoing.url + "/#/chat")
     browser.fill("#prompt", "second " * 20)
     browser.type("Enter")
@@ -238,7 +238,9 @@ def test_conversations_are_listed_opened_and_deleted(browser: Browser, echoing: 
     assert browser.complaints() == []
 
 
-def test_a_full_storage_costs_probabilities_of_the_oldest_first(browser: Browser, echoing: Process) -> None:
+def test_a_full_storage_drops_the_probabilities_of_the_oldest_conversation_first(
+    browser: Browser, echoing: Process
+) -> None:
     sizes = (
         "return Object.entries(localStorage).filter(([name]) => !name.endsWith(' index'))"
         ".map(([, text]) => text.includes('logprob\"'))"
@@ -372,7 +374,7 @@ def test_markdown_of_any_kind_loses_no_letter_and_takes_no_time(browser: Browser
     assert broken == []
 
 
-def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(browser: Browser, echoing: Process) -> None:
+def test_an_answer_that_a_reload_cut_off_keeps_its_text(browser: Browser, echoing: Process) -> None:
     ready(browser, echoing.url + "/#/chat")
     browser.fill("#prompt", "abc")
     browser.type("Enter")
@@ -458,7 +460,7 @@ def test_reasoning_calls_and_broken_characters_are_shown(browser: Browser, serve
     assert browser.complaints() == []
 
 
-def test_a_stream_that_breaks_off_is_told(browser: Browser, server: Process) -> None:
+def test_a_stream_that_breaks_off_is_reported(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/chat")
     answer_with(browser, "/v1/chat/completions", [chunk(content="half")])
     say(browser, "Why?")
@@ -501,7 +503,7 @@ def test_a_conversation_becomes_training_data(browser: Browser, echoing: Process
     assert len(row["messages"][1]["content"]) == 8
 
 
-def test_a_server_that_dies_in_the_middle_costs_no_word(browser: Browser, tmp_path: Path) -> None:
+def test_a_server_that_dies_during_an_answer_loses_no_text(browser: Browser, tmp_path: Path) -> None:
     options = {"model": str(model_dir(tmp_path / "echo")), "data_dir": str(tmp_path / "data"), "fake": True}
     with serving(tmp_path / "log", **options, delay=0.05) as process:
         ready(browser, process.url + "/#/chat")

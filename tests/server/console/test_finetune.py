@@ -88,7 +88,7 @@ def compare_beside_its_base(browser: Browser) -> None:
     browser.until("document.querySelectorAll('#served tbody tr').length === 0")
 
 
-def test_what_cannot_be_learnt_is_refused_in_a_sentence(browser: Browser, server: Process) -> None:
+def test_invalid_training_data_is_refused_with_a_sentence(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/finetune")
     browser.until("document.querySelector('#job-recipe')")
     browser.fill("#rows", '{"prompt": "a", "completion": " b"}\n{"prompt": ')
@@ -145,7 +145,7 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
         assert all("503" in message for message in browser.complaints())  # the browser's own notes on health
 
 
-def test_an_address_of_no_job_is_said_to_be_one(browser: Browser, server: Process) -> None:
+def test_the_address_of_an_unknown_job_shows_an_error(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/finetune/ftjob-of-nobody")
     browser.until("document.querySelector('.finetune > .error').textContent.includes('no fine-tune job with that id')")
     browser.until("document.querySelector('#job-recipe')")

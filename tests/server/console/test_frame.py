@@ -8,7 +8,7 @@ import pytest
 
 from fp8serve.server.access.keys import format_key_line
 from fp8serve.server.app import PAGES
-from tests.server.console.accessibility import landmarks, nameless, pale
+from tests.server.console.accessibility import landmarks, low_contrast_texts, nameless
 from tests.server.console.browser import Browser
 from tests.server.console.canned import NO_HISTORY, answer_with, layer
 from tests.server.fakes import model_dir
@@ -54,9 +54,7 @@ def coloured(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Brows
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_can_be_read_and_used_by_everybody(
-    coloured: Browser, server: Process, view: str, tmp_path: Path
-) -> None:
+def test_every_view_is_accessible(coloured: Browser, server: Process, view: str, tmp_path: Path) -> None:
     ready(coloured, f"{server.url}/#/{view}")
     answer_with(coloured, "/scales", TROUBLED)
     answer_with(coloured, "/scales/history", NO_HISTORY)
@@ -69,7 +67,7 @@ def test_every_view_can_be_read_and_used_by_everybody(
     coloured.shoot(tmp_path / "desktop.png")
     assert nameless(coloured) == []
     assert landmarks(coloured) == {"banner", "navigation", "main", "contentinfo"}
-    assert pale(coloured) == []
+    assert low_contrast_texts(coloured) == []
     coloured.size(360, 740)
     coloured.until("innerWidth === 360")
     coloured.shoot(tmp_path / "phone.png", whole=True)
@@ -77,18 +75,18 @@ def test_every_view_can_be_read_and_used_by_everybody(
     assert coloured.complaints() == []
 
 
-def test_a_lost_connection_is_said_and_mended(browser: Browser, echoing: Process) -> None:
+def test_a_lost_connection_is_shown_until_it_recovers(browser: Browser, echoing: Process) -> None:
     ready(browser, echoing.url + "/#/models")
-    browser.run("window.asked = fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    browser.run("window.originalFetch = fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     browser.until("document.getElementById('state').textContent === 'no answer'")
     assert "does not answer" in browser.text("#notice")
     assert "echo" in browser.text("#served")  # what was there stays
-    browser.run("window.fetch = window.asked")
+    browser.run("window.fetch = window.originalFetch")
     browser.until("document.getElementById('state').textContent === 'ready'")
     assert browser.text("#notice") == "The server answers again."
 
 
-def test_a_key_that_does_not_open_a_route_is_told_so(browser: Browser, tmp_path: Path) -> None:
+def test_a_key_without_the_scope_of_a_route_gets_an_explanation(browser: Browser, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(format_key_line("reader", "research", ["generate"], "a-key") + "\n")
     keys.chmod(0o600)
@@ -100,7 +98,7 @@ def test_a_key_that_does_not_open_a_route_is_told_so(browser: Browser, tmp_path:
         assert "do not open this route" in browser.text(".scales .error")
 
 
-def test_pages_are_asked_for_again_and_sent_once(server: Process) -> None:
+def test_pages_are_revalidated_by_their_etag(server: Process) -> None:
     for path, (_, media_type) in PAGES.items():
         answer = server.client.get(path)
         assert (answer.status_code, answer.headers["content-type"]) == (200, media_type)

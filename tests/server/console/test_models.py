@@ -26,7 +26,7 @@ def several(tmp_path: Path) -> Iterator[Process]:
 
 
 def an_adapter_is_loaded_chosen_and_unloaded(browser: Browser, tmp_path: Path) -> None:
-    """By keyboard, beside the second of two models."""
+    """Loads, uses and unloads an adapter of the second of two models, by keyboard."""
     browser.until("document.getElementById('adapter-base').options.length === 2")
     browser.choose("#adapter-base", "second")
     browser.fill("#adapter-name", "tutor")
@@ -88,7 +88,9 @@ def test_a_model_is_loaded_beside_the_first_and_unloaded(browser: Browser, sever
     assert browser.complaints() == []
 
 
-def test_what_cannot_be_loaded_is_told_and_nothing_is_lost(browser: Browser, several: Process, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_changes_nothing_that_is_served(
+    browser: Browser, several: Process, tmp_path: Path
+) -> None:
     ready(browser, several.url + "/#/models")
     browser.until("document.querySelectorAll('#available tbody tr').length === 2")
     (tmp_path / "more" / "second").rename(tmp_path / "elsewhere")

@@ -40,7 +40,7 @@ def test_a_request_is_seen_and_ended(browser: Browser, echoing: Process) -> None
     assert browser.complaints() == []
 
 
-def test_any_metrics_can_be_read(browser: Browser, server: Process) -> None:
+def test_any_valid_prometheus_text_is_read(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/requests")
     tenants = [
         'fp8serve_tenant_requests_total{tenant="a\\"},<b>"} 7.0',

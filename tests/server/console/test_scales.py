@@ -46,8 +46,8 @@ def test_scales_that_follow_every_input_are_said_to(browser: Browser, server: Pr
     assert browser.complaints() == []
 
 
-def test_colours_are_kept_for_what_matters(browser: Browser, server: Process) -> None:
-    """A scale that fits calibration data cuts off a few values of other data: 0.01 % of them is no news."""
+def test_only_notable_saturation_is_coloured(browser: Browser, server: Process) -> None:
+    """A scale from calibration data saturates on a few values of other data; 0.01 % of them is normal."""
     ready(browser, server.url + "/#/scales")
     shares = {0.0: 0, 1e-4: 0, 9e-4: 0, 2e-3: 1, 2e-2: 2}
     show(browser, *(layer(f"model.layers.{i}.q_proj", saturation=share) for i, share in enumerate(shares)))
@@ -106,7 +106,7 @@ def test_the_map_is_walked_by_keyboard(browser: Browser, server: Process) -> Non
     assert browser.run("return document.activeElement.dataset.place") == "1 1"
 
 
-def test_many_experts_share_a_place(browser: Browser, server: Process) -> None:
+def test_many_experts_share_a_cell(browser: Browser, server: Process) -> None:
     ready(browser, server.url + "/#/scales")
     show(browser, *(layer(f"model.layers.0.mlp.experts.{i}.up_proj", saturation=i / 100) for i in range(3)))
     browser.until(f"{CELLS} === 1")

@@ -1,9 +1,9 @@
-"""Runs a fine-tune under servers that are killed with SIGKILL; its own program, so that no thread lives at the fork.
+"""Runs fine-tunes under servers that are killed with SIGKILL. A separate program, so that no thread runs at a fork.
 
     python -m tests.server.finetuning.killed_servers FOLDER
 
-The N-th server dies before its N-th seam: a commit to the job table, or the first moment after it has started the job's
-process. The next one, which starts at once, brings the job to its end. Prints the number of kills.
+Each seam is a commit to the job table, or the moment after the job's process was started. The server of the N-th job is
+killed at its N-th seam, and another server then brings the job to its end. Prints the number of kills.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ MOST = 100
 
 
 async def nothing_runs() -> None:
-    """What the server waits for before it trains."""
+    """Stands for the wait until no request runs, after which training begins."""
 
 
 async def serve(data: Path) -> None:
-    """Until the job has ended."""
+    """Runs the job until it has ended."""
     store = JobStore(data / "jobs.sqlite3")
     runner = job_runner.JobRunner(store, data, nothing_runs, STUB)
     runner.start()
@@ -44,7 +44,7 @@ async def serve(data: Path) -> None:
 
 
 def server(data: Path, seam: int | None = None) -> int:
-    """The status of a forked server, which dies before the seam of that number."""
+    """Forks a server, which is killed at its seam of that number, if any; returns its exit status."""
     if (pid := os.fork()) == 0:
         if seam is not None:
             die_at(seam)
@@ -78,7 +78,7 @@ def die_at(seam: int) -> None:
 
 
 def make_job(data: Path, model: Path) -> None:
-    """A queued job whose process dies at step 3, once."""
+    """Creates a queued job whose process dies at step 3 on its first start."""
     directory = data / "jobs" / JOB
     directory.mkdir(parents=True)
     (directory / "data.jsonl").write_text("die-once")
@@ -89,7 +89,7 @@ def make_job(data: Path, model: Path) -> None:
 
 
 def expect_whole(data: Path, where: str) -> None:
-    """The job succeeded, its process was started twice, and the table holds each of its events once and in order."""
+    """Asserts that the job succeeded, its process was started twice, and the table has each event once, in order."""
     directory, store = data / "jobs" / JOB, JobStore(data / "jobs.sqlite3")
     job, stored = store.get(JOB), store.events(JOB)
     store.close()

@@ -56,7 +56,7 @@ async def wait_for_step(server: Server, job_id: str) -> None:
 
 
 def unblock_job(server: Server, job_id: str) -> None:
-    """A "held" job goes on."""
+    """Lets a "held" job continue."""
     (server.state.runner.job_dir(job_id) / "go").touch()
 
 
@@ -111,9 +111,9 @@ async def test_states_of_8_bits_are_refused_where_the_package_is_missing(
 
 def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
     body = JobBody(model="tiny", training_file="file-1", seed=3, lora_rank=8, lora_targets=["q_proj"])  # type: ignore[call-arg]
-    asked = body.to_native().hyper_parameters()
-    assert asked["seed"] == 3
-    assert (asked["lora_rank"], asked["lora_targets"], asked["dora"]) == (8, ["q_proj"], False)
+    parameters = body.to_native().hyper_parameters()
+    assert parameters["seed"] == 3
+    assert (parameters["lora_rank"], parameters["lora_targets"], parameters["dora"]) == (8, ["q_proj"], False)
 
 
 async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
@@ -133,8 +133,8 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         ]
         assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
         assert [e["id"] for e in events] == sorted(e["id"] for e in events)
-        found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
-        assert [c["step"] for c in found] == [6, 5, 4, 3, 2, 1]
+        checkpoints = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
+        assert [c["step"] for c in checkpoints] == [6, 5, 4, 3, 2, 1]
         series = (await server.client.get(f"/finetune/{job['id']}/metrics")).json()["metrics"]
         assert [m["train_loss"] for m in series] == [1.0 / s for s in range(1, 7)]
         table = await server.client.get(f"/finetune/{job['id']}/metrics", params={"format": "csv"})
@@ -142,7 +142,7 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         assert [row["train_loss"] for row in csv.DictReader(io.StringIO(table.text))] == [
             str(1.0 / s) for s in range(1, 7)
         ]
-        everything = json.dumps([done, events, found, series])
+        everything = json.dumps([done, events, checkpoints, series])
         assert "secret" not in everything
         assert str(server.state.data_dir) not in everything
 
@@ -152,8 +152,8 @@ async def test_the_series_of_a_run_that_went_back_has_each_step_once(start: Star
         job = (await submit(server))["id"]
         await wait_for(server, job, "succeeded")
         again = [{"step": step, "train_loss": 7.0, "returns": 1} for step in (3, 4)]
-        made = {"created_at": 1, "level": "info", "type": "metrics", "message": "Step"}
-        server.state.jobs.add_events(server.state.jobs.get(job), [made | one for one in again], 100_000)
+        event = {"created_at": 1, "level": "info", "type": "metrics", "message": "Step"}
+        server.state.jobs.add_events(server.state.jobs.get(job), [event | one for one in again], 100_000)
         series = (await server.client.get(f"/finetune/{job}/metrics")).json()["metrics"]
         assert [(one["step"], one["train_loss"]) for one in series] == [(1, 1.0), (2, 0.5), (3, 7.0), (4, 7.0)]
         table = await server.client.get(f"/finetune/{job}/metrics", params={"format": "csv"})
@@ -165,8 +165,8 @@ async def test_a_checkpoint_that_is_gone_is_not_listed(start: Start) -> None:
         job = await submit(server)
         await wait_for(server, job["id"], "succeeded")
         (server.state.runner.job_dir(job["id"]) / "out" / "checkpoints" / "step-4").rmdir()
-        found = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
-        assert [c["step"] for c in found] == [6, 5, 3, 2, 1]
+        checkpoints = (await server.client.get(f"/finetune/{job['id']}/checkpoints")).json()["checkpoints"]
+        assert [c["step"] for c in checkpoints] == [6, 5, 3, 2, 1]
 
 
 async def test_events_stream_to_the_end_and_replay_from_the_last_seen(start: Start) -> None:
@@ -185,7 +185,7 @@ async def test_events_stream_to_the_end_and_replay_from_the_last_seen(start: Sta
         assert page["has_more"]
 
 
-async def test_a_job_that_gives_up_says_why(start: Start) -> None:
+async def test_a_failed_job_has_the_reason_as_its_error(start: Start) -> None:
     async with start() as server:
         done = await wait_for(server, (await submit(server, "fail"))["id"], "failed")
         assert done["error"]["message"] == "The loss is not finite."
@@ -253,7 +253,7 @@ async def test_a_paused_job_frees_its_process_and_goes_on_where_it_was(start: St
 
 @pytest.mark.slow
 async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
-    """With the real training process, which is paused as soon as it has taken a step."""
+    """With the real training process, which is paused after its first step."""
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 1, "heads": 1, "kv_heads": 1, "context": 128}
     model = write_random_model(tmp_path / "random", ["a text to learn"], **sizes)
     async with start(worker=TRAINING_COMMAND, model=model) as server:
@@ -274,7 +274,9 @@ async def test_a_paused_job_ends_with_the_bytes_of_one_that_was_not(start: Start
         assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-async def test_what_is_asked_of_a_job_that_is_to_pause(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_is_about_to_pause_can_be_resumed_or_cancelled(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job continues if it is resumed before it has paused, and ends if it is cancelled while it is paused."""
     monkeypatch.setattr("fp8serve.server.finetuning.job_runner.CANCEL_SECONDS", 0.4)
     async with start() as server:
@@ -311,10 +313,10 @@ async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> N
         job = await submit(server)
         await wait_for(server, job["id"], "succeeded")
         launcher.held = True
-        asked = asyncio.create_task(server.client.post(f"/finetune/{job['id']}/activate"))
+        pending = asyncio.create_task(server.client.post(f"/finetune/{job['id']}/activate"))
         await eventually(lambda: server.state.models.default.activating is not None, "the load")
         server.state.begin_drain()
-        answer = await asked
+        answer = await pending
         assert (answer.status_code, answer.json()["code"]) == (503, "draining")
         await eventually(server.state.finish_drain, "the end of the drain")
     launcher.held = False
@@ -322,7 +324,7 @@ async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> N
         assert launcher.sources[-1].key == "base"
 
 
-async def test_who_is_in_a_hurry_does_not_wait_for_a_checkpoint(start: Start) -> None:
+async def test_a_second_signal_does_not_wait_for_a_checkpoint(start: Start) -> None:
     """After a second signal the job's process is killed; the job still continues from its last checkpoint."""
     async with start(drain_seconds=10 * PATIENCE) as server:
         job = await submit(server, "stubborn")
@@ -356,18 +358,18 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
 
 async def test_an_idempotency_key_makes_one_job(start: Start) -> None:
     async with start() as server:
-        ask = {"data": [{"text": "x"}]}
+        body = {"data": [{"text": "x"}]}
 
         async def send(key: str, rows: Any) -> httpx.Response:
             return await server.client.post("/finetune", json=rows, headers={"idempotency-key": key})
 
-        answers = await asyncio.gather(*(send("k", ask) for _ in range(8)))
+        answers = await asyncio.gather(*(send("k", body) for _ in range(8)))
         assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
         assert len({a.json()["id"] for a in answers}) == 1
         assert len(list(server.state.runner.root.iterdir())) == 1
         other = await send("k", {"data": [{"text": "y"}]})
         assert (other.status_code, other.json()["code"]) == (409, "idempotency_mismatch")
-        assert (await send("j", ask)).json()["id"] != answers[0].json()["id"]
+        assert (await send("j", body)).json()["id"] != answers[0].json()["id"]
 
 
 async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(start: Start) -> None:
@@ -405,21 +407,21 @@ async def test_refused_jobs_leave_nothing(start: Start) -> None:
             ({"file_id": "file-none"}, "file"),
             ({"data": [{"text": "x"}], "model": "gpt"}, "model"),
         ]
-        for ask, word in bad:
-            answer = await server.client.post("/finetune", json=ask)
+        for body, word in bad:
+            answer = await server.client.post("/finetune", json=body)
             assert answer.status_code in (404, 422), answer.text
             assert word in answer.json()["error"]
         assert list(server.state.runner.root.iterdir()) == []
         assert (await server.client.get("/finetune")).json()["jobs"] == []
 
 
-async def test_training_on_the_serving_device_needs_a_word(start: Start) -> None:
+async def test_training_on_the_serving_device_needs_an_option(start: Start) -> None:
     async with start(train_on="refuse") as server:
-        for path, ask in (
+        for path, body in (
             ("/finetune", {"data": [{"text": "x"}]}),
             ("/v1/fine_tuning/jobs", {"model": "base", "training_file": "f"}),
         ):
-            answer = await server.client.post(path, json=ask)
+            answer = await server.client.post(path, json=body)
             assert answer.status_code == 409
             assert "--train-on" in answer.text
     async with start(train_on="refuse", train_device="cuda:1") as server:
@@ -427,10 +429,10 @@ async def test_training_on_the_serving_device_needs_a_word(start: Start) -> None
         assert job["config"]["device"] == "cuda:1"
 
 
-async def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) -> None:
+async def test_pause_finishes_running_requests_and_refuses_new_ones(start: Start) -> None:
     async with start(Launcher(lambda: FakeEngine(delay=0.01)), train_on="pause") as server:
-        ask = {"inputs": "x", "parameters": {"max_new_tokens": 40}}
-        before = asyncio.create_task(server.client.post("/generate", json=ask))
+        body = {"inputs": "x", "parameters": {"max_new_tokens": 40}}
+        before = asyncio.create_task(server.client.post("/generate", json=body))
         await eventually(lambda: server.launcher.engine.running)
         job = await submit(server, "held")
         await eventually(lambda: server.state.paused)
@@ -443,7 +445,7 @@ async def test_pause_lets_what_runs_finish_and_refuses_the_rest(start: Start) ->
         unblock_job(server, job["id"])
         await wait_for(server, job["id"], "succeeded")
         await eventually(lambda: not server.state.paused)
-        assert (await server.client.post("/generate", json=ask)).status_code == 200
+        assert (await server.client.post("/generate", json=body)).status_code == 200
 
 
 async def trained(server: Server) -> str:
@@ -462,18 +464,18 @@ async def test_activation_fails_no_request_and_each_answer_names_its_weights(sta
         async def load(user: int) -> None:
             while not stop.is_set():
                 count = answered[user]
-                ask = {"inputs": "abc", "parameters": {"max_new_tokens": 20}, "stream": count % 2 == 1}
-                answer = await server.client.post("/generate", json=ask)
+                body = {"inputs": "abc", "parameters": {"max_new_tokens": 20}, "stream": count % 2 == 1}
+                answer = await server.client.post("/generate", json=body)
                 assert answer.status_code == 200, answer.text
-                said = answer.json() if count % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
-                assert said["generated_text"] == ("abc" * 7)[:20]
-                seen.add(said["weight_version"])
+                response = answer.json() if count % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
+                assert response["generated_text"] == ("abc" * 7)[:20]
+                seen.add(response["weight_version"])
                 answered[user] += 1
 
         users = [asyncio.create_task(load(user)) for user in range(len(answered))]
         for turn in range(6):
-            said = (await server.client.post("/models/tiny/activate", json={"source": sources[turn % 2]})).json()
-            assert said["served"]["source"] == sources[turn % 2]
+            response = (await server.client.post("/models/tiny/activate", json={"source": sources[turn % 2]})).json()
+            assert response["served"]["source"] == sources[turn % 2]
             before = list(answered)
             await eventually(lambda before=before: all(map(operator.gt, answered, before)), "an answer to everyone")
         stop.set()
@@ -502,7 +504,7 @@ async def test_a_failed_activation_leaves_the_old_weights_serving(start: Start) 
         assert (await server.client.get("/health/ready")).status_code == 200
 
 
-async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
+async def test_the_step_of_an_activation_is_served_or_refused(start: Start) -> None:
     async with start() as server:
         job = await trained(server)  # of six steps, with a checkpoint of each, of which no model can be made
         path = f"/finetune/{job}/activate"
@@ -513,15 +515,16 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start) -> None:
             answer = await server.client.post(path, json={"step": step})
             assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
             assert why in answer.text
-        for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
-            assert (await server.client.post(path, json=wrong)).status_code == 422
+        for invalid in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
+            assert (await server.client.post(path, json=invalid)).status_code == 422
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
         assert (await server.client.post(path, json={"step": 6})).json()["served"]["source"] == job
         assert (await server.client.post(path, json={})).status_code == 200
 
 
 async def test_an_engine_on_a_gpu_leaves_room_for_jobs_and_their_results(start: Start) -> None:
-    """The engine of a result may use what the first one left. It starts again, alone, like the first one."""
+    """The engine of a result uses the memory that the first one left. When it restarts alone, it gets the first one's
+    share."""
     async with start(device="cuda") as server:
         await server.client.post(f"/finetune/{await trained(server)}/activate")
         server.launcher.engine.alive = False
@@ -552,7 +555,7 @@ async def test_the_activated_weights_are_served_after_a_restart_while_they_load(
         assert (await server.client.get("/models")).json()["served"]["source"] == "base"
 
 
-async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
+async def test_an_openai_job_trains_on_the_rows_of_its_file(start: Start) -> None:
     async with start() as server:
         rows = b'{"prompt": "a", "completion": "b"}\n' * 3
         form = {"files": {"file": ("../../evil.jsonl", rows)}, "data": {"purpose": "fine-tune"}}
@@ -568,8 +571,8 @@ async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
             "type": "supervised",
             "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2.0}},
         }
-        ask = {"model": "tiny", "training_file": stored["id"], "suffix": "s", "seed": 5, "method": method}
-        job = (await server.client.post("/v1/fine_tuning/jobs", json=ask)).json()
+        body = {"model": "tiny", "training_file": stored["id"], "suffix": "s", "seed": 5, "method": method}
+        job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
         assert job["object"] == "fine_tuning.job"
         assert job["hyperparameters"] == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 2.0}
         assert (await server.client.get(f"/finetune/{job['id']}")).json()["config"]["learning_rate"] == 4e-5
@@ -590,18 +593,18 @@ async def test_files_and_openai_jobs_are_the_same_rows(start: Start) -> None:
         assert points[0]["fine_tuned_model_checkpoint"].endswith(":ckpt-step-6")
 
 
-async def test_preferences_in_openais_form_and_natively(start: Start) -> None:
-    asked, answers = {"messages": [{"role": "user", "content": "a"}]}, {}
+async def test_preferences_in_openais_and_in_the_native_format(start: Start) -> None:
+    prompt, answers = {"messages": [{"role": "user", "content": "a"}]}, {}
     for name, text in (("preferred_output", "b"), ("non_preferred_output", "c")):
         answers[name] = [{"role": "assistant", "content": text}]
     async with start() as server:
-        content = json.dumps({"input": asked, **answers}).encode()
+        content = json.dumps({"input": prompt, **answers}).encode()
         stored = (
             await server.client.post("/v1/files", files={"file": ("p.jsonl", content)}, data={"purpose": "fine-tune"})
         ).json()
-        ask: dict[str, Any] = {"model": "tiny", "training_file": stored["id"], "label_smoothing": 0.1}
+        body: dict[str, Any] = {"model": "tiny", "training_file": stored["id"], "label_smoothing": 0.1}
         method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2}}}
-        job = (await server.client.post("/v1/fine_tuning/jobs", json={**ask, "method": method})).json()
+        job = (await server.client.post("/v1/fine_tuning/jobs", json={**body, "method": method})).json()
         assert job["method"]["type"] == "dpo"
         assert job["method"]["dpo"]["hyperparameters"] == {
             "n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 1.0, "beta": 0.3,
@@ -610,19 +613,19 @@ async def test_preferences_in_openais_form_and_natively(start: Start) -> None:
         assert (config["method"], config["beta"], config["label_smoothing"]) == ("dpo", 0.3, 0.1)
         await wait_for(server, job["id"], "succeeded")
         refused = await server.client.post(
-            "/v1/fine_tuning/jobs", json={**ask, "method": {**method, "supervised": {"hyperparameters": {}}}}
+            "/v1/fine_tuning/jobs", json={**body, "method": {**method, "supervised": {"hyperparameters": {}}}}
         )
         assert refused.status_code == 400
         assert "has settings of supervised beside the type dpo" in refused.text
-        plain = await server.client.post("/v1/fine_tuning/jobs", json={**ask, "method": {"type": "supervised"}})
+        plain = await server.client.post("/v1/fine_tuning/jobs", json={**body, "method": {"type": "supervised"}})
         assert (plain.status_code, "label_smoothing is an option of the method dpo" in plain.text) == (400, True)
 
         pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-        for rows, said in (([pair, {"prompt": "a", "completion": "b"}], ":2 has only"), ([pair], "")):
+        for rows, message in (([pair, {"prompt": "a", "completion": "b"}], ":2 has only"), ([pair], "")):
             answer = await server.client.post("/finetune", json={"data": rows, "method": "dpo", "loss_type": "ipo"})
-            assert (answer.status_code, said in answer.text) == (422 if said else 202, True)
-        wrong = {"file_id": stored["id"], "method": "sft"}
-        answer = await server.client.post("/finetune", json=wrong)
+            assert (answer.status_code, message in answer.text) == (422 if message else 202, True)
+        mismatched = {"file_id": stored["id"], "method": "sft"}
+        answer = await server.client.post("/finetune", json=mismatched)
         assert (answer.status_code, "has only ['input'" in answer.text) == (422, True)
         await wait_for(server, (await server.client.get("/finetune")).json()["jobs"][0]["id"], "succeeded")
 
@@ -649,7 +652,7 @@ async def test_uploads_that_are_refused_leave_nothing(start: Start, form: dict[s
         assert (await server.client.get("/v1/files")).json()["data"] == []
 
 
-async def test_what_a_crash_left_half_made_is_swept_up(start: Start) -> None:
+async def test_incomplete_files_of_a_crash_are_removed_at_the_next_start(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
         root, files = server.state.runner.root, server.state.data_dir / "files"
@@ -750,7 +753,7 @@ def test_a_line_that_a_killed_job_cut_is_read_when_the_next_start_wrote_it_whole
     assert ([event["code"] for event in events], end) == (["resumed"], path.stat().st_size)
 
 
-def test_a_server_that_is_killed_at_any_seam_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_at_any_seam_loses_and_repeats_no_event(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.server.finetuning.killed_servers", str(tmp_path)]
     process = subprocess.run(program, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

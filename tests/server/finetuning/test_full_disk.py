@@ -1,4 +1,4 @@
-"""A disk that is full, at every single write of a request: 507, nothing half-made, and the same request works later."""
+"""A full disk at any write of a request gives a 507 and leaves no incomplete files; the same request works later."""
 
 import errno
 import json
@@ -30,12 +30,12 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes, self.full_at = 0, 0
-        for place, name in ((Path, "mkdir"), (Path, "rename"), (os, "fsync"), (os, "link"), (shutil, "copyfile")):
-            self._watch(monkeypatch, place, name, lambda *_: True)
-        self._watch(monkeypatch, pathlib.Path, "open", lambda *given: set(str(given[1:])) & set("wax"))
+        for owner, name in ((Path, "mkdir"), (Path, "rename"), (os, "fsync"), (os, "link"), (shutil, "copyfile")):
+            self._watch(monkeypatch, owner, name, lambda *_: True)
+        self._watch(monkeypatch, pathlib.Path, "open", lambda *args: set(str(args[1:])) & set("wax"))
 
-    def _watch(self, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, counts: Callable[..., Any]) -> None:
-        original = getattr(place, name)
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if counts(*args, *kwargs.values()):
@@ -44,7 +44,7 @@ class Disk:
                     raise FULL
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(place, name, watched)
+        monkeypatch.setattr(owner, name, watched)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk:
         server.state.runner.is_closing = True  # no job runs: its writes are not the request's
         server.state.runner.wake()
         file = (await upload(server)).json()["id"]
-        ask = REQUESTS[name]
+        send = REQUESTS[name]
 
         def left() -> set[str]:
             return {p.name for folder in ("jobs", "files") for p in (server.state.data_dir / folder).iterdir()}
@@ -87,7 +87,7 @@ async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk:
         while True:
             write += 1
             disk.writes, disk.full_at = 0, write
-            answer = await ask(server, file)
+            answer = await send(server, file)
             if disk.writes < write:
                 break
             body = answer.json()
@@ -99,7 +99,7 @@ async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk:
         assert answer.status_code in (200, 202)
 
 
-async def test_a_choice_that_cannot_be_recorded_is_not_served(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_activation_that_cannot_be_recorded_is_undone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise FULL
 
@@ -116,7 +116,7 @@ async def test_a_choice_that_cannot_be_recorded_is_not_served(start: Start, monk
         assert (await server.client.post(f"/finetune/{done['id']}/activate")).status_code == 200
 
 
-async def test_what_cannot_be_loaded_is_not_recorded(start: Start) -> None:
+async def test_an_activation_that_cannot_be_loaded_is_not_recorded(start: Start) -> None:
     async with start() as server:
         done = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
         server.launcher.problem = "The scales are gone."
@@ -159,7 +159,7 @@ async def test_jobs_run_again_after_the_table_could_not_be_read(start: Start, mo
         assert (await wait_for(server, job["id"], "succeeded"))["status"] == "succeeded"
 
 
-def test_a_full_table_is_a_fault_and_holds_nothing_back(tmp_path: Path) -> None:
+def test_a_full_table_is_a_fault_and_does_not_block_later_writes(tmp_path: Path) -> None:
     store = JobStore(tmp_path / "jobs.sqlite3")
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count={pages}")

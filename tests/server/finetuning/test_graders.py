@@ -1,4 +1,4 @@
-"""Addresses to which jobs may send answers: those of the operator and the paths below them, and never a file."""
+"""Jobs may send answers only to addresses that the operator allows, or to paths below them, and never to a file."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ ALLOWED = ("https://graders.example/team/", "http://localhost:9000")
         None,
     ],
 )
-def test_what_is_allowed(url: str | None) -> None:
+def test_an_address_below_an_allowed_one_is_accepted(url: str | None) -> None:
     check_grader(url, ALLOWED)
 
 
@@ -47,7 +47,7 @@ def test_what_is_allowed(url: str | None) -> None:
         "http://169.254.169.254/latest",
     ],
 )
-def test_what_is_not(url: str) -> None:
+def test_any_other_address_is_refused(url: str) -> None:
     with pytest.raises(Fault, match="This server does not send completions to that address"):
         check_grader(url, ALLOWED)
 
@@ -78,16 +78,16 @@ def test_a_text_that_is_no_address_is_refused_with_a_sentence(url: str, tmp_path
 @pytest.mark.parametrize(
     "url", ["http://localhost", "https://a-b.example:8443/x?y=1", "http://[::1]:9000/", "http://10.0.0.1"]
 )
-def test_an_address_is_one(url: str) -> None:
+def test_a_valid_address_is_parsed(url: str) -> None:
     parts = http_address(url)
     assert parts is not None
     assert parts.geturl() == url
 
 
-async def test_jobs_over_http(start: Start) -> None:
+async def test_jobs_with_a_grader_are_checked_over_http(start: Start) -> None:
     async with start(grader_urls=("http://localhost:9000/grade",)) as server:
-        ask = {"data": [{"prompt": "2 + 3 =", "sum": 5}], "method": "grpo", "seq_len": 64}
-        for more, said in (
+        body = {"data": [{"prompt": "2 + 3 =", "sum": 5}], "method": "grpo", "seq_len": 64}
+        for more, message in (
             ({"grader_url": "http://x:abc/"}, "grader_url must be an address"),
             ({"grader_url": "http://[::1"}, "grader_url must be an address"),
             ({"grader_url": "http://x:99999/"}, "grader_url must be an address"),
@@ -101,9 +101,9 @@ async def test_jobs_over_http(start: Start) -> None:
             ({}, "needs one source of rewards"),
         ):
             for route in ("/finetune", "/finetune/validate"):
-                answer = await server.client.post(route, json={**ask, **more})
-                assert (answer.status_code, said in answer.text) == (422, True), (more, answer.text)
-        good = {**ask, "grader_url": "http://localhost:9000/grade"}
+                answer = await server.client.post(route, json={**body, **more})
+                assert (answer.status_code, message in answer.text) == (422, True), (more, answer.text)
+        good = {**body, "grader_url": "http://localhost:9000/grade"}
         report = (await server.client.post("/finetune/validate", json=good)).json()
         assert (report["data"]["rows"], report["memory_bytes"]["engine"] > 0) == (1, True)
         job = (await server.client.post("/finetune", json=good)).json()

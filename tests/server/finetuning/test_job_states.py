@@ -27,7 +27,7 @@ LEADS_TO = {
     "succeeded": set(),
     "cancelled": set(),
 }
-"""What a job may become, as the documentation of the routes draws it."""
+"""The statuses that may follow each status, as in the documentation of the routes."""
 FINAL = {"succeeded", "failed", "cancelled"}
 WAITING = 3
 STATES = st.sampled_from(sorted(LEADS_TO))
@@ -141,7 +141,7 @@ LAYOUTS = Path(__file__).with_name("layout3")
 
 
 def write_table(path: Path, *changes: str) -> None:
-    """The table of layout 3, made an older one by SQL statements."""
+    """Writes a table of layout 3, which SQL statements may change into one of an older layout."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(path)) as db:
         db.executescript((LAYOUTS / "jobs.sql").read_text() + ";".join(changes))
@@ -166,7 +166,7 @@ DROP TABLE activated_adapters; PRAGMA user_version=2;
 
 
 def test_a_table_of_the_second_layout_keeps_its_activated_adapters(tmp_path: Path) -> None:
-    """Which kept them as a list in one column of the table `activated`."""
+    """The second layout stored them as a list in one column of the table `activated`."""
     path = tmp_path / "jobs.db"
     write_table(path, SECOND_LAYOUT)
     store = JobStore(path)
@@ -215,7 +215,7 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     job = store.get("ftjob-running")
     events, offset = read_events(running, job.events_offset)
     store.add_events(job, events, offset)
-    store.add_events(job, events, offset)  # which have been stored meanwhile
+    store.add_events(job, events, offset)  # the same events again, which must not be stored twice
     after = store.events(job.id, before[-1][0])
     assert [(event.seq, event.data["step"]) for event in after] == [(1001, 4), (1002, 5)]
     assert store.get(job.id).progress == {"step": 5}
@@ -249,6 +249,6 @@ def test_a_table_of_another_layout_is_named_and_left_alone(tmp_path: Path) -> No
         match="has schema version 9, but this fp8serve reads version 4; start the fp8serve version that wrote it",
     ):
         JobStore(table)
-    with closing(sqlite3.connect(table)) as kept:
-        assert kept.execute("PRAGMA user_version").fetchone()[0] == 9
-        assert not kept.execute("SELECT name FROM sqlite_master").fetchall()
+    with closing(sqlite3.connect(table)) as db:
+        assert db.execute("PRAGMA user_version").fetchone()[0] == 9
+        assert not db.execute("SELECT name FROM sqlite_master").fetchall()

@@ -27,7 +27,7 @@ async def remove(server: Server, job: str) -> tuple[int, str]:
 
 
 async def servable(server: Server) -> str:
-    """A job that has succeeded, with a result from which others may continue."""
+    """A job that has succeeded, with a result from which another job can start."""
     job = await trained(server)
     shutil.copytree(server.state.settings.model, server.state.runner.job_dir(job) / "out/model", dirs_exist_ok=True)
     return job
@@ -43,13 +43,13 @@ async def test_a_job_that_has_ended_is_deleted_with_its_files(start: Start) -> N
             assert (await server.client.get(path + place)).status_code == 404
         assert (await remove(server, job))[0] == 404
         listed = (await server.client.get("/finetune")).json()["jobs"]
-        assert [found["id"] for found in listed] == [other]
+        assert [row["id"] for row in listed] == [other]
         assert await trained(server)
         events = (await server.client.get(f"/finetune/{other}/events")).json()["events"]
         assert len([e for e in events if e["type"] == "metrics"]) == 6
 
 
-async def test_a_job_that_has_not_ended_stays(start: Start) -> None:
+async def test_a_job_that_has_not_ended_cannot_be_deleted(start: Start) -> None:
     async with start() as server:
         running, waiting = await submit(server, "held"), await submit(server)
         await wait_for_step(server, running["id"])
@@ -64,7 +64,7 @@ async def test_a_job_that_has_not_ended_stays(start: Start) -> None:
         assert is_gone(server, running["id"])
 
 
-async def test_what_serves_or_is_to_serve_again_stays(start: Start) -> None:
+async def test_a_job_that_is_served_cannot_be_deleted(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
         await server.client.post(f"/finetune/{job}/activate")
@@ -74,7 +74,7 @@ async def test_what_serves_or_is_to_serve_again_stays(start: Start) -> None:
         assert (await remove(server, job))[0] == 200
 
 
-async def test_what_another_job_goes_on_from_stays(start: Start) -> None:
+async def test_a_job_from_which_a_running_job_started_cannot_be_deleted(start: Start) -> None:
     async with start() as server:
         first = await servable(server)
         second = await submit(server, "held", model=first)
@@ -93,7 +93,7 @@ async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
         await server.client.post(f"/finetune/{jobs[0]}/activate")  # which stays, however old it is
         jobs += [await trained(server) for _ in range(3)]
 
-        async def kept() -> bool:
+        async def only_newest_remain() -> bool:
             listed = (await server.client.get("/finetune")).json()["jobs"]
             left = [not is_gone(server, job) for job in jobs]
             return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and left == [
@@ -104,7 +104,7 @@ async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
                 True,
             ]
 
-        await eventually(kept, "the older jobs are gone")
+        await eventually(only_newest_remain, "the older jobs are gone")
 
 
 async def test_files_that_a_crash_left_of_a_deleted_job_go_at_the_next_start(
@@ -124,8 +124,8 @@ async def test_metrics_of_a_job_without_a_step(start: Start) -> None:
         running, waiting = await submit(server, "held"), await submit(server)
         path = f"/finetune/{waiting['id']}/metrics"
         assert (await server.client.get(path)).json() == {"metrics": []}
-        for asked in ({"params": {"format": "csv"}}, {"headers": {"accept": "text/csv"}}):
-            table = await server.client.get(path, **asked)  # type: ignore[arg-type]
+        for options in ({"params": {"format": "csv"}}, {"headers": {"accept": "text/csv"}}):
+            table = await server.client.get(path, **options)  # type: ignore[arg-type]
             assert (table.status_code, table.text) == (200, ",".join(FIRST_COLUMNS) + "\n")
             assert table.headers["content-disposition"] == f'attachment; filename="{waiting["id"]}.csv"'
         assert (await server.client.get(path, params={"format": "xml"})).status_code == 422

@@ -1,4 +1,4 @@
-"""Uploads of every kind of data, and what is wrong with them, checked before a job is made."""
+"""Uploads of every file type, which are checked before a job is created."""
 
 import gzip
 import io
@@ -39,23 +39,23 @@ def contents() -> dict[str, bytes]:
 async def upload(server: Server, name: str, content: bytes) -> dict[str, Any]:
     answer = await server.client.post("/v1/files", files={"file": (name, content)}, data={"purpose": "fine-tune"})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    results: dict[str, Any] = answer.json()
+    return results
 
 
 @pytest.mark.parametrize(
     "name", ["rows.csv", "rows.TSV", "rows.json", "rows.jsonl.gz", "rows.json.gz", "rows", "rows.parquet"]
 )
-async def test_every_kind_is_taken(name: str, start: Start) -> None:
-    given = contents()[name]
+async def test_every_file_type_is_accepted(name: str, start: Start) -> None:
+    content = contents()[name]
     async with start() as server:
-        file = await upload(server, name, given)
+        file = await upload(server, name, content)
         report = (await server.client.post("/finetune/validate", json={"file_id": file["id"]})).json()
         assert (report["ok"], report["data"]["rows"], report["bad_lines"]) == (True, 2, [])
         job = (await server.client.post("/finetune", json={"file_id": file["id"]})).json()
         assert (await wait_for(server, job["id"], "succeeded", "failed"))["status"] == "succeeded"
-        assert (await server.client.get(f"/v1/files/{file['id']}/content")).content == given
-    async with start() as server:  # whose start removes what no row names
+        assert (await server.client.get(f"/v1/files/{file['id']}/content")).content == content
+    async with start() as server:  # a start removes files without a row in the table
         assert (await server.client.get(f"/v1/files/{file['id']}/content")).status_code == 200
         assert (await server.client.delete(f"/v1/files/{file['id']}")).json()["deleted"]
         assert list((server.state.data_dir / "files").iterdir()) == []
@@ -79,7 +79,7 @@ async def test_every_kind_is_taken(name: str, start: Start) -> None:
         ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is neither text"),
     ],
 )
-async def test_what_cannot_be_read_is_said(name: str, content: bytes, why: str, start: Start) -> None:
+async def test_an_unreadable_file_is_refused_with_the_reason(name: str, content: bytes, why: str, start: Start) -> None:
     async with start() as server:
         file = await upload(server, name, content)
         answer = await server.client.post("/finetune", json={"file_id": file["id"]})
@@ -131,13 +131,13 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         "long.json.gz": (json.dumps([{"text": "a" * 50_000}]), long),
         "blank.jsonl.gz": ("\n" * (2 << 20), "more than 1,000 blank lines"),
     }
-    found = {name: (gzip.compress(text.encode()), why) for name, (text, why) in packed.items()}
-    found["rows.parquet"] = parquet({"text": ["a"] * 50_000}), rows
-    found["long.parquet"] = parquet({"text": ["a" * 50_000]}), long
-    return found
+    results = {name: (gzip.compress(text.encode()), why) for name, (text, why) in packed.items()}
+    results["rows.parquet"] = parquet({"text": ["a"] * 50_000}), rows
+    results["long.parquet"] = parquet({"text": ["a" * 50_000]}), long
+    return results
 
 
-async def test_a_packed_file_beside_rows_is_not_read_in_the_front(
+async def test_a_compressed_validation_file_is_not_read_by_the_http_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as server:
@@ -150,8 +150,8 @@ async def test_a_packed_file_beside_rows_is_not_read_in_the_front(
 
 
 @pytest.mark.parametrize("name", bombs())
-async def test_what_a_packed_file_holds_is_bounded_where_it_is_read(name: str, start: Start) -> None:
-    """By every route, and for the job's own process."""
+async def test_the_contents_of_a_compressed_file_are_bounded(name: str, start: Start) -> None:
+    """On every route, and in the job's own process."""
     content, why = bombs()[name]
     assert len(content) < 20_000
     async with start(limits=ServerLimits(rows=1000, row_bytes=1000, upload_bytes=1 << 20)) as server:
@@ -164,6 +164,6 @@ async def test_what_a_packed_file_holds_is_bounded_where_it_is_read(name: str, s
             assert (answer.status_code, why in answer.text) == (422, True), answer.text
         body = {"model": "tiny", "training_file": file["id"]}
         job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
-        config = job_config(server.state.runner.job_dir(job["id"]))  # of the process, which is not the trainer's here
+        config = job_config(server.state.runner.job_dir(job["id"]))  # as the job's process reads it; a stub runs here
         with pytest.raises(DataError, match=why):
             read_files(config, config.data)

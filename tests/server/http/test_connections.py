@@ -1,4 +1,4 @@
-"""Connections, with and without requests: more of them than there may be keep nobody else out."""
+"""Connections, with and without requests: those above the limit do not lock out other clients."""
 
 import contextlib
 import resource
@@ -39,7 +39,7 @@ def answer(port: int, data: bytes = HEALTH) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server has closed it; what it sent before is read."""
+    """Whether the server has closed the connection. Reads the data that it sent before."""
     connection.settimeout(0.01)
     try:
         while connection.recv(65536):
@@ -127,7 +127,7 @@ def test_a_connection_is_refused_while_all_others_are_busy(tmp_path: Path) -> No
 
 
 def test_a_failure_to_accept_is_logged_once(tmp_path: Path) -> None:
-    """Descriptors that something else has taken."""
+    """The process has no free descriptors for a while."""
     with server(tmp_path, open_files=(64, 64)) as process, contextlib.ExitStack() as stack:
         process.client.close()
         resource.prlimit(process.popen.pid, resource.RLIMIT_NOFILE, (12, 64))
@@ -141,10 +141,10 @@ def test_a_failure_to_accept_is_logged_once(tmp_path: Path) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_a_request_with_two_lengths_ends_its_connection(both: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_request_with_two_lengths_ends_its_connection(has_length: bool, tmp_path: Path) -> None:
     chunked = b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
-    length = "Content-Length: 3\r\n" if both else ""
+    length = "Content-Length: 3\r\n" if has_length else ""
     head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\n{length}Transfer-Encoding: chunked\r\n\r\n".encode()
     with server(tmp_path) as process, contextlib.ExitStack() as stack:
         connection = connected(stack, process.port, head + chunked + HEALTH)
@@ -153,5 +153,5 @@ def test_a_request_with_two_lengths_ends_its_connection(both: bool, tmp_path: Pa
             received += part
     first, _, rest = received.partition(b"\r\n\r\n")
     assert first.startswith(b"HTTP/1.1 4")
-    assert (b"connection: close" in first.lower()) is both
-    assert (b"HTTP/1.1 200" in rest) is not both  # what follows the ambiguous request is not answered
+    assert (b"connection: close" in first.lower()) is has_length
+    assert (b"HTTP/1.1 200" in rest) is not has_length  # what follows the ambiguous request is not answered

@@ -1,4 +1,4 @@
-"""The log of a server in JSON: the contents of a request's record, and what no record ever has."""
+"""The JSON log of a server: the fields of a request's record, and the secrets that no record contains."""
 
 import json
 import logging
@@ -21,18 +21,18 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Records(logging.Handler):
-    """What the JSON formatter makes of every record, at once, as a stream would have it."""
+    """Formats every record with the JSON formatter and stores the parsed result."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logs.JsonFormatter("server"))
-        self.found: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(json.loads(self.format(record)))
+        self.entries.append(json.loads(self.format(record)))
 
     def of(self, request_id: str) -> list[dict[str, Any]]:
-        return [record for record in self.found if record.get("request_id") == request_id]
+        return [record for record in self.entries if record.get("request_id") == request_id]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_trace_is_taken_from_a_valid_header_alone(headers: list[str], expect
     assert trace_context(scope) == expected
 
 
-async def test_the_record_of_an_answer_has_everything_of_it(start: Start, records: Records) -> None:
+async def test_the_record_of_an_answer_has_its_route_status_tokens_and_trace(start: Start, records: Records) -> None:
     async with start() as server:
         headers = {"x-request-id": "mine", "traceparent": f"00-{TRACE}-{SPAN}-01"}
         for path, body in (
@@ -80,16 +80,16 @@ async def test_the_record_of_an_answer_has_everything_of_it(start: Start, record
             ),
         ):
             await server.client.post(path, json=body, headers=headers)
-    made = records.of("mine")
-    assert [record["route"] for record in made] == ["/generate", "/generate_stream", "/v1/chat/completions"]
-    for record in made:
+    entries = records.of("mine")
+    assert [record["route"] for record in entries] == ["/generate", "/generate_stream", "/v1/chat/completions"]
+    for record in entries:
         assert (record["trace_id"], record["span_id"]) == (TRACE, SPAN)
         assert (record["level"], record["logger"]) == ("info", "fp8serve.server.access")
         assert (record["method"], record["status"], record["tenant"]) == ("POST", 200, "anonymous")
         assert record["duration_ms"] > 0
         assert record["answer_tokens"] == 16
-    assert made[0]["prompt_tokens"] == 3
-    assert "error" not in made[0]
+    assert entries[0]["prompt_tokens"] == 3
+    assert "error" not in entries[0]
 
 
 async def test_a_failure_has_its_code_in_a_stream_too(start: Start, records: Records) -> None:
@@ -110,7 +110,7 @@ async def test_a_failure_has_its_code_in_a_stream_too(start: Start, records: Rec
     assert records.of("stream")[-1]["status"] == 200
 
 
-async def test_a_mistake_of_ours_is_one_record_with_its_traceback(
+async def test_an_internal_error_is_one_record_with_its_traceback(
     start: Start, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start() as server:
@@ -123,14 +123,14 @@ async def test_a_mistake_of_ours_is_one_record_with_its_traceback(
     assert "Traceback" not in fault["message"]
 
 
-@pytest.mark.parametrize("given", ["", "two words", "a" * 65, 'q"uote', "é"])
-async def test_an_id_that_is_not_sane_is_replaced(start: Start, records: Records, given: str) -> None:
+@pytest.mark.parametrize("sent_id", ["", "two words", "a" * 65, 'q"uote', "é"])
+async def test_an_invalid_request_id_is_replaced(start: Start, records: Records, sent_id: str) -> None:
     async with start() as server:
-        headers = {b"x-request-id": given.encode("latin-1")}
+        headers = {b"x-request-id": sent_id.encode("latin-1")}
         answer = await server.client.post("/generate", json={"inputs": "x"}, headers=headers)
-        made = answer.headers["x-request-id"]
-    assert made.startswith("req-")
-    assert len(records.of(made)) == 1
+        request_id = answer.headers["x-request-id"]
+    assert request_id.startswith("req-")
+    assert len(records.of(request_id)) == 1
 
 
 async def test_no_secret_and_no_text_of_a_request_is_in_any_record(start: Start, records: Records) -> None:
@@ -139,14 +139,14 @@ async def test_no_secret_and_no_text_of_a_request_is_in_any_record(start: Start,
             headers = {"authorization": f"Bearer {key}", "cookie": "a-cookie"}
             for path in ("/generate?q=a-query", "/nope/a-path", "/finetune"):
                 await server.client.post(path, json={"inputs": "a-prompt", "a-field": 1}, headers=headers)
-    text = json.dumps(records.found)
+    text = json.dumps(records.entries)
     assert "/generate" in text
     for secret in ("a-secret", "a-wrong", "a-cookie", "a-query", "a-path", "a-prompt", "a-field"):
         assert secret not in text, secret
 
 
 def test_a_server_writes_nothing_but_json(tmp_path: Path) -> None:
-    """From the first line to the last, a bad request line of HTTP and a killed parser process included."""
+    """From the first line to the last, requests, a job and the stop included."""
     log = tmp_path / "log"
     model = model_dir(tmp_path / "tiny")
     options = {"model": str(model), "data_dir": str(tmp_path / "data"), "fake": True, "log_format": "json"}
@@ -155,14 +155,14 @@ def test_a_server_writes_nothing_but_json(tmp_path: Path) -> None:
         server.client.post("/finetune", json={"data": [{"prompt": "a", "completion": "b"}]})
         server.client.get("/health")
         assert server.stop(signal.SIGTERM) == 0
-    found = [json.loads(line) for line in log.read_text().splitlines()]
-    assert any(": serving " in record["message"] for record in found)
-    assert found[-1]["message"] == "asked to stop: draining"
-    routes = [record.get("route") for record in found]
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert any(": serving " in record["message"] for record in entries)
+    assert entries[-1]["message"] == "asked to stop: draining"
+    routes = [record.get("route") for record in entries]
     assert "/generate" in routes
     assert "/health" not in routes
 
 
-def test_an_unknown_form_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unknown_log_format_is_refused_with_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="log_format"):
         Settings(model=tmp_path, log_format="xml")  # type: ignore[arg-type]

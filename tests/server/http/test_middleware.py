@@ -1,4 +1,4 @@
-"""The gate: nothing but health answers without the key, whichever way the path is spelt."""
+"""Access control: without the key only health routes answer, however the path is written."""
 
 import asyncio
 import base64
@@ -43,9 +43,9 @@ def paths(app: FastAPI) -> list[str]:
 
 async def test_every_route_but_health_needs_the_key(start: Start) -> None:
     async with start(api_key=KEY) as server:
-        found = paths(server.app)
-        assert len(found) > 40
-        for path, method, headers in itertools.product([*found, *ODD], METHODS, CREDENTIALS):
+        routes = paths(server.app)
+        assert len(routes) > 40
+        for path, method, headers in itertools.product([*routes, *ODD], METHODS, CREDENTIALS):
             answer = await server.client.request(method, path, headers=headers)
             if path in OPEN_PATHS:
                 assert answer.status_code in (200, 405)
@@ -57,14 +57,14 @@ async def test_every_route_but_health_needs_the_key(start: Start) -> None:
 async def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: Start) -> None:
     async with start(api_key=KEY) as server:
         basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
-        for given in (b"Bearer " + KEY.encode(), b"bearer   " + KEY.encode(), f"Basic {basic}".encode()):
-            assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 200
-        for given in (KEY.encode(), b"Bearer " + KEY.encode()[:-1], b"Bearer", b"Basic", b"Bearer \xff\xff"):
-            assert (await server.client.get("/info", headers={b"authorization": given})).status_code == 401
+        for credentials in (b"Bearer " + KEY.encode(), b"bearer   " + KEY.encode(), f"Basic {basic}".encode()):
+            assert (await server.client.get("/info", headers={b"authorization": credentials})).status_code == 200
+        for credentials in (KEY.encode(), b"Bearer " + KEY.encode()[:-1], b"Bearer", b"Basic", b"Bearer \xff\xff"):
+            assert (await server.client.get("/info", headers={b"authorization": credentials})).status_code == 401
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("credentials", "key"),
     [
         (b"Bearer k", b"k"),
         (b"Basic " + base64.b64encode(b"u:a:b"), b"a:b"),
@@ -73,8 +73,8 @@ async def test_the_key_is_taken_as_bearer_and_as_the_password_of_basic(start: St
         (b"Digest k", b""),
     ],
 )
-def test_presented_key(given: bytes, key: bytes) -> None:
-    assert presented_key(given) == key
+def test_presented_key(credentials: bytes, key: bytes) -> None:
+    assert presented_key(credentials) == key
 
 
 async def test_a_page_of_another_site_changes_nothing(start: Start) -> None:
@@ -104,7 +104,7 @@ HOSTS = [
 async def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(
     start: Start, host: str, status: int
 ) -> None:
-    """A page whose name was made to lead to 127.0.0.1 could start fine-tunes otherwise."""
+    """Otherwise a page whose host name resolves to 127.0.0.1 (DNS rebinding) could start fine-tunes."""
 
     async with start() as server:
         for method, path, data in (("GET", "/info", None), ("POST", "/finetune", {"data": [{"text": "x"}]})):
@@ -114,20 +114,20 @@ async def test_a_keyless_server_of_this_machine_answers_to_its_names_alone(
 
 
 async def test_further_names_are_allowed_by_name(start: Start) -> None:
-    async def asked(server: Server, host: str) -> int:
+    async def status_for(server: Server, host: str) -> int:
         headers = {"host": host, "authorization": f"Bearer {KEY}".encode()}
         return (await server.client.get("/version", headers=headers)).status_code
 
     async with start(allowed_hosts=("Models.example",)) as server:
-        assert [await asked(server, host) for host in ("models.example:80", "localhost", "other")] == [
+        assert [await status_for(server, host) for host in ("models.example:80", "localhost", "other")] == [
             200,
             200,
             403,
         ]
     async with start(api_key=KEY) as server:
-        assert await asked(server, "any.example") == 200
+        assert await status_for(server, "any.example") == 200
     async with start(api_key=KEY, allowed_hosts=("models.example",)) as server:
-        assert [await asked(server, host) for host in ("models.example", "other")] == [200, 403]
+        assert [await status_for(server, host) for host in ("models.example", "other")] == [200, 403]
 
 
 async def test_a_page_of_another_origin_changes_nothing(start: Start) -> None:
@@ -206,7 +206,7 @@ def test_an_empty_key_is_refused_wherever_it_comes_from(settings: Settings, monk
         Settings(model=settings.model, api_key=find_key(None, None))
 
 
-def test_an_open_port_needs_a_key_or_a_word(settings: Settings) -> None:
+def test_an_open_port_needs_a_key_or_an_explicit_option(settings: Settings) -> None:
     values: dict[str, Any] = {"model": settings.model, "host": "0.0.0.0", "data_dir": settings.data_dir}
     with pytest.raises(MachineError, match="--api-key"):
         Settings(**values)
@@ -252,15 +252,15 @@ async def test_request_ids_are_ours_unless_they_are_plain(start: Start) -> None:
 
 
 async def test_two_requests_may_carry_the_same_id(start: Start) -> None:
-    """A gateway that tries again sends the same id, while the first may still run."""
+    """A gateway that retries sends the same id while its first request may still run."""
 
     async with start(Launcher(lambda: FakeEngine(delay=0.01))) as server:
-        given = {"x-request-id": "again"}
-        ask = {"inputs": "ab", "parameters": {"max_new_tokens": 5}}
+        headers = {"x-request-id": "again"}
+        body = {"inputs": "ab", "parameters": {"max_new_tokens": 5}}
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-        routes = [("/generate", ask), ("/generate_stream", ask), ("/v1/chat/completions", chat)]
+        routes = [("/generate", body), ("/generate_stream", body), ("/v1/chat/completions", chat)]
         answers = await asyncio.gather(
-            *(server.client.post(path, json=one, headers=given) for path, one in routes for _ in range(3))
+            *(server.client.post(path, json=one, headers=headers) for path, one in routes for _ in range(3))
         )
         assert [answer.status_code for answer in answers] == [200] * 9
         assert all('"error"' not in answer.text for answer in answers)
@@ -282,17 +282,17 @@ async def test_a_compressed_body_is_refused_as_such(start: Start, path: str) -> 
 def test_limits_are_set_by_name() -> None:
     limits = limits_of(["queue=7", "body_seconds=0.5"])
     assert (limits.queue, limits.body_seconds, limits.streams) == (7, 0.5, 512)
-    for wrong, sentence in {
+    for invalid, sentence in {
         "quue=7": "unknown limit 'quue'",
         "queue=0": "queue must",
         "queue": "NAME=VALUE",
     }.items():
         with pytest.raises(Fp8ServeError, match=sentence):
-            limits_of([wrong])
+            limits_of([invalid])
 
 
 class Client:
-    """The ASGI side of a client that sends a body in pieces; `events` are in their order."""
+    """The ASGI side of a client that sends a body in pieces. events: "read" for each piece, then the answer's."""
 
     def __init__(self, pieces: list[bytes], headers: dict[bytes, bytes]) -> None:
         self.scope = {"type": "http", "method": "POST", "path": "/generate", "headers": list(headers.items())}

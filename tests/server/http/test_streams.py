@@ -1,4 +1,4 @@
-"""Event streams: what a client gets in a silence, when it is slow, and when it goes away."""
+"""Event streams during silence, with slow clients, and with clients that disconnect."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -75,7 +75,7 @@ async def test_chunks_arrive_in_order_and_the_end_follows_them(direct: bool) -> 
     assert source.closed == 1
 
 
-async def test_a_chunk_costs_no_task() -> None:
+async def test_a_chunk_creates_no_task() -> None:
     client, source = Client(), Source()
     reading = asyncio.create_task(client.read(source.stream(), direct=True))
     source.chunks.put_nowait(b"x")

@@ -36,7 +36,7 @@ TAGS = {
 
 
 def walk(grammar: str, backend: tokenizers.Tokenizer, seed: int, first: str = "") -> str:
-    """Text that the grammar allows: `first`, then one random token after the other."""
+    """Returns text that the grammar allows: `first`, followed by random allowed tokens."""
     size = backend.get_vocab_size()
     llg = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=[256])
     matcher = llguidance.LLMatcher(llg, grammar, log_level=0)
@@ -52,15 +52,15 @@ def walk(grammar: str, backend: tokenizers.Tokenizer, seed: int, first: str = ""
     return backend.decode([i for i in ids if i != 256], skip_special_tokens=False)
 
 
-def backend(form: str, as_tokens: bool) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
-    made = byte_backend()
-    tags = TAGS.get(form, []) if as_tokens else []
-    made.add_special_tokens(tags)
-    return made, {tag: made.token_to_id(tag) for tag in tags}
+def backend(family: str, as_tokens: bool) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    tokenizer = byte_backend()
+    tags = TAGS.get(family, []) if as_tokens else []
+    tokenizer.add_special_tokens(tags)
+    return tokenizer, {tag: tokenizer.token_to_id(tag) for tag in tags}
 
 
 def check(calls: list[tuple[str, str]]) -> None:
-    """Each fits the schema of its tool."""
+    """Asserts that the arguments of each call fit the schema of its tool."""
     for name, text in calls:
         arguments = json.loads(text)
         assert arguments.keys() <= TOOLS[name]["properties"].keys()
@@ -69,12 +69,12 @@ def check(calls: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
-@pytest.mark.parametrize("form", sorted(SYNTAXES))
-def test_a_forced_answer_is_calls_and_nothing_else(form: ToolFormat, as_tokens: bool) -> None:
-    made, tokens = backend(form, as_tokens)
+@pytest.mark.parametrize("family", sorted(SYNTAXES))
+def test_a_forced_answer_is_calls_and_nothing_else(family: ToolFormat, as_tokens: bool) -> None:
+    tokenizer, tokens = backend(family, as_tokens)
     for seed in range(4):
-        text = walk(CallGrammar(SYNTAXES[form], TOOLS, tokens).calls_only(), made, seed)
-        parser = OutputFormat(form).parser(TOOLS)
+        text = walk(CallGrammar(SYNTAXES[family], TOOLS, tokens).calls_only(), tokenizer, seed)
+        parser = OutputFormat(family).parser(TOOLS)
         reasoning, content, calls = joined(parser.push(text) + parser.finish())
         assert (reasoning, content) == ("", "")
         assert calls, text
@@ -82,13 +82,13 @@ def test_a_forced_answer_is_calls_and_nothing_else(form: ToolFormat, as_tokens: 
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
-@pytest.mark.parametrize("form", [form for form in sorted(SYNTAXES) if SYNTAXES[form].trigger])
-def test_free_text_goes_over_into_a_valid_call(form: ToolFormat, as_tokens: bool) -> None:
-    made, tokens = backend(form, as_tokens)
-    grammar = CallGrammar(SYNTAXES[form], TOOLS, tokens).text_with_calls()
-    assert walk(grammar, made, 0) == ""  # ends as soon as it may
-    text = walk(grammar, made, 0, "Let me look. " + SYNTAXES[form].trigger)
-    parser = OutputFormat(form).parser(TOOLS)
+@pytest.mark.parametrize("family", [family for family in sorted(SYNTAXES) if SYNTAXES[family].trigger])
+def test_free_text_is_followed_by_a_valid_call(family: ToolFormat, as_tokens: bool) -> None:
+    tokenizer, tokens = backend(family, as_tokens)
+    grammar = CallGrammar(SYNTAXES[family], TOOLS, tokens).text_with_calls()
+    assert walk(grammar, tokenizer, 0) == ""  # ends as soon as it may
+    text = walk(grammar, tokenizer, 0, "Let me look. " + SYNTAXES[family].trigger)
+    parser = OutputFormat(family).parser(TOOLS)
     _, content, calls = joined(parser.push(text) + parser.finish())
     assert content == "Let me look."
     assert calls
@@ -98,10 +98,10 @@ def test_free_text_goes_over_into_a_valid_call(form: ToolFormat, as_tokens: bool
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_model_may_think_before_it_calls(opened: bool, as_tokens: bool) -> None:
-    made, tokens = backend("hermes", as_tokens)
+    tokenizer, tokens = backend("hermes", as_tokens)
     tags = ReasoningTags(("<think>",), ("</think>",), opened)
     grammar = CallGrammar(SYNTAXES["hermes"], TOOLS, tokens, tags).calls_only(parallel=False)
-    text = walk(grammar, made, 0, ("" if opened else "<think>") + "Hm.</think>\n\n")
+    text = walk(grammar, tokenizer, 0, ("" if opened else "<think>") + "Hm.</think>\n\n")
     parser = OutputFormat("hermes", "think").parser(TOOLS, "<think>" if opened else "")
     reasoning, content, calls = joined(parser.push(text) + parser.finish())
     assert (reasoning, content, len(calls)) == ("Hm.", "", 1)
@@ -109,18 +109,18 @@ def test_a_model_may_think_before_it_calls(opened: bool, as_tokens: bool) -> Non
 
 
 def test_gpt_oss_may_analyse_before_it_calls() -> None:
-    made, tokens = backend("gpt-oss", as_tokens=True)
+    tokenizer, tokens = backend("gpt-oss", as_tokens=True)
     grammar = OutputFormat("gpt-oss", "gpt-oss").call_grammar(TOOLS, tokens, "").calls_only()
-    text = walk(grammar, made, 0, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
+    text = walk(grammar, tokenizer, 0, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant")
     parser = OutputFormat("gpt-oss", "gpt-oss").parser(TOOLS)
     reasoning, content, calls = joined(parser.push(text) + parser.finish())
     assert (reasoning, content, len(calls)) == ("Hm.", "", 1)
     check(calls)
 
 
-def test_json_of_a_form_may_stand_for_calls() -> None:
-    made, _ = backend("hermes", as_tokens=False)
+def test_json_of_a_schema_may_replace_calls() -> None:
+    tokenizer, _ = backend("hermes", as_tokens=False)
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": False}
     grammar = CallGrammar(SYNTAXES["hermes"], TOOLS, {}).calls_only(or_json=json.dumps(schema))
-    assert json.loads(walk(grammar, made, 0, "{")) == {"a": None}
-    check(joined(OutputFormat("hermes").parser(TOOLS).push(walk(grammar, made, 0, "<")))[2])
+    assert json.loads(walk(grammar, tokenizer, 0, "{")) == {"a": None}
+    check(joined(OutputFormat("hermes").parser(TOOLS).push(walk(grammar, tokenizer, 0, "<")))[2])

@@ -1,4 +1,4 @@
-"""The texts of each family of models, and the answers read from them, however the text is divided."""
+"""Answers read from the texts of each family of models, into whatever pieces the text is divided."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ Answer = tuple[str, str, list[tuple[str, str]]]
 
 
 def joined(parts: list[Part]) -> Answer:
-    """Reasoning, content, and calls."""
+    """Joins parts to (reasoning, content, calls as (name, arguments))."""
     reasoning, content, calls = "", "", []
     for part in parts:
         if isinstance(part, Content):
@@ -32,8 +32,8 @@ def joined(parts: list[Part]) -> Answer:
     return reasoning, content, calls
 
 
-def read(form: OutputFormat, pieces: list[str], prompt_end: str = "", tools: Any = TOOLS) -> Answer:
-    parser = form.parser(tools, prompt_end)
+def read(output_format: OutputFormat, pieces: list[str], prompt_end: str = "", tools: Any = TOOLS) -> Answer:
+    parser = output_format.parser(tools, prompt_end)
     parts = [part for piece in pieces for part in parser.push(piece)]
     return joined(parts + parser.finish())
 
@@ -172,36 +172,36 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
-def test_answer(form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert read(OutputFormat(form), [text]) == ("", content, calls)
+@pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
+def test_answer(family: ToolFormat, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read(OutputFormat(family), [text]) == ("", content, calls)
 
 
-@pytest.mark.parametrize(("form", "text"), [case[:2] for case in CASES])
-def test_streamed_is_whole_at_every_split(form: ToolFormat, text: str) -> None:
-    whole = read(OutputFormat(form), [text])
+@pytest.mark.parametrize(("family", "text"), [case[:2] for case in CASES])
+def test_streamed_is_whole_at_every_split(family: ToolFormat, text: str) -> None:
+    whole = read(OutputFormat(family), [text])
     for cut in range(1, len(text)):
-        assert read(OutputFormat(form), [text[:cut], text[cut:]]) == whole
-    assert read(OutputFormat(form), list(text)) == whole
+        assert read(OutputFormat(family), [text[:cut], text[cut:]]) == whole
+    assert read(OutputFormat(family), list(text)) == whole
 
 
 @pytest.mark.parametrize("required", [False, True])
-@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+@pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
 def test_an_answer_that_is_cut_off_shows_no_tag(
-    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], required: bool
+    family: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], required: bool
 ) -> None:
-    """At every character: a part of the answer, and nothing of a call that had not begun."""
-    if form == "llama3" and calls and not required and "<|python_tag|>" not in text:
+    """Cut off at any character, the answer has a part of the content, and no text of a call's tag."""
+    if family == "llama3" and calls and not required and "<|python_tag|>" not in text:
         return  # calls without a tag look like an answer in JSON until their name is there
     for cut in range(1, len(text)):
         for pieces in ([text[:cut]], list(text[:cut])):
-            parser = OutputFormat(form).parser(TOOLS, calls_only=required)
+            parser = OutputFormat(family).parser(TOOLS, calls_only=required)
             *early, last = pieces
             parts = [part for piece in early for part in parser.parse(piece, False)]
-            _, shown, made = joined(parts + parser.parse(last, True, is_truncated=True))
+            _, shown, partial_calls = joined(parts + parser.parse(last, True, is_truncated=True))
             assert content.startswith(shown.rstrip()), text[:cut]
-            assert [name for name, _ in calls][: len(made)] == [name for name, _ in made]
-            assert all(whole.startswith(part) for (_, whole), (_, part) in zip(calls, made, strict=False))
+            assert [name for name, _ in calls][: len(partial_calls)] == [name for name, _ in partial_calls]
+            assert all(whole.startswith(part) for (_, whole), (_, part) in zip(calls, partial_calls, strict=False))
 
 
 FORMS = ("hermes", "llama3", "mistral", "granite", "deepseek", "qwen3-coder", "gpt-oss")
@@ -235,19 +235,19 @@ PIECES = st.sampled_from((*'{}[]"\\,: \na<', '{"name": "weather", "arguments": '
 
 
 @given(st.sampled_from(FORMS), st.lists(PIECES, max_size=12), st.data())
-def test_any_text_reads_alike_however_it_is_cut(form: ToolFormat, pieces: list[str], data: st.DataObject) -> None:
+def test_any_text_reads_alike_however_it_is_cut(family: ToolFormat, pieces: list[str], data: st.DataObject) -> None:
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
     cut = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    how = OutputFormat(form, "think" if form != "gpt-oss" else "gpt-oss")
-    assert read(how, cut) == read(how, [text]) == read(how, list(text))
+    output_format = OutputFormat(family, "think" if family != "gpt-oss" else "gpt-oss")
+    assert read(output_format, cut) == read(output_format, [text]) == read(output_format, list(text))
 
 
 @given(st.sampled_from(("hermes", "granite", "mistral")), st.text(max_size=30), st.dictionaries(st.text(), st.text()))
-def test_whatever_is_said_in_json_arrives(form: ToolFormat, name: str, arguments: dict[str, str]) -> None:
+def test_any_name_and_arguments_in_json_are_read(family: ToolFormat, name: str, arguments: dict[str, str]) -> None:
     written = json.dumps({"name": "f" + name, "arguments": arguments})
     marks = {"hermes": "<tool_call>", "granite": "<|tool_call|>", "mistral": "[TOOL_CALLS]"}
-    _, content, calls = read(OutputFormat(form), ["Well. ", marks[form], written])
+    _, content, calls = read(OutputFormat(family), ["Well. ", marks[family], written])
     assert (content, calls[0][0], json.loads(calls[0][1])) == ("Well.", "f" + name, arguments)
 
 
@@ -285,12 +285,12 @@ REASONING: list[tuple[Any, str, str, Answer]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "prompt_end", "text", "answer"), REASONING)
-def test_reasoning(form: Any, prompt_end: str, text: str, answer: Answer) -> None:
-    how = OutputFormat("hermes", form)
-    assert read(how, [text], prompt_end) == answer
+@pytest.mark.parametrize(("family", "prompt_end", "text", "answer"), REASONING)
+def test_reasoning(family: Any, prompt_end: str, text: str, answer: Answer) -> None:
+    output_format = OutputFormat("hermes", family)
+    assert read(output_format, [text], prompt_end) == answer
     for cut in range(1, len(text)):
-        assert read(how, [text[:cut], text[cut:]], prompt_end) == answer
+        assert read(output_format, [text[:cut], text[cut:]], prompt_end) == answer
 
 
 def test_calls_are_content_where_no_tools_are_declared() -> None:

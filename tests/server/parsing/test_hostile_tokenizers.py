@@ -1,4 +1,4 @@
-"""Strangers' tokenizers: refused with a sentence, or right; the front goes on, and so does the next request."""
+"""Hostile tokenizers are refused with a sentence or give the right ids, and the server answers the next request."""
 
 import asyncio
 from dataclasses import replace
@@ -28,7 +28,7 @@ REFUSALS = {"tokenizer_error", "invalid_parameter", "context_length_exceeded"}
 
 
 class DescribingLauncher(Launcher):
-    """Has the tokenizer of the directory read as the server does."""
+    """Reads the directory's tokenizer in a limited process, as the server does."""
 
     async def __call__(self, source: WeightSource) -> tuple[FakeEngine, TokenizerFacts]:
         facts = await asyncio.to_thread(describe, source.directory, CPU, MEMORY)
@@ -80,8 +80,8 @@ def ids_by_the_library(directory: Path, text: str) -> list[int]:
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     backend.no_truncation()
     backend.no_padding()
-    found: list[int] = backend.encode(text).ids
-    return found
+    ids: list[int] = backend.encode(text).ids
+    return ids
 
 
 def streamed(directory: Path, ids: list[int]) -> str:
@@ -102,17 +102,17 @@ async def test_only_the_limits_end_a_parser(start: Start, settings: Settings) ->
 
 @pytest.mark.slow
 async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settings: Settings) -> None:
-    """With the limits of a server that nobody has set, which are made for long texts."""
+    """With the default limits of a server, which are large enough for long texts."""
     CASES["normalizer doubles 30 times"].write(settings.model)
     allowed: list[JobLimits] = []
     async with start(DescribingLauncher()) as server:
         read = server.state.parser.pool.run
 
-        async def noted(head: Head, body: bytes, allowance: JobLimits) -> JobResult:
+        async def recording(head: Head, body: bytes, allowance: JobLimits) -> JobResult:
             allowed.append(allowance)
             return await read(head, body, allowance)
 
-        server.state.parser.pool.run = noted  # type: ignore[method-assign]
+        server.state.parser.pool.run = recording  # type: ignore[method-assign]
         answer = await server.client.post("/generate", json={"inputs": "aaaaa"})
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_parameter")
         assert "more" in answer.json()["error"]

@@ -1,8 +1,8 @@
-"""Requests of megabytes: refused by their length where that is certain, else read in another process, under limits,
-while everything else is answered.
+"""Requests of megabytes are refused by their length alone if that suffices; otherwise another process reads them, under
+limits, while the server answers other requests.
 
-Where a test says "meanwhile", the parsers are stopped (SIGSTOP), so that the long request cannot have been answered: so
-any answer of the front comes while that request waits.
+Many tests stop the parser processes with SIGSTOP, so that a long request certainly waits while other requests are
+answered.
 """
 
 import concurrent.futures
@@ -58,13 +58,13 @@ pytestmark = pytest.mark.slow
 
 def parsers(parent: int) -> list[int]:
     """Process ids of the children of `parent` that are parsers."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and b"parser_process" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 @contextlib.contextmanager
@@ -98,40 +98,40 @@ def test_liveness_is_answered_before_a_long_request_is(server: Process, name: st
     assert server.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200  # a parser process is there
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with stopped(parsers(server.popen.pid)):
-            asked = pool.submit(ask, server, path, body)
+            pending = pool.submit(ask, server, path, body)
             until(lambda: server.metric("fp8serve_reading_bytes") > MIB / 2)
             assert server.client.get("/health/live").status_code == 200
             assert server.client.post("/generate", json={"input_ids": [97]}).status_code == 200
-            assert not asked.done()
-        answer = asked.result()
+            assert not pending.done()
+        answer = pending.result()
     assert answer.status_code == status, answer.text[:500]
     assert status < 300 or len(answer.content) < 1000
 
 
 @pytest.mark.smoke
 def test_a_short_request_does_not_wait_for_a_long_one(server: Process) -> None:
-    """Also where it needs a parser process of its own, as every conversation does."""
+    """Also if the short request needs a parser process, as every conversation does."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with stopped(parsers(server.popen.pid)[:1]):
-            asked = [pool.submit(ask, server, "/tokenize", {"prompt": TEXT[:MIB]}) for _ in range(2)]
+            pending = [pool.submit(ask, server, "/tokenize", {"prompt": TEXT[:MIB]}) for _ in range(2)]
             until(lambda: server.metric("fp8serve_reading_bytes") > 2 * MIB)
             assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
-            assert not any(future.done() for future in asked)
-        assert [future.result().status_code for future in asked] == [200, 200]
+            assert not any(future.done() for future in pending)
+        assert [future.result().status_code for future in pending] == [200, 200]
 
 
-def test_what_waits_to_be_read_is_bounded(tmp_path: Path) -> None:
+def test_the_bytes_that_wait_for_a_parser_are_bounded(tmp_path: Path) -> None:
     with serving(tmp_path / "log", **options(tmp_path, limits={"reading_bytes": 2 * MIB})) as process:
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             with stopped(parsers(process.popen.pid)):
-                asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
+                pending = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
                 until(lambda: process.metric("fp8serve_reading_bytes") > MIB)
                 refused = ask(process, "/tokenize", {"prompt": TEXT[: 2 * MIB]})
                 assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
-            assert asked.result().status_code == 200
+            assert pending.result().status_code == 200
         assert process.metric("fp8serve_reading_bytes") == 0
         assert process.stop() == 0
 
@@ -142,12 +142,12 @@ def test_all_bodies_together_are_bounded(tmp_path: Path) -> None:
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             with stopped(parsers(process.popen.pid)):
-                asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]})
+                pending = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]})
                 until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2)
                 refused = ask(process, "/generate", {"inputs": TEXT[: MIB // 2]})
                 assert (refused.status_code, refused.json()["code"]) == (429, "queue_full")
                 assert ask(process, "/generate", {"inputs": "short"}).status_code == 200
-            assert asked.result().status_code == 200
+            assert pending.result().status_code == 200
         assert ask(process, "/tokenize", {"prompt": TEXT[: MIB - MIB // 4]}).status_code == 200
         assert process.stop() == 0
 
@@ -159,14 +159,14 @@ def test_a_parser_that_dies_is_replaced(tmp_path: Path, number: int, status: int
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pids = parsers(process.popen.pid)
             with stopped(pids):
-                asked = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
+                pending = pool.submit(ask, process, "/tokenize", {"prompt": TEXT[:MIB]})
                 until(lambda: process.metric("fp8serve_reading_bytes") > MIB / 2)
                 for pid in pids:
                     os.kill(pid, number)
-            assert asked.result().status_code == status, asked.result().text
+            assert pending.result().status_code == status, pending.result().text
         until(lambda: not set(pids) & set(parsers(process.popen.pid)))  # SIGSEGV waits until a process goes on
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
-        for pid in parsers(process.popen.pid):  # and one that dies while it has nothing to do harms nobody
+        for pid in parsers(process.popen.pid):  # an idle parser that dies disturbs no request
             os.kill(pid, signal.SIGKILL)
         until(lambda: not parsers(process.popen.pid))
         assert process.client.post("/tokenize", json={"prompt": "hello"}).status_code == 200
@@ -188,9 +188,9 @@ def test_a_client_that_leaves_frees_the_parser(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def template(path: Path, text: str, **limits: float) -> Iterator[Process]:
-    given = options(path, limits=limits)
+    settings = options(path, limits=limits)
     (path / "tiny" / "chat_template.jinja").write_text(text)
-    with serving(path / "log", **given) as process:
+    with serving(path / "log", **settings) as process:
         yield process
         assert process.stop() == 0
         assert "Traceback" not in process.log.read_text()
@@ -230,7 +230,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(start: Start, monkeypatch
 
 
 @pytest.mark.smoke
-async def test_a_full_house_refuses_before_it_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_refuses_before_it_tokenizes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> list[int]:
         raise AssertionError("the text was tokenized")
 

@@ -1,4 +1,4 @@
-"""ParserProcess alone: the meaning of its process's end, and clean-up of one that is given up while it starts."""
+"""ParserProcess alone: which errors the end of its process causes, and the clean-up after a cancelled start."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ ALLOWED = JobLimits(cpu=60.0, memory=2**34)
 
 
 def state_of(pid: int) -> str:
-    """ "Z" for a process that has ended but has not been waited for, "" once it has been."""
+    """The state in /proc: "Z" for a process that has ended but was not waited for; "" if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -53,11 +53,11 @@ def test_a_process_that_is_given_up_at_any_moment_of_its_start_leaves_nothing(mo
     started: list[Process] = []
     create = asyncio.create_subprocess_exec
 
-    async def noted(*args: Any, **kwargs: Any) -> Process:
+    async def recording(*args: Any, **kwargs: Any) -> Process:
         started.append(await create(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recording)
 
     async def given_up_after(turns: int) -> None:
         process = ParserProcess()
@@ -96,7 +96,7 @@ async def test_an_answer_that_cannot_be_read_is_an_error_with_a_sentence(
     ("number", "message"), [(signal.SIGSEGV, "tokenizer crashed"), (signal.SIGABRT, "more memory")]
 )
 def test_a_process_that_dies_of_a_tokenizer_is_the_requests_fault(number: int, message: str, tmp_path: Path) -> None:
-    """Whatever ends it; and the next job is done."""
+    """Whatever signal ends the process. The next job succeeds."""
     directory = str(model_dir(tmp_path))
     head = {"op": "encode", "directory": directory, "lengths": [1], "special": True, "max_tokens": None, "context": 10}
 

@@ -45,11 +45,11 @@ async def listed(server: Server) -> dict[str, Any]:
 
 async def metric(server: Server, name: str, model: str) -> float | None:
     lines = (await server.client.get("/metrics")).text.splitlines()
-    found = [line for line in lines if line.startswith(f'{name}{{model="{model}"')]
-    return float(found[0].rpartition(" ")[2]) if found else None
+    matches = [line for line in lines if line.startswith(f'{name}{{model="{model}"')]
+    return float(matches[0].rpartition(" ")[2]) if matches else None
 
 
-async def test_every_route_takes_the_name_and_the_engine_hears_it(start: Start, more: Path) -> None:
+async def test_every_route_accepts_an_adapters_name_and_passes_it_to_the_engine(start: Start, more: Path) -> None:
     async with start(models_dir=more) as server:
         answer = await load(server, "tutor", "team/b")
         assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'tutor' added successfully.")
@@ -66,7 +66,7 @@ async def test_every_route_takes_the_name_and_the_engine_hears_it(start: Start, 
         assert (shown["tiny"]["parent"], shown["second"]["root"]) == (None, "a")
         info = (await server.client.get("/info", params={"model": "tutor"})).json()
         assert info["model_id"] == "tutor"
-        assert [found["name"] for found in info["adapters"]] == ["tutor", "second"]
+        assert [adapter["name"] for adapter in info["adapters"]] == ["tutor", "second"]
         view = (await server.client.get("/models")).json()["models"][0]
         assert view["adapters"][0] == {
             "name": "tutor", "root": "team/b", "in_flight": 0, "method": "lora", "rank": 4, "layers": 2, "bytes": 100,
@@ -94,7 +94,7 @@ async def test_every_route_takes_the_name_and_the_engine_hears_it(start: Start, 
         assert "has tiny, tutor, second" in missing.text
 
 
-async def test_what_cannot_be_loaded_leaves_nothing(start: Start, more: Path, tmp_path: Path) -> None:
+async def test_an_adapter_that_cannot_be_loaded_leaves_nothing_behind(start: Start, more: Path, tmp_path: Path) -> None:
     launcher = Launcher(lambda: _with_bad("bad"))
     async with start(launcher, models_dir=more, aliases=("other=tiny",)) as server:
         for path in ("../outside", tmp_path / "outside", "/etc", "team", "model", ".", "a/", "nothing"):
@@ -193,10 +193,10 @@ async def test_a_jobs_adapter_is_activated_and_remembered(start: Start) -> None:
         assert (await complete(server, name)).status_code == 404
 
 
-async def test_other_models_have_theirs_and_keys_are_asked_for(start: Start, more: Path, tmp_path: Path) -> None:
+async def test_loading_an_adapter_needs_the_admin_scope(start: Start, more: Path, tmp_path: Path) -> None:
     keys, admin = one_for_each_scope(tmp_path / "keys.toml"), bearer(key_of("admin"))
     launcher = Launcher()
-    launcher.made_for = {"model": embedding_engine}
+    launcher.factories = {"model": embedding_engine}
     async with start(launcher, models_dir=more, api_keys=keys, models=(NamedModel("e", more / "model"),)) as server:
         body = {"lora_name": "tutor", "lora_path": "a"}
         for scope in ("read", "generate", "finetune"):

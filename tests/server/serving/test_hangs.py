@@ -21,7 +21,7 @@ from tests.server.fakes import FakeEngine, Launcher
 
 
 class Hanging(Launcher):
-    """Loads hang while `hang` is set; counts those that were given up."""
+    """A launcher whose loads hang while `hang` is set. given_up: how many of them were cancelled."""
 
     hang = False
     given_up = 0

@@ -1,4 +1,4 @@
-"""The history of scales: bounded, whole, and without a lost peak; the route that tells it."""
+"""The history of scales is bounded, covers the whole time, and keeps every peak; a route returns it."""
 
 from typing import Any
 
@@ -49,15 +49,15 @@ def test_other_weights_begin_anew_and_many_layers_have_few_entries(monkeypatch: 
     assert len(values(crowded, "a", "amax")) <= MIN_ENTRIES
 
 
-async def test_the_history_is_told_layer_by_layer(start: Start) -> None:
+async def test_the_history_is_served_layer_by_layer(start: Start) -> None:
     async with start() as server:
         name = "model.layers.0.mlp.up_proj"
         history = server.state.models.default.history
         await eventually(lambda: history.entries(name))  # the first look is at once
-        told = (await server.client.get("/scales/history", params={"layer": name})).json()
+        response = (await server.client.get("/scales/history", params={"layer": name})).json()
         version = (await server.client.get("/scales")).json()["weight_version"]
-        assert (told["weight_version"], told["layer"]) == (version, name)
-        assert [(one["amax"], one["window_amax"], one["scale"]) for one in told["entries"]] == [(3.0, 3.0, 2.0)]
+        assert (response["weight_version"], response["layer"]) == (version, name)
+        assert [(one["amax"], one["window_amax"], one["scale"]) for one in response["entries"]] == [(3.0, 3.0, 2.0)]
         answers = {
             query: (await server.client.get(f"/scales/history?{query}")).status_code
             for query in ("layer=nothing", "", f"layer={name}&model=nobody", f"layer={name}&model=tiny")

@@ -30,9 +30,9 @@ def more(tmp_path: Path) -> Path:
     return tmp_path / "more"
 
 
-def launcher_of(**made: Any) -> Launcher:
+def launcher_of(**factories: Any) -> Launcher:
     launcher = Launcher()
-    launcher.made_for = made
+    launcher.factories = factories
     return launcher
 
 
@@ -50,8 +50,8 @@ async def complete(server: Server, model: str | None, **more: Any) -> Any:
 
 
 async def states(server: Server) -> dict[str, str]:
-    found = (await server.client.get("/models")).json()
-    return {model["name"]: model["state"] for model in found["models"]}
+    response = (await server.client.get("/models")).json()
+    return {model["name"]: model["state"] for model in response["models"]}
 
 
 async def test_models_of_the_command_line_answer_by_their_names(start: Start, more: Path) -> None:
@@ -65,12 +65,12 @@ async def test_models_of_the_command_line_answer_by_their_names(start: Start, mo
             assert answer.status_code == 200, answer.text
             assert len(engine.requests) == before + 1
         assert answer.json()["model"] == "gpt-4o"
-        for asked in ({"input": "x"}, {"input": "x", "model": "e"}):
-            vectors = (await server.client.post("/v1/embeddings", json=asked)).json()
+        for body in ({"input": "x"}, {"input": "x", "model": "e"}):
+            vectors = (await server.client.post("/v1/embeddings", json=body)).json()
             assert vectors["model"] == "e"
-        wrong = await complete(server, "e")
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "model")
-        assert "embedding model, which writes no text" in wrong.json()["error"]["message"]
+        refused_embedding = await complete(server, "e")
+        assert (refused_embedding.status_code, refused_embedding.json()["error"]["param"]) == (400, "model")
+        assert "embedding model, which writes no text" in refused_embedding.json()["error"]["message"]
         refused = await server.client.post("/v1/embeddings", json={"input": "x", "model": "small"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
 
@@ -88,7 +88,7 @@ async def test_a_server_is_ready_when_all_models_of_the_command_line_were_tried(
         assert (await server.client.get("/health/ready")).status_code == 200
 
 
-async def test_an_unknown_model_is_openais_404_and_says_which_there_are(start: Start) -> None:
+async def test_an_unknown_model_is_openais_404_with_the_served_names(start: Start) -> None:
     async with start(aliases=("other=tiny",)) as server:
         answer = await complete(server, "nope")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -182,7 +182,7 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         ("x", {"source": "a", "more": 1}, 422, "more"),
     ],
 )
-async def test_what_cannot_be_loaded_is_refused(
+async def test_an_invalid_load_is_refused(
     name: str, body: dict[str, Any], status: int, words: str, start: Start, more: Path
 ) -> None:
     async with start(models_dir=more, aliases=("other=tiny",)) as server:
@@ -202,7 +202,7 @@ async def test_the_default_and_aliases_cannot_be_unloaded(start: Start) -> None:
         assert (await complete(server, None)).status_code == 200
 
 
-async def test_a_load_that_fails_harms_nobody_and_leaves_the_name_free(start: Start, more: Path) -> None:
+async def test_a_failed_load_disturbs_no_request_and_leaves_the_name_free(start: Start, more: Path) -> None:
     launcher = Launcher(lambda: FakeEngine(delay=0.01))
     launcher.problems = {"b": "The header is damaged."}
     async with start(launcher, models_dir=more) as server:
@@ -215,7 +215,7 @@ async def test_a_load_that_fails_harms_nobody_and_leaves_the_name_free(start: St
 
 
 async def test_a_client_loads_no_weights_with_nan(start: Start, more: Path) -> None:
-    """The command line may, which names what the operator trusts."""
+    """The operator may: models of the command line are not checked for NaN."""
     save_file({"w": np.array([0, np.nan], np.float32)}, more / "b" / "model.safetensors")
     async with start(models_dir=more, models=(NamedModel("known", more / "b"),)) as server:
         await eventually(lambda: server.state.started)
@@ -248,8 +248,8 @@ async def test_a_model_that_does_not_fit_is_refused_before_anything_starts(
         (more / "b" / "config.json").write_text(json.dumps(fields | config))
         assert (await load(server, "h", "b", head_dtype="fp8")).status_code == 409
         assert (await load(server, "h", "b", head_dtype="bf16")).status_code == 200  # is in the files
-        wanted = await load(server, "y", "b", kv_cache_bytes=600 << 20)
-        assert "its KV cache 600.0 MiB" in wanted.json()["error"]
+        too_large = await load(server, "y", "b", kv_cache_bytes=600 << 20)
+        assert "its KV cache 600.0 MiB" in too_large.json()["error"]
 
 
 async def test_loads_and_unloads_at_once_leave_one_engine_a_name(start: Start, more: Path) -> None:
@@ -276,13 +276,13 @@ async def test_a_load_goes_on_without_its_client_and_requests_wait_for_it(start:
     launcher = Launcher()
     async with start(launcher, models_dir=more) as server:
         launcher.held = True
-        asked = asyncio.create_task(load(server, "x", "a"))
+        pending = asyncio.create_task(load(server, "x", "a"))
         await eventually(lambda: "x" in server.state.models.models)
         early = await complete(server, "x")
         assert (early.status_code, early.json()["error"]["code"]) == (503, "starting")
         assert (await complete(server, "tiny")).status_code == 200
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
         launcher.held = False
         await eventually(lambda: server.state.models.models["x"].ready)
         assert (await complete(server, "x")).status_code == 200
@@ -496,7 +496,7 @@ async def test_info_and_scales_of_a_model_by_name(start: Start, more: Path) -> N
         ("a b=dir", "A model's name has"),
     ],
 )
-def test_a_model_of_the_command_line_that_is_wrong_is_one_sentence(text: str, words: str) -> None:
+def test_an_invalid_model_option_is_refused_with_one_sentence(text: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         NamedModel.parse(text)
 
@@ -524,6 +524,6 @@ def test_a_model_of_the_command_line() -> None:
         ({"aliases": ("a b=tiny",)}, "A model's name has"),
     ],
 )
-def test_names_that_clash_are_one_sentence(more: dict[str, Any], words: str) -> None:
+def test_names_that_clash_are_refused_with_one_sentence(more: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         Settings(model=Path("tiny"), **more)

@@ -17,13 +17,13 @@ from tests.server.finetuning.test_finetune import trained
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine takes the same way as an idle one."""
+    """Raises time limits, so that a busy machine does not fall back to a new engine."""
     monkeypatch.setattr(served_model, "MAX_DRAIN_SECONDS", PATIENCE)
     monkeypatch.setattr(served_model, "MAX_VERIFICATION_SECONDS", PATIENCE)
 
 
 class SwappingEngine(FakeEngine):
-    """One that exchanges weights. `surprises` are the perplexities of directories, by the name of their parent."""
+    """An engine that exchanges its weights while it runs."""
 
     def __init__(self, delay: float = 0.0) -> None:
         super().__init__(delay)
@@ -120,7 +120,7 @@ async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) 
 
 
 async def test_an_engine_whose_exchange_is_cancelled_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have exchanged its weights or not."""
+    """After a cancelled exchange, it is unknown which weights the engine has."""
     async with start(Launcher(SwappingEngine)) as server:
         engine, model, before = server.launcher.engine, server.state.models.default, await version(server)
         reached = asyncio.Event()

@@ -25,7 +25,7 @@ async def activate(server: Server, job: str, **body: Any) -> Any:
 
 
 async def refused(server: Server, job: str, **body: Any) -> str:
-    """The message of a failure, after which the base serves as before."""
+    """Activates the job, which must fail, and asserts that the base serves as before. Returns the error's message."""
     engine, answer = server.launcher.engines[0], await activate(server, job, **body)
     assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed"), answer.text
     assert str(server.state.data_dir) not in answer.text
@@ -86,14 +86,14 @@ async def test_an_unknown_source_of_an_activation_is_named(start: Start) -> None
             assert "GET /models lists them" in answer.json()["hint"]
 
 
-async def test_weights_that_know_the_rows_much_worse_are_refused_unless_told_otherwise(start: Start) -> None:
+async def test_weights_with_a_much_higher_perplexity_are_refused_unless_the_limit_allows_it(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
-        server.launcher.made_for["model"] = engine_with(surprise=1.5)
-        said = await refused(server, job)
+        server.launcher.factories["model"] = engine_with(surprise=1.5)
+        message = await refused(server, job)
         assert (
             "Their perplexity on 5 tokens of the job's rows is 90.02, more than 2 times the 20.09 of the "
-            "previous weights" in said
+            "previous weights" in message
         )
         answer = (await activate(server, job, max_perplexity_ratio=5)).json()
         assert answer["verified"]["tokens"] == 5
@@ -103,7 +103,7 @@ async def test_weights_that_know_the_rows_much_worse_are_refused_unless_told_oth
         assert (await activate(server, job, max_perplexity_ratio=0.5)).status_code == 422
 
 
-async def test_what_is_held_out_is_measured_where_a_job_has_it(start: Start) -> None:
+async def test_validation_data_is_measured_if_the_job_has_it(start: Start) -> None:
     async with start() as server:
         job = await submit(server, validation_data=[{"prompt": "abc", "completion": "de"}], eval_every=1)
         await wait_for(server, job["id"], "succeeded")
@@ -114,7 +114,7 @@ async def test_what_is_held_out_is_measured_where_a_job_has_it(start: Start) -> 
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "message"),
     [
         ({"surprise": float("nan")}, "tokens of the job's rows is nan"),
         ({"surprise": float("inf")}, "tokens of the job's rows is inf"),
@@ -122,16 +122,16 @@ async def test_what_is_held_out_is_measured_where_a_job_has_it(start: Start) -> 
         ({"fail": "The logits are not finite."}, "The logits are not finite."),
     ],
 )
-async def test_weights_that_compute_no_numbers_are_refused_whatever_was_told(
-    start: Start, engine: dict[str, Any], says: str
+async def test_weights_with_nonfinite_results_are_refused_whatever_the_limit(
+    start: Start, engine: dict[str, Any], message: str
 ) -> None:
     async with start() as server:
         job = await trained(server)
-        server.launcher.made_for["model"] = engine_with(**engine)
-        assert says in await refused(server, job, max_perplexity_ratio=1e9)
+        server.launcher.factories["model"] = engine_with(**engine)
+        assert message in await refused(server, job, max_perplexity_ratio=1e9)
 
 
-async def test_the_base_is_only_tried(start: Start) -> None:
+async def test_the_base_is_activated_without_a_perplexity_check(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
         assert (await activate(server, job)).status_code == 200
@@ -143,13 +143,13 @@ async def test_the_base_is_only_tried(start: Start) -> None:
 async def test_a_job_by_its_name_is_verified_too(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
-        server.launcher.made_for["model"] = engine_with(surprise=9.0)
+        server.launcher.factories["model"] = engine_with(surprise=9.0)
         body = {"source": job, "max_perplexity_ratio": 3}
         answer = await server.client.post("/models/tiny/activate", json=body)
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
 
 
-async def test_nothing_to_compare_with_is_no_reason_to_refuse(start: Start) -> None:
+async def test_weights_are_accepted_if_the_previous_ones_cannot_be_measured(start: Start) -> None:
     async with start() as server:
         job = await trained(server)
         server.launcher.engine.surprise = float("nan")  # what serves is broken: what is new may help
@@ -176,7 +176,7 @@ async def test_an_adapter_is_verified_and_taken_out_again(start: Start) -> None:
 
 @pytest.fixture
 def exporter(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a copy of the base of any checkpoint, unless there is a file named bad in it."""
+    """Replaces the export of a checkpoint by a copy of the base; it fails if the checkpoint has a file named bad."""
     script = tmp_path / "export.py"
     script.write_text(
         "import pathlib, shutil, sys\n"
@@ -188,15 +188,15 @@ def exporter(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sources, "EXPORT_COMMAND", (sys.executable, str(script)))
 
 
-async def test_a_step_is_served_or_refused_never_ignored(start: Start, exporter: None) -> None:
+async def test_the_step_of_an_activation_is_served_or_refused(start: Start, exporter: None) -> None:
     async with start() as server:
         job = await trained(server)  # of six steps, with a checkpoint of each
         folder = server.state.runner.job_dir(job) / "out"
         gone = await activate(server, job, step=7)
         assert (gone.status_code, gone.json()["code"]) == (409, "job_state")
         assert "no checkpoint at step 7" in gone.text
-        for wrong in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
-            assert (await activate(server, job, **wrong)).status_code == 422
+        for invalid in ({"step": 0}, {"step": "6"}, {"stepp": 6}, {"step": 6.0}):
+            assert (await activate(server, job, **invalid)).status_code == 422
         (folder / "checkpoints" / "step-3" / "bad").touch()
         assert "The weight w holds NaN or an infinity." in (await activate(server, job, step=3)).text
         assert not (folder.with_name("served") / "step-3").exists()
@@ -208,7 +208,7 @@ async def test_a_step_is_served_or_refused_never_ignored(start: Start, exporter:
         )
         assert server.launcher.sources[-1].directory == folder.with_name("served") / "step-2"
         assert (await activate(server, job, step=6)).json()["served"]["source"] == job  # the result itself
-        server.launcher.made_for["step-4"] = engine_with(surprise=7.0)
+        server.launcher.factories["step-4"] = engine_with(surprise=7.0)
         assert (await activate(server, job, step=4)).json()["code"] == "activation_failed"
         assert (await activate(server, job, step=2)).status_code == 200
     async with start() as server:
@@ -230,7 +230,7 @@ async def test_a_step_of_a_job_that_failed_is_served(start: Start, exporter: Non
 
 
 async def die(server: Server) -> None:
-    """The engine that serves ends, and another is started in its place."""
+    """Ends the engine that serves, and waits until another is ready in its place."""
     count = len(server.launcher.engines)
     server.launcher.engine.alive = False
     await eventually(lambda: len(server.launcher.engines) > count, "a restart")

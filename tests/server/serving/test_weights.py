@@ -69,7 +69,7 @@ async def test_requests_under_way_end_first_and_new_ones_are_sent_away(start: St
         assert (await complete(server)).json()["system_fingerprint"] == answer["served"]["weight_version"]
 
 
-async def test_what_cannot_be_put_in_place_leaves_the_old_weights(start: Start, more: Path) -> None:
+async def test_weights_that_cannot_be_loaded_leave_the_old_ones(start: Start, more: Path) -> None:
     async with start(models_dir=more) as server:
         before = (await complete(server)).json()["system_fingerprint"]
         for path in ("../outside", str(more.parent / "outside"), "/etc", "policy", ".", "policy/", "nothing"):
@@ -101,8 +101,8 @@ async def test_a_further_model_by_its_name(start: Start, more: Path) -> None:
         assert [engine.weights != [] for engine in server.launcher.engines] == [False, True]
 
 
-class Moody(FakeEngine):
-    """Has the perplexity that the name of its weights' directory says, and writes nothing if the name is mute."""
+class MoodyEngine(FakeEngine):
+    """An engine whose perplexity depends on the name of the weights' directory; with "mute", every request fails."""
 
     async def load_weights(self, directory: Path) -> int:
         count = await super().load_weights(directory)
@@ -113,8 +113,8 @@ class Moody(FakeEngine):
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         async with contextlib.aclosing(super().generate(request)) as outputs:
             async for output in outputs:
-                said = getattr(self, "fail_first", None)
-                yield output if said is None else RequestOutput(request.request_id, finish_reason="error", error=said)
+                error = getattr(self, "fail_first", None)
+                yield output if error is None else RequestOutput(request.request_id, finish_reason="error", error=error)
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def moody(more: Path) -> Path:
     return more
 
 
-async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) -> None:
-    async with start(Launcher(Moody), models_dir=moody) as server:
+async def test_pushed_weights_are_verified_on_texts(start: Start, moody: Path) -> None:
+    async with start(Launcher(MoodyEngine), models_dir=moody) as server:
         answer = (await push(server, "policy/step-1", texts=["abc", "d", "defg"])).json()
         verified = {"tokens": 2 + 3, "perplexity_before": pytest.approx(answer["verified"]["perplexity"])}
         assert answer["verified"] == verified | {"perplexity": answer["verified"]["perplexity"]}
@@ -148,7 +148,7 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ({"max_perplexity_ratio": 3}, "needs texts"),
         ({"texts": []}, "texts"),
@@ -159,16 +159,16 @@ async def test_pushed_weights_are_held_against_texts(start: Start, moody: Path) 
     ],
 )
 async def test_texts_that_measure_nothing_are_refused(
-    start: Start, moody: Path, body: dict[str, Any], says: str
+    start: Start, moody: Path, body: dict[str, Any], message: str
 ) -> None:
-    async with start(Launcher(Moody), models_dir=moody) as server:
+    async with start(Launcher(MoodyEngine), models_dir=moody) as server:
         refused = await push(server, "policy/step-1", **body)
-        assert (refused.status_code, says in refused.text) == (422, True), refused.text
+        assert (refused.status_code, message in refused.text) == (422, True), refused.text
         assert server.launcher.engine.weights == []
 
 
 async def test_pushed_weights_that_write_nothing_give_way_to_those_before(start: Start, moody: Path) -> None:
-    async with start(Launcher(Moody), models_dir=moody) as server:
+    async with start(Launcher(MoodyEngine), models_dir=moody) as server:
         before = (await complete(server)).json()["system_fingerprint"]
         refused = await push(server, "mute")
         assert (refused.status_code, "the previous weights are served again: The logits" in refused.text) == (
@@ -181,7 +181,7 @@ async def test_pushed_weights_that_write_nothing_give_way_to_those_before(start:
 
 
 async def test_weights_that_cannot_be_put_back_end_the_engine(start: Start, moody: Path) -> None:
-    async with start(Launcher(Moody), models_dir=moody) as server:
+    async with start(Launcher(MoodyEngine), models_dir=moody) as server:
         first = (await complete(server)).json()["system_fingerprint"]
         assert (await push(server, "policy/step-1")).status_code == 200
         (moody / "policy" / "step-1" / "note.safetensors").write_bytes(b"the trainer wrote something else here")
