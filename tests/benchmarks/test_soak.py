@@ -119,7 +119,9 @@ def test_requests_missing_in_the_metrics_are_detected() -> None:
     expected = soak_load.expected_counts(served)
     assert soak_load.uncounted({}, expected, served) == []
     expected["fp8serve_prompt_tokens_total"] -= 8
-    assert soak_load.uncounted({}, expected, served) == ["/metrics: fp8serve_prompt_tokens_total rose by 8, expected 16."]
+    assert soak_load.uncounted({}, expected, served) == [
+        "/metrics: fp8serve_prompt_tokens_total rose by 8, expected 16."
+    ]
 
 
 def test_the_crowd_asks_for_every_length_up_to_the_context() -> None:

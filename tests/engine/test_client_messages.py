@@ -201,8 +201,8 @@ def outputs_of(outputs: Sequence[Any], name: str) -> list[Any]:
 
 def test_a_stream_may_be_cancelled_while_its_tokens_are_written() -> None:
     """Its last output, which arrived with the tokens, is dropped, and the connection goes on."""
-    worker, wire = in_pieces(SimpleNamespace())
-    client, received = taker(), list[Any]()
+    worker, wire = worker_and_wire(SimpleNamespace())
+    client, received = offline_client(), list[Any]()
 
     def write_tokens(tokens: list[Token]) -> bool:
         client.cancel("a")
