@@ -253,6 +253,12 @@ POISONS: dict[str, tuple[Callable[[], Draft], Poison, tuple[str, str]]] = {
     "v scale never loaded": (drafts.static, put(f"{CACHE}.v_scale", -1), ("negative", f"{CACHE}.v_scale")),
     "v scale NaN": (drafts.static, put(f"{CACHE}.v_scale", NAN), ("nan", f"{CACHE}.v_scale")),
     "MX exponent NaN": (lambda: drafts.mx(8), put(f"{UP}.weight_scale", 255, (3, 1)), ("nan", f"{UP}.weight_scale")),
+    "MX exponent too large": (
+        lambda: drafts.mx(8), put(f"{UP}.weight_scale", 250, (3, 1)), ("implausible", f"{UP}.weight_scale")),
+    "reciprocal MX scale": (
+        lambda: drafts.mx(8), lambda d: put(f"{UP}.weight_scale", 254 - d.tensors[f"{UP}.weight_scale"])(d),
+        ("reciprocal", f"{UP}.weight_scale")),
+    "an MX code NaN": (lambda: drafts.mx(8), put(f"{UP}.weight", NAN, (0, 0)), ("nan", f"{UP}.weight")),
     "a code NaN": (drafts.static, put(f"{UP}.weight", NAN, (0, 0)), ("nan", f"{UP}.weight")),
     "a norm NaN": (drafts.static, put("model.norm.weight", NAN, (3,)), ("nan", "model.norm.weight")),
     "reciprocal weight scale": (

@@ -184,7 +184,10 @@ def _compressed_tensors(config: Fields) -> Quantization:
 def _ct_inputs(group: Fields) -> QuantSpec:
     weights, inputs = group.object("weights"), group.object("input_activations")
     if weights is not None and _is_mx(weights):
-        return UNQUANTIZED if weights.raw("num_bits") == 4 or inputs is None else _ct_mx_inputs(inputs)
+        if weights.raw("num_bits") == 4:
+            return UNQUANTIZED
+        _require_fp8("compressed-tensors", "weights", weights)
+        return UNQUANTIZED if inputs is None else _ct_mx_inputs(inputs)
     _require_fp8("compressed-tensors", "weights", weights)
     _require_fp8("compressed-tensors", "output_activations", group.object("output_activations"))  # old KV scheme
     weight_strategy = "tensor" if weights is None else weights.text("strategy") or "tensor"

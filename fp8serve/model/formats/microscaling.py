@@ -27,6 +27,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".scale")
 EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 _EXPONENT_BIAS = 127
+NAN_CODE = 255
 # The largest exponent with which the format's largest number, 448 or 6, is finite in BF16.
 _MAX_EXPONENTS = {torch.float8_e4m3fn: 119, torch.uint8: 125}
 
@@ -109,10 +110,15 @@ def _multiply(values: Tensor, scales: Tensor) -> Tensor:
     return (blocks * powers).to(torch.bfloat16).flatten(-2)
 
 
+def max_exponent_code(dtype: torch.dtype) -> int:
+    """Returns the largest code of a scale with which weights of this dtype (uint8: MXFP4) are finite in BF16."""
+    return _EXPONENT_BIAS + _MAX_EXPONENTS[dtype]
+
+
 def check_exponents(name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales of a weight of this dtype as E8M0. Raises ModelError if one is NaN or too large for BF16."""
     codes = stored.view(torch.uint8)
-    if bool((codes > _EXPONENT_BIAS + _MAX_EXPONENTS[dtype]).any()):
+    if bool((codes > max_exponent_code(dtype)).any()):
         raise _not_finite_error(name)
     return codes.view(torch.float8_e8m0fnu)
 

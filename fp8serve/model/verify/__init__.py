@@ -45,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     values.check_input_scales_are_numbers,
     values.check_cache_scales_are_numbers,
     values.check_bad_scales,
+    values.check_large_exponents,
     values.check_bad_codes,
     values.check_bad_weights,
     values.check_implausible_weight_scales,

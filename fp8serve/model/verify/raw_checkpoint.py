@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.spec import WEIGHTS, Granularity
+from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.spec import MXFP8, WEIGHTS, Granularity
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.formats import interop, microscaling
 from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
@@ -97,21 +98,22 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
         counts += torch.bincount(part.flatten(), minlength=256)
         if kind != "tensor":
             magnitudes = values[: _MAGNITUDE_BITS + 1].nan_to_num(0.0)[(part & _MAGNITUDE_BITS).long()]
-            rows.append(magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes))
+            size = MXFP8.block[1] if kind == MXFP8.granularity else BLOCK
+            rows.append(magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes, size))
     if kind == "tensor" or not rows:
         magnitudes = values.abs()[(counts > 0) & ~values.isnan()]
         return Codes(counts, magnitudes.amax().reshape(1) if len(magnitudes) else torch.zeros(1), values)
     largest = torch.cat(rows)
     if kind == "block128x128":
         per_row = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
-        largest = _largest_per_block(per_row).flatten()
+        largest = _largest_per_block(per_row, BLOCK).flatten()
     return Codes(counts, largest, values)
 
 
-def _largest_per_block(values: Tensor) -> Tensor:
-    """Returns the largest value of each block of 128 in the last dimension. The last block may be smaller."""
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 128))
-    return padded.reshape(*values.shape[:-1], -1, 128).amax(-1)
+def _largest_per_block(values: Tensor, size: int) -> Tensor:
+    """Returns the largest value of each block of `size` in the last dimension. The last block may be smaller."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*values.shape[:-1], -1, size).amax(-1)
 
 
 @cache
@@ -139,9 +141,9 @@ class RawCheckpoint:
 
     @cached_property
     def weights(self) -> dict[str, str]:
-        """The keys of FP8 weights, without those in MX blocks, by the names of their modules."""
+        """The keys of FP8 weights by the names of their modules."""
         matrices = (key for key, entry in self.entries.items() if entry.dtype in FP8 and len(entry.shape) > 1)
-        return {key.removesuffix(".weight"): key for key in matrices if key not in self.mx_scales}
+        return {key.removesuffix(".weight"): key for key in matrices}
 
     @cached_property
     def mx_scales(self) -> dict[str, str]:
@@ -192,6 +194,8 @@ class RawCheckpoint:
         key = self.scale_of(owner, "weight")
         if key is None:
             return None
+        if self.weights[owner] in self.mx_scales:
+            return MXFP8.granularity
         return granularity(self.entries[key].shape, self.entries[self.weights[owner]].shape)
 
     def _scale_key(self, key: str) -> ScaleKey | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.model.formats.interop import KV, SCALE_DTYPES, Role, is_extreme
+from fp8serve.model.formats.microscaling import NAN_CODE, max_exponent_code
 from fp8serve.model.storage.shards import type_name
 from fp8serve.model.verify.raw_checkpoint import FP8, Finding, RawCheckpoint, error, warning
 
@@ -67,6 +68,15 @@ def check_weight_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         if dtype is not torch.float8_e4m3fn:
             what = f"is of the type {type_name(dtype)}, whose two bits of mantissa are for gradients"
             yield error("dtype", key, what, "quantize weights to E4M3")
+
+
+def check_large_exponents(checkpoint: RawCheckpoint) -> Iterator[Finding]:
+    """Finds scales of MX blocks with which the weight is too large for BF16. Readers refuse them."""
+    for weight, key in checkpoint.mx_scales.items():
+        codes, limit = checkpoint.shards[key].view(torch.uint8), max_exponent_code(checkpoint.entries[weight].dtype)
+        if count := int(((codes > limit) & (codes != NAN_CODE)).sum()):
+            what = f"holds exponents too large for BF16, {count} of {codes.numel()}"
+            yield error("implausible", key, what, _QUANTIZE_AGAIN)
 
 
 def check_bad_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
@@ -125,7 +135,7 @@ def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Findi
     """Finds reciprocals of scales, and weights whose root mean square is outside the range of known models or far from
     that of the other weights."""
     # approximate root mean squares: those of the codes times the median scale
-    scales = {owner: _valid_scale(checkpoint, owner, "weight") for owner in checkpoint.weights}
+    scales = {owner: _weight_scale(checkpoint, owner) for owner in checkpoint.weights}
     sizes = {o: checkpoint.codes(o).rms * float(s.median()) for o, s in scales.items() if s is not None}
     sizes = {owner: size for owner, size in sizes.items() if size > 0}
     median_size = median(sizes.values()) if len(sizes) > 2 else None
@@ -144,7 +154,7 @@ def check_implausible_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Findi
 def check_uneven_weight_scales(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds weights with one row or block whose scale is far above the median of the weight."""
     for owner in checkpoint.weights:
-        scale = _valid_scale(checkpoint, owner, "weight")
+        scale = _weight_scale(checkpoint, owner)
         if scale is not None and scale.numel() > 2:
             median_scale, largest = float(scale.median()), float(scale.max())
             if largest > median_scale * WARNING_RATIO:
@@ -180,7 +190,8 @@ def check_underused_codes(checkpoint: RawCheckpoint) -> Iterator[Finding]:
         if len(scale) and bool((scale == scale[0]).all()):  # some formats repeat one scale for each part
             largest = largest.max().reshape(1)
         nonzero = largest[largest > 0]
-        small = nonzero[nonzero <= HALF_RANGE]
+        is_mx = key in checkpoint.mx_scales  # a scale that is a power of two leaves half of the range unused
+        small = nonzero[nonzero < HALF_RANGE if is_mx else nonzero <= HALF_RANGE]
         if len(small) <= 0.01 * len(nonzero):
             continue
         smallest = float(small.min())
@@ -222,6 +233,15 @@ def _is_reciprocal_input(size: float, sizes: dict[str, float]) -> bool:
         return size > MAX_MEDIAN_INPUT_AMAX
     is_plausible = median_size / RECIPROCAL_RATIO <= inverted <= median_size * RECIPROCAL_RATIO
     return max(size / median_size, median_size / size) > WARNING_RATIO and is_plausible
+
+
+def _weight_scale(checkpoint: RawCheckpoint, owner: str) -> Tensor | None:
+    """Returns the valid scale of a weight. Of MX blocks, those that hold only zeros are left out: their scale is 0."""
+    scale = _valid_scale(checkpoint, owner, "weight")
+    if scale is None or checkpoint.weights[owner] not in checkpoint.mx_scales:
+        return scale
+    used = scale.flatten()[checkpoint.codes(owner).largest.flatten() > 0]
+    return used if len(used) else None
 
 
 def _valid_scale(checkpoint: RawCheckpoint, owner: str, role: Role) -> Tensor | None:
