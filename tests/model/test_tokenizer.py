@@ -181,6 +181,15 @@ def test_stream_adds_up_to_decode_on_any_ids(kind: str, skip: bool, data: st.Dat
     assert "".join(pieces) == subject.decode(ids, skip_special_tokens=skip)
 
 
+def test_a_surrogate_is_invalid_at_its_second_byte() -> None:
+    """As the library decodes it; Python's incremental decoder waits for the third byte."""
+    subject = STREAMED["byte-level"]
+    bytes_of = {subject.token_bytes(i): i for i in range(subject.vocab_size)}
+    ids = [bytes_of[byte] for byte in (b"\xed", b"\xa1", b"\x80", b"a")]
+    for stream in (subject.stream(), WindowStream(subject, True)):
+        assert [stream.push(i) for i in ids] == ["", "\ufffd", "\ufffd", "\ufffda"]
+
+
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=500)
 @given(data=st.data())

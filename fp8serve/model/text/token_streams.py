@@ -35,6 +35,8 @@ class ByteStream:
         data = self._incomplete + self._bytes_of(token_id)
         text, length = utf_8_decode(data, "replace", False)
         self._incomplete = data[length:]
+        if self._incomplete[:1] == b"\xed" and self._incomplete[1:] >= b"\xa0":  # a surrogate, which is never valid
+            text, self._incomplete = text + 2 * _REPLACEMENT, b""
         text, self._withheld = self._withheld + text, ""
         if text.endswith(_REPLACEMENT) and not self._incomplete:
             text, self._withheld = text[:-1], _REPLACEMENT
