@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.ops.arithmetic import BLOCK
+from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
 from fp8serve.fp8.spec import MXFP8, WEIGHTS, Granularity
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.formats import interop, microscaling
@@ -98,7 +98,7 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
         counts += torch.bincount(part.flatten(), minlength=256)
         if kind != "tensor":
             magnitudes = values[: _MAGNITUDE_BITS + 1].nan_to_num(0.0)[(part & _MAGNITUDE_BITS).long()]
-            size = MXFP8.block[1] if kind == MXFP8.granularity else BLOCK
+            size = MX_BLOCK if kind == MXFP8.granularity else BLOCK
             rows.append(magnitudes.amax(-1) if kind == "row" else _largest_per_block(magnitudes, size))
     if kind == "tensor" or not rows:
         magnitudes = values.abs()[(counts > 0) & ~values.isnan()]
