@@ -87,6 +87,6 @@ def test_the_page_of_options_fits_the_screen_of_a_phone(site: str, browser: Brow
     browser.open(f"{site}/options.html")
     wider = """return [...document.querySelectorAll(".table-wrapper, html")]
         .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent.trim().slice(0, 80))"""
-    assert browser.count("section#options td") > 1000
+    browser.until("document.querySelectorAll('section#options td').length > 1000")
     assert browser.run(wider) == []
     assert browser.complaints() == []

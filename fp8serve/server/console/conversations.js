@@ -39,7 +39,8 @@ export function write(id, title, record) {
 
 /** Says which conversation a reload shows; null: an empty one. */
 export function setOpen(id) {
-  put(INDEX, { ...index(), open: id });
+  const stored = index();
+  if (stored.open !== id) put(INDEX, { ...stored, open: id });
 }
 
 export function remove(id) {

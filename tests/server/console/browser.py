@@ -73,6 +73,7 @@ class Browser:
         self.ask(f"{self.session}/url", {"url": "about:blank"})
         self.complaints()
         self.ask(f"{self.session}/url", {"url": url})
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def reload(self) -> None:
         """Reloads the page as F5 does, which aborts its requests before the page gets an event."""
