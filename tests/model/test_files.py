@@ -103,8 +103,8 @@ def test_memory_is_allocated_for_the_file_and_not_for_the_limit(tmp_path: Path) 
 
 def test_a_lock_names_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be opened is not a file system without locks."""
+    (tmp_path / "lock").mkdir()
     with pytest.raises(MachineError, match=r"lock cannot be written: Is a directory\.$"):
-        (tmp_path / "lock").mkdir()
         acquire_lock(tmp_path / "lock", "held")
     with acquire_lock(tmp_path / "file", "held"), pytest.raises(DataError, match="held"):
         acquire_lock(tmp_path / "file", "held", DataError)
