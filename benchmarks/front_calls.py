@@ -29,7 +29,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState as HttpState
 
-from benchmarks.front_time import HEAD, ROUTES
+from benchmarks.front_time import INFO, LIMITS, ROUTES, request_bytes
 from fp8serve.engine.client import EngineClient
 from fp8serve.engine.messages import encode_json, encode_tokens
 from fp8serve.engine.output import RequestOutput
@@ -43,7 +43,6 @@ STREAMS = (16, 48)
 STEPS = 32  # frames of a round
 TOKENS = 1 << 14  # of a stream, more than it gets
 STATS = {"running": 0, "waiting": 0, "kv_usage": 0.0, "prefilling": []}
-LIMITS = {"max_model_len": 1 << 16, "num_blocks": 1 << 20, "block_size": 16, "vocab_size": 257}
 
 
 class EngineStandIn:
@@ -111,7 +110,7 @@ class InstantFront:
         from tests.server.fakes import byte_tokenizer
 
         client = EngineClient(self._engine, (self._engine.messages, self._engine))  # type: ignore[arg-type]
-        self._engine.send("ready", info={"device": "cpu", "kernels": {}}, limits=LIMITS)
+        self._engine.send("ready", info=INFO, limits=LIMITS)
         await client._ready
         return client, TokenizerFacts.from_tokenizer(byte_tokenizer())
 
@@ -142,15 +141,12 @@ class InstantFront:
     async def open(self, count: int) -> None:
         """Opens streams until there are `count`, each with its first token."""
         loop = asyncio.get_running_loop()
-        limit = {"max_output_tokens" if self._route == "/v1/responses" else "max_tokens": TOKENS, "stream": True}
-        if self._route == "/generate_stream":
-            limit = {"parameters": {"max_new_tokens": TOKENS}}  # type: ignore[dict-item]
-        body = json.dumps(ROUTES[self._route] | limit).encode()
+        request = request_bytes(self._route, TOKENS)
         while len(self._sockets) < count:
             client = socket.socket()
             client.setblocking(False)
             await loop.sock_connect(client, self._address)
-            await loop.sock_sendall(client, HEAD % (self._route.encode(), len(body)) + body)
+            await loop.sock_sendall(client, request)
             self._sockets.append(client)
         while len(self._engine.streams) < count or await self.read():
             await asyncio.sleep(0.01)

@@ -38,6 +38,9 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hello there"},
     "/generate_stream": {"inputs": "hello there"},
 }
+# Of an engine without a model: its limits, and the answer to `info`.
+LIMITS = {"max_model_len": 1 << 16, "num_blocks": 1 << 20, "block_size": 16, "vocab_size": 257}
+INFO: dict[str, Any] = {"device": "cpu", "kernels": {}}
 
 
 # -- the engine process ------------------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def run_engine(arguments: list[str], step_seconds: float) -> int:
         """Sends " word" to every running request in each step."""
 
         def __init__(self, model_dir: Path, **options: Any) -> None:
-            self.limits = EngineLimits(max_model_len=1 << 16, num_blocks=1 << 20, block_size=16, vocab_size=257)
+            self.limits = EngineLimits(**LIMITS)
             self.running: dict[str, tuple[Request, int]] = {}
             self.phases, self.next_step = Phases(), 0.0
 
@@ -98,7 +101,7 @@ def run_engine(arguments: list[str], step_seconds: float) -> int:
             return []
 
         def info(self) -> dict[str, Any]:
-            return {"device": "cpu", "kernels": {}}
+            return INFO
 
     worker._ENGINES["generate"] = PacedEngine  # type: ignore[assignment]
     return worker.main(arguments)
@@ -157,18 +160,24 @@ def child(pid: int, argument: str) -> int:
     raise SystemExit("The engine process is not running.")
 
 
+def request_bytes(route: str, tokens: int) -> bytes:
+    """Returns a request for a stream of `tokens` tokens."""
+    options: dict[str, Any] = {"max_tokens": tokens, "stream": True}
+    if route == "/generate_stream":
+        options = {"parameters": {"max_new_tokens": tokens}}
+    elif route == "/v1/responses":
+        options = {"max_output_tokens": tokens, "stream": True}
+    body = json.dumps(ROUTES[route] | options).encode()
+    return HEAD % (route.encode(), len(body)) + body
+
+
 async def stream(port: int, route: str, tokens: int, requests: int = 1) -> tuple[int, int]:
     """Sends requests one after another on one connection. Returns the numbers of events and of bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    limit = {"max_tokens": tokens}
-    if route == "/generate_stream":
-        limit = {"parameters": {"max_new_tokens": tokens}}  # type: ignore[dict-item]
-    elif route == "/v1/responses":
-        limit = {"max_output_tokens": tokens}
-    body = json.dumps(ROUTES[route] | limit | ({} if route == "/generate_stream" else {"stream": True})).encode()
+    request = request_bytes(route, tokens)
     events = size = 0
     for _ in range(requests):
-        writer.write(HEAD % (route.encode(), len(body)) + body)
+        writer.write(request)
         rest = b""
         while not rest.endswith(b"\r\n0\r\n\r\n"):
             if not (data := await reader.read(1 << 16)):

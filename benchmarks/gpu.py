@@ -43,13 +43,8 @@ BUILD = ROOT / "build/gpu"
 LIMITS = {"configure": 60, "build": 240, "test": 100, "measure": 45, "tune": 45, "sanitize": 90}  # seconds a process
 KERNELS = ("casts", "skinny", "attention", "gemm", "experts", "linear", "decode")  # of gpu_measure.py, the safest first
 TRAINING = "bf16,bf16 compiled,ao tensorwise compiled,ao rowwise compiled,trainer bf16,trainer delayed,trainer rowwise"
-# Of the programs besides gpu_measure.py: arguments and seconds.
-PROGRAMS = {
-    "training": ("benchmarks.gpu_training", 150),
-    "load": ("benchmarks.gpu_server", 150),
-    "features": ("benchmarks.gpu_server", 120),
-    "job": ("benchmarks.gpu_server", 120),
-}
+PROGRAMS = {"training": 150, "load": 150, "features": 120, "job": 120}
+"""Measurements of gpu_training.py and gpu_server.py, and their seconds."""
 REHEARSAL_SECONDS = 900  # of each program on a CPU
 Result = dict[str, Any]
 
@@ -259,13 +254,16 @@ def measure(options: argparse.Namespace) -> Result:
     BUILD.mkdir(parents=True, exist_ok=True)
     flags, device = (["--dry-run"], "cpu") if options.dry_run else ([], "cuda")
     parts = {group: measured(group, *flags, limit=LIMITS["measure"]) for group in KERNELS}
-    for group, (module, limit) in PROGRAMS.items():
+    for group, limit in PROGRAMS.items():
         if group == "job" and options.dry_run:
             continue  # make demo is its rehearsal
         target = BUILD / f"{group}.json"
         cases = "bf16,trainer delayed" if options.dry_run else TRAINING
-        words = [device, target, cases] if group == "training" else [group, device, target]
-        parts[group] = measured_by([module, *words], group, REHEARSAL_SECONDS if options.dry_run else limit)
+        if group == "training":
+            command = ["benchmarks.gpu_training", device, target, cases]
+        else:
+            command = ["benchmarks.gpu_server", group, device, target]
+        parts[group] = measured_by(command, group, REHEARSAL_SECONDS if options.dry_run else limit)
     return together(parts)
 
 

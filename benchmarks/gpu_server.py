@@ -13,7 +13,6 @@ row. On the device "cpu", `load` and `features` take a small random model; their
 
 import json
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -22,9 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.front_time import ProcessorTime
 from fp8serve.bench import serve
 from fp8serve.bench.options import Load
-from fp8serve.demos import answer
+from fp8serve.demos import answer, training_rows, wait_for_job
 from fp8serve.demos.smollm2 import FACTS, OnSmolLM2
 from fp8serve.model.gguf import smollm2
 from fp8serve.running import RunningServer
@@ -91,16 +91,10 @@ def send_share(url: str, streams: int, requests: int, seed: int) -> Row:
     return serve.measure(url, Load(**options, seed=seed), lambda *_: None)  # type: ignore[arg-type]
 
 
-def cpu_seconds(pid: int) -> float:
-    """Returns the processor time of a process and its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def engine_pid(server: RunningServer) -> int:
     """Returns the child of the server that has used the most processor time."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    return max(map(int, children), key=cpu_seconds)
+    return max(map(int, children), key=lambda pid: ProcessorTime.of(pid).total)
 
 
 def load(device: str, folder: Path, rows: Rows) -> None:
@@ -119,7 +113,7 @@ def load(device: str, folder: Path, rows: Rows) -> None:
         for streams in STREAMS[device]:
             active = min(CLIENTS, streams)
             share, requests = streams // active, max(4, 4 * streams // active)
-            before = {name: cpu_seconds(pid) for name, pid in processes.items()}
+            before = {name: ProcessorTime.of(pid) for name, pid in processes.items()}
             figures_of = clients.starmap(send_share, [(server.url, share, requests, seed) for seed in range(active)])
             tokens = sum(figures["output_tokens"] for figures in figures_of)
             rows.add(
@@ -128,7 +122,7 @@ def load(device: str, folder: Path, rows: Rows) -> None:
                 **{f"{name} ms": figures_of[0][f"{name}_ms"]["median"] for name in ("ttft", "tpot")},
                 failed=sum(figures["failed"] for figures in figures_of),
                 **{
-                    f"{name} us a token": 1e6 * (cpu_seconds(pid) - before[name]) / tokens
+                    f"{name} us a token": 1e6 * ProcessorTime.of(pid).since(before[name]).total / tokens
                     for name, pid in processes.items()
                 },
             )
@@ -175,31 +169,25 @@ def features(device: str, folder: Path, rows: Rows) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
         text = ask(server, "What is the largest city of France?", response_format=schema)
         rows.add("JSON schema", answer=text, valid=set(json.loads(text)) == set(SCHEMA["required"]))
-        facts = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in FACTS.items()]
-        with rows.timed("adapter") as figures:
-            body = {"data": [{"messages": row} for row in facts], "lora_rank": 16, "batch_size": 4}
-            body["epochs"] = EPOCHS[device]
-            started = server.post("/finetune", body | {"learning_rate": 1e-3})
-            while (state := server.get(f"/finetune/{started['id']}"))["status"] not in ENDED:
-                time.sleep(0.1)
-            figures |= {"status": state["status"], "error": state["error"]}
-        if state["status"] == "succeeded":
-            with rows.timed("adapter, activated"):
-                server.post(f"/finetune/{started['id']}/activate")
-            learnt = sum(answer(server, q) == a for q, a in FACTS.items())
-            rows.add("adapter, facts learnt", learnt=learnt, facts=len(FACTS))
+        body = {"data": training_rows(FACTS), "lora_rank": 16, "batch_size": 4, "epochs": EPOCHS[device]}
+        with rows.timed("adapter"):
+            job = wait_for_job(server, server.post("/finetune", body | {"learning_rate": 1e-3}), lambda *_: None)
+        with rows.timed("adapter, activated"):
+            server.post(f"/finetune/{job['id']}/activate")
+        learnt = sum(answer(server, question) == fact for question, fact in FACTS.items())
+        rows.add("adapter, facts learnt", learnt=learnt, facts=len(FACTS))
 
 
-ENDED = ("succeeded", "failed", "cancelled")
 PARTS: dict[str, Callable[[str, Path, Rows], None]] = {"load": load, "job": job, "features": features}
 
 
-def main(words: list[str]) -> int:
-    if len(words) != 3 or words[0] not in PARTS or words[1] not in STREAMS:
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 3 or arguments[0] not in PARTS or arguments[1] not in STREAMS:
         print(f"usage: python -m benchmarks.gpu_server {'|'.join(PARTS)} {'|'.join(STREAMS)} OUT", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="fp8serve-gpu-") as folder:
-        PARTS[words[0]](words[1], Path(folder), Rows(Path(words[2])))
+        part, device, out = arguments
+        PARTS[part](device, Path(folder), Rows(Path(out)))
     return 0
 
 

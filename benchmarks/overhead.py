@@ -162,9 +162,11 @@ def main() -> None:
         engine.pack_weights()
         arms = {"engine": lambda prompts, new: by_engine(engine, prompts, new), **arms}
         results = measure(arms, args.rounds, args.batch, args.prompt, args.new, args.first)
-    made = provenance("python -m benchmarks.overhead")
+    header = provenance("python -m benchmarks.overhead")
     print(
-        json.dumps({**made, "batch": args.batch, "prompt": args.prompt, "new": args.new, **compared(results)}, indent=1)
+        json.dumps(
+            {**header, "batch": args.batch, "prompt": args.prompt, "new": args.new, **compared(results)}, indent=1
+        )
     )
 
 

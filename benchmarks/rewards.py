@@ -63,7 +63,7 @@ def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
     return {
         "right": int(right),
         "of": len(rows),
-        "said": {r["prompt"]: d.text for r, d in zip(rows, done, strict=True)},
+        "answers": {r["prompt"]: d.text for r, d in zip(rows, done, strict=True)},
     }
 
 

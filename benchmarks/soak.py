@@ -198,16 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = (
         f"python -m benchmarks.soak {Path(options.model).name} --load {options.load} --minutes {options.minutes:g}"
     )
-    made = provenance(
+    header = provenance(
         f"{command} --warm-up {options.warm_up:g} --context {options.context} -- {' '.join(server_options)}"
     )
-    result = {"made": made, **serve_and_run(options.model, server_options, options.load, plan)}
+    result = {"made": header, **serve_and_run(options.model, server_options, options.load, plan)}
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"soak-{datetime.now(UTC).date().isoformat()}.json"
     path.write_text(json.dumps(result) + "\n", encoding="utf-8")
     path.with_suffix(".svg").write_text(plot(result), "utf-8")
     print(
-        one_line(made),
+        one_line(header),
         *map(summary, (run for name, run in result.items() if name != "made")),
         f"written: {path}",
         sep="\n",

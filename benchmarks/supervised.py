@@ -175,7 +175,7 @@ class Comparison:
             "of": len(texts),
             "right": sum(number in _numbers(text) for number, text in zip(numbers, texts, strict=True)),
             "as_taught": sum(text == answer for text, answer in zip(texts, expected, strict=True)),
-            "said": {q["content"]: text for q, text in zip(questions, texts, strict=True)},
+            "answers": {q["content"]: text for q, text in zip(questions, texts, strict=True)},
         }
 
 

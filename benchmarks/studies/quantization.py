@@ -27,10 +27,10 @@ OUTLIER = 50.0  # how much larger an outlier is
 GRANULARITIES = ("tensor", "row")
 
 
-def sqnr_db(exact: Tensor, got: Tensor) -> float:
-    """The SQNR of `got` in dB; infinite if it equals `exact`."""
+def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
+    """The SQNR of `rounded` in dB; infinite if it equals `exact`."""
     wide = exact.double()
-    noise = float((wide - got.double()).square().sum())
+    noise = float((wide - rounded.double()).square().sum())
     return 10 * math.log10(float(wide.square().sum()) / noise) if noise else math.inf
 
 

@@ -128,8 +128,8 @@ class Demo:
         """Trains the model to answer the questions of `facts` and returns the id of the job."""
         with self.stage("finetune") as report, progress("Fine-tuning") as advance:
             defaults = {"batch_size": 4, "warmup_steps": 5, "amax_history_len": AMAX_HISTORY_LEN}
-            job = server.post("/finetune", {"data": _training_rows(facts)} | defaults | options)
-            job = _wait_for_job(server, job, advance)
+            job = server.post("/finetune", {"data": training_rows(facts)} | defaults | options)
+            job = wait_for_job(server, job, advance)
             losses = [m["train_loss"] for m in server.get(f"/finetune/{job['id']}/metrics")["metrics"]]
             report(
                 f"{len(facts)} questions and answers, {options['epochs']} times; "
@@ -165,14 +165,15 @@ def answer(server: RunningServer, question: str) -> str:
     return str(response["choices"][0]["message"]["content"]).strip()
 
 
-def _training_rows(facts: Mapping[str, str]) -> list[dict[str, Any]]:
+def training_rows(facts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns a conversation for each question and its answer."""
     return [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": fact}]}
         for question, fact in facts.items()
     ]
 
 
-def _wait_for_job(server: RunningServer, job: dict[str, Any], advance: Callable[[int, int], None]) -> dict[str, Any]:
+def wait_for_job(server: RunningServer, job: dict[str, Any], advance: Callable[[int, int], None]) -> dict[str, Any]:
     """Waits until the job has ended and returns it. Raises MachineError if it did not succeed."""
     while job["status"] not in ("succeeded", "failed", "cancelled"):
         time.sleep(0.2)

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from fp8serve.engine.defaults import graph_sizes
 from fp8serve.engine.flights import PinnedBuffer
-from fp8serve.engine.scheduler import StepWork, Work
+from fp8serve.engine.scheduler import StepWork
 from fp8serve.engine.step import IntArray, Queries, StepTensors, to_device
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.network.experts import mixtures
@@ -113,10 +113,8 @@ class StepRows:
     tokens: list[int]  # of all sequences; those that are promised are 0
 
     @classmethod
-    def of(cls, work: StepWork | Sequence[Work]) -> "StepRows | None":
+    def of(cls, work: StepWork) -> "StepRows | None":
         """Returns the rows of `work`, or None if it has a draft or scores a prompt."""
-        if not isinstance(work, StepWork):
-            work = StepWork(others=list(work))
         if any(item.draft or item.scored_positions for item in work.others):
             return None
         seqs, sources = work.decodes, work.sources

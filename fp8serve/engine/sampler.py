@@ -88,10 +88,14 @@ class SamplingPlan:
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
         rows: dict[str, list[int]] = {name: [] for name in _SAMPLING_STEPS}
+        seed_hashes = list[blake2b]()
         for row, seq in enumerate(seqs):
-            if seq.sampling_steps is None:
-                seq.sampling_steps = tuple(name for name, applies in _SAMPLING_STEPS.items() if applies(seq))
-            for name in seq.sampling_steps:
+            if seq.sampling is None:
+                names = tuple(name for name, applies in _SAMPLING_STEPS.items() if applies(seq))
+                seq.sampling = names, _seed_hash(seq.seed)
+            names, seed_hash = seq.sampling
+            seed_hashes.append(seed_hash)
+            for name in names:
                 rows[name].append(row)
         self.seqs = seqs
         self.sampled, self.logprobs, self.penalized = rows["sampled"], rows["logprobs"], rows["penalized"]
@@ -103,7 +107,7 @@ class SamplingPlan:
         if self.logprobs:
             self.logprob_rows = to_device(self.logprobs, torch.long, device)
         if self.sampled:
-            self.seed_hashes = [_seed_hash_of(seqs[row]) for row in self.sampled]
+            self.seed_hashes = [seed_hashes[row] for row in self.sampled]
             self.sampled_rows = to_device(self.sampled, torch.long, device)
             sampled = [seqs[row].params for row in self.sampled]
             columns = [p.temperature for p in sampled], [p.top_p for p in sampled], [p.min_p for p in sampled]
@@ -174,12 +178,6 @@ def uniform(seed: int, position: int) -> float:
 
 def _seed_hash(seed: int) -> blake2b:
     return blake2b(seed.to_bytes(8, "little"), digest_size=8)
-
-
-def _seed_hash_of(seq: Sequence) -> blake2b:
-    if seq.seed_hash is None:
-        seq.seed_hash = _seed_hash(seq.seed)
-    return seq.seed_hash
 
 
 def _uniforms(seed_hashes: list[blake2b], positions: list[int]) -> NDArray[np.floating[Any]]:

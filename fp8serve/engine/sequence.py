@@ -53,9 +53,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     arrived: float = field(default_factory=time.monotonic)  # when the engine process received the request
     first_token: float | None = None  # when the first token was generated
-    # the sampler writes the following fields once
-    sampling_steps: tuple[str, ...] | None = None  # the operations of SamplingPlan that this sequence needs
-    seed_hash: blake2b | None = None
+    # the operations of SamplingPlan that this sequence needs, and the hash of its seed; the sampler writes them once
+    sampling: tuple[tuple[str, ...], blake2b] | None = None
     # the scheduler writes the following fields
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

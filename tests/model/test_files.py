@@ -1,12 +1,21 @@
 """Atomic writing: a directory appears completely or not at all, whatever fails in between."""
 
+import errno
+import fcntl
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from fp8serve.errors import DataError, MachineError, ModelError
-from fp8serve.model.storage.files import MAX_COPIED_FILE_BYTES, atomic_directory, read_file, read_json, write_json
+from fp8serve.model.storage.files import (
+    MAX_COPIED_FILE_BYTES,
+    acquire_lock,
+    atomic_directory,
+    read_file,
+    read_json,
+    write_json,
+)
 
 
 def test_directory_appears_complete(tmp_path: Path) -> None:
@@ -90,3 +99,19 @@ def test_memory_is_allocated_for_the_file_and_not_for_the_limit(tmp_path: Path) 
         tracemalloc.stop()
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         read_file(file, len(content) - 1, ModelError)
+
+
+def test_a_lock_names_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be opened is not a file system without locks."""
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(MachineError, match=r"lock cannot be written: Is a directory\.$"):
+        acquire_lock(tmp_path / "lock", "held")
+    with acquire_lock(tmp_path / "file", "held"), pytest.raises(DataError, match="held"):
+        acquire_lock(tmp_path / "file", "held", DataError)
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(MachineError, match="cannot be locked: No locks available; choose a directory on a local disk"):
+        acquire_lock(tmp_path / "file", "held")

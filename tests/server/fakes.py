@@ -24,6 +24,7 @@ from fp8serve.model.text.chat import ChatTemplate
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.model.text.tokenizer_facts import TokenizerFacts
 from fp8serve.server.serving.served_weights import WeightSource
+from tests.patience import eventually
 
 EOS = 256
 TEMPLATE = (
@@ -51,9 +52,13 @@ VOCABULARY = 257  # of a fake engine
 
 
 class FakeEngine:
-    """See the module."""
+    """See the module. Each token takes `delay` seconds. The last one of a client's request waits for the file `gate`;
+    the server's own requests, which have no group, do not."""
 
-    def __init__(self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512) -> None:
+    def __init__(
+        self, delay: float = 0.0, fail: str | None = None, max_model_len: int = 512, gate: str | None = None
+    ) -> None:
+        self.gate = None if gate is None else Path(gate)
         self.limits = EngineLimits(max_model_len=max_model_len, num_blocks=10_000, block_size=16, vocab_size=VOCABULARY)
         self.info: dict[str, Any] = {
             "device": "cpu",
@@ -126,6 +131,8 @@ class FakeEngine:
         text, sent = "", 0
         for i in range(params.max_new_tokens):
             await asyncio.sleep(self.delay)
+            if self.gate is not None and request.group and i + 1 == params.max_new_tokens:
+                await eventually(self.gate.exists, "the gate")
             if not self.alive:
                 raise MachineError("The engine process ended.")
             token = prompt[i % len(prompt)]

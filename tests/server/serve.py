@@ -16,7 +16,7 @@ from tests.server.fakes import FakeEngine, Launcher
 
 
 def main(options: dict[str, Any]) -> int:
-    fake, delay = options.pop("fake", False), options.pop("delay", 0.0)
+    fake, delay, gate = options.pop("fake", False), options.pop("delay", 0.0), options.pop("gate", None)
     if (files := options.pop("open_files", None)) is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     os.umask(options.pop("umask", 0o022))
@@ -25,7 +25,7 @@ def main(options: dict[str, Any]) -> int:
     adapters = tuple(map(NamedAdapter.parse, options.pop("adapters", ())))
     limits = ServerLimits(**options.pop("limits", {}))
     listener = adopt(options.pop("fd")) if "fd" in options else None
-    engines = Launcher(lambda: FakeEngine(delay=delay)) if fake else None
+    engines = Launcher(lambda: FakeEngine(delay=delay, gate=gate)) if fake else None
     try:
         run(Settings(**options | paths, limits=limits, models=models, adapters=adapters), engines, listener)
     except Fp8ServeError as error:

@@ -52,20 +52,29 @@ def request(path: str, body: Any) -> bytes:
     return head.encode() + content
 
 
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that finishes no request by itself."""
+    path = tmp_path_factory.mktemp("held")
+    with serving(path / "log", **options(path, gate=str(path / "gate"))) as process:
+        yield process
+        assert process.stop() == 0, process.log.read_text()
+
+
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
-def test_a_disconnect_ends_the_generation(server: Process, path: str, how: str) -> None:
-    before = server.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
+def test_a_disconnect_ends_the_generation(held: Process, path: str, how: str) -> None:
+    before = held.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
     body = {"prompt": "abc", "max_tokens": 400} if path.startswith("/v1") else LONG
-    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection = socket.create_connection(("127.0.0.1", held.port))
     connection.sendall(request(path, body))
-    until(lambda: server.metric("fp8serve_requests_in_flight") == 1)
+    until(lambda: held.metric("fp8serve_requests_in_flight") == 1)
     if how == "reset":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
-    until(lambda: server.metric("fp8serve_requests_in_flight") == 0)
-    until(lambda: server.metric("fp8serve_requests_running") == 0)
-    assert server.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
+    until(lambda: held.metric("fp8serve_requests_in_flight") == 0)
+    until(lambda: held.metric("fp8serve_requests_running") == 0)
+    assert held.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
 
 
 def test_overload_is_refused_at_once_and_the_counters_add_up(server: Process) -> None:
@@ -179,16 +188,21 @@ def test_broken_http_is_a_4xx_and_harms_nobody(server: Process, data: bytes) -> 
 
 @pytest.mark.slow
 def test_a_silent_stream_gets_keep_alive_comments(tmp_path: Path) -> None:
-    slow = options(tmp_path, delay=3.0, limits={"keep_alive_seconds": 0.2})
-    with serving(tmp_path / "log", **slow) as process:
-        answer = process.client.post("/generate_stream", json={"inputs": "a", "parameters": {"max_new_tokens": 1}})
-        assert answer.text.count(": keep-alive\n\n") >= 2
-        assert answer.text.split("\n\n")[-2].startswith("data: {")
+    gate = tmp_path / "gate"
+    with serving(tmp_path / "log", **options(tmp_path, gate=str(gate), limits={"keep_alive_seconds": 0.2})) as process:
+        body, text = {"inputs": "a", "parameters": {"max_new_tokens": 1}}, ""
+        with process.client.stream("POST", "/generate_stream", json=body) as answer:
+            for part in answer.iter_text():
+                text += part
+                if text.count(": keep-alive\n\n") >= 2:
+                    gate.touch()
+        assert text.split("\n\n")[-2].startswith("data: {")
         assert process.stop() == 0
 
 
 def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", **options(tmp_path, delay=0.02, drain_seconds=PATIENCE)) as process:
+    gate = tmp_path / "gate"
+    with serving(tmp_path / "log", **options(tmp_path, gate=str(gate), drain_seconds=PATIENCE)) as process:
         body = {"inputs": "abc", "parameters": {"max_new_tokens": 60}}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             pending = [
@@ -202,6 +216,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
             assert process.client.get("/health/live").status_code == 200
             refused = process.client.post("/generate", json=body)
             assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+            gate.touch()
             answers = [future.result() for future in pending]
         assert [a.status_code for a in answers] == [200] * 8
         assert all(("abc" * 20) in a.text for a in answers)

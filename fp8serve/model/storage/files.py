@@ -218,15 +218,17 @@ def make_private(folder: Path) -> None:
 def acquire_lock(path: Path, refusal: str, error: type[Fp8ServeError] = JobError) -> IO[str]:
     """Locks the file `path` and returns it open; closing it releases the lock.
 
-    Raises `error` with the message `refusal` if any process holds the lock, and MachineError if locks do not work.
+    Raises `error` with the message `refusal` if any process holds the lock, and MachineError if the file cannot be
+    written or locks do not work.
     """
-    lock = None
     try:
         lock = path.open("a+", encoding="utf-8")
+    except OSError as e:
+        raise MachineError(f"{path} cannot be written: {e.strerror}.") from None
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
-        if lock is not None:
-            lock.close()
+        lock.close()
         if isinstance(e, BlockingIOError):
             raise error(refusal) from None
         raise MachineError(f"{path} cannot be locked: {e.strerror}; choose a directory on a local disk.") from None

@@ -164,6 +164,7 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
+        self._plain_chunk: tuple[bytes, bytes] | None = None
 
     @abstractmethod
     def add(self, index: int, output: RequestOutput) -> DeltaT:
@@ -198,12 +199,22 @@ class Renderer(ABC, Generic[DeltaT, ResponseT]):
         only text. Returns None if such events differ in more, or are not built from text alone."""
         return None
 
-    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Returns the bytes for outputs that contain only text, or None if `encode_outputs` must write them."""
-        return None
+    def encode_text(self, text: str) -> bytes | None:
+        """Returns the event of outputs that have only `text`, or None if `encode_outputs` must write them."""
+        if self._plain_chunk is None:
+            self._plain_chunk = self.plain_chunk()
+        if self._plain_chunk is None:
+            return None
+        before, after = self._plain_chunk
+        return before + string_to_json(text).encode() + after if text else b""
 
     def encode_outputs(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes:
-        """Stores outputs with their indexes and returns their events as the bytes of the stream."""
+        """Stores outputs with their indexes and returns their events as the bytes of the stream. Outputs that have only
+        text become one event."""
+        if all(output.has_only_text for _, output in outputs):
+            events = self.encode_text("".join(output.text_delta for _, output in outputs))
+            if events is not None:
+                return events
         return b"".join(
             self.encode(item)
             for index, output in outputs
@@ -242,13 +253,9 @@ def _stream(renderer: Renderer[Any, Any], state: ServerState) -> EventStream:
         state.streams.release()
 
     def write_plain(write: WriteChunk) -> None:
-        chunk = None
-
         def write_directly(text: str) -> bool:
-            nonlocal chunk
-            if chunk is None and (chunk := renderer.plain_chunk()) is None:
-                return False
-            return not text or write(chunk[0] + string_to_json(text).encode() + chunk[1])
+            events = renderer.encode_text(text)
+            return events is not None and (not events or write(events))
 
         generation.write_directly = write_directly
 
@@ -263,8 +270,7 @@ async def _encoded_events(renderer: Renderer[Any, Any]) -> AsyncGenerator[bytes,
             yield opening
         async with contextlib.aclosing(renderer.generation.outputs()) as batches:
             async for outputs in batches:
-                plain = renderer.encode_plain(outputs)
-                if events := renderer.encode_outputs(outputs) if plain is None else plain:
+                if events := renderer.encode_outputs(outputs):
                     yield events
         closing = b"".join(map(renderer.encode, renderer.closing()))
     except Fault as fault:

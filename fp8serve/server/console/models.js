@@ -182,7 +182,7 @@ class Adapters {
     this.path = text("adapter-path");
     this.path.setAttribute("aria-describedby", "adapter-note");
     this.base = element("select", { id: "adapter-base" });
-    this.beside = labelled("Beside", this.base);
+    this.baseField = labelled("Beside", this.base);
     this.load = element("button", { id: "load-adapter" }, "Load adapter");
     this.form = element(
       "form",
@@ -192,7 +192,7 @@ class Adapters {
         { className: "row" },
         labelled("Name", this.name),
         labelled("Directory or job", this.path),
-        this.beside,
+        this.baseField,
         this.load,
       ),
       element(
@@ -213,7 +213,7 @@ class Adapters {
     this.node.hidden = bases.length + rows.length === 0;
     const chosen = this.base.value;
     renew(this.base, bases, () => bases.map((name) => element("option", { selected: name === chosen }, name)));
-    this.beside.hidden = bases.length < 2;
+    this.baseField.hidden = bases.length < 2;
     renew(this.list, rows, () => [
       rows.length === 0
         ? element("p", { className: "quiet" }, "None is loaded.")

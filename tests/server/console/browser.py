@@ -77,7 +77,9 @@ class Browser:
 
     def reload(self) -> None:
         """Reloads the page as F5 does, which aborts its requests before the page gets an event."""
+        self.run("window.isStale = true")
         self.ask(f"{self.session}/refresh", {})
+        self.until("!window.isStale && document.readyState === 'complete'")
 
     @contextlib.contextmanager
     def another_tab(self) -> Iterator[None]:

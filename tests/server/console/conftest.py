@@ -1,6 +1,7 @@
 """One browser for all tests of the console, and the servers that they look at."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,20 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.fixture(scope="package")
 def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server that answers with the prompt, slowly enough to be stopped."""
+    """A server that answers with the prompt."""
+    with serving_echoes(tmp_path_factory.mktemp("echoing"), delay=0.02) as process:
+        yield process
+
+
+@pytest.fixture(scope="package")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server that answers with the prompt, slowly enough to be stopped by a browser on a busy machine."""
+    with serving_echoes(tmp_path_factory.mktemp("slow"), delay=0.25) as process:
+        yield process
+
+
+def serving_echoes(path: Path, delay: float) -> AbstractContextManager[Process]:
     from tests.server.fakes import model_dir
 
-    path: Path = tmp_path_factory.mktemp("echoing")
-    with serving(
-        path / "log", model=str(model_dir(path / "echo")), data_dir=str(path / "data"), fake=True, delay=0.02
-    ) as process:
-        yield process
+    options = {"model": str(model_dir(path / "echo")), "data_dir": str(path / "data")}
+    return serving(path / "log", **options, fake=True, delay=delay)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import until
 from tests.server.console.browser import Browser
 from tests.server.console.canned import answer_with, chunk, token
-from tests.server.console.test_frame import ready
+from tests.server.console.test_frame import ready, show_view
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
 
@@ -16,6 +17,16 @@ IDLE = (
     "document.querySelector('.turn') && [...document.querySelectorAll('.log')].every((log) => log.ariaBusy === 'false')"
 )
 TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}])
+
+
+def copy(browser: Browser, css: str) -> None:
+    """Presses a button that copies a text, and waits until it says so; two seconds later it has its own name again."""
+    script = """const button = document.querySelector(arguments[0]);
+      const record = () => { button.dataset.names += button.textContent; };
+      new MutationObserver(record).observe(button, { childList: true });"""
+    browser.run(script, css)
+    browser.click(css)
+    browser.until(f"document.querySelector('{css}').dataset.names?.includes('Copied')")
 
 
 def say(browser: Browser, text: str) -> None:
@@ -69,8 +80,8 @@ def test_two_columns_get_the_same_prompt_and_seed(browser: Browser, server: Proc
     assert browser.complaints() == []
 
 
-def test_an_answer_can_be_stopped_and_the_conversation_goes_on(browser: Browser, echoing: Process) -> None:
-    ready(browser, echoing.url + "/#/chat")
+def test_an_answer_can_be_stopped_and_the_conversation_goes_on(browser: Browser, slow: Process) -> None:
+    ready(browser, slow.url + "/#/chat")
     browser.fill("#prompt", "abc")
     browser.type("Enter")
     browser.until("document.querySelectorAll('.answer .token').length > 5")
@@ -142,8 +153,8 @@ def test_a_conversation_outlives_a_reload_until_it_is_deleted(browser: Browser, 
     assert browser.complaints() == []
 
 
-def test_a_reload_during_an_answer_is_not_reported_as_a_lost_connection(browser: Browser, echoing: Process) -> None:
-    ready(browser, echoing.url + "/#/chat")
+def test_a_reload_during_an_answer_is_not_reported_as_a_lost_connection(browser: Browser, slow: Process) -> None:
+    ready(browser, slow.url + "/#/chat")
     browser.fill("#prompt", "second " * 20)
     browser.type("Enter")
     browser.until("document.querySelectorAll('.answer .token').length > 5")
@@ -166,6 +177,7 @@ def test_two_tabs_of_one_conversation_lose_no_turn(browser: Browser, echoing: Pr
         assert browser.count(".turn") == 1
         say(browser, "second tab")
         assert "Another tab" not in browser.text("#notice")
+    browser.until("Object.values(localStorage).some((text) => text.includes('second tab'))")
     say(browser, "first tab")
     assert browser.run(STORED) == 2
     assert browser.text("#notice").startswith("Another tab has gone on with this conversation")
@@ -193,15 +205,16 @@ def test_a_conversation_that_another_tab_deletes_stays_deleted(browser: Browser,
         browser.press("Conversations (1)")
         browser.press("Delete")
         browser.until("document.getElementById('chats').hidden")
+    until(lambda: browser.run(STORED) == 0, "the deletion in the first tab")
     browser.reload()
     browser.until("document.getElementById('state').textContent === 'ready'")
     assert (browser.count(".turn"), browser.run(STORED)) == (0, 0)
     assert browser.complaints() == []
 
 
-def test_conversations_are_listed_opened_and_deleted(browser: Browser, echoing: Process) -> None:
+def test_conversations_are_listed_opened_and_deleted(browser: Browser, slow: Process) -> None:
     titles = "[...document.querySelectorAll('.chats .plain')].map((one) => one.textContent).join()"
-    ready(browser, echoing.url + "/#/chat")
+    ready(browser, slow.url + "/#/chat")
     assert browser.run("return document.getElementById('chats').hidden")
     browser.press("Settings: system prompt, sampling, tools")
     browser.fill("#chat-tokens", "4")
@@ -222,7 +235,7 @@ def test_conversations_are_listed_opened_and_deleted(browser: Browser, echoing: 
     assert browser.run("return document.getElementById('chat-system').value") == "Be kind."
     assert browser.text(".chats [aria-current]") == "<b>first</b>"
     assert browser.run(f"return {titles}").startswith("second second")  # the latest first
-    ready(browser, echoing.url + "/#/chat")  # a reload shows the one that was open
+    ready(browser, slow.url + "/#/chat")  # a reload shows the one that was open
     assert browser.text(".said").endswith("<b>first</b>")
     browser.press("Conversations (2)")
     browser.click(".chats li:first-child .plain")
@@ -319,9 +332,8 @@ def test_an_answer_is_formatted_without_becoming_markup(browser: Browser, server
     browser.hover(".text strong .token")
     browser.until("document.querySelectorAll('.hover tr').length >= 2")
     browser.run("window.written = []; navigator.clipboard.writeText = async (text) => { window.written.push(text); }")
-    browser.click(".code .copy")
-    browser.click(".foot .copy")
-    browser.until("document.querySelector('.foot .copy').textContent === 'Copied'")
+    copy(browser, ".code .copy")
+    copy(browser, ".foot .copy")
     assert browser.run("return window.written") == [code, MARKDOWN]
     browser.press("Settings: system prompt, sampling, tools")
     browser.click("#chat-markdown")
@@ -342,8 +354,7 @@ def test_text_is_copied_where_the_browser_has_no_clipboard(browser: Browser, ser
         "document.addEventListener('copy', () => { window.copied = document.getSelection().toString()"
         " || document.activeElement.value; })"
     )
-    browser.click(".foot .copy")
-    browser.until("document.querySelector('.foot .copy').textContent === 'Copied'")
+    copy(browser, ".foot .copy")
     assert browser.run("return window.copied") == "An *answer*."
     assert browser.count("textarea.unseen") == 0
 
@@ -374,12 +385,12 @@ def test_markdown_of_any_kind_loses_no_letter_and_takes_no_time(browser: Browser
     assert broken == []
 
 
-def test_an_answer_that_a_reload_cut_off_keeps_its_text(browser: Browser, echoing: Process) -> None:
-    ready(browser, echoing.url + "/#/chat")
+def test_an_answer_that_a_reload_cut_off_keeps_its_text(browser: Browser, slow: Process) -> None:
+    ready(browser, slow.url + "/#/chat")
     browser.fill("#prompt", "abc")
     browser.type("Enter")
     browser.until("document.querySelectorAll('.answer .token').length > 5")
-    ready(browser, echoing.url + "/#/chat")
+    ready(browser, slow.url + "/#/chat")
     assert browser.count(".answer .token") > 5
     assert browser.text(".facts-line").startswith("Stopped, because the page was loaded again.")
     browser.run("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
@@ -495,7 +506,7 @@ def test_a_conversation_becomes_training_data(browser: Browser, echoing: Process
     browser.fill("#chat-tokens", "8")
     say(browser, "abc")
     browser.click("#train-on-this")
-    browser.press("Fine-tune")
+    show_view(browser, "Fine-tune")
     browser.until("document.getElementById('rows')")
     row = json.loads(browser.run("return document.getElementById('rows').value"))
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
@@ -505,7 +516,7 @@ def test_a_conversation_becomes_training_data(browser: Browser, echoing: Process
 
 def test_a_server_that_dies_during_an_answer_loses_no_text(browser: Browser, tmp_path: Path) -> None:
     options = {"model": str(model_dir(tmp_path / "echo")), "data_dir": str(tmp_path / "data"), "fake": True}
-    with serving(tmp_path / "log", **options, delay=0.05) as process:
+    with serving(tmp_path / "log", **options, delay=0.25) as process:
         ready(browser, process.url + "/#/chat")
         browser.fill("#prompt", "abc")
         browser.type("Enter")

@@ -9,7 +9,7 @@ from tests.engine.tiny import write_model
 from tests.server.console.browser import Browser
 from tests.server.console.canned import answer_with
 from tests.server.console.test_chat import IDLE
-from tests.server.console.test_frame import ready
+from tests.server.console.test_frame import ready, show_view
 from tests.server.process import Process, serving
 
 pytestmark = pytest.mark.browser
@@ -48,22 +48,22 @@ def test_a_file_becomes_a_model_that_serves(browser: Browser, server: Process, t
     browser.until("document.getElementById('job-status').textContent.startsWith('Done')")
     browser.until("document.querySelectorAll('#job .chart polyline').length === 2")  # training and validation
     browser.until("document.querySelectorAll('#job .chart circle.second').length === 3")
-    assert browser.count("#job table tbody tr") == 2
+    browser.until("document.querySelectorAll('#job table tbody tr').length === 2")
     browser.shoot(tmp_path / "job.png", whole=True)
     browser.press("Serve it")
     browser.until("document.getElementById('job-status').textContent.endsWith('and serving.')")
-    assert browser.text("#notice").startswith("Now serving ft:tiny:")
+    browser.until("document.getElementById('notice').textContent.startsWith('Now serving ft:tiny:')")
     browser.until("document.querySelectorAll('#job-actions a').length === 1")
     browser.press("Compare in chat")
     browser.until("document.querySelectorAll('.column').length === 2")
-    browser.press("Models")
+    show_view(browser, "Models")
     browser.until("document.querySelectorAll('#available tbody tr').length === 2")
     assert "ft:tiny:" in browser.text("#served")
     browser.press("Roll back to tiny")
     browser.until("document.getElementById('notice').textContent === 'Now serving tiny.'")
     browser.until("document.querySelector('#served dd').textContent === 'tiny'")
     compare_beside_its_base(browser)
-    browser.press("Fine-tune")
+    show_view(browser, "Fine-tune")
     browser.press("Delete this file")
     browser.until("document.getElementById('file-note').textContent.startsWith('The file was deleted')")
     assert browser.complaints() == []
@@ -83,7 +83,7 @@ def compare_beside_its_base(browser: Browser) -> None:
     assert "weights base-" in weights[0]
     assert "weights ftjob-" in weights[1]
     assert browser.text(".composer p") == ""
-    browser.press("Models")
+    show_view(browser, "Models")
     browser.press("Unload")
     browser.until("document.querySelectorAll('#served tbody tr').length === 0")
 
@@ -96,8 +96,7 @@ def test_invalid_training_data_is_refused_with_a_sentence(browser: Browser, serv
     browser.until("document.getElementById('tune-note').textContent.startsWith('Line 2 is not JSON')")
     browser.fill("#rows", '{"messages": "none"}')
     browser.click("#check")
-    browser.until("document.getElementById('tune-note').classList.contains('error')")
-    assert "messages" in browser.text("#tune-note")
+    browser.until("document.querySelector('#tune-note.error')?.textContent.includes('messages')")
     browser.fill("#rows", "one text\nanother text")
     browser.fill("#job-epochs", "0")
     browser.click("#start")
@@ -115,19 +114,18 @@ def test_the_page_stays_whole_while_a_job_has_the_device(browser: Browser, tmp_p
     options = {"model": str(tmp_path / "tiny"), "data_dir": str(tmp_path / "data"), "recipe": "current"}
     with serving(tmp_path / "log", **options, train_on="pause") as process:
         process.client.post("/finetune", json={"data": [{"text": "abc " * 30}] * 40, "epochs": 1000})
-        browser.open(process.url + "/#/finetune")
-        browser.until("document.getElementById('state').textContent === 'paused'")
+        ready(browser, process.url + "/#/finetune", "paused")
         assert "A fine-tune job has the device" in browser.text("#notice")
         browser.until("document.getElementById('job-status').textContent.startsWith('Running, step')")
         browser.until("document.querySelectorAll('#job .chart polyline').length === 1")
-        browser.press("Scales")
+        show_view(browser, "Scales")
         browser.until("document.querySelectorAll('.map td[role]').length === 14")
-        browser.press("Chat")
+        show_view(browser, "Chat")
         browser.until("document.querySelector('#prompt') !== null")
         browser.fill("#prompt", "Why?")
         browser.type("Enter")
         browser.until("document.querySelector('.facts-line.error')?.textContent.includes('Serving is paused')")
-        browser.press("Fine-tune")
+        show_view(browser, "Fine-tune")
         browser.press("Pause")
         browser.until("document.getElementById('job-status').textContent.startsWith('Paused, step')")
         browser.until("document.getElementById('state').textContent === 'ready'")  # the device is free meanwhile

@@ -22,9 +22,17 @@ TROUBLED = {"weight_version": "base-0", "layers": [
 ]}  # fmt: skip
 
 
-def ready(browser: Browser, url: str) -> None:
+def ready(browser: Browser, url: str, state: str = "ready") -> None:
+    """Opens a page, and waits until it knows the state of the server and its models."""
     browser.open(url)
-    browser.until("document.getElementById('state').textContent === 'ready'")
+    browser.until(f"document.getElementById('state').textContent === '{state}'")
+    browser.until("document.getElementById('model').textContent !== ''")
+
+
+def show_view(browser: Browser, name: str) -> None:
+    """Follows the link of a view, and waits until the view is shown."""
+    browser.press(name)
+    browser.until(f"document.title === '{name} · fp8serve'")
 
 
 @pytest.mark.smoke
@@ -77,6 +85,7 @@ def test_every_view_is_accessible(coloured: Browser, server: Process, view: str,
 
 def test_a_lost_connection_is_shown_until_it_recovers(browser: Browser, echoing: Process) -> None:
     ready(browser, echoing.url + "/#/models")
+    browser.until("document.querySelector('#served dd')?.textContent === 'echo'")
     browser.run("window.originalFetch = fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     browser.until("document.getElementById('state').textContent === 'no answer'")
     assert "does not answer" in browser.text("#notice")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.console.accessibility import nameless
 from tests.server.console.browser import Browser
-from tests.server.console.test_frame import ready
+from tests.server.console.test_frame import ready, show_view
 from tests.server.fakes import model_dir
 from tests.server.process import Process, serving
 
@@ -50,17 +50,17 @@ def an_adapter_is_loaded_chosen_and_unloaded(browser: Browser, tmp_path: Path) -
     browser.run("scrollTo(0, document.documentElement.scrollHeight)")
     assert browser.run("return scrollY > 0 && document.getElementById('notice').getBoundingClientRect().top") == 0
     browser.size(0, 0)
-    browser.press("Scales")
+    show_view(browser, "Scales")
     assert browser.run("return [...document.getElementById('scales-model').options].map((one) => one.value)") == [
         "first", "second",
     ]  # fmt: skip
-    browser.press("Chat")
+    show_view(browser, "Chat")
     browser.until("[...document.getElementById('chat-model').options].some((one) => one.value === 'tutor')")
     browser.choose("#chat-model", "tutor")
     browser.fill("#prompt", "abc")
     browser.type("Enter")
     browser.until("document.querySelector('.facts-line')?.textContent.includes('+000000000000')")  # its digest
-    browser.press("Models")
+    show_view(browser, "Models")
     browser.run("document.querySelector('[aria-label=\"Unload the adapter tutor\"]').focus()")
     browser.type("Enter")
     browser.until("document.querySelectorAll('#adapters tbody tr').length === 0")
@@ -73,17 +73,17 @@ def test_a_model_is_loaded_beside_the_first_and_unloaded(browser: Browser, sever
     browser.click("[aria-label='Load second beside the others']")
     browser.until("document.querySelectorAll('#served tbody tr').length === 2")
     assert "first (default)" in browser.text("#served")
-    browser.press("Scales")
+    show_view(browser, "Scales")
     browser.until("document.getElementById('scales-model').options.length === 2")
     browser.choose("#scales-model", "second")
     browser.until("document.querySelectorAll('.map td[role]').length === 1")
     browser.run("location.hash = '#/chat?model=second'")
     browser.until("document.getElementById('chat-other').value === 'second'")
-    browser.press("Models")
+    show_view(browser, "Models")
     an_adapter_is_loaded_chosen_and_unloaded(browser, tmp_path)
     browser.press("Unload")
     browser.until("document.querySelector('#served dd')?.textContent === 'first'")
-    browser.press("Chat")
+    show_view(browser, "Chat")
     browser.until("document.querySelectorAll('.column').length === 1")  # the second column goes with its model
     assert browser.complaints() == []
 

@@ -18,6 +18,8 @@ from fp8serve.server.faults import Fault
 from fp8serve.server.finetuning.database import NewJob, new_job_id
 from fp8serve.server.finetuning.job_runner import read_events
 from fp8serve.server.finetuning.job_store import JobStore
+from fp8serve.server.settings import Settings
+from tests.server.conftest import Start
 
 LEADS_TO = {
     "queued": {"running", "paused", "failed", "cancelled"},
@@ -220,6 +222,24 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     assert [(event.seq, event.data["step"]) for event in after] == [(1001, 4), (1002, 5)]
     assert store.get(job.id).progress == {"step": 5}
     store.close()
+
+
+async def test_jobs_of_older_versions_are_listed_in_both_formats(start: Start, settings: Settings) -> None:
+    """The oldest jobs were stored before there was a choice of methods."""
+    active = "UPDATE jobs SET status = 'cancelled', finished_at = 1 WHERE status IN ('queued', 'running')"
+    write_table(
+        settings.data_dir / "jobs.sqlite3",
+        active,
+        "UPDATE jobs SET config = json_remove(config, '$.method') WHERE id = 'ftjob-succeeded'",
+    )
+    async with start() as server:
+        native = (await server.client.get("/finetune")).json()["jobs"]
+        (oldest,) = [job for job in native if "method" not in job["config"]]
+        assert oldest["id"] == "ftjob-succeeded"
+        response = await server.client.get("/v1/fine_tuning/jobs")
+        assert response.status_code == 200, response.text
+        methods = {job["id"]: job["method"]["type"] for job in response.json()["data"]}
+        assert methods == dict.fromkeys((job["id"] for job in native), "supervised")
 
 
 def layout(path: Path) -> dict[str, list[tuple[object, ...]]]:

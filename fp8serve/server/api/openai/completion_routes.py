@@ -28,7 +28,7 @@ from fp8serve.server.api.openai.logprobs import (
 )
 from fp8serve.server.api.routing import STREAM, BoundedRoute, CachedTokens, JsonObject, ResponseModel, StateDep
 from fp8serve.server.faults import Fault
-from fp8serve.server.http.streams import DONE, string_to_json, to_json
+from fp8serve.server.http.streams import DONE, to_json
 from fp8serve.server.schemas.openai_bodies import CompletionBody, SamplingBody
 from fp8serve.server.serving.generation import Generation
 
@@ -107,7 +107,6 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
         self.tokenizer = generation.served.tokenizer
         self.params = generation.requests[0].params
         self.choices = [ChoiceState(LogprobStream(self.tokenizer, self.params)) for _ in generation.requests]
-        self._plain_chunk: tuple[bytes, bytes] | None = None  # the bytes before and after a plain chunk's text
 
     @abstractmethod
     def choice(self, index: int, choice: ChoiceState) -> JsonObject:
@@ -132,20 +131,11 @@ class CompletionRenderer(Renderer[list[PositionedToken], ResponseT]):
         """Returns the choice of a chunk that has only text, if the stream `has_plain_chunks`."""
 
     def plain_chunk(self) -> tuple[bytes, bytes] | None:
-        if self._plain_chunk is None and self.has_plain_chunks:
-            field = f'"{self.TEXT_FIELD}":'
-            before, after = to_json(self._chunk(self.text_choice(""))).split(f'{field}""')
-            self._plain_chunk = f"data: {before}{field}".encode(), f"{after}\n\n".encode()
-        return self._plain_chunk
-
-    def encode_plain(self, outputs: Sequence[tuple[int, RequestOutput]]) -> bytes | None:
-        """Returns outputs that contain only text as one chunk. The bytes around the text are built once."""
-        chunk = self.plain_chunk()
-        if chunk is None or not all(output.has_only_text for _, output in outputs):
+        if not self.has_plain_chunks:
             return None
-        text = "".join(output.text_delta for _, output in outputs)
-        self.choices[0].tokens = outputs[-1][1].num_generated
-        return chunk[0] + string_to_json(text).encode() + chunk[1] if text else b""
+        field = f'"{self.TEXT_FIELD}":'
+        before, after = to_json(self._chunk(self.text_choice(""))).split(f'{field}""')
+        return f"data: {before}{field}".encode(), f"{after}\n\n".encode()
 
     def _response_fields(self) -> JsonObject:
         choices = [self.choice(i, choice) for i, choice in enumerate(self.returned_choices())]

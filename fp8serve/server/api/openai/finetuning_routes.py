@@ -314,7 +314,7 @@ def job_view(state: ServerState, job: Job) -> OpenAIJob:
 
 
 def _method(config: Mapping[str, Any], hyperparameters: JsonObject) -> JsonObject:
-    if config["method"] == "dpo":
+    if config.get("method", "sft") == "dpo":  # jobs of older versions have no method
         beta = "auto" if config["beta"] is None else config["beta"]
         return {"type": "dpo", "dpo": {"hyperparameters": {**hyperparameters, "beta": beta}}}
     return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
