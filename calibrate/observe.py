@@ -50,7 +50,6 @@ from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import mixtures, reset_token_counts, route_to_all_experts
 from fp8serve.ranks import ALONE, Ranks
 
@@ -335,10 +334,7 @@ def _layer_by_layer(decoder: AnyModel, batches: Sequence[Batch], observer: Obser
             layer_observer.end_batch()
     observer.read_records()
     for layerwise_pass in passes:
-        hidden = layerwise_pass.hidden
-        if not isinstance(decoder, Encoder):
-            hidden = decoder.apply_final_norm(hidden)
-        _check_finite(decoder, hidden, observer, layerwise_pass.batch)
+        _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
 
 
 def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:

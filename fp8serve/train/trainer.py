@@ -292,10 +292,10 @@ class _Attempt:
         held_out, patience = run.progress.held_out, run.config.patience
         if patience is None or held_out.since_best < patience:
             return False
-        text = (
-            f"Stopped early: {held_out.since_best} validations in a row had no lower loss than the {held_out.best:.4f} "
-            f"of step {held_out.best_step}"
-        )
+        loss = "finite loss"
+        if held_out.best is not None:
+            loss = f"lower loss than the {held_out.best:.4f} of step {held_out.best_step}"
+        text = f"Stopped early: {held_out.since_best} validations in a row had no {loss}"
         step = run.progress.step
         run.on_event(events.message("early_end", text, step=step, best_step=held_out.best_step))
         return True
