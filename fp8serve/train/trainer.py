@@ -59,12 +59,18 @@ from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.health import Health
 from fp8serve.train.methods.interface import RunContext
-from fp8serve.train.recovery import check_divergence
 from fp8serve.train.reporting import check_installed, check_optimizer_package, reporting_to_tools
 from fp8serve.train.run import Progress, TrainingRun
 from fp8serve.train.setup import check_format, prepare
 from fp8serve.train.train_step import take_step
-from fp8serve.train.validation import DivergenceError, Outcome, evaluate_run, first_rows_loss, outcome_of
+from fp8serve.train.validation import (
+    DivergenceError,
+    Outcome,
+    check_divergence,
+    evaluate_run,
+    first_rows_loss,
+    outcome_of,
+)
 
 
 def initialize(run: TrainingRun) -> None:
