@@ -44,7 +44,7 @@ import json, sys, time
 started = time.perf_counter()
 import torch
 from fp8serve.calibration.data import Sample, make_batches
-from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.observe import final_states, make_observer, observe
 from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import ScalingCheckpoint, TensorScale, fingerprint
@@ -57,7 +57,7 @@ decoder, linears = load_for_calibration(Path(model), "cpu")
 began = time.perf_counter()
 batches = make_batches([Sample(tuple(row), (True,) * len(row)) for row in ids], int(batch_size))
 recipe = DelayedScaling()
-states = final_states(observe(decoder, linears, batches, recipe))
+states = final_states(observe(decoder, make_observer(decoder, linears, recipe), batches))
 to_scales = time.perf_counter() - began
 scales = {name: TensorScale(state.scale, state.amax_history) for name, state in states.items()}
 write_calibrated(out, model, ScalingCheckpoint(recipe, scales, model=fingerprint(model), created_by="benchmark"))

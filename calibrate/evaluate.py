@@ -33,7 +33,7 @@ from fp8serve.calibration.pipeline import pooling_of
 from fp8serve.calibration.progress import Progress, Stages
 from fp8serve.calibration.result import EvalReport, LayerReport, Quality
 from fp8serve.errors import ModelError, RecipeError
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import FrozenLinear, make_rows_independent
 from fp8serve.fp8.recipe import HeadDtype, Recipe, RecipeChoice, from_name, name_of
 from fp8serve.model.building import AnyModel, Model, hidden_states
 from fp8serve.model.checkpoint import load_any_servable, load_servable
@@ -229,8 +229,7 @@ def evaluate_encoder(
 def _load_served(source: Path, recipe: Any, scales: Path | str | None, device: str) -> AnyModel:
     """Loads the model as it is served, so that a text's outputs do not depend on the other texts of its batch."""
     model = load_any_servable(source, recipe, scales, device)
-    for linear in fp8_linears(model).values():
-        linear.make_rows_independent()
+    make_rows_independent(model)
     return model
 
 

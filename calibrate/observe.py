@@ -50,7 +50,6 @@ from fp8serve.fp8.ops.arithmetic import amax
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, as_delayed
 from fp8serve.fp8.scaling import FIELDS, Entry, ScalingState, fp8_max, update
 from fp8serve.model.building import AnyModel, Model
-from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import mixtures, reset_token_counts, route_to_all_experts
 from fp8serve.ranks import ALONE, Ranks
 
@@ -99,7 +98,8 @@ class TensorRecord:
 class Observer:
     """Records the amaxes of converted `linears`, and of the keys and values of the attention modules `kv_layers`.
 
-    `target` is the recipe that the scales are for. `recipe` is the recipe to pass to `autocast` around every pass.
+    `target` is the recipe that the scales are for. `recipe` is the recipe to pass to `autocast` around every pass. If
+    `scales_linears` is false, the amaxes of linears are only for the report.
     """
 
     def __init__(
@@ -109,8 +109,9 @@ class Observer:
         *,
         gradients: bool = False,
         kv_layers: Iterable[str] = (),
+        scales_linears: bool = True,
     ) -> None:
-        self.linears, self.target = linears, target
+        self.linears, self.target, self.scales_linears = linears, target, scales_linears
         # a scale after each batch, a history of at least 2, no reduction over ranks
         history_len = max(2, target.amax_history_len)
         self.recipe = recipe = replace(target, interval=1, amax_history_len=history_len, reduce_amax=False)
@@ -281,32 +282,31 @@ def check_experts(tokens: Counts, batches: int) -> None:
 def make_observer(
     decoder: AnyModel, linears: Linears, recipe: Recipe, *, kv_cache: bool = False, gradients: bool = False
 ) -> Observer:
-    """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe."""
-    target = as_delayed(recipe) or DelayedScaling()
+    """Returns a new observer. If `recipe` is not delayed scaling, the observer uses the default delayed recipe, and
+    only keys and values need scales. An encoder has no keys, values and gradients to observe."""
+    target = as_delayed(recipe)
     kv_layers = attention_names(cast(Model, decoder)) if kv_cache else ()
-    return Observer(linears, target, gradients=gradients, kv_layers=kv_layers)
+    return Observer(
+        linears, target or DelayedScaling(), gradients=gradients, kv_layers=kv_layers, scales_linears=target is not None
+    )
 
 
 def observe(
     decoder: AnyModel,
-    linears: Linears,
+    observer: Observer,
     batches: Sequence[Batch],
-    recipe: Recipe,
-    *,
-    kv_cache: bool = False,
-    gradients: bool = False,
-    all_experts: bool = False,
     stages: Stages | None = None,
     ranks: Ranks = ALONE,
+    *,
+    all_experts: bool = False,
 ) -> Observer:
-    """Runs every batch once in high precision and returns an observer with the amaxes.
+    """Runs every batch once in high precision and returns the observer, which has the amaxes.
 
-    An encoder has no keys, values and gradients to observe. With `all_experts` every token passes through all experts
-    of a mixture. Raises ScalesError if a tensor is not finite or can have no scale, or if an expert received no token.
+    With `all_experts` every token passes through all experts of a mixture. Raises ScalesError if a tensor is not finite
+    or can have no scale, or if an expert received no token.
     """
-    observer = make_observer(decoder, linears, recipe, kv_cache=kv_cache, gradients=gradients)
     with ranks.shared_errors(), count_expert_tokens(decoder, all_experts=all_experts) as tokens:
-        if gradients:
+        if "grad_output" in observer.roles:
             _forward_and_backward(cast(Model, decoder), ranks.shard(batches), observer, stages)
         else:
             _layer_by_layer(decoder, ranks.shard(batches), observer, stages)
@@ -317,10 +317,9 @@ def observe(
         columns = {name: record.batch_amaxes for name, record in observer.records.items()}
         shares = ranks.gather([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
         observer.replay([shares[index % len(shares)][index // len(shares)] for index in range(len(batches))])
-    needed = observer.kv if as_delayed(recipe) is None else observer.records
-    if needed is observer.records and not all_experts:
+    if observer.scales_linears and not all_experts:
         check_experts(observer.tokens, len(batches))
-    check_records(observer.records, needed, len(batches))
+    check_records(observer.records, observer.records if observer.scales_linears else observer.kv, len(batches))
     return observer
 
 
@@ -335,10 +334,7 @@ def _layer_by_layer(decoder: AnyModel, batches: Sequence[Batch], observer: Obser
             layer_observer.end_batch()
     observer.read_records()
     for layerwise_pass in passes:
-        hidden = layerwise_pass.hidden
-        if not isinstance(decoder, Encoder):
-            hidden = decoder.apply_final_norm(hidden)
-        _check_finite(decoder, hidden, observer, layerwise_pass.batch)
+        _check_finite(decoder, decoder.apply_final_norm(layerwise_pass.hidden), observer, layerwise_pass.batch)
 
 
 def _forward_and_backward(decoder: Model, batches: Sequence[Batch], observer: Observer, stages: Stages | None) -> None:

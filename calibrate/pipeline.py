@@ -31,6 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from fp8serve.calibration.checks import (
     check_disk_space,
     check_encoder_options,
@@ -44,7 +46,6 @@ from fp8serve.calibration.data import Batches, calibration_batches
 from fp8serve.calibration.embedding import EmbeddingReport
 from fp8serve.calibration.job import CosineJudge, DivergenceJudge, Job
 from fp8serve.calibration.observe import (
-    Observer,
     final_states,
     make_observer,
     observe,
@@ -129,6 +130,7 @@ def calibrate_encoder(
     out: Path | str,
     recipe: Recipe = DELAYED,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
     command: str | None = None,
     **options: Any,
 ) -> EmbeddingReport:
@@ -138,14 +140,14 @@ def calibrate_encoder(
     Raises RecipeError for an option of generative models.
     """
     out, source = Path(out), Path(model_dir)
-    settings = CalibrationOptions.of(options).on_device(source)
+    settings = CalibrationOptions.of(options).on_device(source, ranks.size)
     check_encoder_options(settings)
-    check_settings(out, recipe, settings, is_encoder=True)
+    check_settings(out, recipe, settings, ranks.size, is_encoder=True)
     check_disk_space(source, out)
     arguments = {"out": out, "recipe": recipe} | options
     origin = command or call_text("calibration.pipeline.calibrate_encoder", source, **arguments)
     job = _embedding_job(source, recipe, settings, Stages(progress))
-    return cast(EmbeddingReport, _calibrate(job, out, origin))
+    return cast(EmbeddingReport, _calibrate(job, out, origin, ranks=ranks))
 
 
 def _calibrate(
@@ -154,8 +156,7 @@ def _calibrate(
     """Runs all stages after loading. `load_or_compute` returns the stored result of a stage, if there is one."""
     if job.options.smoothing is not None:
         _smooth(job, job.options.smoothing, load_or_compute, ranks)
-    observed = load_or_compute("observed", lambda: observer_tensors(_observe(job, ranks)))
-    load_observer(job.observer, observed)
+    load_observer(job.observer, load_or_compute("observed", lambda: _observe(job, ranks)))
     job.notes += unreached_experts_note(job.observer.tokens, all_experts=job.options.all_experts)
     amaxes: Mapping[str, float] = {}
     if job.options.input_scales == "search":
@@ -177,12 +178,9 @@ def _calibrate(
     return ranks.broadcast(write_output(job, out, quality, layers, make_origin(origin)))
 
 
-def _observe(job: Job, ranks: Ranks) -> Observer:
-    options = job.options
-    return observe(
-        job.model, job.linears, job.batches.calibration, job.recipe, kv_cache=options.kv_cache,
-        gradients=options.gradients, all_experts=options.all_experts, stages=job.stages, ranks=ranks,
-    )  # fmt: skip
+def _observe(job: Job, ranks: Ranks) -> Mapping[str, Tensor]:
+    batches, all_experts = job.batches.calibration, job.options.all_experts
+    return observer_tensors(observe(job.model, job.observer, batches, job.stages, ranks, all_experts=all_experts))
 
 
 def _text_job(source: Path, recipe: Recipe, options: CalibrationOptions, stages: Stages) -> Job:

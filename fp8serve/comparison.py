@@ -235,9 +235,6 @@ class _Weight:
     def __str__(self) -> str:
         return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.stored.shape)}"
 
-    def bits(self) -> Tensor:
-        return self.stored.view(INTEGER_DTYPES[self.stored.dtype.itemsize])
-
     def slices(self) -> Iterator[Tensor]:
         """Yields slices of rows of the dequantized weight in FP32."""
         rows = self.stored.reshape(len(self.stored), -1)
@@ -254,7 +251,7 @@ def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
     if a.stored.shape != b.stored.shape:
         return WeightChange(name, str(a), str(b), None, None, None)
     has_same_format = a.stored.dtype == b.stored.dtype
-    differing = float((a.bits() != b.bits()).double().mean()) if has_same_format else None
+    differing = float((_bits(a.stored) != _bits(b.stored)).double().mean()) if has_same_format else None
     if differing == 0 and _equal(a.scale_inv, b.scale_inv):
         return None
     largest, signal, noise = 0.0, 0.0, 0.0
@@ -267,7 +264,13 @@ def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else a.dtype is b.dtype and torch.equal(a.float(), b.float())
+    if a is None or b is None:
+        return a is b
+    return a.dtype is b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(INTEGER_DTYPES[x.dtype.itemsize])
 
 
 def _decibels(signal: float, noise: float) -> float | None:

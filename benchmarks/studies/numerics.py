@@ -21,7 +21,7 @@ from benchmarks.studies.quantization import activations
 from fp8serve.bench.options import Checked
 from fp8serve.calibration.compare import compare
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.observe import final_states, make_observer, observe
 from fp8serve.calibration.options import SHIPPED, Files
 from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.charts import Panel, svg_file
@@ -99,7 +99,7 @@ def recipes_by_layer(
         samples=samples, seq_len=min(seq_len, decoder.config.max_position_embeddings), batch_size=4, seed=0,
         holdout=data,
     )  # fmt: skip
-    states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling()))
+    states = final_states(observe(decoder, make_observer(decoder, linears, DelayedScaling()), batches.calibration))
     results = {}
     for index, name in enumerate(RECIPES):
         report(name, index, len(RECIPES))

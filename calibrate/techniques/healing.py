@@ -69,7 +69,7 @@ def heal(
         for step, batch in enumerate((stages or Stages()).steps("heal", order)):
             with autocast(recipe=with_amax_reduction(recipe, reduce_amax=False)):
                 hidden = forward(decoder, batch, observer.record_kv)
-            losses.append(_backpropagate_kl(decoder, hidden, reference, batch))
+            losses.append(float(_backpropagate_kl(decoder, hidden, reference, batch)))
             observer.end_batch()
             if not math.isfinite(losses[-1]):
                 raise ModelError(f"Healing diverged: the loss of step {step + 1} is {losses[-1]}; lower heal_rate.")
@@ -114,18 +114,22 @@ def _repeat_batches(batches: Sequence[Batch], steps: int, seed: int) -> Iterator
             done += 1
 
 
-def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> float:
-    """Backpropagates the mean of KL(reference || decoder) over the scored tokens to the weights; returns this mean."""
+def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> Tensor:
+    """Backpropagates the mean of KL(reference || decoder) over the scored tokens to the weights; returns this mean.
+
+    The mean, FP64 [], is accumulated on the device, because reading each slice would wait for the device.
+    """
     with torch.no_grad():
         exact = forward(reference, batch)
-    scored, losses = scored_rows(batch.targets), list[float]()
+    scored = scored_rows(batch.targets)
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
 
     def loss(logits: Tensor, rows: Tensor) -> Tensor:
         with torch.no_grad():
             log_r = log_softmax(reference.logits(exact[rows]), dim=-1)
         mean = (log_r.exp() * (log_r - log_softmax(logits, dim=-1))).sum() / len(scored)
-        losses.append(float(mean.detach()))
+        total.add_(mean.detach())
         return mean
 
     backpropagate_loss(decoder, hidden, scored, loss)
-    return sum(losses)
+    return total

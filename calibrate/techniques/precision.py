@@ -16,10 +16,10 @@ from fp8serve.calibration.options import CalibrationOptions
 from fp8serve.calibration.result import LinearGroup, Quality
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.linear import Linear
+from fp8serve.model.config.linear_names import is_expert
 from fp8serve.model.formats.targets import matches
 
 Names = tuple[str, ...]
-EXPERTS = ".experts."
 # Maps the last part of a linear's name to a name for its input, if other linears read the same input.
 _INPUTS = {**dict.fromkeys(("query", "key", "value"), "qkv"),
            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
@@ -53,7 +53,7 @@ def input_groups(linears: Iterable[str]) -> list[Names]:
 
 def serving_groups(linears: Iterable[str]) -> list[Names]:
     """Groups linears that are served as one product: those that read the same input, and all experts of a layer."""
-    return _group_by(linears, lambda owner, leaf: owner.partition(EXPERTS)[0] if EXPERTS in owner
+    return _group_by(linears, lambda owner, leaf: owner.partition(".experts.")[0] if is_expert(f"{owner}.{leaf}")
                      else f"{owner}.{_INPUTS.get(leaf, leaf)}")  # fmt: skip
 
 

@@ -52,7 +52,7 @@ from fp8serve.calibration.techniques.precision import input_groups
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed
 from fp8serve.model.building import Model
-from fp8serve.model.config.linear_names import attention_linear_groups, has_dense_mlp, mlp_linear_groups
+from fp8serve.model.config.linear_names import attention_linear_groups, experts_of, mlp_linear_groups
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.ranks import ALONE, Ranks
 
@@ -94,7 +94,7 @@ def _norm_pairs(config: ModelConfig, index: int) -> list[SmoothingPair]:
     """Returns the pairs of norms and their readers; a norm before both attention and MLP has readers in both."""
     block, (qkv, *after_q_a, _) = mlp_linear_groups(config, index), attention_linear_groups(config, index)
     reads = [(config.norms.before_attention, qkv), *(("self_attn.q_a_layernorm", group) for group in after_q_a)]
-    if has_dense_mlp(config, index):
+    if experts_of(config, index) is None:
         reads.append((config.norms.before_mlp, block[0]))
     readers = dict[str, tuple[str, ...]]()
     for norm, names in reads:
@@ -109,7 +109,7 @@ def _linear_pairs(config: ModelConfig, index: int) -> Iterator[SmoothingPair]:
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
     if not config.fused_qkv and config.latent is None:
         yield SmoothingPair(qkv[2], o, heads)
-    if has_dense_mlp(config, index) and not config.fused_gate_up and config.activation != "xielu":
+    if experts_of(config, index) is None and not config.fused_gate_up and config.activation != "xielu":
         yield SmoothingPair(block[0][1], block[1])
 
 

@@ -13,6 +13,7 @@ Examples:
   torchrun --standalone --nproc-per-node 2 -m fp8serve calibrate ./llama --out ./llama-fp8 --rounding gptq
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,18 +58,20 @@ def command(
     directory, recipe = find_model(model), scaling().recipe
     values = dict(options.values) if is_rank() else on_device(options.values, directory)
     arguments: dict[str, Any] = {"out": out, "recipe": recipe, "command": command_line(context), **values}
-    generates = task_of(directory) == "generate"
+    run: Callable[..., Any]
+    page: Callable[[Any], str]
+    table: Callable[[Any], Any]
+    if task_of(directory) == "generate":
+        run, page, table = calibrate, html_report, summary_table
+    else:
+        run, page, table = calibrate_encoder, html_encoder_report, embedding_table
     # Every rank checks the model, so that all fail together: torchrun would kill ranks that fail later than the first.
     notes = quantized_notes(directory, scales_only=options.values.get("scales_only", False))
-    report: Any
     with torchrun() as ranks, stage_progress("Calibrating") if ranks.is_first else nullcontext() as progress:
         if ranks.is_first:
             for note in notes:
                 remark(note)
-        if generates:
-            report = calibrate(directory, progress=progress, ranks=ranks, **arguments)
-        else:
-            report = calibrate_encoder(directory, progress=progress, **arguments)
+        report = run(directory, progress=progress, ranks=ranks, **arguments)
     if ranks.is_first:
-        write_report(report_file, lambda: html_report(report) if generates else html_encoder_report(report))
-        print_report(report, summary_table if generates else embedding_table, json, printed=notes)
+        write_report(report_file, lambda: page(report))
+        print_report(report, table, json, printed=notes)

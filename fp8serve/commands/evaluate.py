@@ -50,12 +50,17 @@ def command(
     check_report(report_file)
     directory, reference = find_model(model), find_model(against) if against else None
     values = on_device(options.values, directory)
-    generates = task_of(directory) == "generate"
-    if not generates and values.pop("head_dtype") != "bf16":
+    measure: Callable[..., Any]
+    page: Callable[[Any], str]
+    table: Callable[[Any], Any]
+    if task_of(directory) == "generate":
+        measure, page, table = evaluate, html_evaluation, eval_table
+    elif values.pop("head_dtype") == "bf16":
+        measure, page, table = evaluate_encoder, html_encoder_evaluation, encoder_eval_table
+    else:
         raise RequestError(f"{model} computes no logits of tokens; leave --head-dtype out.")
-    measure: Callable[..., Any] = evaluate if generates else evaluate_encoder
     with stage_progress("Evaluating") as progress:
         report = measure(directory, against=reference, progress=progress, command=command_line(context), **values)
     report = replace(report, model=model, against=against)  # as the user named them, instead of directories in a cache
-    write_report(report_file, lambda: html_evaluation(report) if generates else html_encoder_evaluation(report))
-    print_report(report, eval_table if generates else encoder_eval_table, json)
+    write_report(report_file, lambda: page(report))
+    print_report(report, table, json)

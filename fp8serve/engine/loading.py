@@ -32,7 +32,7 @@ from fp8serve.errors import MachineError, ModelError, ScalesError
 from fp8serve.fp8 import ops, recipe
 from fp8serve.fp8.attention import KvScale
 from fp8serve.fp8.batch_invariant import use_batch_invariant_products
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import FrozenLinear, make_rows_independent
 from fp8serve.fp8.recipe import DelayedScaling, Float8CurrentScaling, as_delayed
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model import parity
@@ -281,8 +281,8 @@ def read_weights(model_dir: Path, loaded: LoadedModel, device: str | None = None
         )
     recipe, device = parse_recipe(options.recipe), device or options.device
     model = load_servable(model_dir, recipe, None, device, head=options.head_dtype)
+    make_rows_independent(model)
     for name, layer in _frozen(model).items():
-        layer.make_rows_independent()
         if name not in loaded.frozen or layer.input_spec != loaded.frozen[name].input_spec:
             raise ModelError(f"{model_dir} quantizes the input of {name} differently from {loaded.model_dir}.")
     return model.state_dict()
@@ -384,9 +384,7 @@ def prepare_for_serving(model: AnyModel, device: str) -> None:
     PyTorch's kernels choose the order of a product's sums by the number of rows. On a CPU, this project's kernels
     replace them. An encoder's layers are fused only on a CPU.
     """
-    for layer in model.modules():
-        if isinstance(layer, FrozenLinear):
-            layer.make_rows_independent()
+    make_rows_independent(model)
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu:
         use_batch_invariant_products(model)

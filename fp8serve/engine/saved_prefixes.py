@@ -33,7 +33,6 @@ from threading import Thread
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 import fp8serve
@@ -48,7 +47,7 @@ from fp8serve.model.config.rope import LongRope
 from fp8serve.model.formats.scales import fingerprint as weights_fingerprint
 from fp8serve.model.storage.files import fsync, present
 from fp8serve.model.storage.opening import is_regular_file
-from fp8serve.model.storage.shards import load_tensors, read_header
+from fp8serve.model.storage.shards import load_tensors, read_header, save_tensors
 
 SUFFIX = ".prefixes.safetensors"
 log = logging.getLogger("fp8serve.engine")
@@ -69,13 +68,11 @@ def write(path: Path, prefixes: Prefixes, fingerprint: str, model: str) -> None:
     tensors = {"hashes": hashes, **prefixes.tensors}
     temporary = path.with_name(f".{path.name}.tmp-{os.urandom(4).hex()}-{os.getpid()}")
     try:
-        save_file(tensors, temporary, {"fingerprint": fingerprint, "digest": _digest_of(tensors), "model": model})
+        save_tensors(temporary, tensors, {"fingerprint": fingerprint, "digest": _digest_of(tensors), "model": model})
         temporary.chmod(0o600)
         fsync(temporary)
         temporary.rename(path)
         fsync(path.parent)
-    except SafetensorError as problem:  # safetensors raises it, for example, when the disk is full
-        raise OSError(str(problem)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

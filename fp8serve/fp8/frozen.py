@@ -323,6 +323,13 @@ class FrozenLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, input={kind} {granularity}"
 
 
+def make_rows_independent(model: nn.Module) -> None:
+    """Makes every FrozenLinear of `model` quantize each row of its input independently of the other rows."""
+    for module in model.modules():
+        if isinstance(module, FrozenLinear):
+            module.make_rows_independent()
+
+
 class _FrozenLinearFunction(torch.autograd.Function):
     """A FrozenLinear in an autograd graph. It saves no input, because the weight needs no gradient."""
 

@@ -16,6 +16,7 @@ programs' own code. There are four cases:
 """
 
 from fp8serve.fp8.spec import MXFP8
+from fp8serve.model.config.linear_names import is_expert
 from fp8serve.model.formats.interop import BLOCKED_WEIGHT, PER_TOKEN
 from fp8serve.model.stored_checkpoint import Checkpoint
 
@@ -52,7 +53,7 @@ def compatibility_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         block = BLOCKED_WEIGHT.block[1]
         note = PARTIAL_BLOCK_NOTE.format(count=len(partial), name=partial[0], rows=rows, cols=cols, block=block)
         notes.append(note)
-    if any(".experts." in name and _fails_in_vllm(checkpoint, name) for name in checkpoint.fp8_linears):
+    if any(is_expert(name) and _fails_in_vllm(checkpoint, name) for name in checkpoint.fp8_linears):
         notes.append(EXPERTS_NOTE)
     return tuple(notes)
 

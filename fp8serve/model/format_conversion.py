@@ -100,9 +100,11 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
         candidates = (_CURRENT, *candidates)
     matching = [recipe for recipe in candidates if _has_layout(stored, recipe)]
     if not matching:
+        weights = ", ".join(sorted({linear.specs[1].granularity for linear in stored.values()}))
+        inputs = f"inputs with a scale per {spec.granularity}" if spec.is_fp8 else "unquantized inputs"
         raise ModelError(
-            f"No format here expresses how {checkpoint.path} scales weights and inputs; calibrate the model in high "
-            f"precision with --format {format}."
+            f"{checkpoint.path} has weights with a scale per {weights} and {inputs}, which no recipe of fp8serve "
+            f"describes; serve it as it is, or calibrate the model in high precision with --format {format}."
         )
     try:
         matrices = {name: m.specs for name, m in checkpoint.read_fp8(checkpoint.fp8_matrices).items()}

@@ -67,7 +67,8 @@ def estimate_weight_memory(
         if head == "fp8" and tensor.name == HEAD:  # freed after it was cast
             continue
         if _SCALE.search(tensor.name):
-            served_bytes += (1 if tensor.dtype == "U8" else FP32_BYTES) * tensor.elements if as_stored else 0
+            is_byte = tensor.dtype in ("U8", "F8_E8M0")
+            served_bytes += (1 if is_byte else FP32_BYTES) * tensor.elements if as_stored else 0
         elif _is_linear(tensor, config) and casts_linears:
             cast_bytes += tensor.elements + FP32_BYTES * tensor.elements // tensor.shape[-1]
         else:

@@ -28,7 +28,8 @@ from fp8serve.train import checkpoint, events, recovery, state
 from fp8serve.train.config import LENGTH_OPTIONS, TrainConfig
 from fp8serve.train.data import Cursor
 from fp8serve.train.events import OnEvent
-from fp8serve.train.optimizer import moments_bytes
+from fp8serve.train.memory import moments_bytes
+from fp8serve.train.optimizer import has_blocks
 from fp8serve.train.run import Progress, TrainingRun, ValidationLosses
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ def required_disk_bytes(base: Checkpoint, config: TrainConfig) -> int:
 
     The configuration says how many checkpoints exist at once only if it has both `save_every` and `max_steps`.
     """
-    moments = sum(moments_bytes(shape, config.optimizer_states) for shape in base.shapes.values())
+    moments = 0
+    for shape in base.shapes.values():
+        elements = math.prod(shape)
+        is_8bit = config.optimizer_states == "8bit" and len(shape) >= 2 and has_blocks(elements)
+        moments += moments_bytes(elements, is_8bit)
     checkpoint_bytes = torch.float32.itemsize * base.num_weights + moments
     recipe, fp8_weights = config.fp8_recipe, 0
     if recipe is not None and not recipe.override_linear_precision[0]:
@@ -80,10 +85,19 @@ def required_disk_bytes(base: Checkpoint, config: TrainConfig) -> int:
         fp8_weights = sum(math.prod(base.shapes[f"{linear}.weight"]) for linear in fp8_linears)
     result_bytes = torch.bfloat16.itemsize * (base.num_weights - fp8_weights) + fp8_weights
     reference_bytes = result_bytes if config.method == "grpo" and config.effective_beta else 0
-    written = -(-config.max_steps // config.save_every) if config.max_steps and config.save_every else 1
+    steps = _min_steps(config)
+    written = -(-steps // config.save_every) if steps and config.save_every else 1
     if written > config.keep_last:  # an old checkpoint is removed after the new one is complete
         return (config.keep_last + 1) * checkpoint_bytes + reference_bytes
     return written * checkpoint_bytes + result_bytes + reference_bytes
+
+
+def _min_steps(config: TrainConfig) -> int | None:
+    """Returns the least number of steps of a run, if the configuration determines it. With `patience` a run may end
+    that many validations after the first one. Without `max_steps` it may end sooner, with its data."""
+    if config.max_steps is None or config.patience is None or config.eval_every is None:
+        return config.max_steps
+    return min(config.max_steps, (1 + config.patience) * config.eval_every)
 
 
 def check_same_job(identity: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:

@@ -36,7 +36,7 @@ from fp8serve.fp8.autocast import autocast
 from fp8serve.fp8.batch_invariant import has_batch_invariant_products, use_batch_invariant_products
 from fp8serve.fp8.distributed import default_group
 from fp8serve.fp8.dpa import DotProductAttention, KvRecordingAttention
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import make_rows_independent
 from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe, as_delayed, uses_fp8_attention, with_amax_reduction
@@ -204,9 +204,7 @@ class Network(nn.Module):
 
 def prepare_as_server(model: Model, device: str, max_length: int) -> None:
     """Makes the rows of a model that was loaded to be served independent of each other, as a server does."""
-    for layer in model.modules():
-        if isinstance(layer, FrozenLinear):
-            layer.make_rows_independent()
+    make_rows_independent(model)
     if has_batch_invariant_products(device):
         use_batch_invariant_products(model)
     model.set_max_length(max_length)

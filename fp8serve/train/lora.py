@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.frozen import make_rows_independent
 from fp8serve.fp8.lora import LoraLinear
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.model.adapters import write_adapter
@@ -40,9 +40,7 @@ def adapted_model(config: TrainConfig) -> Model:
     model = load_servable(base, base_recipe(config), device=config.device)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, FrozenLinear):
-            module.make_rows_independent()
+    make_rows_independent(model)
     peft, random = peft_config(config), torch.Generator().manual_seed(config.seed)
     for name in select_linears(adaptable_linear_names(model.config), config.lora_targets):
         scaling = peft.scaling(name)

@@ -92,8 +92,13 @@ def _logits_bytes(elements: int) -> int:
     return 4 * elements + 8 * min(elements, LOGITS_PER_CHUNK)
 
 
+def moments_bytes(elements: int, in_8bit: bool) -> int:
+    """Returns the bytes of both moments: in FP32, or in 8 bits with an FP32 scale for each 256 elements."""
+    return 2 * elements + elements // 32 if in_8bit else 8 * elements
+
+
 def _moments_bytes(config: TrainConfig, in_matrices: int, others: int) -> int:
-    return (2 * in_matrices + in_matrices // 32 if config.optimizer_states == "8bit" else 8 * in_matrices) + 8 * others
+    return moments_bytes(in_matrices, config.optimizer_states == "8bit") + moments_bytes(others, False)
 
 
 def check_layers(config: TrainConfig, model: ModelConfig) -> None:

@@ -30,7 +30,6 @@ from fp8serve.errors import JobError
 from fp8serve.fp8.torch_private import multiply_each
 from fp8serve.model.storage.shards import release_pages
 from fp8serve.train.config import TrainConfig
-from fp8serve.train.run_options import OptimizerStates
 
 MIN_8BIT_ELEMENTS = 4096  # torchao gives smaller matrices FP32 moments
 BLOCK = 256  # elements of a block of torchao's 8-bit moments
@@ -42,14 +41,6 @@ GradientNorm = Callable[[Mapping[str, Tensor]], float]
 def has_blocks(elements: int) -> bool:
     """Whether a matrix with this number of elements has 8-bit moments."""
     return elements >= MIN_8BIT_ELEMENTS and elements % BLOCK == 0
-
-
-def moments_bytes(shape: Sequence[int], states: OptimizerStates) -> int:
-    """Returns the bytes of both moments of a parameter."""
-    elements = math.prod(shape)
-    if states == "8bit" and len(shape) >= 2 and has_blocks(elements):
-        return 2 * (elements + elements // BLOCK * torch.float32.itemsize)
-    return 2 * elements * torch.float32.itemsize
 
 
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from fp8serve.fp8.recipe import MAX_MARGIN
 from fp8serve.train import events
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.run import TrainingRun
-from fp8serve.train.validation import DivergenceError, outcome_of
 
 if TYPE_CHECKING:
     from fp8serve.train.checkpointing import Checkpointer
@@ -67,13 +66,6 @@ def convert_scaling(scaling: Mapping[str, Tensor], source: TrainConfig, target: 
 
 def _margin(config: TrainConfig) -> int:
     return int(config.recipe_options.get("margin", 0))
-
-
-def check_divergence(run: TrainingRun) -> None:
-    """Raises DivergenceError on all ranks if a run that may recover has diverged."""
-    divergences = run.ranks.gather(outcome_of(run).divergence) if run.may_recover else []
-    if (reason := next(filter(None, divergences), None)) is not None:
-        raise DivergenceError(reason)
 
 
 def return_to_good_checkpoint(run: TrainingRun, checkpointer: "Checkpointer", reason: str, *, is_repeated: bool) -> int:

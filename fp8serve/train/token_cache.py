@@ -110,8 +110,8 @@ def _arrays_of(reader: Reader[Any, Any], items: Sequence[Any]) -> Arrays:
         "ids": np.concatenate([row.ids for row in rows]),
         "loss": np.concatenate([row.loss for row in rows]),
         "lengths": np.array([[len(row.ids) for row in item.rows] for item in items], np.int64),
-        "kept": np.frombuffer(b"".join(fields), np.uint8),
-        "kept_lengths": np.array([len(part) for part in fields], np.int64),
+        "fields": np.frombuffer(b"".join(fields), np.uint8),
+        "field_lengths": np.array([len(part) for part in fields], np.int64),
     }
 
 
@@ -124,7 +124,7 @@ def _items_of(reader: Reader[Any, Any], arrays: Mapping[str, npt.NDArray[Any]]) 
         reader.decode_item(
             tuple(Row(arrays["ids"][a:b], arrays["loss"][a:b]) for a, b in zip(*span, strict=True)), fields
         )
-        for span, fields in zip(spans, _split(arrays["kept"], arrays["kept_lengths"]), strict=True)
+        for span, fields in zip(spans, _split(arrays["fields"], arrays["field_lengths"]), strict=True)
     ]
 
 

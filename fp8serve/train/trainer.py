@@ -59,12 +59,18 @@ from fp8serve.train.events import OnEvent
 from fp8serve.train.export import export
 from fp8serve.train.health import Health
 from fp8serve.train.methods.interface import RunContext
-from fp8serve.train.recovery import check_divergence
 from fp8serve.train.reporting import check_installed, check_optimizer_package, reporting_to_tools
 from fp8serve.train.run import Progress, TrainingRun
 from fp8serve.train.setup import check_format, prepare
 from fp8serve.train.train_step import take_step
-from fp8serve.train.validation import DivergenceError, Outcome, evaluate_run, first_rows_loss, outcome_of
+from fp8serve.train.validation import (
+    DivergenceError,
+    Outcome,
+    check_divergence,
+    evaluate_run,
+    first_rows_loss,
+    outcome_of,
+)
 
 
 def initialize(run: TrainingRun) -> None:
@@ -292,10 +298,10 @@ class _Attempt:
         held_out, patience = run.progress.held_out, run.config.patience
         if patience is None or held_out.since_best < patience:
             return False
-        text = (
-            f"Stopped early: {held_out.since_best} validations in a row had no lower loss than the {held_out.best:.4f} "
-            f"of step {held_out.best_step}"
-        )
+        loss = "finite loss"
+        if held_out.best is not None:
+            loss = f"lower loss than the {held_out.best:.4f} of step {held_out.best_step}"
+        text = f"Stopped early: {held_out.since_best} validations in a row had no {loss}"
         step = run.progress.step
         run.on_event(events.message("early_end", text, step=step, best_step=held_out.best_step))
         return True

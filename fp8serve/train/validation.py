@@ -101,3 +101,10 @@ def outcome_of(run: TrainingRun, final_valid_loss: float | None = None) -> Outco
         initial_valid_loss=progress.held_out.first,
         final_valid_loss=final_valid_loss,
     )
+
+
+def check_divergence(run: TrainingRun) -> None:
+    """Raises DivergenceError on all ranks if a run that may recover has diverged."""
+    divergences = run.ranks.gather(outcome_of(run).divergence) if run.may_recover else []
+    if (reason := next(filter(None, divergences), None)) is not None:
+        raise DivergenceError(reason)

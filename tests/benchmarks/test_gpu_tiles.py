@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import gpu_tiles
 from benchmarks.gpu_tiles import BLAS, CHIPS, HEADER, JOINED_SHAPES, SCALES, SHAPES, TileChoice, TileEntry, chosen
-from fp8serve.fp8.selfcheck.candidates import TILES
+from fp8serve.fp8.selfcheck.switches import TILES
 
 ODD = [(1, 1, 16), (65, 48, 64), (100, 5120, 2048), (777, 11008, 4096), (3000, 3000, 3000), (1 << 20, 128, 1 << 18)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8serve.calibration.data import calibration_batches
-from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.observe import final_states, make_observer, observe
 from fp8serve.calibration.pipeline import calibrate, load_for_calibration
 from fp8serve.calibration.result import CalibrationReport
 from fp8serve.calibration.techniques.healing import heal
@@ -72,7 +72,7 @@ def test_the_weights_after_the_last_step_are_served(model_dir: Path) -> None:
     decoder, linears = load_for_calibration(model_dir, "cpu")
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
     recipe = DelayedScaling()
-    observer = observe(decoder, linears, batches, recipe)
+    observer = observe(decoder, make_observer(decoder, linears, recipe), batches)
     final_states(observer)
     kept: dict[str, torch.Tensor] = {}
     before = {name: linear.weight for name, linear in linears.items()}

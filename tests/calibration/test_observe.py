@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fp8serve.calibration.data import Batch, Sample, make_batches
-from fp8serve.calibration.observe import Observer, check_records, final_states, observe, scales_of
+from fp8serve.calibration.observe import Observer, check_records, final_states, make_observer, observe, scales_of
 from fp8serve.calibration.passes import attention_names, backward, forward, with_activation_gradients
 from fp8serve.errors import ScalesError
 from fp8serve.fp8.conversion import convert
@@ -58,7 +58,9 @@ def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         decoder = plain(model_dir)
         linears = converted(decoder)
-        observer = observe(decoder, linears, [batches[i] for i in order], RECIPE, kv_cache=True, gradients=True)
+        observer = observe(
+            decoder, make_observer(decoder, linears, RECIPE, kv_cache=True, gradients=True), [batches[i] for i in order]
+        )
         states = final_states(observer)
         found.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
     assert found[0].keys() == found[1].keys()
@@ -73,15 +75,17 @@ def test_every_batch_counts_even_if_the_history_is_shorter(model_dir: Path) -> N
     alone = []
     for batch in batches:
         decoder = plain(model_dir)
-        alone.append(observe(decoder, converted(decoder), [batch], RECIPE))
+        alone.append(observe(decoder, make_observer(decoder, converted(decoder), RECIPE), [batch]))
     decoder = plain(model_dir)
-    short = observe(decoder, converted(decoder), batches, replace(RECIPE, amax_history_len=3))
+    short = observe(decoder, make_observer(decoder, converted(decoder), replace(RECIPE, amax_history_len=3)), batches)
     for name, seen in short.records.items():
         assert seen.batches == 7
         assert seen.amax == max(one.records[name].amax for one in alone)
     reversed_decoder = plain(model_dir)
     backwards = observe(
-        reversed_decoder, converted(reversed_decoder), batches[::-1], replace(RECIPE, amax_history_len=3)
+        reversed_decoder,
+        make_observer(reversed_decoder, converted(reversed_decoder), replace(RECIPE, amax_history_len=3)),
+        batches[::-1],
     )
     assert scales(short) == scales(backwards)
 
@@ -100,7 +104,7 @@ def test_recorded_amaxes_are_those_of_the_untouched_model(decoder: Decoder, mode
             largest[f"{name}.weight"] = float(module.weight.abs().max())
     for batch in batches:
         forward(reference, batch)
-    observer = observe(decoder, converted(decoder), batches, RECIPE)
+    observer = observe(decoder, make_observer(decoder, converted(decoder), RECIPE), batches)
     assert {name: seen.amax for name, seen in observer.records.items()} == largest
     assert scales(observer) == {n: float(torch.tensor(448.0) / torch.tensor(a)) for n, a in largest.items()}
 
@@ -109,7 +113,7 @@ def test_observing_computes_in_high_precision(decoder: Decoder, model_dir: Path)
     (batch,) = random_batches(1)
     expected = forward(plain(model_dir), batch)
     linears = converted(decoder)
-    observe(decoder, linears, [batch], RECIPE)
+    observe(decoder, make_observer(decoder, linears, RECIPE), [batch])
     assert torch.equal(forward(decoder, batch), expected)
 
 
@@ -126,7 +130,7 @@ def test_gradient_scales_are_those_of_the_exact_gradients(decoder: Decoder, mode
     with with_activation_gradients(reference):
         for batch in batches:
             backward(reference, forward(reference, batch), batch.targets)
-    observer = observe(decoder, converted(decoder), batches, RECIPE, gradients=True)
+    observer = observe(decoder, make_observer(decoder, converted(decoder), RECIPE, gradients=True), batches)
     found = final_states(observer)
     for name, amax in largest.items():
         assert observer.records[f"{name}.grad_output"].amax == pytest.approx(amax, rel=1e-2)
@@ -144,7 +148,7 @@ def test_keys_and_values_are_observed_after_rotation(decoder: Decoder) -> None:
         return k, v
 
     forward(decoder, batch, tap)
-    observer = observe(decoder, converted(decoder), [batch], RECIPE, kv_cache=True)
+    observer = observe(decoder, make_observer(decoder, converted(decoder), RECIPE, kv_cache=True), [batch])
     assert {name: observer.records[name].amax for name in observer.kv} == seen
     assert list(observer.kv) == [f"{a}.{p}" for a in attention_names(decoder) for p in "kv"]
 
@@ -152,10 +156,12 @@ def test_keys_and_values_are_observed_after_rotation(decoder: Decoder) -> None:
 def test_margin_and_most_recent_are_honoured(model_dir: Path) -> None:
     batches = random_batches(4)
     last, margin = plain(model_dir), plain(model_dir)
-    recent = observe(last, converted(last), batches, replace(RECIPE, amax_compute_algo="most_recent"))
+    recent = observe(
+        last, make_observer(last, converted(last), replace(RECIPE, amax_compute_algo="most_recent")), batches
+    )
     for name, scale in scales(recent).items():
         assert scale == float(torch.tensor(448.0) / torch.tensor(recent.records[name].recent_amaxes[-1]))
-    halved = observe(margin, converted(margin), batches, replace(RECIPE, margin=1))
+    halved = observe(margin, make_observer(margin, converted(margin), replace(RECIPE, margin=1)), batches)
     for name, scale in scales(halved).items():
         assert scale == float(torch.tensor(224.0) / torch.tensor(halved.records[name].amax))
 
@@ -163,7 +169,7 @@ def test_margin_and_most_recent_are_honoured(model_dir: Path) -> None:
 @pytest.mark.parametrize("length", [1, 2, 1024])
 def test_histories_have_the_requested_length(decoder: Decoder, length: int) -> None:
     recipe = DelayedScaling(amax_history_len=length, interval=3)
-    observer = observe(decoder, converted(decoder), random_batches(2), recipe)
+    observer = observe(decoder, make_observer(decoder, converted(decoder), recipe), random_batches(2))
     for name, state in final_states(observer).items():
         assert state.amax_history.shape == (length,)
         assert float(state.scale) == float(torch.tensor(448.0) / torch.tensor(observer.records[name].amax))
@@ -176,13 +182,13 @@ def test_histories_have_the_requested_length(decoder: Decoder, length: int) -> N
 def test_weights_that_are_not_finite_are_named(decoder: Decoder, value: float, named: str) -> None:
     decoder.get_submodule("model.layers.1.mlp.up_proj").weight[3, 5] = value
     with pytest.raises(ScalesError, match=f"model.layers.1.mlp.{named}"):
-        observe(decoder, converted(decoder), random_batches(1), RECIPE)
+        observe(decoder, make_observer(decoder, converted(decoder), RECIPE), random_batches(1))
 
 
 def test_a_tensor_that_is_always_zero_is_named(decoder: Decoder) -> None:
     decoder.get_submodule("model.layers.0.mlp.gate_proj").weight.zero_()
     with pytest.raises(ScalesError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight was zero or never observed"):
-        observe(decoder, converted(decoder), random_batches(1), RECIPE)
+        observe(decoder, make_observer(decoder, converted(decoder), RECIPE), random_batches(1))
 
 
 def test_a_linear_that_never_ran_is_named(decoder: Decoder) -> None:
@@ -190,7 +196,7 @@ def test_a_linear_that_never_ran_is_named(decoder: Decoder) -> None:
     extra = nn.ModuleDict({"unused": nn.Linear(4, 4)})
     convert(extra)
     with pytest.raises(ScalesError, match=r"unused\.input was zero or never observed in 1 batches"):
-        observe(decoder, linears | {"unused": extra["unused"]}, random_batches(1), RECIPE)  # type: ignore[dict-item]
+        observe(decoder, make_observer(decoder, linears | {"unused": extra["unused"]}, RECIPE), random_batches(1))  # type: ignore[dict-item]
 
 
 def test_an_amax_that_overflowed_is_refused_even_if_the_result_is_finite(decoder: Decoder) -> None:

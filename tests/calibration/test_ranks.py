@@ -14,6 +14,7 @@ from fp8serve.errors import DataError, Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, Recipe, from_name
 from fp8serve.ranks import Ranks
 from tests.fp8.distributed.ranks import on_ranks
+from tests.model.encoders import BERT, make
 from tests.patience import PATIENCE
 
 from .test_stage_results import content
@@ -87,6 +88,22 @@ def test_the_command_under_torchrun(model_dir: Path, tmp_path: Path) -> None:
     assert again.returncode == 1
     assert again.stderr.count("is not empty; choose another output directory") == 1, again.stderr
     assert "internal error" not in again.stderr
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_an_encoder_under_torchrun_is_written_once(rounding: str, tmp_path: Path) -> None:
+    make(tmp_path / "encoder", BERT)
+    options = ["--samples", "4", "--seq-len", "24", "--batch-size", "1", "--rounding", rounding, "--json"]
+    arguments = ["calibrate", str(tmp_path / "encoder"), *options, "--out"]
+    done = torchrun(*arguments, str(tmp_path / "many"))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r'"quality"', done.stdout)) == 1, done.stdout
+    alone = subprocess.run(
+        [sys.executable, "-m", "fp8serve", *arguments, str(tmp_path / "one")],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
 def test_several_processes_cannot_read_standard_input(model_dir: Path, tmp_path: Path) -> None:

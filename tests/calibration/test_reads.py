@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8serve.calibration.compare import compare, freeze_function, kl_shares, read_scales
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.measure import LayerTally, count_codes, read_tallies, scatter_counts
-from fp8serve.calibration.observe import Observer, final_states, observe
+from fp8serve.calibration.observe import Observer, final_states, make_observer, observe
 from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.fp8.ops import quantize
 from fp8serve.fp8.ops.arithmetic import amax
@@ -102,7 +102,11 @@ def test_the_number_of_reads_does_not_depend_on_the_number_of_linears(model: Pat
         None, Tokenizer.from_dir(model), VOCAB, samples=samples, seq_len=32, batch_size=4, seed=0
     )
     observers: list[Observer] = []
-    observed = reads(lambda: observers.append(observe(decoder, linears, batches.calibration, RECIPE, kv_cache=True)))
+    observed = reads(
+        lambda: observers.append(
+            observe(decoder, make_observer(decoder, linears, RECIPE, kv_cache=True), batches.calibration)
+        )
+    )
     assert observed == {
         "tolist": 1,
         "aten::_local_scalar_dense": len(batches.calibration),

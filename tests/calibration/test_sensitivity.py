@@ -9,7 +9,7 @@ import torch
 from fp8serve.calibration.compare import freeze_function, kl_shares
 from fp8serve.calibration.data import calibration_batches
 from fp8serve.calibration.measure import TokenTally, add_logits
-from fp8serve.calibration.observe import final_states, observe
+from fp8serve.calibration.observe import final_states, make_observer, observe
 from fp8serve.calibration.passes import forward, forward_hooks
 from fp8serve.calibration.pipeline import load_for_calibration
 from fp8serve.calibration.progress import Stages
@@ -30,7 +30,9 @@ def measured(model_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
     batches = calibration_batches(
         None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
     )
-    states = final_states(observe(decoder, linears, batches.calibration, DelayedScaling(amax_history_len=8)))
+    states = final_states(
+        observe(decoder, make_observer(decoder, linears, DelayedScaling(amax_history_len=8)), batches.calibration)
+    )
     states["model.layers.0.self_attn.o_proj.input"].scale.mul_(2.0**-13)  # most of its inputs underflow
     freeze = freeze_function(DelayedScaling(), states)
     shares = kl_shares(decoder, linears, batches.held_out, lambda name, linear, x: freeze(name, linears[name])(x))
@@ -77,7 +79,9 @@ def test_several_sequences_in_one_pass_give_the_same_shares(model_dir: Path, mon
     batches = calibration_batches(
         None, Tokenizer.from_dir(model_dir), VOCAB, samples=64, seq_len=64, batch_size=4, seed=0
     )
-    freeze = freeze_function(DelayedScaling(), final_states(observe(decoder, linears, batches.calibration, RECIPE)))
+    freeze = freeze_function(
+        DelayedScaling(), final_states(observe(decoder, make_observer(decoder, linears, RECIPE), batches.calibration))
+    )
     frozen = {name: freeze(name, linear) for name, linear in linears.items()}
     passes: list[int] = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import cases, reference
-from fp8serve.fp8.selfcheck.candidates import TILES
+from fp8serve.fp8.selfcheck.switches import TILES
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, tame
 from tests.csrc.test_gemm import (
     E4M3,

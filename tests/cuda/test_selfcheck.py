@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fp8serve.fp8.ops import OPS, cases, compiled_for, reference
-from fp8serve.fp8.selfcheck.candidates import GEMMS, MAX_CASES, SEPARATE, TILES, gpu_candidates, switch_off_by_name
+from fp8serve.fp8.selfcheck.candidates import MAX_CASES, gpu_candidates
 from fp8serve.fp8.selfcheck.child import check_kernel
+from fp8serve.fp8.selfcheck.switches import GEMMS, SEPARATE, TILES, switch_off_by_name
 from fp8serve.fp8.selfcheck.verdict import KernelResult
 from tests.cuda import emulated
 from tests.cuda.accumulation import assert_within_accumulation

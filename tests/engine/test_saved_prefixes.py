@@ -1,5 +1,6 @@
 """A prefix cache on disk, restored by a later engine: it changes no bit, and damaged files are ignored."""
 
+import errno
 import logging
 import os
 import random
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import SafetensorError
 
 from fp8serve.engine import saved_prefixes
 from fp8serve.engine.client import EngineClient
@@ -180,14 +180,14 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
     first.save_prefixes()
     before = only_file(tmp_path).read_bytes()
 
-    def full(tensors: Any, path: Path, metadata: Any) -> None:
+    def full(path: Path, tensors: Any, metadata: Any) -> None:
         path.write_bytes(b"half")
-        raise SafetensorError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def no_memory(blocks: Any) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 4 bytes")
 
-    monkeypatch.setattr(saved_prefixes, "save_file", full)
+    monkeypatch.setattr(saved_prefixes, "save_tensors", full)
     first.generate(PROMPTS[1:], **SAMPLING)
     first.save_prefixes()
     assert "No space left" in caplog.text

@@ -19,7 +19,8 @@ from fp8serve.fp8.linear import Linear
 from fp8serve.fp8.ops import reference, registry
 from fp8serve.fp8.selfcheck import KernelResult, Machine, Verdict, VerdictError, check_runner, verdict
 from fp8serve.fp8.selfcheck.agreement import describe_difference
-from fp8serve.fp8.selfcheck.candidates import CPU_FEATURE_CAPS, candidates, sample_cases, switch_off
+from fp8serve.fp8.selfcheck.candidates import candidates, sample_cases
+from fp8serve.fp8.selfcheck.switches import CPU_FEATURE_CAPS, switch_off
 from tests.fp8 import broken_kernel
 from tests.fp8.broken_kernel import OP, OTHERS
 

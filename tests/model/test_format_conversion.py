@@ -82,6 +82,14 @@ def test_transformers_loads_what_is_written(base: Base, format_: str, tmp_path: 
     assert logits(theirs).isfinite().all()
 
 
+def weight_only_mxfp8() -> drafts.Draft:
+    draft = drafts.mx(8)
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    draft.config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    return draft
+
+
 REFUSED: list[tuple[Base, str, str]] = [
     (
         drafts.blocks,
@@ -96,7 +104,12 @@ REFUSED: list[tuple[Base, str, str]] = [
     (
         lambda: drafts.fp8("modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
         "compressed-tensors",
-        "No format here expresses how .* scales weights and inputs",
+        "has weights with a scale per block128x128 and unquantized inputs, which no recipe .* serve it as it is",
+    ),
+    (
+        weight_only_mxfp8,
+        "compressed-tensors",
+        "has weights with a scale per block1x32 and unquantized inputs, which no recipe .* serve it as it is",
     ),
 ]
 

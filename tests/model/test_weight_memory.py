@@ -55,6 +55,15 @@ def test_a_directory_in_fp8_is_counted_as_it_is_served(draft: Callable[[], check
         assert estimate_weight_memory(path, recipe).served == pytest.approx(loaded_bytes(model), rel=0.1), recipe
 
 
+def test_scales_of_one_byte_are_counted_as_such(tmp_path: Path) -> None:
+    estimates = []
+    for dtype in (torch.uint8, torch.float8_e8m0fnu):
+        draft = checkpoints.mx(8)
+        draft.tensors = {n: t.view(dtype) if n.endswith("_scale") else t for n, t in draft.tensors.items()}
+        estimates.append(estimate_weight_memory(draft.write(tmp_path / str(dtype)), "stored"))
+    assert estimates[0] == estimates[1]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_a_few_bits_are_counted_as_they_are_widened(bits: int, tmp_path: Path) -> None:
     path = checkpoints.mx(bits).write(tmp_path / "model")

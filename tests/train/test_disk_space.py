@@ -67,6 +67,14 @@ def test_checkpoints_that_exist_at_once_are_counted(configure: Configure) -> Non
     assert required(configure(max_steps=6, save_every=3)) == one + checkpoint
 
 
+def test_a_run_that_may_stop_early_needs_room_for_fewer_checkpoints(configure: Configure, tmp_path: Path) -> None:
+    data = {"eval_data": configure().data, "eval_every": 1}
+    four, two = (required(configure(max_steps=steps, save_every=1, keep_last=4)) for steps in (4, 2))
+    options = {"save_every": 1, "keep_last": 4, **data}
+    assert required(configure(max_steps=4, patience=1, **options)) == two < four
+    assert required(configure(max_steps=4, patience=9, **options)) == four
+
+
 def test_a_run_that_does_not_fit_is_refused_before_it_begins(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

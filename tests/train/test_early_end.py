@@ -2,13 +2,14 @@
 export the checkpoint with the lowest validation loss."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8serve.errors import JobError
-from fp8serve.train import checkpoint
+from fp8serve.train import checkpoint, train_step
 from fp8serve.train.trainer import Trainer
 
 from .conftest import Configure
@@ -97,3 +98,13 @@ def test_a_run_whose_validation_loss_rises_fails(noisy_run: Configure) -> None:
 def test_patience_and_best_result_need_validation_data(configure: Configure, options: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="compares validations; give eval_data and eval_every"):
         configure(**options)
+
+
+def test_patience_ends_a_run_without_a_finite_validation_loss(
+    noisy_run: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_step, "evaluate_run", lambda run: {"valid_loss": math.nan})
+    events: list[dict[str, Any]] = []
+    assert Trainer(noisy_run(patience=2)).run(events.append).step == 2
+    (early_end,) = [e for e in events if e.get("code") == "early_end"]
+    assert early_end["message"] == "Stopped early: 2 validations in a row had no finite loss"

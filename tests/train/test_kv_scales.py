@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.calibration.data import Sample, make_batches
-from fp8serve.calibration.observe import observe
+from fp8serve.calibration.observe import make_observer, observe
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
 from fp8serve.engine.loading import derive_kv_cache_dtype
@@ -287,7 +287,12 @@ def test_the_amaxes_are_those_of_calibration(tmp_path: Path, family: str) -> Non
     samples = [Sample(tuple(item.ids[:-1].tolist()), (True,) * item.tokens) for item in rows]
     calibrated = load_trainable(tmp_path, dtype=torch.bfloat16)
     linears = {name: m for name, m in convert(calibrated).named_modules() if isinstance(m, Linear)}
-    observer = observe(calibrated, linears, make_batches(samples, 2), recipe, kv_cache=True, all_experts=True)
+    observer = observe(
+        calibrated,
+        make_observer(calibrated, linears, recipe, kv_cache=True),
+        make_batches(samples, 2),
+        all_experts=True,
+    )
     assert len(found) == 2 * decoder.config.num_layers
     assert found == {name: observer.records[name].amax for name in found}
 

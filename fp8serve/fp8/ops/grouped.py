@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, FP8_MAX, amax, blocks, saturating_cast
-from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, tiled_noise
-from fp8serve.fp8.ops.microscaling import mx_scales
+from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, random_mx_scales, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
@@ -119,7 +118,7 @@ def grouped_case(
     rows, experts = int(offsets[-1]), len(offsets)
     noise = torch.Generator().manual_seed(3)
     if kind == "mx":
-        scales = [mx_scales(rows, k, 3), torch.stack([mx_scales(n, k, 4 + i) for i in range(experts)])]
+        scales = [random_mx_scales(rows, k, 3), torch.stack([random_mx_scales(n, k, 4 + i) for i in range(experts)])]
         scales = [torch.tensor(0.5), scales[1]] if a == torch.bfloat16 else scales
     else:
         scales = [torch.exp2(torch.randn(size, generator=noise)) for size in _shapes(kind, rows, experts, n, k)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX, MX_BLOCK, amax, expand, saturating_cast
 from fp8serve.fp8.ops.gemm import _apply_scales
-from fp8serve.fp8.ops.inputs import random_fp8, random_normal, tiled_noise
+from fp8serve.fp8.ops.inputs import random_fp8, random_mx_scales, random_normal, tiled_noise
 from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape, unpack_weight
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
@@ -160,15 +160,6 @@ def _fake_mx_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
 
 
-def mx_scales(rows: int, cols: int, seed: int) -> Tensor:
-    """Returns random scales near 1, a far smaller block in each row, and a row of the smallest scales."""
-    noise = torch.Generator().manual_seed(seed)
-    codes = torch.randint(115, 135, (rows, mx_blocks(cols)), generator=noise)
-    codes[:, :1] -= torch.randint(0, 100, (rows, min(1, codes.shape[1])), generator=noise)
-    codes[-1:] = codes[-1:] - 115
-    return codes.clamp(min=0).to(torch.uint8).view(E8M0)
-
-
 def mx_case(
     shape: tuple[int, int, int], a: torch.dtype, b: torch.dtype, packed: bool, has_residual: bool, out: torch.dtype
 ) -> tuple[Any, ...]:
@@ -178,7 +169,7 @@ def mx_case(
     for rows, dtype, seed in ((m, a, 1), (n, b, 2)):
         is_wide = dtype == torch.bfloat16
         q = random_normal(rows, k, dtype, seed) if is_wide else random_fp8(rows, k, dtype, seed)
-        operands.append((q, torch.tensor(0.5) if is_wide else mx_scales(rows, k, seed + 2)))
+        operands.append((q, torch.tensor(0.5) if is_wide else random_mx_scales(rows, k, seed + 2)))
     (x, a_scale), (weight, b_scale) = operands
     if packed:
         weight, rows_of_k = torch.empty(packed_shape(n, k), dtype=b), weight

@@ -2,7 +2,7 @@
 
 Code that computes on a device first calls `prepare_device(device)`. If there is no verdict for the GPU with its present
 driver and kernel library, it runs the check (check_runner.py) and stores the verdict (verdict.py). Then wrong kernels
-are switched off (candidates.py) with one warning. On a CPU only `fp8serve doctor --check` runs the check, and later
+are switched off (switches.py) with one warning. On a CPU only `fp8serve doctor --check` runs the check, and later
 processes use its verdict. If the check cannot run, a warning is logged and all kernels are used.
 """
 
@@ -18,8 +18,8 @@ import torch
 from fp8serve.errors import one_line
 from fp8serve.fp8.cuda_support import check_gpu
 from fp8serve.fp8.selfcheck import check_runner
-from fp8serve.fp8.selfcheck.candidates import switch_off
 from fp8serve.fp8.selfcheck.check_runner import KernelCallback
+from fp8serve.fp8.selfcheck.switches import switch_off
 from fp8serve.fp8.selfcheck.verdict import (
     KernelResult,
     Machine,

@@ -1,4 +1,4 @@
-"""The kernels that the self-check runs, their test cases, and how a bad kernel is switched off.
+"""The kernels that the self-check runs, and their test cases.
 
 Every op of a library is a candidate, named like the op. If an op has several kernels, each is a candidate:
 
@@ -13,14 +13,9 @@ Every op of a library is a candidate, named like the op. If an op has several ke
     quantize.avx2                           the variant of an op for CPUs whose best feature is AVX2
 
 Kernels on which other kernels depend come first, so that a fault is reported for the kernel that has it.
-
-A bad kernel is switched off for the whole process, and another takes its place. On a GPU the next kernel in the order
-of GEMM or attention kernels (csrc/cuda/gemm.cu, attention_tensor.cu) replaces it; any other op runs its default kernel;
-overlapping launches run one after the other. On a CPU all ops use the best set of features with which no bad variant
-runs; an op whose variants are all bad runs its default kernel.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -32,14 +27,17 @@ from torch import Tensor
 from fp8serve.fp8.ops.attention import prompt_case
 from fp8serve.fp8.ops.gemm import mm_case
 from fp8serve.fp8.ops.grouped import grouped_case, wgrad_case
-from fp8serve.fp8.ops.libraries import cpu_kernels
-from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for, use_default_kernel
+from fp8serve.fp8.ops.registry import OPS, Case, cases, compiled_for
+from fp8serve.fp8.selfcheck.switches import (
+    ATTENTION,
+    CPU_FEATURE_CAPS,
+    GEMMS,
+    cap_cpu_features,
+    disabled_kernels,
+    set_disabled_kernels,
+)
 
 MAX_CASES = 30  # of a kernel
-CPU_FEATURE_CAPS = ("best", "avx512+avx512vbmi", "avx512", "avx2", "portable")  # best first
-TILES = ("large", "medium", "small", "thin128", "thin64", "thin32")
-GEMMS = ("skinny", "mma", *TILES, "cublaslt", "cublaslt_rows")
-ATTENTION = ("attention_mma", "attention_wgmma")  # kernels for tensor cores; each replaces the next if that is bad
 UNSUPPORTED_CASE = "which does not multiply this here"  # the message of a kernel that does not support a problem
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,12 +80,6 @@ def _cpu_candidates() -> Iterator[Candidate]:
             if name not in names:
                 names.add(name)
                 yield Candidate(name, op, partial(_run_capped, cap, op), sample_cases(cases(op)))
-
-
-def cap_cpu_features(cap: str) -> dict[str, str]:
-    """Limits the CPU features that kernels of this process use. Returns the variant that now runs for each op."""
-    torch.ops.fp8serve.cpu_isa(cap)
-    return {op: kernel["variant"] for op, kernel in cpu_kernels().items() if op in OPS}
 
 
 def _run_capped(cap: str, op: str, *arguments: Any) -> Any:
@@ -152,18 +144,9 @@ def _gemm_cases(name: str) -> list[Case]:
     ]
 
 
-def _disabled_kernels(ops: Any, tensor: Tensor) -> set[str]:
-    return set(ops.gemm_kernels(tensor, "").split("+")) - {""}
-
-
-def _disable_kernels(ops: Any, tensor: Tensor, names: set[str]) -> None:
-    """Switches off these kernels on the tensor's GPU, and all others on."""
-    ops.gemm_kernels(tensor, "+".join(sorted(names)) or "none")
-
-
 def _run_grouped(ops: Any, op: str, uses_cutlass: bool, *arguments: Any) -> Tensor:
-    disabled = _disabled_kernels(ops, arguments[0]) - {"grouped_cutlass"}
-    _disable_kernels(ops, arguments[0], disabled if uses_cutlass else disabled | {"grouped_cutlass"})
+    disabled = disabled_kernels(ops, arguments[0]) - {"grouped_cutlass"}
+    set_disabled_kernels(ops, arguments[0], disabled if uses_cutlass else disabled | {"grouped_cutlass"})
     output: Tensor = getattr(ops, op)(*arguments)
     return output
 
@@ -172,12 +155,12 @@ def _run_attention(ops: Any, num_kernels: int, q: Tensor, *arguments: Any) -> Te
     """Runs attention with the first `num_kernels` of the kernels in ATTENTION switched on and the others off."""
     if num_kernels == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) != (9, 0):
         raise RuntimeError(UNSUPPORTED_CASE)
-    disabled = _disabled_kernels(ops, q)
-    _disable_kernels(ops, q, disabled - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
+    disabled = disabled_kernels(ops, q)
+    set_disabled_kernels(ops, q, disabled - set(ATTENTION[:num_kernels]) | set(ATTENTION[num_kernels:]))
     try:
         output: Tensor = ops.paged_attention(q, *arguments)
     finally:
-        _disable_kernels(ops, q, disabled)
+        set_disabled_kernels(ops, q, disabled)
     return output
 
 
@@ -203,12 +186,12 @@ def _run_overlapping(ops: Any, enabled: set[str], run: Callable[..., Tensor], *a
 
 
 def _run_with(ops: Any, enabled: set[str], run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    disabled = _disabled_kernels(ops, arguments[0])
-    _disable_kernels(ops, arguments[0], disabled - enabled)
+    disabled = disabled_kernels(ops, arguments[0])
+    set_disabled_kernels(ops, arguments[0], disabled - enabled)
     try:
         return run(*arguments)
     finally:
-        _disable_kernels(ops, arguments[0], disabled)
+        set_disabled_kernels(ops, arguments[0], disabled)
 
 
 def _quantize_and_multiply(multiply: Callable[..., Tensor], ops: Any, a: Tensor, *arguments: Any) -> Tensor:
@@ -256,44 +239,3 @@ _large_cases: dict[str, Callable[[], list[Case]]] = {  # with sizes that CUTLASS
     "grouped_mm": partial(_expert_cases, _many_rows, ("expert", "row", "block")),
     "grouped_wgrad": partial(_expert_cases, _many_columns, ("expert", "row", "block")),
 }
-
-
-# The names by which the op `gemm_kernels` switches the candidates off.
-_SWITCHES = {f"scaled_mm.{name}": name for name in GEMMS}
-_SWITCHES |= dict.fromkeys(("grouped_mm.cutlass", "grouped_wgrad.cutlass"), "grouped_cutlass")
-_SWITCHES |= {f"paged_{name.replace('_', '.')}": name for name in ATTENTION}
-OVERLAP = ("scaled_mm.overlap", "paged_attention.overlap")
-_SWITCHES |= dict.fromkeys(OVERLAP, "overlap")
-_SWITCHES["stored_mm.early_weights"] = "early_weights"
-_SWITCHES["stored_gated_mm.gated"] = "gated"
-SEPARATE = (*OVERLAP, "stored_mm.early_weights", "stored_gated_mm.gated")
-"""Candidates that test a switch alone: while other candidates run, these switches are off."""
-
-
-def switch_off(device: torch.device, names: Iterable[str]) -> None:
-    """Switches off the kernels with these candidate names in this process. Unknown names are ignored."""
-    if device.type == "cpu":
-        _switch_off_on_cpu(set(names))
-        return
-    switch_off_by_name(torch.empty(1, device=device), names)
-    for name in names:
-        if name in OPS:
-            use_default_kernel(name, "cuda")
-
-
-def switch_off_by_name(tensor: Tensor, names: Iterable[str], ops: Any = torch.ops.fp8serve) -> None:
-    """Switches off, on the tensor's GPU, those of the kernels that the op `gemm_kernels` can switch off."""
-    disabled = {_SWITCHES[name] for name in names if name in _SWITCHES} | _disabled_kernels(ops, tensor)
-    if disabled:
-        _disable_kernels(ops, tensor, disabled)
-
-
-def _switch_off_on_cpu(names: set[str]) -> None:
-    variants = {cap: cap_cpu_features(cap) for cap in CPU_FEATURE_CAPS}
-    op_candidates = {op: {f"{op}.{variants[cap][op]}" for cap in CPU_FEATURE_CAPS} for op in variants["best"]}
-    bad_ops = {op for op, op_names in op_candidates.items() if op_names <= names}
-    for op in bad_ops:
-        use_default_kernel(op, "cpu")
-    avoided = names - {name for op in bad_ops for name in op_candidates[op]}
-    cap_names = {cap: {f"{op}.{variant}" for op, variant in variants[cap].items()} for cap in CPU_FEATURE_CAPS}
-    cap_cpu_features(next(cap for cap in CPU_FEATURE_CAPS if not avoided & cap_names[cap]))

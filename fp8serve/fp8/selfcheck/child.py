@@ -19,14 +19,8 @@ from torch import Tensor
 from fp8serve.errors import one_line
 from fp8serve.fp8.ops.registry import Case, reference
 from fp8serve.fp8.selfcheck.agreement import describe_difference, outputs_of
-from fp8serve.fp8.selfcheck.candidates import (
-    MAX_CASES,
-    SEPARATE,
-    UNSUPPORTED_CASE,
-    Candidate,
-    candidates,
-    switch_off,
-)
+from fp8serve.fp8.selfcheck.candidates import MAX_CASES, UNSUPPORTED_CASE, Candidate, candidates
+from fp8serve.fp8.selfcheck.switches import SEPARATE, switch_off
 from fp8serve.fp8.selfcheck.verdict import KernelResult
 
 

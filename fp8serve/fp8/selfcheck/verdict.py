@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fp8serve.fp8 import ops
 from fp8serve.fp8.cuda_support import driver_version
+from fp8serve.fp8.ops.libraries import LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Machine:
 
 def machine_of(device: torch.device) -> Machine | None:
     """Returns the machine of a device, or None if no library of kernels is loaded for this type of device."""
-    library = ops.LIBRARIES.get(device.type)
+    library = LIBRARIES.get(device.type)
     if library is None:
         return None
     is_gpu = device.type == "cuda"

@@ -1,6 +1,7 @@
 """The names of a decoder's linear layers, computed from its configuration. This module does not import torch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 
 from fp8serve.errors import ModelError
@@ -15,9 +16,9 @@ def linear_names(config: ModelConfig) -> list[str]:
     return [name for layer in range(config.num_layers) for group in linear_groups(config, layer) for name in group]
 
 
-def has_dense_mlp(config: ModelConfig, layer: int) -> bool:
-    """Returns whether the layer has an MLP. Otherwise it has a mixture of experts."""
-    return config.experts is None or layer not in config.experts.layers
+def experts_of(config: ModelConfig, layer: int) -> Experts | None:
+    """Returns the mixture of experts of the layer, or None if the layer has a dense MLP."""
+    return config.experts if config.experts is not None and layer in config.experts.layers else None
 
 
 def linear_groups(config: ModelConfig, layer: int) -> Groups:
@@ -36,11 +37,12 @@ def attention_linear_groups(config: ModelConfig, layer: int) -> Groups:
 
 def mlp_linear_groups(config: ModelConfig, layer: int) -> Groups:
     """Returns the `linear_groups` of the MLP or the mixture of experts."""
-    if config.experts is None or has_dense_mlp(config, layer):
+    experts = experts_of(config, layer)
+    if experts is None:
         gate_up = ("mlp.gate_up_proj",) if config.fused_gate_up else ("mlp.gate_proj", "mlp.up_proj")
         groups: Groups = (gate_up if config.activation != "xielu" else ("mlp.up_proj",), ("mlp.down_proj",))
     else:
-        groups = tuple(_expert_groups(config.experts))
+        groups = tuple(_expert_groups(experts))
     return _with_prefix(f"model.layers.{layer}", groups)
 
 
@@ -61,7 +63,9 @@ def adaptable_linear_names(config: ModelConfig) -> list[str]:
     except the experts of a mixture, whose weights are stacked, and layers whose weights are stored transposed."""
     if config.computed_by is not None:
         return list(config.computed_by.adaptable_linears)
-    return [name for name in linear_names(config) if not is_expert(name)]
+    if config.experts is not None:
+        config = replace(config, experts=replace(config.experts, count=0))
+    return linear_names(config)
 
 
 def is_expert(linear: str) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fp8serve.fp8.elementwise import rotary
 from fp8serve.fp8.stacked import StackedExperts
-from fp8serve.model.config.linear_names import attention_linear_groups, has_dense_mlp, linear_names, mlp_linear_groups
+from fp8serve.model.config.linear_names import attention_linear_groups, experts_of, linear_names, mlp_linear_groups
 from fp8serve.model.config.model_config import ModelConfig
 from fp8serve.model.network.experts import Mixture
 from fp8serve.model.network.fusion import IDENTITY, OutputTransform, Projections, add_mlp, add_projection, forward_of
@@ -209,10 +209,11 @@ class Layer(nn.Module):
         latent = config.latent
         self.self_attn = Attention(config, layer) if latent is None else LatentAttention(config, latent, layer)
         mlp: nn.Module
-        if config.experts is None or has_dense_mlp(config, layer):
+        experts = experts_of(config, layer)
+        if experts is None:
             self.mlp_name, mlp = "mlp", ApertusMLP(config) if config.activation == "xielu" else MLP(config)
         else:
-            self.mlp_name, mlp = config.experts.names.block, Mixture(config, config.experts)
+            self.mlp_name, mlp = experts.names.block, Mixture(config, experts)
         self.register_module(self.mlp_name, mlp)
         self.norms, self.residual_scale, self.is_parallel = config.norms, config.residual_scale, config.parallel
         for name in dict.fromkeys(astuple(config.norms)):

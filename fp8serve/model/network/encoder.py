@@ -144,6 +144,10 @@ class Encoder(nn.Module):
         x = self.embed(ids, lengths, segments)
         for layer in self.parts:
             x = layer(x, lengths)
+        return self.apply_final_norm(x)
+
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """Returns the hidden states for the output of the last layer. BERT's layers end with a norm of their own."""
         return x
 
     def join(self) -> None:

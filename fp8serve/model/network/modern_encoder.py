@@ -106,12 +106,11 @@ class ModernEncoder(Encoder):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.final_norm = _norm(config)
 
-    def forward(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """Same as `Encoder.forward`. ModernBERT ignores `segments`."""
-        return self.final_norm(super().forward(ids, lengths))  # type: ignore[no-any-return]
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.final_norm(x))
 
     def embed(self, ids: Tensor, lengths: Sequence[int], segments: Tensor | None = None) -> Tensor:
-        """Returns the input of the first layer, [T, hidden]."""
+        """Returns the input of the first layer, [T, hidden]. ModernBERT ignores `segments`."""
         return cast(Tensor, self.embeddings(ids))
 
 

@@ -116,7 +116,8 @@ class JobDirectories:
         except Fp8ServeError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error)) from None
         try:
-            select_linears(adaptable_linear_names(model), config.lora_targets)
+            if config.lora_targets:
+                select_linears(adaptable_linear_names(model), config.lora_targets)
         except ModelError as error:
             raise Fault(Code.INVALID_PARAMETER, str(error), param="lora_targets") from None
         return config
