@@ -11,7 +11,7 @@ from fp8serve.model import gguf as packaged
 from .planted import plant
 from .test_smoothing import LARGE, kl, run
 
-SIZES = {"samples": 8, "seq_len": 128}
+SIZES = {"samples": 16, "seq_len": 256}
 NORM, CHANNEL = "model.layers.15.post_attention_layernorm", 100
 
 
