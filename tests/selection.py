@@ -161,7 +161,8 @@ FAMILIES = {
     ),
     "hostile files of models": Family(("tests/model/test_hostile.py",), ("fp8serve/model/*", "fp8serve/errors.py")),
     "demonstrations": Family(
-        ("tests/test_demo.py",), ("fp8serve/demos/*", "fp8serve/commands/demo.py", "fp8serve/running.py", *TRAINING)
+        ("tests/test_demo.py", "tests/test_demo_smollm2.py"),
+        ("fp8serve/demos/*", "fp8serve/commands/demo.py", "fp8serve/running.py", *TRAINING),
     ),
     "examples": Family(
         ("tests/test_examples.py",), ("examples/*", "csrc/cpu/*", *KERNELS, "fp8serve/model/*", "fp8serve/errors.py")
@@ -178,7 +179,10 @@ FAMILIES = {
             "fp8serve/options.py",
         ),
     ),
-    "smoothing": Family(("tests/calibration/test_smoothing.py",), ("calibrate/*", "fp8serve/model/*", *KERNELS)),
+    "smoothing": Family(
+        ("tests/calibration/test_smoothing.py", "tests/calibration/test_real_weights.py"),
+        ("calibrate/*", "fp8serve/model/*", *KERNELS),
+    ),
 }
 
 

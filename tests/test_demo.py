@@ -16,16 +16,13 @@ from fp8serve.commands import demo
 from fp8serve.commands.demo import command
 from fp8serve.demos import from_scratch
 from fp8serve.demos.from_scratch import QUESTIONS, FromScratch
-from fp8serve.demos.smollm2 import FACTS, GENERAL_QUESTIONS, OnSmolLM2, side_by_side
+from fp8serve.demos.smollm2 import OnSmolLM2, side_by_side
 from fp8serve.errors import MachineError
 from fp8serve.model import gguf as packaged
 from fp8serve.running import RunningServer
 from tests.patience import PATIENCE, until
 
 STAGES = ["model", "train", "calibrate", "serve", "generate", "finetune", "activate", "ask again"]
-SMOLLM2_STAGES = [
-    "model", "calibrate", "serve", "ask", "finetune", "activate", "ask again", "restart", "same",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +74,19 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         pass
 
 
-SHORT_DEMO = """
+SERVING_DEMO = """
 import signal, sys
+from pathlib import Path
 from fp8serve.cli import main
-from fp8serve.demos import Demo
+from fp8serve.demos.from_scratch import FromScratch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
-Demo.__init__.__defaults__ = (None, None, 0.02, "cpu")
+
+def serve_until_interrupted(demo, directory):
+    with demo.running_server(Path(sys.argv[1]), directory / "server") as server:
+        while True:
+            demo._generate(server)
+
+FromScratch.run_stages = serve_until_interrupted
 sys.exit(main(["demo", "--from-scratch"]))
 """
 
@@ -95,8 +99,10 @@ def children_of(pid: int) -> set[int]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demonstration_leaves_nothing(signal_number: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SHORT_DEMO]
+def test_an_interrupted_demonstration_leaves_nothing(
+    signal_number: int, short_run: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", SERVING_DEMO, str(short_run[0] / "calibrated")]
     temporary, torch_cache = tmp_path / "temporary", tmp_path / "torch"  # torch leaves an empty directory there
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(torch_cache)}
@@ -203,29 +209,3 @@ def test_side_by_side_shows_one_shortened_line_an_answer() -> None:
     assert new.startswith("    after:  three three")
     assert new.endswith("...")
     assert len(new) <= len("    after:  ") + 100
-
-
-# -- on real weights ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: make weights",
-)
-def test_the_main_job_on_real_weights(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if shutil.disk_usage(tmp_path).free < OnSmolLM2.disk_bytes:
-        pytest.skip(f"needs {OnSmolLM2.disk_bytes >> 30} GiB of free disk")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    printed = list[str]()
-    figures = OnSmolLM2("a test", tmp_path, printed.append, effort=0.5).run()
-    assert [line[:10].strip() for line in printed if line[0] != " "] == [*SMOLLM2_STAGES, "done"]
-    calibrated = figures["calibrate"]
-    assert calibrated["perplexity_fp8"] == pytest.approx(calibrated["perplexity_bf16"], rel=0.2)  # of 32 samples
-    assert 0 < calibrated["kl_divergence"] < 0.1
-    assert "Paris" in figures["ask"]["answers"][GENERAL_QUESTIONS[0]]
-    assert figures["finetune"]["last_loss"] < figures["finetune"]["first_loss"]
-    assert figures["ask again"]["answers"] != figures["ask"]["answers"]
-    assert figures["same"]["same"] == len(GENERAL_QUESTIONS) + len(FACTS)

@@ -26,21 +26,29 @@ for module in {MODULES}:
     assert done.stdout.splitlines() == [*MODULES]
 
 
-def test_no_compiler_is_imported_to_load_a_model(tmp_path: Path) -> None:
-    """One process generates and then calibrates."""
+def test_no_compiler_is_imported_to_run_a_model(tmp_path: Path) -> None:
+    """One process generates, then calibrates, and then trains."""
     code = """
 import sys
+from pathlib import Path
 from fp8serve.calibration.pipeline import calibrate
 from fp8serve.engine.engine import Engine
+from fp8serve.train.config import TrainConfig
+from fp8serve.train.trainer import Trainer
 Engine(sys.argv[1], recipe="current").generate([[1, 2, 3]], max_new_tokens=2)
 print("engine", *[m for m in ("torch._dynamo", "torch._inductor", "sympy") if m in sys.modules])
 calibrate(sys.argv[1], out=sys.argv[2], samples=2, seq_len=8)
 print("calibration", *[m for m in ("torch._dynamo", "torch._inductor", "sympy") if m in sys.modules])
+data = Path(sys.argv[2], "data.jsonl")
+data.write_text('{"text": "one two three four"}')
+options = {"model": sys.argv[1], "data": [str(data)], "out": sys.argv[2] + "/run", "seq_len": 8, "max_steps": 1}
+Trainer(TrainConfig.from_dict(options)).run()
+print("training", *[m for m in ("torch._dynamo", "torch._inductor", "sympy") if m in sys.modules])
 """
     model = write_tiny_model(tmp_path / "model")
     arguments = [sys.executable, "-c", code, str(model), str(tmp_path / "out")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert {"engine", "calibration"} <= {*done.stdout.splitlines()}
+    assert {"engine", "calibration", "training"} <= {*done.stdout.splitlines()}
 
 
 def without_torch(code: str, *arguments: str) -> Any:

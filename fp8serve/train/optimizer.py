@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ BLOCK = 256  # elements of a block of torchao's 8-bit moments
 MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 PARTS = ("codes", "scale")
 GradientNorm = Callable[[Mapping[str, Tensor]], float]
+
+
+class EagerAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` for callers that compute no gradients and do not compile the update.
+
+    torch decorates these methods for torch.compile, and the decorators import TorchDynamo and SymPy. In a process that
+    trains a small model, this took as long as all other imports (1.5 s).
+    """
+
+    add_param_group = unwrap(torch.optim.AdamW.add_param_group)
+    step = unwrap(torch.optim.AdamW.step)
 
 
 def has_blocks(elements: int) -> bool:
@@ -128,7 +140,7 @@ class Optimizer:
             self._adam_8bit = _torchao().AdamW8bit(groups[:1], **options) if matrices else None
             groups = groups[1:]
         groups = [group for group in groups if group["params"]]
-        self._adam = torch.optim.AdamW(groups, **options, fused=True) if groups else None
+        self._adam = EagerAdamW(groups, **options, fused=True) if groups else None
 
     def accumulate_in_fp32(self) -> None:
         """Adds BF16 gradients to the FP32 accumulators and clears them. It must be called after each backward pass, and

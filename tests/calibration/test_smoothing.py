@@ -30,8 +30,6 @@ from fp8serve.calibration.techniques.smoothing import (
 )
 from fp8serve.errors import Fp8ServeError
 from fp8serve.fp8.recipe import DelayedScaling, from_name
-from fp8serve.hub import find_model
-from fp8serve.model import gguf as packaged
 from fp8serve.model.checkpoint import load_scales, load_servable, open_checkpoint
 from fp8serve.model.network.decoder import Decoder
 from fp8serve.model.text.tokenizer import Tokenizer
@@ -293,35 +291,3 @@ def test_scales_alone_cannot_be_smoothed(model_dir: Path, tmp_path: Path) -> Non
     with pytest.raises(Fp8ServeError, match="scales_only writes no weights, but smoothing changes weights"):
         run(model_dir, tmp_path / "out", smoothing=0.5, scales_only=True)
     assert list(tmp_path.iterdir()) == []
-
-
-# -- on real weights ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    packaged.missing_package() is not None,
-    reason="SmolLM2's weights are not installed: make weights",
-)
-def test_smollm2_survives_a_planted_outlier(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    norm, few = "model.layers.15.post_attention_layernorm", {"samples": 16, "seq_len": 256}
-    usual = find_model("smollm2")
-    harmful = plant(Path(usual), tmp_path / "planted", LARGE, norm, 100)
-    figures = {
-        name: run(Path(model), tmp_path / name, **few | options)
-        for name, model, options in (
-            ("usual", usual, {}),
-            ("harmed", harmful, {}),
-            ("smooth", harmful, {"smoothing": 0.5}),
-        )
-    }
-    assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
-    assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
-    (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
-    assert "layer 15 gate/up input (channel 100: " in found.text
-    smoothing = figures["smooth"].smoothing
-    assert smoothing is not None
-    assert norm in smoothing.pairs

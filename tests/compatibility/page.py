@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from tests.compatibility.cases import BY_TRANSFORMERS, NAMES, NOT_READ_BY_TRANSFORMERS, architecture, repository
 
-TESTS = Path(__file__).with_name("test_compatibility.py")
+TESTS = [Path(__file__).with_name(f"test_{name}.py") for name in ("compatibility", "calibrated")]
 # Name of a test -> (title of its column, description).
 CHECKS = {
     "test_logits": ("logits", "equal transformers' to rounding, in BF16 and in FP32, from one file and from several"),
@@ -75,7 +75,7 @@ def tested() -> Outcomes:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         options = ("-q", "-n0", "-p", "no:cacheprovider", f"--junit-xml={report}")
-        subprocess.run([sys.executable, "-m", "pytest", str(TESTS), *options], stdout=sys.stderr, check=False)
+        subprocess.run([sys.executable, "-m", "pytest", *map(str, TESTS), *options], stdout=sys.stderr, check=False)
         for case in ElementTree.parse(report).iter("testcase"):
             test, _, parameters = case.attrib["name"].partition("[")
             name = next(name for name in parameters.rstrip("]").split("-") if name in NAMES)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.compatibility import test_compatibility
+from tests.compatibility import test_calibrated, test_compatibility
 from tests.compatibility.page import CHECKS, complete, page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
@@ -18,4 +18,5 @@ def test_a_failed_test_changes_the_page() -> None:
 
 
 def test_every_test_has_a_column() -> None:
-    assert {name for name in vars(test_compatibility) if name.startswith("test_")} == set(CHECKS)
+    tests = [*vars(test_compatibility), *vars(test_calibrated)]
+    assert {name for name in tests if name.startswith("test_")} == set(CHECKS)

@@ -1,9 +1,9 @@
 """Runs every kernel on an emulated GPU compiled with ThreadSanitizer, in a process of its own (test_races.py).
 
-    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run as-they-are | left-out | written-weights
+    LD_PRELOAD=libtsan.so setarch -R python -m tests.cuda.race_run barriers | written-weights
 
-`as-they-are` runs every kernel, with the threads of a block in order and in reverse order. A race ends the process with
-a report. `left-out` removes each barrier and wait in turn and runs a kernel that reaches it. It prints a line for each
+`barriers` runs every kernel, with the threads of a block in order and in reverse order. A race ends the process with a
+report. After the first run that reaches a barrier or wait, it repeats the run without this barrier, and prints a line
 that states how the fault was detected. `written-weights` treats stored weights as results of the previous kernel, and
 prints how this was detected: ops must not read such weights before they wait.
 
@@ -173,22 +173,17 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def as_they_are(gpu: emulated.Emulator, kernels: Kernels) -> None:
+def barriers(gpu: emulated.Emulator, kernels: Kernels) -> None:
+    reached: set[str] = set()
     for backwards in (False, True):
-        gpu.run_backwards(backwards)
         for name, run in runs():
             print_line(f"RUN {name}")
+            gpu.run_backwards(backwards)
             run(kernels)
-    print_line(f"MET {' '.join(sorted(gpu.met()))}")
-
-
-def left_out(gpu: emulated.Emulator, kernels: Kernels) -> None:
-    done: set[str] = set()
-    for name, run in runs():
-        run(kernels)
-        for site in sorted(gpu.met() - done):
-            done.add(site)
-            print_line(f"WITHOUT {site} {name}: {detection(gpu, kernels, site, run)}")
+            for site in sorted(gpu.met() - reached):
+                reached.add(site)
+                print_line(f"WITHOUT {site} {name}: {detection(gpu, kernels, site, run)}")
+    print_line(f"MET {' '.join(sorted(reached))}")
 
 
 def written_weights(gpu: emulated.Emulator, kernels: Kernels) -> None:
@@ -222,6 +217,6 @@ if __name__ == "__main__":
     emulator = emulated.Emulator(Path(emulated.build(THREAD_SANITIZER)))
     emulator.be(*CHIP)
     kernels = Kernels(AfterOthers(emulator, STORED_WEIGHTS), "cpu")
-    modes = {"as-they-are": as_they_are, "left-out": left_out, "written-weights": written_weights}
+    modes = {"barriers": barriers, "written-weights": written_weights}
     modes[sys.argv[1]](emulator, kernels)
     print_line("DONE")

@@ -4,8 +4,8 @@ the fork, and it imports every module of a job, so that no child has to.
     python -m tests.train.killed_runs random JOB_DIR SEED     kill and restart at random events until the job is done
     python -m tests.train.killed_runs points JOB_DIR WHOLE    resume from the files at every point
     python -m tests.train.killed_runs group JOB_DIR SEED      like "random", on two ranks: kill a rank or their parent
-    python -m tests.train.killed_runs group-points JOB_DIR WHOLE      like "points", on two ranks, for rank 0
-    python -m tests.train.killed_runs group-kills JOB_DIR WHOLE STEP  on two ranks, kill rank 0 at every STEP-th point
+    python -m tests.train.killed_runs group-points JOB_DIR WHOLE STEP   two ranks resume from every STEP-th point
+    python -m tests.train.killed_runs group-kills JOB_DIR WHOLE STEP    of two ranks, kill rank 0 at every STEP-th point
 
 A point is a call of fsync or rename before which the files have changed since the previous such call; a kill in any
 other call would leave the same files as a kill at the point before it. A killed process loses only its memory, so
@@ -130,15 +130,15 @@ def points(job: Path, whole: Path) -> int:
 
 
 def resume_from_each_point(
-    job: Path, whole: Path, copy_points: Callable[[Path], int | None], run: Callable[[], int | None]
+    job: Path, whole: Path, copy_points: Callable[[Path], int | None], run: Callable[[], int | None], step: int = 1
 ) -> int:
     """`copy_points` runs the job and copies its files at each point to a subdirectory of its argument, named by the
-    number of the call. The job is resumed from each copy by `run`. Returns the number of points."""
+    number of the call. The job is resumed from every `step`-th copy by `run`. Returns the number of resumptions."""
     copies = job.with_name("copies")
     copies.mkdir()
     if copy_points(copies) != job_process.EXIT_DONE:
         raise SystemExit("the job did not end")
-    points = sorted(copies.iterdir(), key=lambda path: int(path.name))
+    points = sorted(copies.iterdir(), key=lambda path: int(path.name))[::step]
     for point in points:
         shutil.rmtree(job)
         point.rename(job)  # the files contain their own path
@@ -203,11 +203,11 @@ def two_ranks(job: Path, prepare_first: Callable[[], None] = lambda: None) -> in
         return first
 
 
-def group_points(job: Path, whole: Path) -> int:
+def group_points(job: Path, whole: Path, step: int) -> int:
     def copy_points(copies: Path) -> int:
         return two_ranks(job, lambda: copy_at_each_point(job, copies))
 
-    return resume_from_each_point(job, whole, copy_points, lambda: two_ranks(job))
+    return resume_from_each_point(job, whole, copy_points, lambda: two_ranks(job), step)
 
 
 def group_kills(job: Path, whole: Path, step: int) -> int:
@@ -251,7 +251,7 @@ if __name__ == "__main__":
     mode, job_dir, *more = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     if mode in ("random", "group"):
         print({"random": kill_at_random, "group": kill_group}[mode](job_dir, int(more[0])))
-    elif mode == "group-kills":
-        print(group_kills(job_dir, Path(more[0]), int(more[1])))
+    elif mode == "points":
+        print(points(job_dir, Path(more[0])))
     else:
-        print({"points": points, "group-points": group_points}[mode](job_dir, Path(more[0])))
+        print({"group-points": group_points, "group-kills": group_kills}[mode](job_dir, Path(more[0]), int(more[1])))

@@ -101,9 +101,10 @@ def test_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, c
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_two_processes_resume_from_the_files_at_every_fsync_or_rename(tmp_path: Path, configure: Configure) -> None:
+def test_two_processes_resume_from_the_files_at_every_third_point(tmp_path: Path, configure: Configure) -> None:
+    """A point is an fsync or a rename. test_job_process.py resumes one process, which reads the same files, at all."""
     whole, job = run_shared(tmp_path, configure, max_steps=2, save_every=1)
-    assert finish(job, "group-points", str(whole)) >= 20
+    assert finish(job, "group-points", str(whole), "3") >= 7
 
 
 @pytest.mark.exhaustive

@@ -32,34 +32,40 @@ BODIES: dict[str, tuple[type[Strict], dict[str, Any]]] = {
 }
 
 
-def signatures() -> dict[str, tuple[Callable[..., Any], type[Body], dict[str, Any]]]:
-    """For each function of a client: the function, the class of our body, and the body's required fields."""
-    client: Any = openai.OpenAI(api_key="none")
+OF_OPENAI = ("openai chat", "openai text", "openai responses", "openai embeddings", "huggingface_hub chat")
+OF_ANTHROPIC = ("anthropic", "anthropic beta", "anthropic count", "anthropic beta count")
+
+
+def signature(client: str) -> tuple[Callable[..., Any], type[Body], dict[str, Any]]:
+    """Returns a client's function, the class of our body, and the body's required fields. The clients are imported
+    here, because anthropic takes two seconds, and every process of a test run collects this file."""
     chat, text, items, messages = ((*BODIES[route],) for route in list(BODIES)[:4])
-    results: dict[str, Any] = {
-        "openai chat": (client.chat.completions.create, *chat),
-        "openai text": (client.completions.create, *text),
-        "openai responses": (client.responses.create, *items),
-        "openai embeddings": (client.embeddings.create, EmbeddingBody, {"input": "Hello", "model": "m"}),
-        "huggingface_hub chat": (InferenceClient.chat_completion, *chat),
-    }
-    try:
-        import anthropic
-    except ImportError:
-        return results
-    theirs: Any = anthropic.Anthropic(api_key="none")
-    counting = (CountBody, {"messages": TURN})
-    return results | {
-        "anthropic": (theirs.messages.create, *messages),
-        "anthropic beta": (theirs.beta.messages.create, *messages),
-        "anthropic count": (theirs.messages.count_tokens, *counting),
-        "anthropic beta count": (theirs.beta.messages.count_tokens, *counting),
-    }
+    results: dict[str, Any]
+    if client in OF_ANTHROPIC:
+        api: Any = pytest.importorskip("anthropic").Anthropic(api_key="none")
+        counting = (CountBody, {"messages": TURN})
+        results = {
+            "anthropic": (api.messages.create, *messages),
+            "anthropic beta": (api.beta.messages.create, *messages),
+            "anthropic count": (api.messages.count_tokens, *counting),
+            "anthropic beta count": (api.beta.messages.count_tokens, *counting),
+        }
+    else:
+        api = openai.OpenAI(api_key="none")
+        results = {
+            "openai chat": (api.chat.completions.create, *chat),
+            "openai text": (api.completions.create, *text),
+            "openai responses": (api.responses.create, *items),
+            "openai embeddings": (api.embeddings.create, EmbeddingBody, {"input": "Hello", "model": "m"}),
+            "huggingface_hub chat": (InferenceClient.chat_completion, *chat),
+        }
+    function, body, needed = results[client]
+    return function, body, needed
 
 
-@pytest.mark.parametrize("client", signatures())
+@pytest.mark.parametrize("client", [*OF_OPENAI, *OF_ANTHROPIC])
 def test_no_field_of_a_client_is_refused_as_null_or_by_default(client: str) -> None:
-    function, body, needed = signatures()[client]
+    function, body, needed = signature(client)
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         if name in CLIENT_OPTIONS or name in needed or name == "model":

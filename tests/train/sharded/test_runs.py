@@ -1,6 +1,5 @@
-"""Sharded training (`--fsdp`): several processes write the same bytes as one, also when stopped, killed or resumed."""
+"""Sharded training (`--fsdp`): several processes write the same bytes as one."""
 
-import errno
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8serve.errors import JobError, MachineError
-from fp8serve.model.storage import shards
+from fp8serve.errors import JobError
 from fp8serve.ranks import Ranks
 from fp8serve.train.config import TrainConfig
 from fp8serve.train.scratch import write_random_model
@@ -17,9 +15,7 @@ from fp8serve.train.trainer import Trainer
 from tests.fp8.distributed.ranks import on_ranks
 from tests.train.conftest import TEXTS, Configure, write_lines
 from tests.train.test_experts import write_mixture
-from tests.train.test_job_process import events, finish, make_job
-from tests.train.test_killed_groups import assert_same, assert_stops_by_a_signal, metrics_in, run_shared
-from tests.train.test_processes import SHARED, _train_spoiled, hashes_of, metrics_of, train_on
+from tests.train.test_processes import SHARED, hashes_of, metrics_of, train_on
 
 pytestmark = pytest.mark.distributed
 
@@ -100,31 +96,6 @@ def test_a_run_that_ends_early_exports_its_best_checkpoint(configure: Configure,
     assert json.loads((tmp_path / "2" / "model" / "training.json").read_text())["step"] == best
 
 
-def test_a_diverging_run_returns_to_a_checkpoint(configure: Configure, tmp_path: Path) -> None:
-    told = []
-    for world in (1, 2):
-        back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
-        config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
-        told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
-    assert told[1][1] == []
-    assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
-    assert metrics_of(tmp_path / "2")["returns"] == 2
-
-
-def test_a_run_may_be_resumed_sharded_or_not_on_any_number_of_processes(configure: Configure, tmp_path: Path) -> None:
-    options: dict[str, Any] = {**SHARED, "max_steps": 8}
-    train_on(1, configure(**options, out=str(tmp_path / "through")))
-    plan = ((2, True, 2), (4, False, 2), (1, True, 2), (2, True, None))
-    for world, fsdp, stop_after in plan:
-        train_on(world, configure(**options, fsdp=fsdp, out=str(tmp_path / "changing")), stop_after)
-    last = [
-        {n: h for n, h in hashes_of(tmp_path / run).items() if "step-8" in n or n == "model/model.safetensors"}
-        for run in ("through", "changing")
-    ]
-    assert len(last[0]) > 5
-    assert last[0] == last[1]
-
-
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_8_bit_moments_equal_those_of_one_process(configure: Configure, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 128, "layers": 1, "heads": 4, "kv_heads": 2}
@@ -154,24 +125,6 @@ def test_shards_that_split_a_block_of_8_bit_moments_are_refused(configure: Confi
     assert "use fp32, another number of processes, or no fsdp" in told[0]
 
 
-def test_a_full_disk_is_an_error_on_all_ranks(configure: Configure, tmp_path: Path) -> None:
-    config = configure(accumulate=2, fsdp=True, max_steps=2)
-    told = on_ranks(2, _full, config.to_json())
-    assert told[0] == told[1]
-    assert "step-2 could not be written: No space left on device" in told[0]
-    assert list((Path(config.out) / "checkpoints").iterdir()) == []
-
-
-def _full(rank: int, config: str) -> str:
-    def refuse(*call: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    shards._write_parts = refuse
-    with pytest.raises(MachineError) as refusal:
-        Trainer(TrainConfig.from_json(config), Ranks(rank, 2)).run()
-    return str(refusal.value)
-
-
 def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
     told: list[dict[str, Any]] = []
     result = Trainer(configure(fsdp=True)).run(told.append)
@@ -189,20 +142,3 @@ def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
 def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
         configure(fsdp=True, **options)
-
-
-def test_a_signal_stops_a_sharded_group_at_a_checkpoint(tmp_path: Path, configure: Configure) -> None:
-    job = make_job(tmp_path / "job", configure, **{**SHARED, "max_steps": 100_000}, save_every=None, fsdp=True)
-    assert_stops_by_a_signal(job)
-    divided = next(e["message"] for e in events(job) if e.get("code") == "sharded")
-    assert divided.endswith("are sharded over 2 processes (FSDP2); layers are gathered in FP8")
-
-
-@pytest.mark.slow
-def test_sharded_processes_killed_at_random_write_the_directory_of_one(tmp_path: Path, configure: Configure) -> None:
-    """Kills a rank, after which the group restarts it, or the parent process of the ranks."""
-    whole, job = run_shared(tmp_path, configure, max_steps=12, save_every=2, keep_last=2, fsdp=True)
-    assert finish(job, "group", "7") >= 2
-    assert_same(whole, job)
-    losses = [[(e["step"], e["train_loss"]) for e in metrics_in(directory)] for directory in (whole, job)]
-    assert losses[0] == losses[1]

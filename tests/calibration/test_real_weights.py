@@ -1,0 +1,37 @@
+"""Calibration of SmolLM2-135M, whose weights are real: smoothing removes the loss by a planted outlier."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8serve.calibration.reports.findings import findings
+from fp8serve.hub import find_model
+from fp8serve.model import gguf as packaged
+
+from .planted import plant
+from .test_smoothing import LARGE, kl, run
+
+SIZES = {"samples": 16, "seq_len": 256}
+NORM, CHANNEL = "model.layers.15.post_attention_layernorm", 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    packaged.missing_package() is not None,
+    reason="SmolLM2's weights are not installed: make weights",
+)
+def test_smollm2_survives_a_planted_outlier(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.mktemp("cache")))
+    original = Path(find_model("smollm2"))
+    planted = plant(original, tmp_path / "planted", LARGE, NORM, CHANNEL)
+    usual = run(original, tmp_path / "usual", **SIZES)
+    harmed = run(planted, tmp_path / "harmed", **SIZES)
+    smooth = run(planted, tmp_path / "smooth", smoothing=0.5, **SIZES)
+    assert kl(harmed) > 1.5 * kl(usual)
+    assert kl(smooth) < 1.2 * kl(usual)
+    (finding,) = [f for f in findings(harmed) if "--smoothing" in f.text]
+    assert f"layer 15 gate/up input (channel {CHANNEL}: " in finding.text
+    assert smooth.smoothing is not None
+    assert NORM in smooth.smoothing.pairs
