@@ -133,6 +133,7 @@ def write_calibrated(
 
     The written scales have the fingerprint of `out` and, if `weights` is None, of `source`. Raises ModelError or
     ScalesError if `out` exists, the format cannot express the recipe, or a scale is missing or unusable.
+    Raises RecipeError if a layer does not consist of whole MX blocks.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
