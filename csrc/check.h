@@ -64,15 +64,15 @@ class Contract {
   }
 
   void dtype(const char* arg, const Tensor& t, std::initializer_list<ScalarType> allowed) const {
-    const ScalarType found = t.scalar_type();
+    const ScalarType actual = t.scalar_type();
     for (ScalarType a : allowed) {
-      if (a == found) return;
+      if (a == actual) return;
     }
     std::string list;
     for (ScalarType a : allowed) {
       list += (list.empty() ? "" : " or ") + std::string(torch::headeronly::toString(a));
     }
-    fail(arg, "dtype is ", torch::headeronly::toString(found), ", must be ", list);
+    fail(arg, "dtype is ", torch::headeronly::toString(actual), ", must be ", list);
   }
 
   void rank(const char* arg, const Tensor& t, int64_t rank) const {

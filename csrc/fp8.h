@@ -41,14 +41,14 @@ template <class F>
 FP8_INLINE int32_t encode(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
   const int32_t sign = (bits >> 24) & 0x80;
-  const int32_t found = bits & kMagnitude;
-  const int32_t mag = found < F::max_bits ? found : F::max_bits;
+  const int32_t magnitude = bits & kMagnitude;
+  const int32_t mag = magnitude < F::max_bits ? magnitude : F::max_bits;
   const int32_t ties_to_even = (1 << (F::shift - 1)) - 1 + ((mag >> F::shift) & 1);
   const int32_t normal = ((mag + ties_to_even) >> F::shift) - ((127 - F::bias) << F::mantissa);
   const float shifted = std::bit_cast<float>(mag) + std::bit_cast<float>(F::magic);
   const int32_t subnormal = std::bit_cast<int32_t>(shifted) - F::magic;
   const int32_t finite = mag < F::min_normal ? subnormal : normal;
-  return sign | (found > kInfinity ? 0x7f : finite);
+  return sign | (magnitude > kInfinity ? 0x7f : finite);
 }
 
 // Whether a product x * scale exceeds the format's range by more than the rounding of FP32: with a scale
@@ -56,8 +56,8 @@ FP8_INLINE int32_t encode(float x) {
 // the maximum.
 template <class F>
 FP8_INLINE bool is_cut_off(float product) {
-  const int32_t found = std::bit_cast<int32_t>(product) & kMagnitude;
-  return found > F::max_bits + 4 && found <= kInfinity;  // NaN is not cut off
+  const int32_t magnitude = std::bit_cast<int32_t>(product) & kMagnitude;
+  return magnitude > F::max_bits + 4 && magnitude <= kInfinity;  // NaN is not cut off
 }
 
 // FP8 -> FP32, exact.

@@ -28,9 +28,9 @@ struct Space {
 
 template <class T>
 T* take(char*& at, int64_t count) {
-  T* found = reinterpret_cast<T*>(at);
+  T* array = reinterpret_cast<T*>(at);
   at += padded(count * static_cast<int64_t>(sizeof(T)), 64);
-  return found;
+  return array;
 }
 
 Space lay_out(char* memory, const Inputs& in, const Sequence& s, int64_t* bytes) {

@@ -56,9 +56,9 @@ bool is_above(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(
 
 // The places of the `count` largest of x [n], the largest first; among equal ones the first.
 void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
-  for (int64_t i = 0, found = 0; i < n; ++i) {
-    if (found == count && !is_above(x[i], x[places[count - 1]])) continue;
-    int64_t at = found < count ? found++ : count - 1;
+  for (int64_t i = 0, size = 0; i < n; ++i) {
+    if (size == count && !is_above(x[i], x[places[count - 1]])) continue;
+    int64_t at = size < count ? size++ : count - 1;
     for (; at > 0 && is_above(x[i], x[places[at - 1]]); --at) places[at] = places[at - 1];
     places[at] = i;
   }
@@ -106,10 +106,10 @@ void choose(const Routing& routing, float* logits, float* by, int64_t* chosen, f
 template <class In, class Out>
 void choose_row(const Routing& routing, const In* logits, int64_t* chosen, Out* weights) {
   std::vector<float> scratch(static_cast<size_t>(2 * routing.experts + routing.count));
-  float *row = scratch.data(), *by = row + routing.experts, *found = by + routing.experts;
+  float *row = scratch.data(), *by = row + routing.experts, *best = by + routing.experts;
   for (int64_t i = 0; i < routing.experts; ++i) row[i] = load(logits[i]);
-  choose(routing, row, by, chosen, found);
-  for (int64_t j = 0; j < routing.count; ++j) store(found[j], weights + j);
+  choose(routing, row, by, chosen, best);
+  for (int64_t j = 0; j < routing.count; ++j) store(best[j], weights + j);
 }
 
 void check_routing(const Contract& check, const Routing& routing) {

@@ -36,7 +36,7 @@ constexpr std::array<Named, 6> kFlags{{{"fma", feature::fma},
 Features detect() {
 #if FP8_X86
   __builtin_cpu_init();
-  const auto flag = [](bool found, Features f) { return found ? f : 0; };
+  const auto flag = [](bool has_feature, Features f) { return has_feature ? f : 0; };
   return flag(__builtin_cpu_supports("avx2"), feature::avx2) |
          flag(__builtin_cpu_supports("fma"), feature::fma) |
          flag(__builtin_cpu_supports("avx512f"), feature::avx512f) |
@@ -54,8 +54,8 @@ std::atomic<Features> in_force{detect()};
 
 template <size_t N>
 std::optional<Features> find(const std::array<Named, N>& names, std::string_view name) {
-  const auto found = std::find_if(names.begin(), names.end(), [&](const Named& n) { return n.name == name; });
-  return found == names.end() ? std::nullopt : std::optional(found->features);
+  const auto entry = std::find_if(names.begin(), names.end(), [&](const Named& n) { return n.name == name; });
+  return entry == names.end() ? std::nullopt : std::optional(entry->features);
 }
 
 // What "avx512" or "avx512+avx512vbmi" names.
@@ -64,11 +64,11 @@ Features parse(const std::string& cap) {
   for (size_t begin = 0, end = 0; begin <= cap.size(); begin = end + 1) {
     end = std::min(cap.find('+', begin), cap.size());
     const std::string_view name = std::string_view(cap).substr(begin, end - begin);
-    const auto level = find(kLevels, name), found = level ? level : find(kFlags, name);
-    Contract("cpu_isa").require(found.has_value(), "cap", "is '", cap,
+    const auto level = find(kLevels, name), features = level ? level : find(kFlags, name);
+    Contract("cpu_isa").require(features.has_value(), "cap", "is '", cap,
                                 "', must be portable, avx2, avx512, avx512bf16, one of these with features "
                                 "such as +avx512vbmi, best, or empty to ask");
-    all |= *found;
+    all |= *features;
   }
   return all;
 }

@@ -34,27 +34,36 @@ inline void attach_scale(const Contract& check, const char* name, const Tensor& 
   out.scale_blocks = by_row && scale.size(1) == 1 ? 0 : blocks.value();
 }
 
-// The same for a matrix that may be in MX blocks, whose scales are E8M0. `rows` holds what is computed from
-// them.
+inline bool is_mx(const Tensor& scale) { return scale.scalar_type() == ScalarType::Float8_e8m0fnu; }
+
+// Checks that a matrix of this kind may be in MX blocks, whose scales are E8M0.
+inline void check_mx(const Contract& check, const char* name, Kind kind, bool packed, Size k) {
+  check.require(kind != Kind::bf16, name, "is E8M0 beside values in BF16");
+  check.require(!packed || k.value() % kMxBlock == 0, name, "is E8M0 beside a packed matrix with rows of ",
+                k.value(), " values, must be a multiple of 32");
+}
+
+// Checks that the FP32 scales of a matrix whose other operand is in MX blocks multiply the finished sum.
+inline void check_beside_mx(const Contract& check, const char* name, int64_t scale_blocks,
+                            const char* shapes) {
+  check.require(scale_blocks == 0, name, "has blocks of 128, must be E8M0 or FP32 ", shapes);
+}
+
+// The same for a matrix that may be in MX blocks. `row_scales` holds what is computed from its scales.
 inline void attach_mx_scale(const Contract& check, const char* name, const Tensor& scale, Size rows, Size k,
                             Operand& out, RowScales& row_scales) {
-  if (scale.scalar_type() != ScalarType::Float8_e8m0fnu) {
+  if (!is_mx(scale)) {
     attach_scale(check, name, scale, rows, k, out);
-    check.require(out.scale_blocks == 0, name, "has blocks of 128, must be E8M0 or FP32 [] or [rows, 1]");
-    return;
+    return check_beside_mx(check, name, out.scale_blocks, "[] or [rows, 1]");
   }
   check.cpu(name, scale);
   const Size blocks = ceil_div(k, kMxBlock);
   check.shape(name, scale, {rows, blocks});
-  check.require(out.kind != Kind::bf16, name, "is E8M0 beside values in BF16");
-  check.require(!out.packed || k.value() % kMxBlock == 0, name,
-                "is E8M0 beside a packed matrix with rows of ", k.value(),
-                " values, must be a multiple of 32");
-  row_scales.codes.resize(static_cast<size_t>(rows.value()));
-  row_scales.values.resize(static_cast<size_t>(rows.value()));
+  check_mx(check, name, out.kind, out.packed, k);
+  row_scales.resize(rows.value());
   out.mx_codes = data<const uint8_t>(scale);
   out.mx_blocks = blocks.value();
-  compute_row_scales(out.mx_codes, out.mx_blocks, 0, rows.value(), row_scales);
+  compute_row_scales(out.mx_codes, out.mx_blocks, {0}, rows.value(), row_scales);
   out.mx_rows = row_scales.codes.data();
   out.scale = row_scales.values.data();
   out.scale_rows = 1;

@@ -20,18 +20,24 @@ struct Experts {
 
   int64_t begin(int64_t expert) const { return expert == 0 ? 0 : end(expert - 1); }
   int64_t end(int64_t expert) const { return data<const int32_t>(held)[expert]; }
+  std::vector<int64_t> with_rows() const {
+    std::vector<int64_t> experts;
+    for (int64_t e = 0; e < count; ++e)
+      if (end(e) > begin(e)) experts.push_back(e);
+    return experts;
+  }
 };
 
 Experts experts_of(const Contract& check, const Tensor& offsets, Size count, int64_t rows) {
   check.tensor("offsets", offsets, {ScalarType::Int}, {count});
-  const Experts found{dense(offsets), count.value()};
-  for (int64_t e = 0; e < found.count; ++e)
-    check.require(found.begin(e) <= found.end(e), "offsets", "falls from ", found.begin(e), " to ",
-                  found.end(e));
-  const int64_t last = found.count == 0 ? 0 : found.end(found.count - 1);
-  check.require(last == rows && (found.count == 0 || found.end(0) >= 0), "offsets", "ends at ", last,
+  const Experts experts{dense(offsets), count.value()};
+  for (int64_t e = 0; e < experts.count; ++e)
+    check.require(experts.begin(e) <= experts.end(e), "offsets", "falls from ", experts.begin(e), " to ",
+                  experts.end(e));
+  const int64_t last = experts.count == 0 ? 0 : experts.end(experts.count - 1);
+  check.require(last == rows && (experts.count == 0 || experts.end(0) >= 0), "offsets", "ends at ", last,
                 ", must end at the number of rows, ", rows);
-  return found;
+  return experts;
 }
 
 // The scale_inv of all experts; `of` gives that of one expert.
@@ -49,17 +55,19 @@ struct Scales {
 
 constexpr int64_t kAllRows = int64_t{1} << 62;
 
-// Operands in MX blocks (mx.h): the codes of all rows, those of one expert after those of the other.
-struct MxScalesOfAll {
+// The scales of all experts in MX blocks (mx.h), one expert's rows after the other's; `of` gives those of the
+// rows from `row` on.
+struct MxScales {
   Tensor held;
   int64_t blocks = 0;
   RowScales rows;
 
-  // Of `count` rows from `row` on.
-  void of(int64_t row, int64_t count, Operand& out) {
-    const auto* codes = data<const uint8_t>(held);
-    compute_row_scales(codes, blocks, row, row + count, rows);
-    out.mx_codes = codes + row * blocks;
+  // Computes the scales of the rows of these experts, each of which has `count`.
+  void compute(const std::vector<int64_t>& experts, int64_t count) {
+    compute_row_scales(data<const uint8_t>(held), blocks, experts, count, rows);
+  }
+  void of(int64_t row, Operand& out) const {
+    out.mx_codes = data<const uint8_t>(held) + row * blocks;
     out.mx_blocks = blocks;
     out.mx_rows = rows.codes.data() + row;
     out.scale = rows.values.data() + row;
@@ -68,23 +76,15 @@ struct MxScalesOfAll {
   }
 };
 
-// Empty unless the scale is E8M0.
-std::optional<MxScalesOfAll> mx_scales_of(const Contract& check, const char* name, const Tensor& scale,
-                                          std::initializer_list<Size> shape, Size k) {
-  if (scale.scalar_type() != ScalarType::Float8_e8m0fnu) return std::nullopt;
+// Empty unless the scale is E8M0. `shape`: of the scale; `rows`: all but its last dimension.
+std::optional<MxScales> mx_scales_of(const Contract& check, const char* name, const Tensor& scale,
+                                     std::initializer_list<Size> shape, int64_t rows) {
+  if (!is_mx(scale)) return std::nullopt;
   check.cpu(name, scale);
-  std::vector<Size> sizes(shape);
-  sizes.push_back(ceil_div(k, kMxBlock));
-  check.rank(name, scale, static_cast<int64_t>(sizes.size()));
-  int64_t rows = 1;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    check.require(scale.size(static_cast<int64_t>(i)) == sizes[i].value(), name, "dim ", i, " is ",
-                  scale.size(static_cast<int64_t>(i)), ", must be ", sizes[i].text());
-    if (i + 1 < sizes.size()) rows *= sizes[i].value();
-  }
-  const auto count = static_cast<size_t>(rows);
-  return MxScalesOfAll{
-      dense(scale), sizes.back().value(), {std::vector<uint8_t>(count), std::vector<float>(count)}};
+  check.shape(name, scale, shape);
+  MxScales scales{dense(scale), scale.size(scale.dim() - 1), {}};
+  scales.rows.resize(rows);
+  return scales;
 }
 
 Scales scales_of_rows(const Contract& check, const Tensor& scale, Size count, Size rows, Size k) {
@@ -149,9 +149,9 @@ struct Arguments {
   int64_t n, k;
   bool packed;
   ScalarType out_dtype;
-  std::optional<MxScalesOfAll> mx_rows, mx_weights;
+  std::optional<MxScales> mx_rows, mx_weights;
 
-  Problem problem(int64_t expert, const Tensor& out) {
+  Problem problem(int64_t expert, const Tensor& out) const {
     const int64_t begin = experts.begin(expert);
     Problem p{.a = {data<const char>(a), kind_of(a), k},
               .b = {.values = data<const char>(b) + expert * n * k * bytes_of(kind_of(b)),
@@ -170,8 +170,8 @@ struct Arguments {
     if (bias) p.bias = data<const char>(*bias) + expert * n * bias_bytes;
     p.a.values = p.a.at(begin, 0);
     p.out = data<char>(out) + begin * n * p.out_bytes();
-    mx_rows ? mx_rows->of(begin, p.m, p.a) : of_rows.of(expert, begin, p.a);
-    mx_weights ? mx_weights->of(expert * n, n, p.b) : of_weights.of(expert, 0, p.b);
+    mx_rows ? mx_rows->of(begin, p.a) : of_rows.of(expert, begin, p.a);
+    mx_weights ? mx_weights->of(expert * n, p.b) : of_weights.of(expert, 0, p.b);
     if (p.blocked()) p.ones.assign(static_cast<size_t>(k / kScaleBlock + 1), 1.0f);
     return p;
   }
@@ -191,11 +191,12 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
   if (bias) check.tensor("bias", *bias, kHigh, {count, n});
   check.require(std::find(kHigh.begin(), kHigh.end(), out_dtype) != kHigh.end(), "out_dtype", "is ",
                 torch::headeronly::toString(out_dtype), ", must be Float, BFloat16 or Half");
-  auto mx_rows = mx_scales_of(check, "a_scale_inv", a_scale, {t}, k);
-  auto mx_weights = mx_scales_of(check, "b_scale_inv", b_scale, {count, n}, k);
-  check.require(!mx_weights || !packed || k.value() % kMxBlock == 0, "b_scale_inv",
-                "is E8M0 beside packed weights with rows of ", k.value(),
-                " values, must be a multiple of 32");
+  const Size mx_blocks = ceil_div(k, kMxBlock);
+  auto mx_rows = mx_scales_of(check, "a_scale_inv", a_scale, {t, mx_blocks}, t.value());
+  auto mx_weights =
+      mx_scales_of(check, "b_scale_inv", b_scale, {count, n, mx_blocks}, count.value() * n.value());
+  if (mx_rows) check_mx(check, "a_scale_inv", kind_of(a), false, k);
+  if (mx_weights) check_mx(check, "b_scale_inv", kind_of(b), packed, k);
   Arguments in{dense(a),
                dense(b),
                bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt,
@@ -208,10 +209,14 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const
                out_dtype,
                std::move(mx_rows),
                std::move(mx_weights)};
+  if (in.mx_weights) check_beside_mx(check, "a_scale_inv", in.of_rows.blocks, "[], [E] or [T, 1]");
+  if (in.mx_rows) check_beside_mx(check, "b_scale_inv", in.of_weights.blocks, "[E] or [E, N, 1]");
+  const std::vector<int64_t> used = in.experts.with_rows();
+  if (in.mx_rows) in.mx_rows->compute({0}, t.value());
+  if (in.mx_weights) in.mx_weights->compute(used, n.value());
   Tensor out = empty({t.value(), n.value()}, out_dtype);
   std::vector<Problem> problems;
-  for (int64_t e = 0; e < count.value(); ++e)
-    if (in.experts.end(e) > in.experts.begin(e)) problems.push_back(in.problem(e, out));
+  for (const int64_t e : used) problems.push_back(in.problem(e, out));
   run_each(problems);
   return out;
 }

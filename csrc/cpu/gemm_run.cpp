@@ -269,15 +269,15 @@ int64_t share(int64_t count, int64_t most) {
 
 // The rows m0 to m1 of the group, for each problem that has some of them.
 std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, int64_t m1) {
-  std::vector<Piece> found;
+  std::vector<Piece> result;
   int64_t begin = 0;
   for (int64_t i = 0; i < group.count; begin += group.problems[i++].m) {
     const int64_t low = std::max(m0, begin), high = std::min(m1, begin + group.problems[i].m);
     Panel own = panel;
     own.first -= begin;
-    if (low < high) found.push_back({&group.problems[i], own, low - begin, high - begin});
+    if (low < high) result.push_back({&group.problems[i], own, low - begin, high - begin});
   }
-  return found;
+  return result;
 }
 
 // Narrow enough to keep the threads busy.

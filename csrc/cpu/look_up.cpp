@@ -19,9 +19,9 @@ void look_up_row(const BF16* x, const uint16_t* table, BF16* y, int64_t n) {
   for (; i + 4 <= n; i += 4) {
     uint64_t four;
     std::memcpy(&four, x + i, sizeof(four));
-    const uint64_t found = table[four & 0xffff] | uint64_t{table[four >> 16 & 0xffff]} << 16 |
-                           uint64_t{table[four >> 32 & 0xffff]} << 32 | uint64_t{table[four >> 48]} << 48;
-    std::memcpy(y + i, &found, sizeof(found));
+    const uint64_t values = table[four & 0xffff] | uint64_t{table[four >> 16 & 0xffff]} << 16 |
+                            uint64_t{table[four >> 32 & 0xffff]} << 32 | uint64_t{table[four >> 48]} << 48;
+    std::memcpy(y + i, &values, sizeof(values));
   }
   for (; i < n; ++i) y[i].bits = table[x[i].bits];
 }

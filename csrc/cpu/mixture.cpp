@@ -83,21 +83,21 @@ struct Terms {
 };
 
 std::vector<float> as_floats(const Tensor& x) {
-  std::vector<float> found(static_cast<size_t>(x.numel()));
+  std::vector<float> floats(static_cast<size_t>(x.numel()));
   with_element(x.scalar_type(), [&](auto element) {
     const auto* values = data<const typename decltype(element)::type>(x);
-    for (size_t i = 0; i < found.size(); ++i) found[i] = load(values[i]);
+    for (size_t i = 0; i < floats.size(); ++i) floats[i] = load(values[i]);
   });
-  return found;
+  return floats;
 }
 
 // A token has few choices: each goes to its place among those before it.
 Terms terms_of(const Contract& check, const Tensor& places, const Tensor& weights) {
   const auto* place = data<const int64_t>(places);
   const int64_t count = places.numel(), k = weights.size(1);
-  Terms found{{place, place + count}, as_floats(dense(weights))};
-  int64_t* rows = found.rows.data();
-  float* values = found.weights.data();
+  Terms terms{{place, place + count}, as_floats(dense(weights))};
+  int64_t* rows = terms.rows.data();
+  float* values = terms.weights.data();
   for (int64_t i = 0; i < count; ++i) {
     check.require(place[i] >= 0 && place[i] < count, "places", "names row ", place[i],
                   ", must be below T * k = ", count);
@@ -106,7 +106,7 @@ Terms terms_of(const Contract& check, const Tensor& places, const Tensor& weight
       std::swap(values[j - 1], values[j]);
     }
   }
-  return found;
+  return terms;
 }
 
 }  // namespace

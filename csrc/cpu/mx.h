@@ -26,6 +26,11 @@ inline constexpr int kMaxShift = F::mantissa == 3 ? 54 : 47;
 struct RowScales {
   std::vector<uint8_t> codes;
   std::vector<float> values;
+
+  void resize(int64_t rows) {
+    codes.resize(static_cast<size_t>(rows));
+    values.resize(static_cast<size_t>(rows));
+  }
 };
 
 // Of `rows` rows.
@@ -43,17 +48,20 @@ inline float value_of_code(uint8_t code) {
   return std::bit_cast<float>(code == 255 ? 0x7fc00000 : static_cast<int32_t>(code) << 23);
 }
 
-// Computes the scales of the rows `begin` to `end` of a matrix with `blocks` codes in each row. `rows` has
-// room.
-inline void compute_row_scales(const uint8_t* codes, int64_t blocks, int64_t begin, int64_t end,
-                               RowScales& rows) {
+// Computes the scales of the rows of stacked matrices, of `count` rows with `blocks` codes each, for the
+// matrices with these indices. One parallel region: a matrix may be small. `rows` has room for all matrices.
+inline void compute_row_scales(const uint8_t* codes, int64_t blocks, const std::vector<int64_t>& indices,
+                               int64_t count, RowScales& rows) {
   constexpr int64_t kRows = 512;  // of a task
-  parallel_tasks((end - begin + kRows - 1) / kRows, [&](int64_t task) {
-    const int64_t first = begin + task * kRows, count = std::min(kRows, end - first);
-    uint8_t* found = rows.codes.data() + first;
-    blocks > 0 ? dispatch<LargestCodes>(codes + first * blocks, count, blocks, found)
-               : static_cast<void>(std::fill_n(found, count, uint8_t{127}));
-    for (int64_t i = 0; i < count; ++i) rows.values[static_cast<size_t>(first + i)] = value_of_code(found[i]);
+  const int64_t tasks = (count + kRows - 1) / kRows;
+  parallel_tasks(static_cast<int64_t>(indices.size()) * tasks, [&](int64_t task) {
+    const int64_t row = task % tasks * kRows, size = std::min(kRows, count - row);
+    const int64_t first = indices[static_cast<size_t>(task / tasks)] * count + row;
+    uint8_t* largest_codes = rows.codes.data() + first;
+    blocks > 0 ? dispatch<LargestCodes>(codes + first * blocks, size, blocks, largest_codes)
+               : static_cast<void>(std::fill_n(largest_codes, size, uint8_t{127}));
+    float* values = rows.values.data() + first;
+    for (int64_t i = 0; i < size; ++i) values[i] = value_of_code(largest_codes[i]);
   });
 }
 

@@ -125,9 +125,9 @@ struct Bin {
 
 struct CountAtLeast {
   static FP8_INLINE void run(const double* weight, int64_t n, double least, int64_t* count) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; ++i) found += weight[i] >= least;
-    *count = found;
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; ++i) total += weight[i] >= least;
+    *count = total;
   }
 };
 
@@ -140,8 +140,8 @@ struct Border {
 struct Cut {
   static FP8_INLINE void run(const float* x, int64_t n, const Border* border, double* weight) {
     for (int64_t i = 0; i < n; ++i) {
-      const bool kept = (x[i] > border->logit) | ((x[i] == border->logit) & (i <= border->id));
-      weight[i] = kept ? weight[i] : 0.0;
+      const bool is_kept = (x[i] > border->logit) | ((x[i] == border->logit) & (i <= border->id));
+      weight[i] = is_kept ? weight[i] : 0.0;
     }
   }
 };

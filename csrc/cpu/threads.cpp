@@ -143,7 +143,8 @@ ThreadPool* pool = nullptr;
 void make_pool() { pool = new ThreadPool; }
 
 ThreadPool& thread_pool() {
-  [[maybe_unused]] static const bool made = (make_pool(), pthread_atfork(nullptr, nullptr, make_pool) == 0);
+  [[maybe_unused]] static const bool is_ready =
+      (make_pool(), pthread_atfork(nullptr, nullptr, make_pool) == 0);
   return *pool;
 }
 

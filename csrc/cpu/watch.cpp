@@ -23,13 +23,13 @@ template <Source kSource>
 struct CountRow {
   template <class T>
   static FP8_INLINE void run(const T* x, const T* other, T* y, int64_t n, float eps, float scale,
-                             int64_t* found) {
+                             int64_t* num_saturated) {
     if constexpr (kSource == Source::norm) norm_row(x, other, y, n, eps);
     if constexpr (kSource == Source::gated) silu_mul_row(x, other, y, n);
     const T* values = kSource == Source::plain ? x : y;
     int64_t total = 0;
     for (int64_t i = 0; i < n; ++i) total += is_cut_off<E4M3>(load(values[i]) * scale);
-    *found = total;
+    *num_saturated = total;
   }
 };
 
@@ -41,11 +41,11 @@ int64_t count(const Tensor& x, const std::optional<Tensor>& other, float eps, fl
   std::atomic<int64_t> total{0};
   parallel_rows(live, in.width, [&](int64_t r) {
     thread_local Scratch scratch;
-    int64_t found = 0;
+    int64_t num_saturated = 0;
     dispatch<CountRow<kSource>>(
         data<const T>(in.held) + r * in.stride, data<const T>(held) + (gated ? r * gated->stride : 0),
-        scratch.get<T>(kSource == Source::plain ? 0 : in.width), in.width, eps, scale, &found);
-    total += found;
+        scratch.get<T>(kSource == Source::plain ? 0 : in.width), in.width, eps, scale, &num_saturated);
+    total += num_saturated;
   });
   return total;
 }
@@ -75,14 +75,14 @@ Tensor quantize_watched(const Tensor& x, const std::optional<Tensor>& other, con
   if (!is_cut_off<E4M3>(here * factor)) return q;
   const auto epsilon = static_cast<float>(eps.value_or(0.0));
   const Source source = source_of(other, eps);
-  int64_t found = 0;
+  int64_t num_saturated = 0;
   with_element(x.scalar_type(), [&](auto element) {
     using T = typename decltype(element)::type;
-    if (source == Source::plain) found = count<Source::plain, T>(x, other, epsilon, factor, live);
-    if (source == Source::norm) found = count<Source::norm, T>(x, other, epsilon, factor, live);
-    if (source == Source::gated) found = count<Source::gated, T>(x, other, epsilon, factor, live);
+    if (source == Source::plain) num_saturated = count<Source::plain, T>(x, other, epsilon, factor, live);
+    if (source == Source::norm) num_saturated = count<Source::norm, T>(x, other, epsilon, factor, live);
+    if (source == Source::gated) num_saturated = count<Source::gated, T>(x, other, epsilon, factor, live);
   });
-  *data<int64_t>(saturated) += found;
+  *data<int64_t>(saturated) += num_saturated;
   return q;
 }
 

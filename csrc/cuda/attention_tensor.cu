@@ -122,9 +122,9 @@ void merge(const Work& w, int64_t tokens, const OnDevice& device) {
 
 }  // namespace
 
-bool attend_on_tensor_cores(const Call& asked, const OnDevice& device, const Tensor& allocator) {
-  if (!fits(asked) || !gemm_switches.on(GemmKernel::attention_mma)) return false;
-  Call call = asked;
+bool attend_on_tensor_cores(const Call& request, const OnDevice& device, const Tensor& allocator) {
+  if (!fits(request) || !gemm_switches.on(GemmKernel::attention_mma)) return false;
+  Call call = request;
   Work& w = call.work;
   w.segments = static_cast<int>(ceil_over(static_cast<int64_t>(w.max_blocks) * w.block_size, kSegment));
   const bool prompts = may_have_prompts(call, device), others = !prompts || w.sequences > 1;

@@ -46,18 +46,19 @@ __device__ __forceinline__ void report_amax(const CastCounters& out, float seen)
 // Returns how many of a chunk's first `count` values are cut off by a cast with `scale`.
 template <class F>
 __device__ __forceinline__ unsigned cut_off(const Chunk& x, float scale, int64_t count = kChunk) {
-  unsigned found = 0;
+  unsigned num_saturated = 0;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) found += i < count && is_cut_off<F>(x.value[i] * scale);
-  return found;
+  for (int i = 0; i < kChunk; ++i) num_saturated += i < count && is_cut_off<F>(x.value[i] * scale);
+  return num_saturated;
 }
 
-// All lanes of a warp call this. found: how many of the thread's values were cut off.
-__device__ __forceinline__ void add_cut_off(const CastCounters& out, unsigned found) {
+// All lanes of a warp call this. num_saturated: how many of the thread's values were cut off.
+__device__ __forceinline__ void add_cut_off(const CastCounters& out, unsigned num_saturated) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) found += __shfl_xor_sync(kAllLanes, found, step);
-  if (threadIdx.x % 32 == 0 && found > 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(out.saturated), static_cast<unsigned long long>(found));
+  for (int step = 16; step > 0; step /= 2) num_saturated += __shfl_xor_sync(kAllLanes, num_saturated, step);
+  if (threadIdx.x % 32 == 0 && num_saturated > 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(out.saturated),
+              static_cast<unsigned long long>(num_saturated));
   }
 }
 

@@ -47,9 +47,9 @@ class OnDevice {
   int index() const { return index_; }
   bool is_capturing() const {  // also true if CUDA cannot say
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const bool told = cudaStreamIsCapturing(stream_, &status) == cudaSuccess;
-    if (!told) cudaGetLastError();
-    return !told || status != cudaStreamCaptureStatusNone;
+    const bool is_known = cudaStreamIsCapturing(stream_, &status) == cudaSuccess;
+    if (!is_known) cudaGetLastError();
+    return !is_known || status != cudaStreamCaptureStatusNone;
   }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
   int shared_bytes() const {  // that a block may have
@@ -84,9 +84,9 @@ struct CudaRuntime {
 
  private:
   static cudaFuncAttributes attributes(const void* kernel) {
-    cudaFuncAttributes found{};
-    check_cuda(cudaFuncGetAttributes(&found, kernel));
-    return found;
+    cudaFuncAttributes attributes{};
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes;
   }
 };
 inline SharedMemory<CudaRuntime> shared_memory;

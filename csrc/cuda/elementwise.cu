@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(kRowThreads)
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + blockIdx.x * n, at, n);
   });
   report_cast<F>(out, seen, scale, memory[1], [&] {
-    unsigned found = 0;
-    for_chunks(n, [&](int64_t at) { found += cut_off<F>(value(at), scale); });
-    return found;
+    unsigned num_saturated = 0;
+    for_chunks(n, [&](int64_t at) { num_saturated += cut_off<F>(value(at), scale); });
+    return num_saturated;
   });
 }
 
@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(kThreads)
     store_chunk<kAligned>(encode_chunk<F>(y, scale), q + row * n, at, n);
   });
   report_cast<F>(out, seen, scale, memory, [&] {
-    unsigned found = 0;
+    unsigned num_saturated = 0;
     for_all_chunks(rows, n, [&](int64_t row, int64_t at) {
-      if (row < counted) found += cut_off<F>(value(row, at), scale);
+      if (row < counted) num_saturated += cut_off<F>(value(row, at), scale);
     });
-    return found;
+    return num_saturated;
   });
 }
 

@@ -71,7 +71,7 @@ struct ToFp8 {
   CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
   CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
   CUTLASS_HOST_DEVICE ToFp8() {}
-  CUTLASS_HOST_DEVICE ToFp8(const Params& given, const SharedStorage&) : params(given) {}
+  CUTLASS_HOST_DEVICE ToFp8(const Params& arguments, const SharedStorage&) : params(arguments) {}
   Params params;
 
   template <class... Args>
@@ -81,8 +81,8 @@ struct ToFp8 {
 
   template <class Coordinates, class Residue>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
-    CUTLASS_DEVICE Callbacks(Coordinates at, Residue edge, const Params& given)
-        : coordinates(at), residue(edge), params(given), scale(*given.scale) {}
+    CUTLASS_DEVICE Callbacks(Coordinates at, Residue edge, const Params& arguments)
+        : coordinates(at), residue(edge), params(arguments), scale(*arguments.scale) {}
     Coordinates coordinates;  // of this thread's values in the tile
     Residue residue;          // how much of the tile is inside the matrix
     const Params& params;

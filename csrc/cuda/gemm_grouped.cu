@@ -82,7 +82,7 @@ std::optional<Scales> one_or_each(const DeviceContract& check, const char* name,
 
 // Returns the scales of a's rows: [], [E], [T, 1] or [T, ceil(K / 128)].
 Scales scales_of_rows(const DeviceContract& check, const Tensor& scale, Size count, Size rows, Size k) {
-  if (auto found = one_or_each(check, "a_scale_inv", scale, count)) return *found;
+  if (auto scales = one_or_each(check, "a_scale_inv", scale, count)) return *scales;
   check.rank("a_scale_inv", scale, 2);
   const bool by_row = scale.size(1) == 1;
   const Size blocks = by_row ? exactly(1) : ceil_div(k, kScaleBlock);
@@ -95,7 +95,7 @@ Scales scales_of_rows(const DeviceContract& check, const Tensor& scale, Size cou
 // Returns the scales of the weights: [], [E], [E, N, 1], [E, N, ceil(K / 128)] or
 // [E, ceil(N / 128), ceil(K / 128)].
 Scales scales_of_weights(const DeviceContract& check, const Tensor& scale, Size count, Size n, Size k) {
-  if (auto found = one_or_each(check, "b_scale_inv", scale, count)) return *found;
+  if (auto scales = one_or_each(check, "b_scale_inv", scale, count)) return *scales;
   check.rank("b_scale_inv", scale, 3);
   const bool of_rows = scale.size(1) == n.value(), by_row = of_rows && scale.size(2) == 1;
   const Size tiles = of_rows ? n : ceil_div(n, kScaleBlock),
@@ -112,7 +112,7 @@ Scales scales_of_weights(const DeviceContract& check, const Tensor& scale, Size 
 // blocks] with ceil(columns / 128) blocks for each expert.
 Scales scales_of_columns(const DeviceContract& check, const char* name, const Tensor& scale, Size count,
                          Size rows) {
-  if (auto found = one_or_each(check, name, scale, count)) return *found;
+  if (auto scales = one_or_each(check, name, scale, count)) return *scales;
   Tensor held = dense(scale);
   if (scale.dim() == 3) {
     check.shape(name, scale, {count, rows, exactly(1)});

@@ -322,19 +322,19 @@ struct GatedEnding {
     const int64_t counted = to.out.counted_rows(g.m);
     const float scale = *to.scale;
     float seen = 0.0f;
-    unsigned found = 0;
+    unsigned num_saturated = 0;
     for_own_elements_inside<kGroups>(g, n0, [&](int t, int token, int column) {
       const float gate = rounded<BF16>(apply_epilogue(g, own_sums[0][t], end[0][t]));
       const float y = gated<BF16>(gate, rounded<BF16>(apply_epilogue(g, own_sums[1][t], end[1][t])));
       to.q[static_cast<int64_t>(token) * (g.n / 2) + column] = encode_one<E4M3>(y, scale);
       if (token < counted) {
         seen = fmaxf(seen, fabsf(y));
-        found += is_cut_off<E4M3>(y * scale);
+        num_saturated += is_cut_off<E4M3>(y * scale);
       }
     });
     seen = lanes_max<32>(seen);
     if (threadIdx.x % 32 == 0) atomic_max_float(to.out.amax, seen);
-    add_cut_off(to.out, found);
+    add_cut_off(to.out, num_saturated);
   }
 };
 

@@ -68,9 +68,9 @@ class GemmSwitches {
     uint32_t off = 0;
     while (!names.empty()) {
       const size_t end = std::min(names.find('+'), names.size());
-      const auto* found = std::find(kGemmKernels.begin(), kGemmKernels.end(), names.substr(0, end));
-      if (found == kGemmKernels.end()) return false;
-      off |= 1u << (found - kGemmKernels.begin());
+      const auto* kernel = std::find(kGemmKernels.begin(), kGemmKernels.end(), names.substr(0, end));
+      if (kernel == kGemmKernels.end()) return false;
+      off |= 1u << (kernel - kGemmKernels.begin());
       names.remove_prefix(std::min(end + 1, names.size()));
     }
     off_ = off;

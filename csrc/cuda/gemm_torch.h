@@ -86,10 +86,10 @@ inline void gemm_cublaslt(const Product& p, const OnDevice& device) {
 inline void gemm_reference(const Product& p) {
   using by_torch::from;
   Tensor out = p.out;
-  const Tensor found = by_torch::call<6>(
+  const Tensor product = by_torch::call<6>(
       "fp8serve::scaled_mm_by_reference", "",
       {from(p.a), from(p.b), from(p.a_scale), from(p.b_scale), from(p.bias), from(p.out.scalar_type())});
-  torch::stable::copy_(out, found);
+  torch::stable::copy_(out, product);
 }
 
 // The second half of scaled_mm_quantize if no kernel casts its own product: returns the FP32 product times

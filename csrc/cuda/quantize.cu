@@ -73,9 +73,10 @@ __global__ void __launch_bounds__(kThreads)
     store_chunk<kAligned>(encode_chunk<F>(chunk, scale), q, at, n);
   });
   report_cast<F>(out, seen, scale, memory, [&] {
-    unsigned found = 0;
-    for_chunks_here([&](const Chunk& chunk, int64_t at) { found += cut_off<F>(chunk, scale, counted - at); });
-    return found;
+    unsigned num_saturated = 0;
+    for_chunks_here(
+        [&](const Chunk& chunk, int64_t at) { num_saturated += cut_off<F>(chunk, scale, counted - at); });
+    return num_saturated;
   });
 }
 

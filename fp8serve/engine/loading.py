@@ -47,7 +47,7 @@ from fp8serve.model.network.encoder import Encoder
 from fp8serve.model.network.experts import expert_row_counts, mixtures, reset_token_counts
 from fp8serve.model.storage.files import present
 from fp8serve.model.storage.opening import real_path
-from fp8serve.model.stored_checkpoint import matrices_note
+from fp8serve.model.stored_checkpoint import ignored_note, matrices_note
 from fp8serve.model.text.tokenizer import Tokenizer
 from fp8serve.processes import Phases
 
@@ -200,7 +200,7 @@ def load(
     checkpoint = open_checkpoint(model_dir)
     omitted = unused_part_notes(model_dir, checkpoint.omitted_modules)
     notes = omitted, mx_notes(checkpoint.shards), computed_by_note(config), matrices_note(checkpoint)
-    for note in chain(*notes):
+    for note in chain(*notes, ignored_note(checkpoint)):
         log.warning("%s: %s", model_dir, note)
     calibration = Calibration(DelayedScaling(), {}) if network else _read_calibration(model_dir, frozen, options)
     training_recipe = Float8CurrentScaling() if scales_follow_batch else calibration.recipe

@@ -24,7 +24,7 @@ from fp8serve.fp8.ops.arithmetic import E8M0, dequantize
 from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.ops.packing import GROUP, RUN, pack_into, pack_state_dict_weight
 from fp8serve.fp8.recipe import Recipe
-from fp8serve.fp8.spec import WEIGHTS, QuantSpec, format_shapes
+from fp8serve.fp8.spec import QuantSpec, format_shapes, weight_specs
 
 if TYPE_CHECKING:
     from fp8serve.fp8.lora import ServedAdapters
@@ -48,6 +48,7 @@ _silu_mul_quantize = torch.ops.fp8serve.silu_mul_quantize.default
 _stored_gated_mm = torch.ops.fp8serve.stored_gated_mm.default
 _stored_mm = torch.ops.fp8serve.stored_mm.default
 _transpose = torch.ops.fp8serve.transpose_fp8.default
+_transpose_half = torch.ops.fp8serve.transpose_half.default
 _watched_mm_add = torch.ops.fp8serve.watched_mm_add.default
 
 
@@ -357,7 +358,7 @@ def input_gradient(layer: FrozenLinear, dy: Tensor) -> Tensor:
         raise ValueError("A packed weight has no transpose; load the model anew to train on it.")
     dy, scale = dy.to(torch.bfloat16), layer.weight_scale_inv
     if _is_mx(scale):  # blocks along K, which this product does not contract: W becomes BF16, exactly
-        return _mm(dy, dequantize_to_bf16(layer.weight_q, scale).t().contiguous(), None, torch.bfloat16)  # type: ignore[no-any-return]
+        return _mm(dy, _transpose_half(dequantize_to_bf16(layer.weight_q, scale)), None, torch.bfloat16)  # type: ignore[no-any-return]
     if tuple(scale.shape) == (layer.out_features, 1):
         dy, scale = (dy * scale.t()).to(torch.bfloat16), torch.ones((), device=dy.device)
     one = torch.ones((), device=dy.device)
@@ -402,7 +403,7 @@ def _check_weight(weight_q: Tensor, weight_scale_inv: Tensor) -> None:
     if weight_q.dtype != E4M3 or weight_q.dim() not in (2, 3):
         raise ValueError(f"weight_q must be float8_e4m3fn [N, K], found {weight_q.dtype} {list(weight_q.shape)}.")
     rows, cols = _features_of(weight_q)
-    shapes = [spec.scale_shape(rows, cols) for spec in WEIGHTS if spec.is_mx is _is_mx(weight_scale_inv)]
+    shapes = [spec.scale_shape(rows, cols) for spec in weight_specs(_is_mx(weight_scale_inv))]
     if tuple(weight_scale_inv.shape) not in shapes:
         raise ValueError(
             f"weight_scale_inv of a [{rows}, {cols}] weight must be {format_shapes(shapes)}, found"

@@ -375,9 +375,10 @@ class Linear(Stateful, nn.Linear):
         if is_alone and self.shared_states:
             separate_states(self)
         call = self._create_call(frame)
-        check_whole_blocks(frame.recipe, self.in_features)
         is_fprop_hp, is_dgrad_hp, is_wgrad_hp = call.high_precision
         rowwise, columnwise = not is_fprop_hp, has_graph and x.requires_grad and not is_dgrad_hp
+        if rowwise:
+            check_whole_blocks(frame.recipe, self.in_features)
         input_columnwise = has_graph and weight.requires_grad and not is_wgrad_hp
         calibrates_backward = call.is_calibrating and has_graph and (x.requires_grad or weight.requires_grad)
         if call.config_id is not None and (columnwise or input_columnwise or calibrates_backward):

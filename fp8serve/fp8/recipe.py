@@ -13,8 +13,9 @@ Recipes have no base class (`Recipe` is a union), and no defaults come from the 
 
 import json
 from collections.abc import Callable
-from dataclasses import InitVar, asdict, dataclass, fields, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from enum import Enum
+from inspect import signature
 from typing import Any, ClassVar, Literal, get_args
 
 from fp8serve.errors import RecipeError, json_fault, shown
@@ -308,7 +309,7 @@ def fp8_gather_obstacle(recipe: Recipe | None) -> str | None:
 
 
 def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
-    known = [f.name for f in fields(cls)]
+    known = signature(cls).parameters  # unlike `fields`, with backward_override
     for name in options:
         if name not in known:
             raise RecipeError(f"{cls.__name__} has no parameter {name!r}; it has {', '.join(known)}.")

@@ -129,11 +129,15 @@ def _num_blocks(size: int, block: int | None) -> int:
 
 UNQUANTIZED = QuantSpec("bf16")
 MXFP8 = QuantSpec(granularity="block1x32", scale_format="e8m0")
-# The specs of weights that files may have.
-WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"), MXFP8)
+_WEIGHTS = (QuantSpec(), QuantSpec(granularity="row"), QuantSpec(granularity="block128x128"))
 LINEAR_TENSORS = ("input", "weight", "grad_output")
 ATTENTION_TENSORS = ("q", "k", "v", "p", "grad_output", "grad_scores")
 CACHE: Mapping[str, QuantSpec] = {"k": QuantSpec(source="stored"), "v": QuantSpec(source="stored")}
+
+
+def weight_specs(is_mx: bool) -> Sequence[QuantSpec]:
+    """Returns the specs of weights that files may have: in MX blocks, or with FP32 scales."""
+    return (MXFP8,) if is_mx else _WEIGHTS
 
 
 @dataclass(frozen=True)

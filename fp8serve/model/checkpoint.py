@@ -20,6 +20,7 @@ from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import cast_current_rowwise
 from fp8serve.fp8.frozen import FrozenLinear
+from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.recipe import DelayedScaling, HeadDtype, Recipe, as_delayed, from_name
 from fp8serve.model.building import AnyModel, Model, build_on_meta
 from fp8serve.model.config.decoder import is_encoder_directory
@@ -242,6 +243,7 @@ class _Freezer:
         if isinstance(self.source, ScalingCheckpoint):
             return self._from_scales(linear, self.source)
         if self.recipe is not None and self.source == "recipe":
+            check_whole_blocks(self.recipe, self.checkpoint.shapes[f"{linear}.weight"][1], linear)
             module = self._high_precision_linear(linear)
             frozen = FrozenLinear.from_linear(module, self.recipe, out_dtype=self.dtype)
             release_pages(module.weight)

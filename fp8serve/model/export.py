@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
 from fp8serve.fp8.casting import SCALE_DTYPES, cast_current_rowwise
+from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.spec import QuantSpec
 from fp8serve.model.building import build_any_on_meta, transposed_linears
 from fp8serve.model.config.decoder import is_classifier, parse_any_config
@@ -132,6 +133,7 @@ def write_calibrated(
 
     The written scales have the fingerprint of `out` and, if `weights` is None, of `source`. Raises ModelError or
     ScalesError if `out` exists, the format cannot express the recipe, or a scale is missing or unusable.
+    Raises RecipeError if a layer does not consist of whole MX blocks.
     """
     source, out = Path(source), Path(out)
     check_absent(out)
@@ -207,11 +209,7 @@ class _Quantizer:
 
     def _linear_items(self, linear: str, shape: tuple[int, ...]) -> Iterator[_Item]:
         scale_shape = self._scale_shape(self.weight_spec, *shape)
-        if self.weight_spec.is_mx and not self.weight_spec.divides(*shape):
-            raise ModelError(
-                f"{linear} has {shape[1]} columns, and MXFP8 has whole blocks of {self.weight_spec.block[1]}; choose "
-                "another recipe."
-            )
+        check_whole_blocks(self.recipe, shape[1], linear)
         from_file = linear in self.quantized
         yield _Item(f"{linear}.weight", torch.float8_e4m3fn, shape, lambda: self.quantize(linear)[0], None, from_file)
         scale_name = self._scale_name(linear, self.weight_spec)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import ModelError, ScalesError
 from fp8serve.fp8 import ops
-from fp8serve.fp8.spec import UNQUANTIZED, WEIGHTS, QuantSpec
+from fp8serve.fp8.spec import UNQUANTIZED, QuantSpec, weight_specs
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.building import Model, build_any_on_meta
 from fp8serve.model.config.decoder import read_any_config
@@ -59,8 +59,7 @@ class StoredLinear:
     def specs(self) -> tuple[QuantSpec | None, QuantSpec]:
         """Returns how inputs and weight are quantized; the first is None for an embedding."""
         shape = tuple(self.weight_scale_inv.shape)
-        is_mx = self.weight_scale_inv.dtype is torch.float8_e8m0fnu
-        specs = (spec for spec in WEIGHTS if spec.is_mx is is_mx)
+        specs = weight_specs(self.weight_scale_inv.dtype is torch.float8_e8m0fnu)
         weight = next(spec for spec in specs if spec.scale_shape(*self.weight_q.shape) == shape)
         return None if self.is_embedding else self.input_spec, weight
 
@@ -300,6 +299,18 @@ def matrices_note(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[s
     plural = len(names) > 1
     output = ", and will be written in BF16; only convert and merge preserve FP8 here" if rewritten else ""
     return (f"{subject}{more} {'are' if plural else 'is'} stored in FP8 and computed in BF16{output}.",)
+
+
+def ignored_note(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns a note about FP8 layers that quantization_config ignores, if the model has any."""
+    quantization, names = checkpoint.quantization, (*checkpoint.fp8_linears, *checkpoint.fp8_matrices)
+    ignored = [name for name in names if quantization is not None and quantization.ignores(name)]
+    if not ignored:
+        return ()
+    return (
+        f"{len(ignored)} layers with FP8 weights, {ignored[0]} among them, are ignored by quantization_config; other "
+        "programs may read these weights as BF16.",
+    )
 
 
 def _with_parameter_names(shards: Shards, config: AnyConfig) -> Shards:

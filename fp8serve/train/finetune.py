@@ -53,10 +53,12 @@ def finetune(
     config = TrainConfig.from_dict(
         {"model": str(model_dir), "out": str(out), "data": data_files, "eval_data": eval_files, **options}
     )
+    trainer = Trainer(config)
+    trainer.check()
     for rows, files in ((data_rows, data_files), (eval_rows, eval_files)):
         if rows:
             _write_rows(rows, Path(files[0]))
-    return Trainer(config).run(on_event, stop)
+    return trainer.run(on_event, stop)
 
 
 def _files_and_rows(data: Data, path: Path) -> tuple[list[str], Sequence[Any]]:

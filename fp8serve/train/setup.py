@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8serve.errors import JobError
 from fp8serve.fp8.conversion import convert
+from fp8serve.fp8.layer_inputs import check_whole_blocks
 from fp8serve.fp8.recipe import Recipe
 from fp8serve.fp8.selfcheck import prepare_device
 from fp8serve.model.building import Model
@@ -112,7 +113,6 @@ def _with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 def prepare(config: TrainConfig, source: Path, on_event: OnEvent, ranks: Ranks = ALONE) -> Setup:
     """Loads data and model; `source` is the base model or a checkpoint. Raises ModelError, DataError or JobError."""
     source = Path(config.model) if config.lora_rank else source  # a checkpoint of an adapter has no base weights
-    check_format(config)
     model = read_config(source)
     check_length(config.seq_len, model)
     check_layers(config, model)
@@ -183,10 +183,18 @@ def _sharded_model(
 
 
 def check_format(config: TrainConfig) -> None:
-    """Raises ModelError if the job's file format cannot store weights of the job's recipe."""
+    """Raises ModelError if the job's file format cannot store weights of the job's recipe, or RecipeError if the recipe
+    cannot quantize a layer. A run that resumes without its base model does not check the layers."""
     recipe = config.fp8_recipe
-    if recipe is not None and not recipe.override_linear_precision[0]:
-        quantization_files(config.format, recipe, kv_cache=False)
+    if recipe is None or recipe.override_linear_precision[0]:
+        return
+    quantization_files(config.format, recipe, kv_cache=False)
+    if recipe.specs.linear["weight"].is_mx and Path(config.model).exists():
+        base = open_checkpoint(config.model)
+        unquantized = () if config.lora_rank else base.high_precision_linears
+        for name in base.linears:
+            if name not in unquantized:
+                check_whole_blocks(recipe, base.shapes[f"{name}.weight"][1], name)
 
 
 def check_device(name: str) -> None:

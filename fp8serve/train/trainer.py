@@ -172,15 +172,22 @@ class Trainer:
         self.config = config
         self.ranks = replace(ranks, is_sharded=config.fsdp and ranks.size > 1)
 
+    def check(self) -> None:
+        """Raises the errors of `run` that depend on neither the data nor the output directory. Writes nothing."""
+        check_processes(self.config, self.ranks.size)
+        check_installed(self.config.report_to)
+        check_optimizer_package(self.config)
+        may_recover = self.config.on_divergence == "return"
+        for config in recovery.recovery_configs(self.config) if may_recover else [self.config]:
+            check_format(config)
+
     def run(self, on_event: OnEvent = events.ignore, stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Trains to the end, or until `stop()` returns True on any rank between two steps. Only rank 0 reports events.
 
         Raises DataError, ModelError, ScalesError or RecipeError for invalid input, and JobError if the run cannot
         continue or made the model worse.
         """
-        check_processes(self.config, self.ranks.size)
-        check_installed(self.config.report_to)
-        check_optimizer_package(self.config)
+        self.check()
         with self.ranks.shared_errors():
             lock = self._take_lock() if self.ranks.is_first else nullcontext()
         reporting = reporting_to_tools(self.config, on_event) if self.ranks.is_first else nullcontext(events.ignore)
@@ -243,9 +250,6 @@ class _Attempt:
 
     def _load(self, job_config: TrainConfig, on_event: OnEvent, ranks: Ranks, returns: int) -> TrainingRun:
         latest, config = self.checkpointer.latest, recovery.config_after(job_config, returns)
-        if job_config.on_divergence == "return":
-            for recovery_config in recovery.recovery_configs(job_config):
-                check_format(recovery_config)
         if latest is None and not config.lora_rank:
             check_writable(Path(config.out), required_disk_bytes(open_checkpoint(config.model), config))
         setup = prepare(config, latest or Path(config.model), on_event, ranks)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops import cases, packing, reference
 from fp8serve.fp8.ops.grouped import expert_row_ranges
+from fp8serve.fp8.ops.inputs import random_fp8, random_mx_scales
 from tests.csrc.helpers import FORMATS, HIGH, assert_bits_equal, assert_fp8_equal, hostile, tame
 
 OPS = torch.ops.fp8serve
@@ -152,3 +153,49 @@ def test_wrong_arguments_are_refused(change, message):
     arguments = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": offsets_of([1, 1, 1, 2])} | change
     with pytest.raises(RuntimeError, match=message):
         OPS.grouped_mm(*arguments.values(), None, torch.bfloat16)
+
+
+MX_A, MX_B = (torch.full(shape, 127, dtype=torch.uint8).view(torch.float8_e8m0fnu) for shape in ((5, 8), (4, 32, 8)))
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(5, 256, dtype=BF16)}, "a_scale_inv: is E8M0 beside values in BF16"),
+        ({"b": torch.zeros(4, 32, 256, dtype=BF16)}, "b_scale_inv: is E8M0 beside values in BF16"),
+        ({"a_scale": torch.ones(5, 2)}, r"a_scale_inv: has blocks of 128, must be E8M0 or FP32 \[\], \[E\] or \[T"),
+        ({"b_scale": torch.ones(4, 1, 2)}, r"b_scale_inv: has blocks of 128, must be E8M0 or FP32 \[E\] or \[E, N"),
+        ({"a_scale": MX_A[:, :7]}, r"a_scale_inv: dim 1 is 7, must be ceil\(K=256 / 32\) = 8"),
+        ({"b_scale": MX_B[:, :31]}, "b_scale_inv: dim 1 is 31, must be N = 32"),
+        ({"b_scale": MX_B[0]}, "b_scale_inv: has 2 dimensions, must have 3"),
+        (
+            {"a": torch.zeros(5, 40).to(E4M3), "a_scale": torch.tensor(1.0), "b": torch.zeros(4, 2, 5, 128).to(E4M3),
+             "b_scale": MX_B[:, :, :2]},
+            "b_scale_inv: is E8M0 beside a packed matrix with rows of 40 values, must be a multiple of 32",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_in_mx_blocks_are_refused(change, message):
+    arguments = {"a": torch.zeros(5, 256).to(E4M3), "b": torch.zeros(4, 32, 256).to(E4M3), "a_scale": MX_A}
+    arguments |= {"b_scale": MX_B, "offsets": offsets_of([1, 1, 1, 2])} | change
+    with pytest.raises(RuntimeError, match=message):
+        OPS.grouped_mm(*arguments.values(), None, BF16)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_mx_blocks_give_the_bits_of_mx_mm(level, counts):
+    """The weights of experts without rows are not read: their scales are NaN."""
+    (n, k), rows, offsets = (48, 288), COUNTS[counts], offsets_of(COUNTS[counts])
+    a, b = random_fp8(sum(rows), k, E4M3, 1), torch.stack([random_fp8(n, k, E4M3, 2 + e) for e in range(len(rows))])
+    a_scale, b_scale = (
+        random_mx_scales(sum(rows), k, 3),
+        torch.stack([random_mx_scales(n, k, 4 + e) for e in range(len(rows))]),
+    )
+    for e, count in enumerate(rows):
+        b_scale[e].view(torch.uint8)[:] = 255 if count == 0 else b_scale[e].view(torch.uint8)
+    parts = [
+        OPS.mx_mm(a[i:j], b[e], a_scale[i:j], b_scale[e], None, None, BF16)
+        for e, (i, j) in enumerate(expert_row_ranges(offsets))
+    ]
+    assert_bits_equal(OPS.grouped_mm(a, b, a_scale, b_scale, offsets, None, BF16), torch.cat(parts))

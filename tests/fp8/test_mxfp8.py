@@ -2,9 +2,10 @@
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
@@ -249,6 +250,8 @@ def test_the_recipe_has_transformer_engines_parameters() -> None:
     for one in RECIPES:
         assert from_json(to_json(one)) == one
     assert MXFP8BlockScaling(backward_override="high_precision").override_linear_precision == (False, True, True)
+    recipe = from_name("mxfp8", backward_override="high_precision")
+    assert recipe == MXFP8BlockScaling(override_linear_precision=(False, True, True))
     with pytest.raises(RecipeError, match=r"margin must be 0 in MXFP8BlockScaling, found 1\."):
         MXFP8BlockScaling(margin=1)
 
@@ -358,6 +361,29 @@ def test_a_layer_without_whole_blocks_is_refused() -> None:
         FrozenLinear.from_linear(nn.Linear(48, 32), RECIPES[0])
     with pytest.raises(ValueError, match=r"must be \[32, 2\], found \[32, 1\]"):
         FrozenLinear(torch.zeros(32, 64).to(E4M3), torch.zeros(32, 1, dtype=torch.uint8).view(E8M0))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: autocast(enabled=False, recipe=RECIPES[0]),
+        lambda: autocast(recipe=MXFP8BlockScaling(override_linear_precision=(True, True, True))),
+    ],
+    ids=["disabled", "high precision"],
+)
+def test_a_layer_that_quantizes_no_weight_needs_no_whole_blocks(context: Callable[[], Any]) -> None:
+    layer, x = Linear(48, 32), torch.randn(2, 48)
+    with context():
+        y = layer(x)
+    torch.testing.assert_close(y, x @ layer.weight.t() + layer.bias)
+
+
+def test_a_matrix_without_columns_is_quantized() -> None:
+    for granularity, shape in (("row", (3, 2, 1)), ("block1x128", (3, 2, 0)), ("block1x32", (3, 2, 0))):
+        q, scale = quantize(torch.zeros(3, 2, 0), granularity=granularity)  # type: ignore[arg-type]
+        assert q.shape == (3, 2, 0)
+        assert scale.shape == shape
+        assert dequantize(q, scale).shape == (3, 2, 0)
 
 
 def test_scales_of_another_shape_are_refused() -> None:

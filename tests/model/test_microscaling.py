@@ -15,15 +15,17 @@ from torch import Tensor
 
 from fp8serve.engine.loading import load
 from fp8serve.engine.options import EngineOptions
-from fp8serve.errors import ModelError
+from fp8serve.errors import ModelError, RecipeError
 from fp8serve.fp8.frozen import FrozenLinear
 from fp8serve.fp8.ops import dequantize
+from fp8serve.fp8.ops.microscaling import dequantize_to_bf16
 from fp8serve.fp8.recipe import MXFP8BlockScaling
 from fp8serve.fp8.spec import MXFP8, UNQUANTIZED
 from fp8serve.model.checkpoint import ScalingCheckpoint, load_servable, open_checkpoint
 from fp8serve.model.export import write_calibrated
 from fp8serve.model.format_conversion import convert_format
-from fp8serve.model.formats.microscaling import mxfp4, mxfp8
+from fp8serve.model.formats.microscaling import mxfp4
+from fp8serve.model.verify import verify
 from tests.model.oracle import make_model
 
 LINEAR = "model.layers.0.mlp.up_proj"
@@ -123,7 +125,7 @@ def test_mx_blocks_mean_what_compressed_tensors_makes_of_them(preset: str, form:
     scheme.format = form
     packed = {"weight_packed" if preset != "MXFP8" else "weight": codes, "weight_scale": scales}
     theirs = BaseCompressor.get_value_from_registry(form).decompress(packed, scheme)["weight"]
-    ours = mxfp8(codes, scales) if preset == "MXFP8" else mxfp4(codes, scales)
+    ours = dequantize_to_bf16(codes, scales.view(torch.float8_e8m0fnu)) if preset == "MXFP8" else mxfp4(codes, scales)
     assert torch.equal(ours.float(), theirs.float())
 
 
@@ -164,7 +166,36 @@ BAD_SCALES: dict[str, tuple[Callable[[Tensor], Tensor | None], str]] = {
         r"\[256, 2\]; a weight of 256 x 128 in MX blocks takes \[256, 4\]",
     ),
     "FP32": (lambda scale: torch.ones(256, 1), r"is float32 \[256, 1\]; config.json says that the layer is in MXFP8"),
+    "FP32 of this shape": (
+        lambda scale: torch.ones(256, 4),
+        r"weight_scale is float32 and has the shape \[256, 4\] of MX blocks, whose scales are exponents of 8 bits",
+    ),
 }
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors MXFP4", "modelopt MXFP4"])
+def test_fp8_weights_under_a_configuration_of_mxfp4_are_refused(form: str, tmp_path: Path) -> None:
+    write_mx(tmp_path / "m", *FORMS["compressed-tensors MXFP8"])
+    edit(tmp_path / "m", quantization_config=FORMS[form][1])
+    with pytest.raises(ModelError, match=r"_proj has FP8 weights but quantization_config says MXFP4; correct"):
+        load_servable(tmp_path / "m")
+    findings = verify(tmp_path / "m")
+    assert any(f.severity == "error" and f.what == "is FP8, but quantization_config says MXFP4" for f in findings)
+
+
+@pytest.mark.parametrize("config", [
+    FORMS["compressed-tensors MXFP8"][1] | {"ignore": ["lm_head", LINEAR]},
+    FORMS["modelopt"][1] | {"ignore": ["lm_head"], "exclude_modules": ["*.layers.0.mlp.up*"]},
+], ids=["compressed-tensors", "modelopt"])  # fmt: skip
+def test_a_layer_that_is_ignored_and_has_fp8_weights_is_reported(
+    config: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_mx(tmp_path / "m", *FORMS["compressed-tensors MXFP8"])
+    edit(tmp_path / "m", quantization_config=config)
+    assert f"{LINEAR}.weight" in [finding.tensor for finding in verify(tmp_path / "m") if "leaves" in finding.what]
+    with caplog.at_level(logging.WARNING, "fp8serve.engine"):
+        load(tmp_path / "m", EngineOptions(recipe="stored"))
+    assert f"1 layers with FP8 weights, {LINEAR} among them, are ignored by quantization_config" in caplog.text
 
 
 @pytest.mark.parametrize("name", BAD_SCALES)
@@ -180,9 +211,12 @@ def test_bad_scales_are_refused_in_one_sentence(name: str, tmp_path: Path) -> No
 
 def test_columns_that_are_no_whole_blocks_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "m", overrides={"hidden_size": 128, "intermediate_size": 144})
-    with pytest.raises(ModelError, match=r"down_proj has 144 columns, and MXFP8 has whole blocks of 32"):
+    message = r"^model.layers.0.mlp.down_proj in MXFP8 needs a multiple of 32 input features, found 144"
+    with pytest.raises(RecipeError, match=message):
         write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(MXFP8BlockScaling(), {}))
     assert not (tmp_path / "out").exists()
+    with pytest.raises(RecipeError, match=message):
+        load_servable(tmp_path / "m", MXFP8BlockScaling())
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "modelopt"])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 import fp8serve
-from fp8serve.errors import DataError, JobError
+from fp8serve.errors import DataError, JobError, ModelError, RecipeError
+from tests.model.oracle import make_model
 from tests.train.conftest import TEXTS, write_lines
 
 ROWS = [{"prompt": text[:40], "completion": text[40:80]} for text in TEXTS[:8]]
@@ -69,3 +70,28 @@ def test_a_refused_call_does_not_overwrite_the_stored_rows(model_dir: Path, tmp_
     with pytest.raises(JobError):
         fp8serve.finetune(model_dir, data=ROWS[1:], out=tmp_path / "out", learning_rate=1)
     assert (tmp_path / "out" / "data.jsonl").read_bytes() == stored
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recipe": "mxfp8", "format": "fp8"}, ModelError, "The format 'fp8' cannot express the recipe 'mxfp8'"),
+        (
+            {"recipe": "delayed", "recipe_options": {"weight_granularity": "row"}, "format": "fp8"},
+            ModelError,
+            "The format 'fp8' has no scale per output channel",
+        ),
+        (
+            {"recipe": "mxfp8"},
+            RecipeError,
+            "^model.layers.0.mlp.down_proj in MXFP8 needs a multiple of 32",
+        ),
+    ],
+)
+def test_a_call_that_is_refused_for_its_format_writes_nothing(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path / "base", overrides={"hidden_size": 64, "intermediate_size": 144})
+    with pytest.raises(error, match=message):
+        fp8serve.finetune(tmp_path / "base", data=ROWS, out=tmp_path / "out", **SMALL | options)
+    assert not (tmp_path / "out").exists()

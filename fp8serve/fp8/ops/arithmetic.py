@@ -26,9 +26,9 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SATURATION_LIMIT = {torch.float8_e4m3fn: 448.0 + 4 * 2.0**-15, torch.float8_e5m2: 57344.0 + 4 * 2.0**-8}
 
 
-def blocks(size: int) -> int:
-    """Returns the number of blocks of 128 that cover `size`."""
-    return -(-size // BLOCK)
+def blocks(size: int, block: int = BLOCK) -> int:
+    """Returns the number of blocks that cover `size`."""
+    return -(-size // block)
 
 
 def amax(x: Tensor, dims: tuple[int, ...] = ()) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import BLOCK, FP8_MAX, dequantize
+from fp8serve.fp8.ops.arithmetic import FP8_MAX, blocks, dequantize
 from fp8serve.fp8.ops.inputs import fake_like_last, grid_cases, random_fp8, random_normal, row_cases
 from fp8serve.fp8.ops.registry import Case, declare, define, define_composed, implement
 
@@ -71,8 +71,7 @@ def _fake_product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 def _scales(rows: int, cols: int, seed: int) -> dict[str, Tensor]:
     noise = torch.Generator().manual_seed(seed)
-    shapes = {"tensor": (), "row": (rows, 1), "1x128": (rows, -(-cols // BLOCK))}
-    shapes["128x128"] = (-(-rows // BLOCK), -(-cols // BLOCK))
+    shapes = {"tensor": (), "row": (rows, 1), "1x128": (rows, blocks(cols)), "128x128": (blocks(rows), blocks(cols))}
     return {name: torch.exp2(torch.randn(shape, generator=noise)) for name, shape in shapes.items()}
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fp8serve.fp8.ops.arithmetic import BLOCK, E8M0, FP8_MAX, amax, blocks, saturating_cast
 from fp8serve.fp8.ops.inputs import grid_cases, random_fp8, random_mx_scales, tiled_noise
-from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape
+from fp8serve.fp8.ops.packing import GROUP, fake_packed_product, packed_weight
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 
@@ -124,15 +124,9 @@ def grouped_case(
         scales = [torch.exp2(torch.randn(size, generator=noise)) for size in _shapes(kind, rows, experts, n, k)]
     x = tiled_noise(rows, k, torch.bfloat16) if a == torch.bfloat16 else random_fp8(rows, k, a, 1)
     weights = [random_fp8(n, k, torch.float8_e4m3fn, 5 + i) for i in range(experts)]
-    b = torch.stack([_packed(w) if packed else w for w in weights])
+    b = torch.stack([packed_weight(w) if packed else w for w in weights])
     bias = None if n % 2 == 0 else torch.linspace(-2, 2, experts * n).view(experts, n)
     return x, b, *scales, offsets, bias, out
-
-
-def _packed(weight: Tensor) -> Tensor:
-    out = torch.empty(packed_shape(*weight.shape), dtype=weight.dtype)
-    pack_weight(weight, out)
-    return out
 
 
 def _cases() -> list[Case]:
@@ -275,10 +269,6 @@ def joined_mm(
     return torch.cat(products, 1)
 
 
-def _fake_joined(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
-
-
 def _joined_case(
     rows: int, widths: tuple[int, ...], k: int, a: torch.dtype, packed: bool, out: torch.dtype
 ) -> tuple[Any, ...]:
@@ -288,10 +278,8 @@ def _joined_case(
     n = sum(widths)
     x = random_fp8(rows, k, torch.float8_e4m3fn, 1)
     x = x.to(a) if a == torch.bfloat16 else x
-    b = random_fp8(n, k, torch.float8_e4m3fn, 2)
-    if packed:
-        weight, b = b, torch.empty(packed_shape(n, k), dtype=b.dtype)
-        pack_weight(weight, b)
+    weight = random_fp8(n, k, torch.float8_e4m3fn, 2)
+    b = packed_weight(weight) if packed else weight
     bias = torch.linspace(-2, 2, n) if out == torch.float32 else None
     return x, b, a_scale, b_scale, torch.tensor(widths).cumsum(0).to(torch.int32), bias, out
 
@@ -307,7 +295,7 @@ define_composed(
     "joined_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor ends, Tensor? bias,"
     " ScalarType out_dtype) -> Tensor",
     joined_mm,
-    fake=_fake_joined,
+    fake=fake_packed_product,
     cases=_joined_cases,
     kernel_devices=("cpu",),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import E8M0, FLT_MAX, MX_BLOCK, saturating_cast
+from fp8serve.fp8.ops.arithmetic import E8M0, FLT_MAX, MX_BLOCK, blocks, saturating_cast
 from fp8serve.fp8.ops.registry import Case
 
 
@@ -44,7 +44,7 @@ def fake_nothing(*args: Any) -> None:
 def random_mx_scales(rows: int, cols: int, seed: int) -> Tensor:
     """Returns random E8M0 scales near 1, a far smaller block in each row, and a row of the smallest scales."""
     noise = torch.Generator().manual_seed(seed)
-    codes = torch.randint(115, 135, (rows, -(-cols // MX_BLOCK)), generator=noise)
+    codes = torch.randint(115, 135, (rows, blocks(cols, MX_BLOCK)), generator=noise)
     codes[:, :1] -= torch.randint(0, 100, (rows, min(1, codes.shape[1])), generator=noise)
     codes[-1:] = codes[-1:] - 115
     return codes.clamp(min=0).to(torch.uint8).view(E8M0)

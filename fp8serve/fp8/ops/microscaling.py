@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone uses
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX, MX_BLOCK, amax, expand, saturating_cast
+from fp8serve.fp8.ops.arithmetic import E8M0, FP8_MAX, MX_BLOCK, amax, blocks, expand, saturating_cast
 from fp8serve.fp8.ops.gemm import _apply_scales
 from fp8serve.fp8.ops.inputs import random_fp8, random_mx_scales, random_normal, tiled_noise
-from fp8serve.fp8.ops.packing import GROUP, pack_weight, packed_shape, unpack_weight
+from fp8serve.fp8.ops.packing import fake_packed_product, packed_weight, unpack_weight
 from fp8serve.fp8.ops.registry import Case, define, define_composed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -35,11 +35,6 @@ _EXPONENT_OF_MAX = {E4M3: 8, E5M2: 15}
 # A block is zero in a product if its scale is more than 2^this below its row's. Codes are multiples of 2^-9 and 2^-16.
 MAX_SHIFT = {E4M3: 54, E5M2: 47}
 MIN_ROW_CODE = 63  # of the scale of a row in a product, 2^-64: such a factor outside of the sum needs no care
-
-
-def mx_blocks(size: int) -> int:
-    """Returns the number of blocks of 32 that cover `size`."""
-    return -(-size // MX_BLOCK)
 
 
 def mx_codes(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +54,7 @@ def quantize_mx(x: Tensor, dtype: torch.dtype, infinity_is_nan: bool = False) ->
     A partial block is padded with zeros. With `infinity_is_nan` the scale_inv of a block with an infinity is NaN.
     """
     rows, cols = x.shape
-    tiled = F.pad(x, (0, -cols % MX_BLOCK)).view(rows, mx_blocks(cols), MX_BLOCK)
+    tiled = F.pad(x, (0, -cols % MX_BLOCK)).view(rows, blocks(cols, MX_BLOCK), MX_BLOCK)
     largest = amax(tiled, (2,))
     codes = mx_codes(largest, dtype)
     scale = expand((2 * ONE - codes).view(E8M0), rows, cols)
@@ -69,7 +64,7 @@ def quantize_mx(x: Tensor, dtype: torch.dtype, infinity_is_nan: bool = False) ->
 
 def _fake_quantize(x: Tensor, dtype: torch.dtype, *rest: bool) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return q, torch.empty((x.shape[0], mx_blocks(x.shape[1])), dtype=E8M0, device=x.device)
+    return q, torch.empty((x.shape[0], blocks(x.shape[1], MX_BLOCK)), dtype=E8M0, device=x.device)
 
 
 def mx_edge_values(dtype: torch.dtype) -> Tensor:
@@ -156,10 +151,6 @@ def mx_mm(
     return out if residual is None else residual + out
 
 
-def _fake_mx_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
-
-
 def mx_case(
     shape: tuple[int, int, int], a: torch.dtype, b: torch.dtype, packed: bool, has_residual: bool, out: torch.dtype
 ) -> tuple[Any, ...]:
@@ -171,9 +162,7 @@ def mx_case(
         q = random_normal(rows, k, dtype, seed) if is_wide else random_fp8(rows, k, dtype, seed)
         operands.append((q, torch.tensor(0.5) if is_wide else random_mx_scales(rows, k, seed + 2)))
     (x, a_scale), (weight, b_scale) = operands
-    if packed:
-        weight, rows_of_k = torch.empty(packed_shape(n, k), dtype=b), weight
-        pack_weight(rows_of_k, weight)
+    weight = packed_weight(weight) if packed else weight
     bias = torch.linspace(-2, 2, n).to(out) if n % 2 else None
     residual = random_normal(m, n, out, 5) if has_residual else None
     return x, weight, a_scale, b_scale, bias, residual, out
@@ -199,7 +188,7 @@ define_composed(
     "mx_mm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor? residual,"
     " ScalarType out_dtype) -> Tensor",
     mx_mm,
-    fake=_fake_mx_mm,
+    fake=fake_packed_product,
     cases=_mx_mm_cases,
     kernel_devices=("cpu",),
     recipes=("mxfp8",),

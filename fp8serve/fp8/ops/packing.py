@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8serve.fp8.ops.arithmetic import BLOCK as SCALE_BLOCK
+from fp8serve.fp8.ops.arithmetic import blocks as scale_blocks
 from fp8serve.fp8.ops.gemm import mm, scaled_mm
 from fp8serve.fp8.ops.inputs import fake_nothing, grid_cases, random_fp8, random_normal
 from fp8serve.fp8.ops.registry import define
@@ -58,6 +58,13 @@ def pack_weight(weight: Tensor, out: Tensor) -> None:
 
 def _weight(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return random_normal(rows, cols, dtype, 3) if dtype == torch.bfloat16 else random_fp8(rows, cols, dtype, 3)
+
+
+def packed_weight(weight: Tensor) -> Tensor:
+    """Returns the weight packed by the reference."""
+    out = torch.empty(packed_shape(*weight.shape), dtype=weight.dtype)
+    pack_weight(weight, out)
+    return out
 
 
 def _pack_case(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -120,20 +127,19 @@ def packed_mm(
     return product if residual is None else residual + product
 
 
-def _fake_packed_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty((a.shape[0], GROUP * b.shape[0]), dtype=rest[-1])
+def fake_packed_product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    """Returns the shape of a product by a weight that may be packed; the last argument is the dtype of the result."""
+    return a.new_empty((a.shape[0], b.shape[0] * (GROUP if b.dim() == 3 else 1)), dtype=rest[-1])
 
 
 def _packed_mm_case(rows: int, dtype: torch.dtype, blocks: bool, has_residual: bool) -> tuple[Any, ...]:
     """Returns the arguments of a product of [rows, 1160] and a packed [144, 1160]."""
     n, k = 144, 1160
-    weight, packed = _pack_case((n, k), dtype)
-    pack_weight(weight, packed)
+    packed = packed_weight(_weight(n, k, dtype))
     residual = random_normal(rows, n, torch.bfloat16, 5) if has_residual else None
     if dtype == torch.bfloat16:
         return _weight(rows, k, dtype), packed, None, None, random_normal(n, 1, torch.float32, 6)[:, 0], residual, dtype
-    across = -(-k // SCALE_BLOCK)
-    scales = (random_normal(size, across, torch.float32, 8).abs() + 0.5 for size in (rows, -(-n // SCALE_BLOCK)))
+    scales = (random_normal(size, scale_blocks(k), torch.float32, 8).abs() + 0.5 for size in (rows, scale_blocks(n)))
     a_scale, b_scale = scales if blocks else (torch.tensor(0.5), torch.tensor(0.25))
     return random_fp8(rows, k, torch.float8_e4m3fn, 4), packed, a_scale, b_scale, None, residual, torch.bfloat16
 
@@ -143,7 +149,7 @@ define(
     "packed_mm(Tensor a, Tensor b, Tensor? a_scale_inv, Tensor? b_scale_inv, Tensor? bias, Tensor? residual,"
     " ScalarType out_dtype) -> Tensor",
     packed_mm,
-    fake=_fake_packed_mm,
+    fake=fake_packed_product,
     cases=partial(grid_cases, "{} rows {} blocks {} residual {}", _packed_mm_case, (1, 8, 70), PACKABLE, _BOTH, _BOTH),
     kernel_devices=("cpu",),
 )

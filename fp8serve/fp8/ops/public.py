@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fp8serve.errors import RecipeError
 from fp8serve.fp8.ops import arithmetic
-from fp8serve.fp8.ops.arithmetic import BLOCK, DTYPES, E8M0, FP8_MAX, blocks
-from fp8serve.fp8.ops.microscaling import mx_blocks
+from fp8serve.fp8.ops.arithmetic import BLOCK, DTYPES, E8M0, FP8_MAX, MX_BLOCK, blocks
 from fp8serve.fp8.spec import Granularity
 
 
@@ -32,7 +31,7 @@ def _quantize_with_scale(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -
 
 def _fold_rows(x: Tensor, op: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
     """Applies a two-dimensional op to [..., K] by folding the leading dimensions."""
-    q, scale_inv = op(x.reshape(-1, x.shape[-1]), *args)
+    q, scale_inv = op(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), *args)  # not -1, which is ambiguous for K = 0
     return q.view(x.shape), scale_inv.view(*x.shape[:-1], scale_inv.shape[-1])
 
 
@@ -75,10 +74,9 @@ def quantize(
 
 
 def _check_scale(name: str, scale_inv: Tensor, rows: int, cols: int) -> None:
-    is_mx = scale_inv.dtype == E8M0
-    allowed = (
-        [(rows, mx_blocks(cols))] if is_mx else [(), (rows, 1), (rows, blocks(cols)), (blocks(rows), blocks(cols))]
-    )
+    allowed = [(), (rows, 1), (rows, blocks(cols)), (blocks(rows), blocks(cols))]
+    if scale_inv.dtype == E8M0:
+        allowed = [(rows, blocks(cols, MX_BLOCK))]
     if tuple(scale_inv.shape) not in allowed:
         shapes = ", ".join(str(list(s)) for s in allowed)
         raise ValueError(
@@ -90,8 +88,8 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     """Converts FP8 q [..., K] to FP32; scale_inv has any granularity of `quantize`."""
     if scale_inv.dim() == 0:
         return arithmetic.dequantize(q, scale_inv)
-    flat = q.reshape(-1, q.shape[-1])
-    folded = scale_inv.reshape(-1, scale_inv.shape[-1])
+    flat = q.reshape(math.prod(q.shape[:-1]), q.shape[-1])
+    folded = scale_inv.reshape(math.prod(scale_inv.shape[:-1]), scale_inv.shape[-1])
     _check_scale("scale_inv", folded, *flat.shape)
     return arithmetic.dequantize(flat, folded).view(q.shape)
 

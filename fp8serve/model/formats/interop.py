@@ -26,7 +26,7 @@ of its scales gives wrong answers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError, shown
-from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, WEIGHTS, Granularity, QuantSpec, format_shapes
+from fp8serve.fp8.ops.arithmetic import MX_BLOCK
+from fp8serve.fp8.spec import MXFP8, UNQUANTIZED, Granularity, QuantSpec, format_shapes, weight_specs
 from fp8serve.model.config.reader import Fields
 from fp8serve.model.formats import torchao
-from fp8serve.model.formats.microscaling import BLOCK as MX_BLOCK
 from fp8serve.model.formats.microscaling import EXPONENT_DTYPES, check_exponents
-from fp8serve.model.formats.targets import CLASS, check_targets, matches
+from fp8serve.model.formats.targets import CLASS, check_targets, is_pattern, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import type_name
 
@@ -102,6 +102,7 @@ class Scheme:
 
     producer: str
     input_spec: QuantSpec
+    is_fp4: bool = False  # whether the weights are in MXFP4, and not in FP8
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,22 @@ class Quantization:
         scheme = self.find_scheme(linear)
         if scheme is None:
             raise ModelError(f"{linear} has FP8 weights but quantization_config has no group for it.")
+        if scheme.is_fp4:
+            raise ModelError(
+                f"{linear} has FP8 weights but quantization_config says MXFP4; correct quantization_config, or write "
+                "the model again."
+            )
         return scheme
+
+    @cached_property
+    def _ignored_modules(self) -> list[str]:
+        return [f".{target.removeprefix('model.')}." for target in self.ignore if not is_pattern(target)]
+
+    def ignores(self, linear: str) -> bool:
+        """Returns whether the layer, or a module that contains it, such as "model.vision_tower", is to be ignored."""
+        path = f".{linear}."
+        is_named = any(module in path for module in self._ignored_modules)
+        return is_named or any(matches(target, linear) for target in self.ignore if is_pattern(target))
 
 
 @dataclass(frozen=True)
@@ -174,18 +190,19 @@ def _compressed_tensors(config: Fields) -> Quantization:
         raise ModelError(f"The {name} checkpoint is sparse or rotated, which is not supported.")
     cache = config.object("kv_cache_scheme")
     _require_fp8(name, "kv_cache_scheme", cache)
-    groups = tuple(
-        (check_targets(g.texts("targets"), g.where), Scheme(name, _ct_inputs(g)))
-        for g in config.objects("config_groups")
-    )
+    groups = tuple((check_targets(g.texts("targets"), g.where), _ct_scheme(g)) for g in config.objects("config_groups"))
     return Quantization(groups, check_targets(config.texts("ignore"), config.where), name, cache is not None)
+
+
+def _ct_scheme(group: Fields) -> Scheme:
+    weights = group.object("weights")
+    is_fp4 = weights is not None and _is_mx(weights) and weights.raw("num_bits") == 4
+    return Scheme("compressed-tensors", UNQUANTIZED if is_fp4 else _ct_inputs(group), is_fp4)
 
 
 def _ct_inputs(group: Fields) -> QuantSpec:
     weights, inputs = group.object("weights"), group.object("input_activations")
     if weights is not None and _is_mx(weights):
-        if weights.raw("num_bits") == 4:
-            return UNQUANTIZED
         _require_fp8("compressed-tensors", "weights", weights)
         return UNQUANTIZED if inputs is None else _ct_mx_inputs(inputs)
     _require_fp8("compressed-tensors", "weights", weights)
@@ -281,14 +298,15 @@ def _modelopt(config: Fields) -> Quantization:
     if cache is not None and cache.upper() != "FP8":
         raise _unsupported("modelopt", "kv_cache_quant_algo", cache)
     _require_fp8("modelopt", "kv_cache_scheme", config.object("kv_cache_scheme"))
-    ignore = config.texts("ignore") or config.texts("exclude_modules")
+    ignore = tuple(dict.fromkeys((*config.texts("ignore"), *config.texts("exclude_modules"))))
     has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
     if algo is None and has_fp8_cache:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
     known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(WIDENED, UNQUANTIZED)
     if algo is None or algo.upper() not in known:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
+    scheme = Scheme("modelopt", known[algo.upper()], is_fp4=algo.upper() in WIDENED)
+    return Quantization((((CLASS,), scheme),), ignore, "modelopt", has_fp8_cache)
 
 
 def _fbgemm(config: Fields) -> Quantization:
@@ -326,11 +344,16 @@ def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tens
     value = check_scale(name, stored)
     if stored.numel() == 1:
         return value.reshape(())
-    specs = [spec for spec in WEIGHTS if not spec.is_mx]
+    specs = weight_specs(is_mx=False)
     shapes = [spec.scale_shape(rows, cols) for spec in specs]
     for spec, shape in zip(specs, shapes, strict=True):
         if tuple(stored.shape) in equivalent_shapes(spec, shape):
             return value.reshape(shape)
+    if tuple(stored.shape) == mx_shape:
+        raise ModelError(
+            f"{name} is {type_name(stored.dtype)} and has the shape {list(stored.shape)} of MX blocks, whose scales "
+            "are exponents of 8 bits; store them as uint8 or E8M0."
+        )
     raise ModelError(
         f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {format_shapes(shapes)}."
     )

@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.model.storage.shards import Shards, StoredTensor
+from fp8serve.fp8.ops.arithmetic import E8M0, MX_BLOCK
+from fp8serve.fp8.ops.microscaling import ONE, dequantize_to_bf16
+from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
-BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".scale")
-EXPONENT_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
-_EXPONENT_BIAS = 127
-NAN_CODE = 255
+EXPONENT_DTYPES = (torch.uint8, E8M0)
 # The largest exponent with which the format's largest number, 448 or 6, is finite in BF16.
 _MAX_EXPONENTS = {torch.float8_e4m3fn: 119, torch.uint8: 125}
 
 
-class MxShards(Shards):
-    """Shards with MX weights, which are dequantized when they are read: `computed` has a function for each of them."""
+class MxShards(ComputedShards):
+    """Shards whose MX weights are dequantized when they are read. `scales` has the key of each one's scales."""
 
     def __init__(
         self,
@@ -42,17 +41,13 @@ class MxShards(Shards):
         computed: Mapping[str, Callable[[], Tensor]],
         scales: Mapping[str, str],
     ) -> None:
-        super().__init__(entries, stored.metadata)
-        self.stored, self.computed, self.scales = stored, computed, scales
-
-    def __getitem__(self, name: str) -> Tensor:
-        compute = self.computed.get(name)
-        return self.stored[name] if compute is None else compute()
+        super().__init__(stored, entries, computed)
+        self.scales = scales
 
     def check_exponents(self) -> None:
         """Raises ModelError if an exponent is NaN or too large for BF16. Reads only the exponents."""
         for key, scale in self.scales.items():
-            check_exponents(scale, self.stored[scale], self.stored.entries[key].dtype)
+            check_exponents(scale, self._stored[scale], self._stored.entries[key].dtype)
 
 
 def dequantize_mx(shards: Shards, keeps: Callable[[str], bool] = lambda module: False) -> Shards:
@@ -69,7 +64,7 @@ def dequantize_mx(shards: Shards, keeps: Callable[[str], bool] = lambda module: 
     for key, scale in scales.items():
         rows, columns = shards.entries[scale].shape
         name = key.removesuffix("_packed")
-        entry = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * BLOCK), note=None)
+        entry = replace(entries.pop(key), dtype=torch.bfloat16, shape=(rows, columns * MX_BLOCK), note=None)
         entries.pop(scale)
         entries[name], computed[name] = entry, partial(_dequantize, shards, key, scale)
     return MxShards(shards, entries, computed, scales) if computed else shards
@@ -87,32 +82,22 @@ def mx_notes(shards: Shards) -> tuple[str, ...]:
     if not isinstance(shards, MxShards):
         return ()
     return (
-        f"{len(shards.computed)} weights, {next(iter(shards.computed))} among them, are in MX blocks of {BLOCK} and "
+        f"{len(shards.computed)} weights, {next(iter(shards.computed))} among them, are in MX blocks of {MX_BLOCK} and "
         "run in BF16, which holds them exactly; for FP8 calibrate the model, or serve with --recipe rowwise or block.",
     )
-
-
-def mxfp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Dequantizes codes E4M3 [..., K] with scales uint8 or E8M0 [..., K / 32] to BF16 [..., K]."""
-    return _multiply(codes.float(), scales)
 
 
 def mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantizes codes uint8 [..., K / 2] with scales uint8 or E8M0 [..., K / 32] to BF16 [..., K]."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     indices = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    return _multiply(values[indices.long()], scales)
-
-
-def _multiply(values: Tensor, scales: Tensor) -> Tensor:
-    powers = scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)
-    blocks = values.reshape(*scales.shape, BLOCK)
-    return (blocks * powers).to(torch.bfloat16).flatten(-2)
+    blocks = values[indices.long()].reshape(*scales.shape, MX_BLOCK)
+    return (blocks * scales.view(E8M0).float().unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
 
 
 def max_exponent_code(dtype: torch.dtype) -> int:
     """Returns the largest code of a scale with which weights of this dtype (uint8: MXFP4) are finite in BF16."""
-    return _EXPONENT_BIAS + _MAX_EXPONENTS[dtype]
+    return ONE + _MAX_EXPONENTS[dtype]
 
 
 def check_exponents(name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +105,7 @@ def check_exponents(name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
     codes = stored.view(torch.uint8)
     if bool((codes > max_exponent_code(dtype)).any()):
         raise _not_finite_error(name)
-    return codes.view(torch.float8_e8m0fnu)
+    return codes.view(E8M0)
 
 
 def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
@@ -132,15 +117,15 @@ def _scale_of(key: str, entries: Mapping[str, StoredTensor]) -> str | None:
     rows, columns = weight.shape[0], weight.shape[1] * (2 if is_packed else 1)
     for name in (f"{owner}{suffix}" for suffix in _SCALE_SUFFIXES):
         entry = entries.get(name)
-        shape = (rows, columns // BLOCK)
-        if entry is not None and entry.dtype in EXPONENT_DTYPES and entry.shape == shape and columns % BLOCK == 0:
+        shape = (rows, columns // MX_BLOCK)
+        if entry is not None and entry.dtype in EXPONENT_DTYPES and entry.shape == shape and columns % MX_BLOCK == 0:
             return name
     return None
 
 
 def _dequantize(shards: Shards, key: str, scale: str) -> Tensor:
-    dequantize = mxfp4 if shards.entries[key].dtype is torch.uint8 else mxfp8
-    weight = dequantize(shards[key], shards[scale])
+    dequantize = mxfp4 if shards.entries[key].dtype is torch.uint8 else dequantize_to_bf16
+    weight = dequantize(shards[key], shards[scale].view(E8M0))
     if not bool(weight.isfinite().all()):
         raise _not_finite_error(scale)
     return weight

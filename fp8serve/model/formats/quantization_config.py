@@ -94,32 +94,26 @@ def _compressed_tensors(
 
 def _ct_group(targets: list[str], specs: Specs) -> dict[str, Any]:
     inputs, weight = specs
-    if weight.is_mx:
-        sizes = {"group_size": weight.block[1], "scale_dtype": "torch.uint8"}
-        return {
-            "targets": targets,
-            "weights": _ct_args("group", False, "memoryless_minmax", **sizes),
-            "input_activations": _ct_args("group", True, None, **sizes)
-            if inputs is not None and inputs.is_mx
-            else None,
-            "output_activations": None,
-            "format": "mxfp8-quantized",
-        }
     block = list(weight.block) if weight.is_blocked else None
-    strategy = CT_WEIGHTS[weight.granularity]
+    sizes = _mx_sizes(weight) if weight.is_mx else {"block_structure": block}
     return {
         "targets": targets,
-        "weights": _ct_args(strategy, False, "memoryless_minmax", block_structure=block),
+        "weights": _ct_args(CT_WEIGHTS[weight.granularity], False, "memoryless_minmax", **sizes),
         "input_activations": _ct_inputs(inputs) if inputs is not None and inputs.is_fp8 else None,
         "output_activations": None,
-        "format": "float-quantized",
+        "format": "mxfp8-quantized" if weight.is_mx else "float-quantized",
     }
 
 
 def _ct_inputs(spec: QuantSpec) -> dict[str, Any]:
     if spec.source != "current":
         return _ct_args("tensor", False, "static_minmax")
-    return _ct_args(CT_INPUTS[spec.granularity], True, None, group_size=spec.block[1])
+    sizes = _mx_sizes(spec) if spec.is_mx else {"group_size": spec.block[1]}
+    return _ct_args(CT_INPUTS[spec.granularity], True, None, **sizes)
+
+
+def _mx_sizes(spec: QuantSpec) -> dict[str, Any]:
+    return {"group_size": spec.block[1], "scale_dtype": "torch.uint8"}
 
 
 def _fp8(recipe: Recipe, ignored: list[str]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from fp8serve.errors import ModelError
-from fp8serve.fp8.ops.arithmetic import BLOCK as BLOCK_ROWS
+from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
 from fp8serve.model.config.mixture import Experts
 from fp8serve.model.config.model_config import ModelConfig
-from fp8serve.model.formats.microscaling import BLOCK, mxfp4
+from fp8serve.model.formats.microscaling import mxfp4
 from fp8serve.model.storage.shards import ComputedShards, Shards, StoredTensor
 
 _GPT_OSS_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_blocks|_bias|)")
@@ -73,12 +73,12 @@ def _matrix_shape(shards: Shards, stored: str, kind: str, experts: Experts) -> t
     scales = shards.entries.get(stored.replace("_blocks", "_scales"))
     is_valid = len(shape) == dims and shape[0] == experts.count
     if kind == "_blocks":
-        is_valid = is_valid and shape[3] == BLOCK // 2 and scales is not None and scales.shape == shape[:3]
+        is_valid = is_valid and shape[3] == MX_BLOCK // 2 and scales is not None and scales.shape == shape[:3]
     if not is_valid:
         raise ModelError(f"{shards.entries[stored].file}: {stored} has the shape {list(shape)}, which is not that of "
                          f"{experts.count} experts.")  # fmt: skip
     if kind == "_blocks":
-        return shape[1], shape[2] * BLOCK
+        return shape[1], shape[2] * MX_BLOCK
     return (shape[1], 0) if kind == "_bias" else (shape[2], shape[1])
 
 
@@ -97,9 +97,9 @@ def split_stacked_experts(shards: Shards, config: ModelConfig) -> Shards:
     if experts is None:
         return shards
     # A tensor of shape [experts, 2, 1] holds one scale for gate and one for up. If the hidden size is at most
-    # BLOCK_ROWS, the scales of two blocks have this shape, too. Input scales then tell the two apart, because only
+    # BLOCK, the scales of two blocks have this shape, too. Input scales then tell the two apart, because only
     # files with one scale for gate and one for up have them.
-    has_pairs = config.hidden_size > BLOCK_ROWS or any(map(_INPUT_SCALES.fullmatch, shards.entries))
+    has_pairs = config.hidden_size > BLOCK or any(map(_INPUT_SCALES.fullmatch, shards.entries))
     entries: dict[str, StoredTensor] = {}
     for stored, entry in shards.entries.items():
         for name, part in _parts(_family_name(stored, experts), entry, experts, has_pairs):
@@ -161,8 +161,8 @@ def _input_scales(match: "re.Match[str]", entry: StoredTensor, experts: Experts)
 def _check_blocks(entry: StoredTensor, name: str, experts: Experts) -> None:
     """Raises ModelError if a block with one scale has rows of both gate and up."""
     is_mx = entry.dtype is torch.uint8  # a scale for each row and 32 columns
-    if not is_mx and name.endswith(("gate_up_proj_scale_inv", "gate_up_proj_scale")) and experts.size % BLOCK_ROWS:
+    if not is_mx and name.endswith(("gate_up_proj_scale_inv", "gate_up_proj_scale")) and experts.size % BLOCK:
         raise ModelError(
             f"{entry.file}: {name} has blocks with rows of both gate and up, because their {experts.size} rows are not "
-            f"a multiple of {BLOCK_ROWS}; write the experts one by one."
+            f"a multiple of {BLOCK}; write the experts one by one."
         )

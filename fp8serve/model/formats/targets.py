@@ -31,6 +31,11 @@ def check_targets(targets: tuple[str, ...], where: str) -> tuple[str, ...]:
     return targets
 
 
+def is_pattern(target: str) -> bool:
+    """Returns whether `target` is a regular expression or a wildcard."""
+    return target.startswith(_PREFIX) or any(char in target for char in "*?[")
+
+
 def matches(target: str, linear: str) -> bool:
     """Returns whether `target` matches the layer `linear`. Raises ModelError for an unsupported regular expression."""
     if target.startswith(_PREFIX):

@@ -179,10 +179,10 @@ class ComputedShards(Shards):
         self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
     ) -> None:
         super().__init__(entries, stored.metadata)
-        self._stored, self._computed = stored, computed
+        self._stored, self.computed = stored, computed
 
     def __getitem__(self, name: str) -> Tensor:
-        compute = self._computed.get(name)
+        compute = self.computed.get(name)
         return self._stored[name] if compute is None else compute()
 
 

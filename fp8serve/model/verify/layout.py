@@ -8,7 +8,6 @@ import torch
 from fp8serve.errors import Fp8ServeError
 from fp8serve.model.formats.interop import BLOCKED_INPUT, KV, Scheme
 from fp8serve.model.formats.scales import COPY_TOLERANCE, FILE_NAME, find_problems, read_scales
-from fp8serve.model.formats.targets import CLASS, matches
 from fp8serve.model.storage.files import present, read_json
 from fp8serve.model.storage.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX
 from fp8serve.model.verify.raw_checkpoint import FP8, WRITE_AGAIN, Finding, RawCheckpoint, error, is_embedding, warning
@@ -181,17 +180,20 @@ def check_ignored_layers(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     if quantization is None:
         return
     for owner, key in checkpoint.weights.items():
-        if _is_ignored(owner, quantization.ignore):
+        scheme = quantization.find_scheme(owner)
+        if quantization.ignores(owner):
             yield error("config", key, f"is FP8, but {_CONFIG} leaves {owner} out", _CORRECT_CONFIG)
-        elif _scheme(checkpoint, owner) is None:
+        elif scheme is None:
             yield error("config", key, f"is FP8, but no group of {_CONFIG} has {owner}", _CORRECT_CONFIG)
+        elif scheme.is_fp4:
+            yield error("config", key, f"is FP8, but {_CONFIG} says MXFP4", _CORRECT_CONFIG)
     leaves = {owner.rpartition(".")[2] for owner in checkpoint.weights}
     for key, entry in checkpoint.entries.items():
         owner = key.removesuffix(".weight")
         is_matrix = key.endswith(".weight") and len(entry.shape) == 2 and key not in checkpoint.mx_scales
         if not is_matrix or owner in checkpoint.weights or owner.rpartition(".")[2] not in leaves:
             continue
-        if not _is_ignored(owner, quantization.ignore) and _scheme(checkpoint, owner) is not None:
+        if not quantization.ignores(owner) and quantization.find_scheme(owner) is not None:
             yield error("config", key, f"is not FP8, but {_CONFIG} does not leave {owner} out", _CORRECT_CONFIG)
 
 
@@ -227,13 +229,6 @@ def check_cache_scheme(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     if has_scheme and not any(True for _ in checkpoint.with_role(*KV)):
         what = "has a kv_cache_scheme, but no k_scale or v_scale is there"
         yield error("missing", _CONFIG, what, "calibrate the cache, or take the scheme out")
-
-
-def _is_ignored(owner: str, targets: tuple[str, ...]) -> bool:
-    """Returns whether a target is the layer or a module that contains it, such as "model.vision_tower"."""
-    path = f".{owner}."
-    contains = (f".{target.removeprefix('model.')}." in path for target in targets)
-    return any(contains) or any(matches(target, owner) for target in targets if target != CLASS)
 
 
 def _scheme(checkpoint: RawCheckpoint, owner: str) -> Scheme | None:

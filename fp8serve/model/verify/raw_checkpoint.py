@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8serve.errors import ModelError
 from fp8serve.fp8.ops.arithmetic import BLOCK, MX_BLOCK
-from fp8serve.fp8.spec import MXFP8, WEIGHTS, Granularity
+from fp8serve.fp8.spec import MXFP8, Granularity, weight_specs
 from fp8serve.fp8.stateful import state_key
 from fp8serve.model.formats import interop, microscaling
 from fp8serve.model.formats.interop import Quantization, Role, ScaleKey
@@ -151,6 +151,10 @@ class RawCheckpoint:
         return microscaling.find_mx_scales(self.entries)
 
     @cached_property
+    def mx_scale_keys(self) -> frozenset[str]:
+        return frozenset(self.mx_scales.values())
+
+    @cached_property
     def scales(self) -> dict[ScaleKey, list[str]]:
         """The keys of all known scales. If the checkpoint spells one scale in two ways, it has two keys."""
         scales: dict[ScaleKey, list[str]] = {}
@@ -179,7 +183,7 @@ class RawCheckpoint:
     def value(self, key: str) -> Tensor:
         """Returns a scale in FP32. Exponents of MX blocks become powers of two."""
         stored = self.shards[key]
-        is_exponent = key in self.mx_scales.values() and stored.dtype is torch.uint8
+        is_exponent = key in self.mx_scale_keys and stored.dtype is torch.uint8
         return (stored.view(torch.float8_e8m0fnu) if is_exponent else stored).float()
 
     def codes(self, owner: str) -> Codes:
@@ -201,7 +205,7 @@ class RawCheckpoint:
     def _scale_key(self, key: str) -> ScaleKey | None:
         if self._is_not_scale(key):
             return None
-        if key in self.mx_scales.values():
+        if key in self.mx_scale_keys:
             return ScaleKey(key.rpartition(".")[0], "weight")
         for suffix, role in _STACK_SUFFIXES.items():
             stack = self.entries.get(key.removesuffix(suffix)) if key.endswith(suffix) else None
@@ -239,8 +243,8 @@ def granularity(scale: tuple[int, ...], weight: tuple[int, ...]) -> Granularity 
         return "tensor"
     if scale[: len(stack)] != tuple(stack):
         return None
-    for spec in WEIGHTS:
-        if not spec.is_mx and scale[len(stack) :] in interop.equivalent_shapes(spec, spec.scale_shape(rows, columns)):
+    for spec in weight_specs(is_mx=False):
+        if scale[len(stack) :] in interop.equivalent_shapes(spec, spec.scale_shape(rows, columns)):
             return spec.granularity
     return None
 

@@ -12,8 +12,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from fp8serve.fp8.ops.microscaling import NAN
 from fp8serve.model.formats.interop import KV, SCALE_DTYPES, Role, is_extreme
-from fp8serve.model.formats.microscaling import NAN_CODE, max_exponent_code
+from fp8serve.model.formats.microscaling import max_exponent_code
 from fp8serve.model.storage.shards import type_name
 from fp8serve.model.verify.raw_checkpoint import FP8, Finding, RawCheckpoint, error, warning
 
@@ -58,7 +59,7 @@ def check_scale_types(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of an unsupported type. Only scales of MX blocks may be uint8."""
     for key in checkpoint.scale_keys:
         dtype = checkpoint.entries[key].dtype
-        if dtype not in SCALE_DTYPES and key not in checkpoint.mx_scales.values():
+        if dtype not in SCALE_DTYPES and key not in checkpoint.mx_scale_keys:
             yield error("dtype", key, f"is of the type {type_name(dtype)}", "store it as FP32, BF16, FP16 or E8M0")
 
 
@@ -74,7 +75,7 @@ def check_large_exponents(checkpoint: RawCheckpoint) -> Iterator[Finding]:
     """Finds scales of MX blocks with which the weight is too large for BF16. Readers refuse them."""
     for weight, key in checkpoint.mx_scales.items():
         codes, limit = checkpoint.shards[key].view(torch.uint8), max_exponent_code(checkpoint.entries[weight].dtype)
-        if count := int(((codes > limit) & (codes != NAN_CODE)).sum()):
+        if count := int(((codes > limit) & (codes != NAN)).sum()):
             what = f"holds exponents too large for BF16, {count} of {codes.numel()}"
             yield error("implausible", key, what, _QUANTIZE_AGAIN)
 
