@@ -71,7 +71,7 @@ def command(
         if ranks.is_first:
             for note in notes:
                 remark(note)
-        report = run(directory, progress=progress, ranks=ranks, **arguments)
+        report: Any = run(directory, progress=progress, ranks=ranks, **arguments)
     if ranks.is_first:
         write_report(report_file, lambda: page(report))
         print_report(report, table, json, printed=notes)

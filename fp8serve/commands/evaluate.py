@@ -60,7 +60,7 @@ def command(
     else:
         raise RequestError(f"{model} computes no logits of tokens; leave --head-dtype out.")
     with stage_progress("Evaluating") as progress:
-        report = measure(directory, against=reference, progress=progress, command=command_line(context), **values)
+        report: Any = measure(directory, against=reference, progress=progress, command=command_line(context), **values)
     report = replace(report, model=model, against=against)  # as the user named them, instead of directories in a cache
     write_report(report_file, lambda: page(report))
     print_report(report, table, json)

@@ -101,9 +101,9 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
     matching = [recipe for recipe in candidates if _has_layout(stored, recipe)]
     if not matching:
         weights = ", ".join(sorted({linear.specs[1].granularity for linear in stored.values()}))
-        inputs = f"inputs with a scale per {spec.granularity}" if spec.is_fp8 else "unquantized inputs"
+        input_text = f"inputs with a scale per {spec.granularity}" if spec.is_fp8 else "unquantized inputs"
         raise ModelError(
-            f"{checkpoint.path} has weights with a scale per {weights} and {inputs}, which no recipe of fp8serve "
+            f"{checkpoint.path} has weights with a scale per {weights} and {input_text}, which no recipe of fp8serve "
             f"describes; serve it as it is, or calibrate the model in high precision with --format {format}."
         )
     try:
