@@ -54,18 +54,18 @@ def scales(observer: Observer) -> dict[str, float]:
 
 def test_scales_do_not_depend_on_the_order_of_batches(model_dir: Path) -> None:
     batches = random_batches(6)
-    found = []
+    results = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         decoder = plain(model_dir)
         linears = converted(decoder)
         observer = observe(decoder, linears, [batches[i] for i in order], RECIPE, kv_cache=True, gradients=True)
         states = final_states(observer)
-        found.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
-    assert found[0].keys() == found[1].keys()
-    assert len(found[0]) == 14 * 3 + 4
-    for name, (scale, history) in found[0].items():
-        assert torch.equal(scale, found[1][name][0]), name
-        assert torch.equal(history, found[1][name][1]), name
+        results.append({n: (s.scale, s.amax_history.sort().values) for n, s in states.items()})
+    assert results[0].keys() == results[1].keys()
+    assert len(results[0]) == 14 * 3 + 4
+    for name, (scale, history) in results[0].items():
+        assert torch.equal(scale, results[1][name][0]), name
+        assert torch.equal(history, results[1][name][1]), name
 
 
 def test_every_batch_counts_even_if_the_history_is_shorter(model_dir: Path) -> None:
@@ -76,9 +76,9 @@ def test_every_batch_counts_even_if_the_history_is_shorter(model_dir: Path) -> N
         alone.append(observe(decoder, converted(decoder), [batch], RECIPE))
     decoder = plain(model_dir)
     short = observe(decoder, converted(decoder), batches, replace(RECIPE, amax_history_len=3))
-    for name, seen in short.records.items():
-        assert seen.batches == 7
-        assert seen.amax == max(one.records[name].amax for one in alone)
+    for name, record in short.records.items():
+        assert record.batches == 7
+        assert record.amax == max(one.records[name].amax for one in alone)
     reversed_decoder = plain(model_dir)
     backwards = observe(
         reversed_decoder, converted(reversed_decoder), batches[::-1], replace(RECIPE, amax_history_len=3)
@@ -101,7 +101,7 @@ def test_recorded_amaxes_are_those_of_the_untouched_model(decoder: Decoder, mode
     for batch in batches:
         forward(reference, batch)
     observer = observe(decoder, converted(decoder), batches, RECIPE)
-    assert {name: seen.amax for name, seen in observer.records.items()} == largest
+    assert {name: record.amax for name, record in observer.records.items()} == largest
     assert scales(observer) == {n: float(torch.tensor(448.0) / torch.tensor(a)) for n, a in largest.items()}
 
 
@@ -127,25 +127,25 @@ def test_gradient_scales_are_those_of_the_exact_gradients(decoder: Decoder, mode
         for batch in batches:
             backward(reference, forward(reference, batch), batch.targets)
     observer = observe(decoder, converted(decoder), batches, RECIPE, gradients=True)
-    found = final_states(observer)
+    states_of_gradients = final_states(observer)
     for name, amax in largest.items():
         assert observer.records[f"{name}.grad_output"].amax == pytest.approx(amax, rel=1e-2)
-        scale = found[f"{name}.grad_output"].scale
+        scale = states_of_gradients[f"{name}.grad_output"].scale
         assert float(scale) == pytest.approx(57344.0 / observer.records[f"{name}.grad_output"].amax, rel=1e-6)
     assert all(p.grad is None for p in decoder.parameters())
 
 
 def test_keys_and_values_are_observed_after_rotation(decoder: Decoder) -> None:
     (batch,) = random_batches(1)
-    seen: dict[str, float] = {}
+    amaxes: dict[str, float] = {}
 
     def tap(name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        seen.update({f"{name}.k": float(k.abs().max()), f"{name}.v": float(v.abs().max())})
+        amaxes.update({f"{name}.k": float(k.abs().max()), f"{name}.v": float(v.abs().max())})
         return k, v
 
     forward(decoder, batch, tap)
     observer = observe(decoder, converted(decoder), [batch], RECIPE, kv_cache=True)
-    assert {name: observer.records[name].amax for name in observer.kv} == seen
+    assert {name: observer.records[name].amax for name in observer.kv} == amaxes
     assert list(observer.kv) == [f"{a}.{p}" for a in attention_names(decoder) for p in "kv"]
 
 

@@ -55,8 +55,8 @@ def planted(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(model: Path, out: Path, recipe: str = "delayed", **options: object) -> CalibrationReport:
-    given = SMALL | {"generated_samples": 0} | options
-    return calibrate(model, out=out, recipe=from_name(recipe), **given)  # type: ignore[arg-type]
+    arguments = SMALL | {"generated_samples": 0} | options
+    return calibrate(model, out=out, recipe=from_name(recipe), **arguments)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +172,9 @@ def test_an_outlier_is_found_and_named(
     power: int, model_dir: Path, planted: Path, tmp_path: Path, reports: Callable[[Path, str], CalibrationReport]
 ) -> None:
     report = reports(planted if power == LARGE else plant(model_dir, tmp_path / "planted", power), "delayed")
-    (found,) = [f for f in findings(report) if "--smoothing" in f.text]
-    assert found.is_problem
-    assert f"layer 1 gate/up input (channel {CHANNEL}: " in found.text
+    (finding,) = [f for f in findings(report) if "--smoothing" in f.text]
+    assert finding.is_problem
+    assert f"layer 1 gate/up input (channel {CHANNEL}: " in finding.text
     worst = {layer.name: layer.outlier for layer in report.layers}["model.layers.1.mlp.gate_proj"]
     assert worst is not None
     assert (worst.channel, round(worst.excess, -3) > 0) == (CHANNEL, True)
@@ -261,7 +261,7 @@ def samples(planted: Path) -> list[Sample]:
     return load_samples(None, Tokenizer.from_dir(planted), VOCAB, count=12, seq_len=48, seed=0)
 
 
-def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
+def compute_factors(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tensor]:
     decoder, linears = load_for_calibration(model, "cpu")
     return smooth(decoder, linears, make_batches(samples, batch_size), DelayedScaling(), 0.5)
 
@@ -271,12 +271,12 @@ def found(model: Path, samples: list[Sample], batch_size: int) -> dict[str, Tens
 def test_shuffled_split_and_repeated_batches_give_the_same_bits(
     batch_size: int, planted: Path, samples: list[Sample]
 ) -> None:
-    expected = found(planted, samples, 3)
+    expected = compute_factors(planted, samples, 3)
     assert f"{NORM}{FACTORS}" in expected
     shuffled = random.Random(batch_size).sample(samples, len(samples))
-    got = found(planted, shuffled + shuffled[:4], batch_size)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    actual = compute_factors(planted, shuffled + shuffled[:4], batch_size)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 # -- what cannot be asked for ------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def test_smollm2_survives_a_planted_outlier(
     }
     assert kl(figures["harmed"]) > 1.5 * kl(figures["usual"])
     assert kl(figures["smooth"]) < 1.2 * kl(figures["usual"])
-    (found,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
-    assert "layer 15 gate/up input (channel 100: " in found.text
+    (finding,) = [f for f in findings(figures["harmed"]) if "--smoothing" in f.text]
+    assert "layer 15 gate/up input (channel 100: " in finding.text
     smoothing = figures["smooth"].smoothing
     assert smoothing is not None
     assert norm in smoothing.pairs

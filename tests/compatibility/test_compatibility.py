@@ -74,15 +74,15 @@ def calibrated(model_of: ModelDir, tmp_path_factory: pytest.TempPathFactory) -> 
     return get
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Returns the root mean square of the difference, relative to that of the expected values."""
-    return float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 @torch.no_grad()
 def logits_of(theirs: Any, ids: Tensor = IDS[:60]) -> Tensor:
-    found: Tensor = theirs(ids[None]).logits[0].float()
-    return found
+    logits: Tensor = theirs(ids[None]).logits[0].float()
+    return logits
 
 
 @torch.no_grad()
@@ -96,9 +96,9 @@ def ours(directory: Path, recipe: Any = "stored", dtype: torch.dtype = torch.bfl
 def test_logits(name: str, files: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = make(name, tmp_path, **({"max_shard_size": "50KB"} if files == "sharded" else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "sharded")
-    found = ours(tmp_path, "bf16", dtype)
+    logits = ours(tmp_path, "bf16", dtype)
     assert (
-        relative_error(found, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs))
+        relative_error(logits, logits_of(theirs.to(dtype) if dtype is torch.float32 else theirs))
         < 8 * torch.finfo(dtype).eps
     )
 
@@ -124,14 +124,14 @@ def test_calibrate_and_serve(name: str, model_of: ModelDir, calibrated: Callable
     info = engine.loaded.info()
     assert (info["fp8_layers"], info["input_scales"]) == (len(names), "stored")
     sampling: dict[str, Any] = {"logprobs": 0, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True}
-    done = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **sampling)[0]
-    assert len(done.token_ids) == 8
-    row = [*IDS[:100].tolist(), *done.token_ids]
+    completion = engine.generate([IDS[:100].tolist()], max_new_tokens=8, **sampling)[0]
+    assert len(completion.token_ids) == 8
+    row = [*IDS[:100].tolist(), *completion.token_ids]
     if engine.loaded.differences == [
         FP8_CACHE_DIFFERS
     ]:  # training has the bits of the server's log-probabilities, for prompt and answer
-        found = [item.logprob for part in (done.prompt_logprobs, done.logprobs) for item in part or ()]
-        assert found == parity.training(out, "delayed", "fp8")([row])[0].tolist()
+        logprobs = [item.logprob for part in (completion.prompt_logprobs, completion.logprobs) for item in part or ()]
+        assert logprobs == parity.training(out, "delayed", "fp8")([row])[0].tolist()
     else:
         with pytest.raises(RecipeError, match="would differ from a server's"):
             parity.training(out, "delayed", "fp8")([row])
