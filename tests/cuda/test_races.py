@@ -26,8 +26,8 @@ def thread_sanitizer() -> Path | None:
     if emulated.COMPILER is None or shutil.which("setarch") is None:
         return None
     command = [emulated.COMPILER, "-print-file-name=libtsan.so"]
-    found = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    return found.resolve() if found.is_absolute() else None
+    path = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    return path.resolve() if path.is_absolute() else None
 
 
 RUNTIME = thread_sanitizer()
@@ -43,9 +43,9 @@ def run_mode(mode: str) -> str:
     emulated.build(race_run.THREAD_SANITIZER)  # before, since compilers do not run with the preloaded runtime
     command = ["setarch", "-R", sys.executable, "-m", "tests.cuda.race_run", mode]
     settings = {"LD_PRELOAD": str(RUNTIME), "TSAN_OPTIONS": OPTIONS}
-    done = subprocess.run(command, cwd=emulated.ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, cwd=emulated.ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def sites_in_sources() -> set[str]:
@@ -71,13 +71,13 @@ def test_no_kernel_has_a_race_and_all_barriers_are_reached() -> None:
 
 
 def test_removing_any_barrier_is_detected() -> None:
-    found = dict(re.findall(r"^WITHOUT (\S+) .*: ([^:]*)$", run_mode("left-out"), re.MULTILINE))
-    assert set(found) == sites_in_sources()
-    assert [site for site, how in found.items() if how == "not found"] == []
+    results = dict(re.findall(r"^WITHOUT (\S+) .*: ([^:]*)$", run_mode("left-out"), re.MULTILINE))
+    assert set(results) == sites_in_sources()
+    assert [site for site, how in results.items() if how == "not found"] == []
 
 
 def test_reading_weights_of_an_earlier_kernel_too_early_is_detected() -> None:
     """Ops for stored weights may read weights before they wait for earlier kernels. The kernel for many rows does not,
     so its case has no race."""
-    found = re.findall(r"^WRITTEN (\S+) .*: ([^:]*)$", run_mode("written-weights"), re.MULTILINE)
-    assert {op for op, how in found if how == "race"} == set(race_run.STORED_WEIGHTS)
+    results = re.findall(r"^WRITTEN (\S+) .*: ([^:]*)$", run_mode("written-weights"), re.MULTILINE)
+    assert {op for op, how in results if how == "race"} == set(race_run.STORED_WEIGHTS)
