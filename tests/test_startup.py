@@ -22,8 +22,8 @@ for module in {MODULES}:
     importlib.import_module(module)
     print(module, *[m for m in {unwanted} if m in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [*MODULES]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [*MODULES]
 
 
 def test_no_compiler_is_imported_to_load_a_model(tmp_path: Path) -> None:
@@ -39,15 +39,15 @@ print("calibration", *[m for m in ("torch._dynamo", "torch._inductor", "sympy") 
 """
     model = write_tiny_model(tmp_path / "model")
     arguments = [sys.executable, "-c", code, str(model), str(tmp_path / "out")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert {"engine", "calibration"} <= {*done.stdout.splitlines()}
+    process = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert {"engine", "calibration"} <= {*process.stdout.splitlines()}
 
 
 def without_torch(code: str, *arguments: str) -> Any:
     """Runs `code` in a process that must not import torch; returns the JSON that it prints."""
     code = f"import json, sys\n{code}\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return json.loads(process.stdout)
 
 
 WINDOWS = {"model_type": "exaone4", **SIZES, "pad_token_id": 2, "sliding_window": 8, "layer_types": None}
@@ -73,8 +73,8 @@ try:
 except ModelError as error:
     print(json.dumps(str(error)))
 """
-    found = without_torch(code, json.dumps({"model_type": "granitemoe", **SIZES}))
-    assert found.startswith("'granitemoe' is a mixture of experts")
+    message = without_torch(code, json.dumps({"model_type": "granitemoe", **SIZES}))
+    assert message.startswith("'granitemoe' is a mixture of experts")
 
 
 def test_the_front_end_accepts_a_job_for_a_transformers_model_without_torch(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_invalid_data_and_options_are_refused(model_dir: Path, tmp_path: Path) -
 
 def test_a_refused_call_does_not_overwrite_the_stored_rows(model_dir: Path, tmp_path: Path) -> None:
     fp8serve.finetune(model_dir, data=ROWS, out=tmp_path / "out", **SMALL)
-    stored = (tmp_path / "out" / "data.jsonl").read_bytes()
+    content = (tmp_path / "out" / "data.jsonl").read_bytes()
     with pytest.raises(JobError):
         fp8serve.finetune(model_dir, data=ROWS[1:], out=tmp_path / "out", learning_rate=1)
-    assert (tmp_path / "out" / "data.jsonl").read_bytes() == stored
+    assert (tmp_path / "out" / "data.jsonl").read_bytes() == content

@@ -101,12 +101,12 @@ def test_a_run_that_ends_early_exports_its_best_checkpoint(configure: Configure,
 
 
 def test_a_diverging_run_returns_to_a_checkpoint(configure: Configure, tmp_path: Path) -> None:
-    told = []
+    results = []
     for world in (1, 2):
         back = {"on_divergence": "return", "save_every": 2, "max_steps": 10, "out": str(tmp_path / str(world))}
         config = configure(**{**SHARED, "accumulate": 2, **back}, fsdp=world > 1)
-        told.append(on_ranks(world, _train_spoiled, world, config.to_json()))
-    assert told[1][1] == []
+        results.append(on_ranks(world, _train_spoiled, world, config.to_json()))
+    assert results[1][1] == []
     assert hashes_of(tmp_path / "1") == hashes_of(tmp_path / "2")
     assert metrics_of(tmp_path / "2")["returns"] == 2
 
@@ -148,17 +148,17 @@ def _refused(rank: int, config: str) -> str:
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 def test_shards_that_split_a_block_of_8_bit_moments_are_refused(configure: Configure) -> None:
     """Half of a 64 x 64 matrix has 2048 elements."""
-    told = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
-    assert told[0] == told[1]
-    assert "2 processes divide model.layers.0" in told[0]
-    assert "use fp32, another number of processes, or no fsdp" in told[0]
+    messages = on_ranks(2, _refused, configure(accumulate=2, optimizer_states="8bit", fsdp=True).to_json())
+    assert messages[0] == messages[1]
+    assert "2 processes divide model.layers.0" in messages[0]
+    assert "use fp32, another number of processes, or no fsdp" in messages[0]
 
 
 def test_a_full_disk_is_an_error_on_all_ranks(configure: Configure, tmp_path: Path) -> None:
     config = configure(accumulate=2, fsdp=True, max_steps=2)
-    told = on_ranks(2, _full, config.to_json())
-    assert told[0] == told[1]
-    assert "step-2 could not be written: No space left on device" in told[0]
+    messages = on_ranks(2, _full, config.to_json())
+    assert messages[0] == messages[1]
+    assert "step-2 could not be written: No space left on device" in messages[0]
     assert list((Path(config.out) / "checkpoints").iterdir()) == []
 
 
@@ -173,21 +173,21 @@ def _full(rank: int, config: str) -> str:
 
 
 def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
-    told: list[dict[str, Any]] = []
-    result = Trainer(configure(fsdp=True)).run(told.append)
+    messages: list[dict[str, Any]] = []
+    result = Trainer(configure(fsdp=True)).run(messages.append)
     assert result.status == "succeeded"
-    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in told if e["type"] == "message"]
+    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in messages if e["type"] == "message"]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"lora_rank": 4, "recipe": "rowwise"}, "an adapter has few of them; leave fsdp or lora_rank out"),
         ({"method": "grpo", "reward": "reward.py"}, "fsdp shards a model over several processes, and grpo uses one"),
     ],
 )
-def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(JobError, match=said):
+def test_unsupported_options_are_refused_at_once(configure: Configure, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
         configure(fsdp=True, **options)
 
 
