@@ -138,11 +138,11 @@ def _state_scales(state: ScalingCheckpoint) -> dict[str, Tensor]:
 def _checkpoint_scales(checkpoint: Checkpoint) -> dict[str, Tensor]:
     scales: dict[str, Tensor] = {}
     for linear in checkpoint.fp8_linears:
-        stored = checkpoint.fp8_matrix(linear)
-        if stored is not None:
-            scales[f"{linear}.weight"] = stored.weight_scale_inv.reciprocal()
-            if stored.input_scale is not None:
-                scales[f"{linear}.input"] = stored.input_scale
+        matrix = checkpoint.fp8_matrix(linear)
+        if matrix is not None:
+            scales[f"{linear}.weight"] = matrix.weight_scale_inv.reciprocal()
+            if matrix.input_scale is not None:
+                scales[f"{linear}.input"] = matrix.input_scale
     return scales | dict(_cache_scales(checkpoint))
 
 
@@ -211,11 +211,11 @@ def _compare_weights(
         return (), 0
     common = [name for name in a if name in b]
     changed = []
-    for done, name in enumerate(common, 1):
+    for completed, name in enumerate(common, 1):
         change = _weight_change(name, _Weight.of(a, name), _Weight.of(b, name))
         changed += [] if change is None else [change]
         if advance:
-            advance(done, len(common))
+            advance(completed, len(common))
     changed.sort(key=lambda c: (c.largest is not None, c.sqnr_db is None, c.sqnr_db or 0.0))
     return tuple(changed), len(common) - len(changed)
 
@@ -224,7 +224,7 @@ def _compare_weights(
 class _Weight:
     """A stored weight, and its dequantizing scale in FP32 (per tensor, row or block), or None."""
 
-    stored: Tensor
+    tensor: Tensor
     scale_inv: Tensor | None
 
     @classmethod
@@ -233,14 +233,14 @@ class _Weight:
         return cls(checkpoint[name], None) if linear is None else cls(linear.weight_q, linear.weight_scale_inv)
 
     def __str__(self) -> str:
-        return f"{FORMAT_NAMES[self.stored.dtype]} {list(self.stored.shape)}"
+        return f"{FORMAT_NAMES[self.tensor.dtype]} {list(self.tensor.shape)}"
 
     def bits(self) -> Tensor:
-        return self.stored.view(INTEGER_DTYPES[self.stored.dtype.itemsize])
+        return self.tensor.view(INTEGER_DTYPES[self.tensor.dtype.itemsize])
 
     def slices(self) -> Iterator[Tensor]:
         """Yields slices of rows of the dequantized weight in FP32."""
-        rows = self.stored.reshape(len(self.stored), -1)
+        rows = self.tensor.reshape(len(self.tensor), -1)
         count = max(1, SLICE_ELEMENTS // max(1, rows.shape[1]))
         if self.scale_inv is None:
             yield from (part.float() for part in torch.split(rows, count))
@@ -251,9 +251,9 @@ class _Weight:
 
 def _weight_change(name: str, a: _Weight, b: _Weight) -> WeightChange | None:
     """Returns the change of a weight, or None if the stored elements and scales are equal."""
-    if a.stored.shape != b.stored.shape:
+    if a.tensor.shape != b.tensor.shape:
         return WeightChange(name, str(a), str(b), None, None, None)
-    has_same_format = a.stored.dtype == b.stored.dtype
+    has_same_format = a.tensor.dtype == b.tensor.dtype
     differing = float((a.bits() != b.bits()).double().mean()) if has_same_format else None
     if differing == 0 and _equal(a.scale_inv, b.scale_inv):
         return None

@@ -308,10 +308,10 @@ def fp8_gather_obstacle(recipe: Recipe | None) -> str | None:
 
 
 def _build(cls: type[Recipe], options: dict[str, Any]) -> Recipe:
-    known = [f.name for f in fields(cls)]
+    names = [f.name for f in fields(cls)]
     for name in options:
-        if name not in known:
-            raise RecipeError(f"{cls.__name__} has no parameter {name!r}; it has {', '.join(known)}.")
+        if name not in names:
+            raise RecipeError(f"{cls.__name__} has no parameter {name!r}; it has {', '.join(names)}.")
     return cls(**options)
 
 

@@ -39,8 +39,8 @@ def with_template_date(config: TrainConfig, latest: Path | None) -> TrainConfig:
     """Returns the configuration with a template date: its own, else the checkpoint's, else today."""
     if config.template_date is not None:
         return config
-    saved = read_json(latest / "trainer.json", JobError)["config"].get("template_date") if latest else None
-    return dataclasses.replace(config, template_date=saved or date.today().isoformat())
+    template_date = read_json(latest / "trainer.json", JobError)["config"].get("template_date") if latest else None
+    return dataclasses.replace(config, template_date=template_date or date.today().isoformat())
 
 
 def identity_of(config: TrainConfig, data: str, latest: Path | None) -> dict[str, Any]:
@@ -80,26 +80,26 @@ def required_disk_bytes(base: Checkpoint, config: TrainConfig) -> int:
         fp8_weights = sum(math.prod(base.shapes[f"{linear}.weight"]) for linear in fp8_linears)
     result_bytes = torch.bfloat16.itemsize * (base.num_weights - fp8_weights) + fp8_weights
     reference_bytes = result_bytes if config.method == "grpo" and config.effective_beta else 0
-    written = -(-config.max_steps // config.save_every) if config.max_steps and config.save_every else 1
-    if written > config.keep_last:  # an old checkpoint is removed after the new one is complete
+    num_checkpoints = -(-config.max_steps // config.save_every) if config.max_steps and config.save_every else 1
+    if num_checkpoints > config.keep_last:  # an old checkpoint is removed after the new one is complete
         return (config.keep_last + 1) * checkpoint_bytes + reference_bytes
-    return written * checkpoint_bytes + result_bytes + reference_bytes
+    return num_checkpoints * checkpoint_bytes + result_bytes + reference_bytes
 
 
-def check_same_job(identity: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
+def check_same_job(identity: Mapping[str, Any], saved_identity: Mapping[str, Any], path: Path) -> None:
     """Raises JobError that names the first difference between a run's identity and the one in the checkpoint `path`.
 
     Options that an older version did not record are not compared.
     """
     for key, value in identity["config"].items():
-        if key not in LENGTH_OPTIONS and key in saved["config"] and saved["config"][key] != value:
+        if key not in LENGTH_OPTIONS and key in saved_identity["config"] and saved_identity["config"][key] != value:
             raise JobError(
-                f"{path} was written with {key}={saved['config'][key]!r}, and this job has {value!r}; "
+                f"{path} was written with {key}={saved_identity['config'][key]!r}, and this job has {value!r}; "
                 "use the same value or another output directory."
             )
-    if identity["model"] != saved.get("model", identity["model"]):
+    if identity["model"] != saved_identity.get("model", identity["model"]):
         raise JobError(f"{path} was trained from another model than this job's; use another output directory.")
-    if identity["data"] != saved["data"]:
+    if identity["data"] != saved_identity["data"]:
         raise JobError(f"The training data differ from those of {path}; use another output directory.")
 
 
@@ -163,8 +163,8 @@ class Checkpointer:
             "environment": environment(run.config),
             "kept": setup.high_precision_linears,
         }
-        saved = state.capture(setup.forward, setup.optimizer, setup.reference_tensors(), meta, gatherer)
-        path = checkpoint.write_checkpoint(self.root, saved, setup.copy_model_files)
+        train_state = state.capture(setup.forward, setup.optimizer, setup.reference_tensors(), meta, gatherer)
+        path = checkpoint.write_checkpoint(self.root, train_state, setup.copy_model_files)
         self._on_event(events.checkpoint(str(path), {**progress.metrics, "step": progress.step}))
         return path
 
@@ -179,8 +179,8 @@ class Checkpointer:
         """Returns the best step that the checkpoint of `step` recorded, or None unless the option result is "best"."""
         if run.config.result != "best" or step == 0:
             return None
-        saved = read_json(self.root / f"step-{step}" / "trainer.json", JobError)["progress"]["held_out"]["best_step"]
-        return None if saved is None else int(saved)
+        best = read_json(self.root / f"step-{step}" / "trainer.json", JobError)["progress"]["held_out"]["best_step"]
+        return None if best is None else int(best)
 
     def remove_after_good(self, run: TrainingRun) -> int:
         """Removes the checkpoints after the last good one. Returns the step of that one, or 0 if there is none."""
@@ -194,17 +194,17 @@ def resume(run: TrainingRun, path: Path) -> None:
 
     Raises JobError if the checkpoint belongs to another job, or has more steps than the job.
     """
-    saved = checkpoint.read_checkpoint(path)
-    check_same_job(run.identity, saved.meta["identity"], path)
-    _report_changes(run, saved.meta)
-    values = dict(saved.meta["progress"])
+    train_state = checkpoint.read_checkpoint(path)
+    check_same_job(run.identity, train_state.meta["identity"], path)
+    _report_changes(run, train_state.meta)
+    values = dict(train_state.meta["progress"])
     # Checkpoints of older versions have neither "returns" nor "held_out".
     saved_config = recovery.config_after(run.job_config, values.pop("returns", 0))
     if saved_config != run.config:  # the run has returned (`train.recovery`) since it wrote this checkpoint
-        saved.scaling = recovery.convert_scaling(saved.scaling, saved_config, run.config)
+        train_state.scaling = recovery.convert_scaling(train_state.scaling, saved_config, run.config)
         values["skipped_in_a_row"] = 0
-    load_state(run, saved)
-    run.setup = run.setup.with_loaded_reference(saved.method)
+    load_state(run, train_state)
+    run.setup = run.setup.with_loaded_reference(train_state.method)
     held_out = ValidationLosses(**values.pop("held_out", {}))
     values |= {"cursor": Cursor(**values["cursor"]), "held_out": held_out, "returns": run.progress.returns}
     run.progress = Progress(**values)
@@ -212,9 +212,9 @@ def resume(run: TrainingRun, path: Path) -> None:
     run.on_event(events.message("resumed", f"Resumed from step {step}", step=step))
 
 
-def load_state(run: TrainingRun, saved: checkpoint.TrainState) -> None:
+def load_state(run: TrainingRun, train_state: checkpoint.TrainState) -> None:
     """Loads the weights, moments, scales and random state of a checkpoint."""
-    state.restore(run.setup.forward, run.setup.optimizer, saved, run.setup.sharded)
+    state.restore(run.setup.forward, run.setup.optimizer, train_state, run.setup.sharded)
 
 
 def _report_changes(run: TrainingRun, meta: dict[str, Any]) -> None:

@@ -285,10 +285,10 @@ def _modelopt(config: Fields) -> Quantization:
     has_fp8_cache = cache is not None or config.object("kv_cache_scheme") is not None
     if algo is None and has_fp8_cache:
         return Quantization((), ignore, "modelopt", has_fp8_cache)
-    known = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(WIDENED, UNQUANTIZED)
-    if algo is None or algo.upper() not in known:
+    algorithms = {name: inputs for name, (inputs, _) in MODELOPT.items()} | dict.fromkeys(WIDENED, UNQUANTIZED)
+    if algo is None or algo.upper() not in algorithms:
         raise _unsupported("modelopt", "quant_algo", algo)
-    return Quantization((((CLASS,), Scheme("modelopt", known[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
+    return Quantization((((CLASS,), Scheme("modelopt", algorithms[algo.upper()])),), ignore, "modelopt", has_fp8_cache)
 
 
 def _fbgemm(config: Fields) -> Quantization:
@@ -309,30 +309,30 @@ def _unsupported(producer: str, key: str, value: Any) -> ModelError:
     return ModelError(f"The checkpoint is quantized by {producer} with {key} {shown(value)}, which is not supported.")
 
 
-def to_weight_scale_inv(name: str, stored: Tensor, rows: int, cols: int) -> Tensor:
+def to_weight_scale_inv(name: str, scale: Tensor, rows: int, cols: int) -> Tensor:
     """Returns a weight's stored scale in FP32 with the shape [], [rows, 1] or [ceil(rows/128), ceil(cols/128)], or
     that of MX blocks as E8M0 [rows, cols/32].
 
     Raises ModelError if its shape fits no weight of rows x cols, or if its type or values are invalid.
     """
     mx_shape = MXFP8.scale_shape(rows, cols)
-    if stored.dtype is torch.uint8 or (stored.dtype in EXPONENT_DTYPES and tuple(stored.shape) == mx_shape):
-        if tuple(stored.shape) != mx_shape or cols % MX_BLOCK:
+    if scale.dtype is torch.uint8 or (scale.dtype in EXPONENT_DTYPES and tuple(scale.shape) == mx_shape):
+        if tuple(scale.shape) != mx_shape or cols % MX_BLOCK:
             raise ModelError(
-                f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} in MX blocks takes "
+                f"{name} has the shape {list(scale.shape)}; a weight of {rows} x {cols} in MX blocks takes "
                 f"{list(mx_shape)}, and the number of columns must be a multiple of {MX_BLOCK}."
             )
-        return check_exponents(name, stored, torch.float8_e4m3fn)
-    value = check_scale(name, stored)
-    if stored.numel() == 1:
+        return check_exponents(name, scale, torch.float8_e4m3fn)
+    value = check_scale(name, scale)
+    if scale.numel() == 1:
         return value.reshape(())
     specs = [spec for spec in WEIGHTS if not spec.is_mx]
     shapes = [spec.scale_shape(rows, cols) for spec in specs]
     for spec, shape in zip(specs, shapes, strict=True):
-        if tuple(stored.shape) in equivalent_shapes(spec, shape):
+        if tuple(scale.shape) in equivalent_shapes(spec, shape):
             return value.reshape(shape)
     raise ModelError(
-        f"{name} has the shape {list(stored.shape)}; a weight of {rows} x {cols} takes {format_shapes(shapes)}."
+        f"{name} has the shape {list(scale.shape)}; a weight of {rows} x {cols} takes {format_shapes(shapes)}."
     )
 
 
@@ -351,21 +351,21 @@ def to_dequantizing_scale(scale: Tensor) -> tuple[Tensor, str | None]:
     The file's header holds the note. One scale in six is not the reciprocal of any FP32 number: between sqrt(2) and 2,
     times any power of two, the reciprocals of FP32 numbers are further apart than FP32 numbers.
     """
-    stored = scale.reciprocal()
-    return stored, None if torch.equal(stored.reciprocal(), scale) else float(scale).hex()
+    reciprocal = scale.reciprocal()
+    return reciprocal, None if torch.equal(reciprocal.reciprocal(), scale) else float(scale).hex()
 
 
-def to_quantizing_scale(name: str, stored: Tensor, note: str | None = None) -> Tensor:
+def to_quantizing_scale(name: str, scale: Tensor, note: str | None = None) -> Tensor:
     """Returns the quantizing scale FP32 [] of a stored dequantizing scale.
 
-    The scale in `note` is returned if `stored` is its reciprocal. Raises ModelError if `stored` is not one number, or
+    The scale in `note` is returned if `scale` is its reciprocal. Raises ModelError if `scale` is not one number, or
     if it or its reciprocal is subnormal.
     """
-    if stored.numel() != 1:
+    if scale.numel() != 1:
         raise ModelError(
-            f"{name} has the shape {list(stored.shape)}, but fp8serve supports only one number for the layer."
+            f"{name} has the shape {list(scale.shape)}, but fp8serve supports only one number for the layer."
         )
-    value = check_scale(name, stored).reshape(())
+    value = check_scale(name, scale).reshape(())
     if is_extreme(value):
         size = "small" if value < 1 else "large"
         raise ModelError(f"{name} holds {float(value):.3g}, which is too {size} for a scale; calibrate again.")
@@ -389,11 +389,11 @@ def _parse_note(note: str) -> Tensor | None:
     return scale if 0 < float(scale) < float("inf") else None
 
 
-def check_scale(name: str, stored: Tensor) -> Tensor:
-    """Returns `stored` in FP32. Raises ModelError unless every element is positive and finite."""
-    if stored.dtype not in SCALE_DTYPES:
-        raise ModelError(f"{name} is of the type {type_name(stored.dtype)}, and a scale is FP32, BF16, FP16 or E8M0.")
-    value = stored.to(torch.float32, copy=True)
+def check_scale(name: str, scale: Tensor) -> Tensor:
+    """Returns `scale` in FP32. Raises ModelError unless every element is positive and finite."""
+    if scale.dtype not in SCALE_DTYPES:
+        raise ModelError(f"{name} is of the type {type_name(scale.dtype)}, and a scale is FP32, BF16, FP16 or E8M0.")
+    value = scale.to(torch.float32, copy=True)
     if not bool((value.isfinite() & (value > 0)).all()):
         bad = value[~(value.isfinite() & (value > 0))].flatten()[0].item()
         raise ModelError(f"{name} holds the scale {bad}, which cannot be served; quantize or calibrate again.")

@@ -37,22 +37,22 @@ class MxShards(Shards):
 
     def __init__(
         self,
-        stored: Shards,
+        source: Shards,
         entries: dict[str, StoredTensor],
         computed: Mapping[str, Callable[[], Tensor]],
         scales: Mapping[str, str],
     ) -> None:
-        super().__init__(entries, stored.metadata)
-        self.stored, self.computed, self.scales = stored, computed, scales
+        super().__init__(entries, source.metadata)
+        self.source, self.computed, self.scales = source, computed, scales
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self.computed.get(name)
-        return self.stored[name] if compute is None else compute()
+        return self.source[name] if compute is None else compute()
 
     def check_exponents(self) -> None:
         """Raises ModelError if an exponent is NaN or too large for BF16. Reads only the exponents."""
         for key, scale in self.scales.items():
-            check_exponents(scale, self.stored[scale], self.stored.entries[key].dtype)
+            check_exponents(scale, self.source[scale], self.source.entries[key].dtype)
 
 
 def dequantize_mx(shards: Shards, keeps: Callable[[str], bool] = lambda module: False) -> Shards:
@@ -115,9 +115,9 @@ def max_exponent_code(dtype: torch.dtype) -> int:
     return _EXPONENT_BIAS + _MAX_EXPONENTS[dtype]
 
 
-def check_exponents(name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
+def check_exponents(name: str, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales of a weight of this dtype as E8M0. Raises ModelError if one is NaN or too large for BF16."""
-    codes = stored.view(torch.uint8)
+    codes = exponents.view(torch.uint8)
     if bool((codes > max_exponent_code(dtype)).any()):
         raise _not_finite_error(name)
     return codes.view(torch.float8_e8m0fnu)

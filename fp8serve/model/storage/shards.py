@@ -173,17 +173,17 @@ class Shards(Mapping[str, Tensor]):
 
 
 class ComputedShards(Shards):
-    """The tensors in `entries`: those in `computed` are computed when they are read, all others are in `stored`."""
+    """The tensors in `entries`: those in `computed` are computed when they are read, all others are in `source`."""
 
     def __init__(
-        self, stored: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
+        self, source: Shards, entries: dict[str, StoredTensor], computed: Mapping[str, Callable[[], Tensor]]
     ) -> None:
-        super().__init__(entries, stored.metadata)
-        self._stored, self._computed = stored, computed
+        super().__init__(entries, source.metadata)
+        self._source, self._computed = source, computed
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self._computed.get(name)
-        return self._stored[name] if compute is None else compute()
+        return self._source[name] if compute is None else compute()
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -88,10 +88,10 @@ class Codes:
         return int(self.counts[self.values.abs() == magnitude].sum())
 
 
-def count_codes(stored: Tensor, kind: Granularity) -> Codes:
+def count_codes(tensor: Tensor, kind: Granularity) -> Codes:
     """Returns the statistics of an FP8 weight [N, K], or a stack of weights, with scales of this granularity."""
-    values = byte_values(stored.dtype)
-    raw = stored.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
+    values = byte_values(tensor.dtype)
+    raw = tensor.view(torch.uint8).flatten(0, -2)  # [experts * rows, columns]
     counts, rows = torch.zeros(256, dtype=torch.int64), []
     step = max(1, _CODES_PER_STEP // max(raw.shape[1], 1))
     for part in (raw[start : start + step] for start in range(0, len(raw), step)):
@@ -105,7 +105,7 @@ def count_codes(stored: Tensor, kind: Granularity) -> Codes:
         return Codes(counts, magnitudes.amax().reshape(1) if len(magnitudes) else torch.zeros(1), values)
     largest = torch.cat(rows)
     if kind == "block128x128":
-        per_row = largest.reshape(-1, stored.shape[-2], largest.shape[-1]).transpose(-1, -2)
+        per_row = largest.reshape(-1, tensor.shape[-2], largest.shape[-1]).transpose(-1, -2)
         largest = _largest_per_block(per_row, BLOCK).flatten()
     return Codes(counts, largest, values)
 
@@ -178,9 +178,9 @@ class RawCheckpoint:
 
     def value(self, key: str) -> Tensor:
         """Returns a scale in FP32. Exponents of MX blocks become powers of two."""
-        stored = self.shards[key]
-        is_exponent = key in self.mx_scales.values() and stored.dtype is torch.uint8
-        return (stored.view(torch.float8_e8m0fnu) if is_exponent else stored).float()
+        tensor = self.shards[key]
+        is_exponent = key in self.mx_scales.values() and tensor.dtype is torch.uint8
+        return (tensor.view(torch.float8_e8m0fnu) if is_exponent else tensor).float()
 
     def codes(self, owner: str) -> Codes:
         """Returns the statistics of an FP8 weight's codes, which are counted once."""
