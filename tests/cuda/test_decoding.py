@@ -120,10 +120,10 @@ def assert_no_noisier(*runs: tuple[Tiny, Tiny, list[list[int]]]) -> None:
     model are not enough for a ratio; on an H200, six models had ratios from 0.90 to 1.11.
     """
     logits: list[tuple[Tensor, Tensor, Tensor]] = []
-    for there, here, prompts in runs:
+    for there, here, tokens in runs:
         exact = Tiny("cpu", None, budget=here.budget, seed=here.seed)
         for engine in (there, exact):
-            engine.generate(len(prompts[0]), prompts, temperature=0.0)
+            engine.generate(len(tokens[0]), tokens, temperature=0.0)
         assert [len(rows) for rows in there.logits] == [len(rows) for rows in here.logits]
         logits.append((torch.cat(there.logits), torch.cat(here.logits), torch.cat(exact.logits)))
     device_logits, cpu_logits, truth = map(torch.cat, zip(*logits, strict=True))
@@ -141,8 +141,8 @@ LOGITS = pytest.mark.parametrize(
 @LOGITS
 def test_logits_are_as_accurate_as_on_the_cpu(device: str, recipe: str, cache: torch.dtype) -> None:
     here = Tiny("cpu", recipe, cache)
-    prompts = here.generate(1, temperature=0.0)
-    assert_no_noisier((Tiny(device, recipe, cache), here, prompts))
+    tokens = here.generate(1, temperature=0.0)
+    assert_no_noisier((Tiny(device, recipe, cache), here, tokens))
 
 
 Product = Callable[..., Tensor]
@@ -171,12 +171,12 @@ def test_logits_with_hoppers_sums_are_accepted_and_wrong_ones_are_not(
     recipe: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Tiny("cpu", recipe, cache)
-    prompts = here.generate(1, temperature=0.0)
+    tokens = here.generate(1, temperature=0.0)
     multiply_by(hopper.scaled_mm, monkeypatch)
-    assert_no_noisier((Tiny("cpu", recipe, cache), here, prompts))
+    assert_no_noisier((Tiny("cpu", recipe, cache), here, tokens))
     multiply_by(without_a_block, monkeypatch)
     with pytest.raises(AssertionError):
-        assert_no_noisier((Tiny("cpu", recipe, cache), here, prompts))
+        assert_no_noisier((Tiny("cpu", recipe, cache), here, tokens))
 
 
 def noise(actual: Tensor, expected: Tensor) -> float:
@@ -214,12 +214,12 @@ def test_a_decoder_on_the_cuda_kernels_is_as_accurate_as_on_the_cpu(
     """The steps are a chunk without sampling, two steps with ends and beginnings of prompts, and a decoding step. The
     recipe is rowwise, so that norms and activations without a cast run, too."""
     all_here = [Tiny("cpu", cache=cache, budget=24, seed=seed) for seed in range(3)]
-    prompts = [here.generate(2, temperature=0.0) for here in all_here]
+    tokens = [here.generate(2, temperature=0.0) for here in all_here]
     assert [len(logits) for logits in all_here[0].logits] == [0, 2, 3, 1]
     if device == "cpu":
         on_emulated_kernels(monkeypatch)
     all_there = [Tiny(device, cache=cache, budget=24, seed=here.seed) for here in all_here]
-    assert_no_noisier(*zip(all_there, all_here, prompts, strict=True))
+    assert_no_noisier(*zip(all_there, all_here, tokens, strict=True))
 
 
 @on_both

@@ -128,7 +128,7 @@ class FakeEngine:
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         prompt, params = request.prompt_token_ids, request.params
         decoder = self._tokenizer.stream()
-        text, length = "", 0
+        text, offset = "", 0
         for i in range(params.max_new_tokens):
             await asyncio.sleep(self.delay)
             if self.gate is not None and request.group and i + 1 == params.max_new_tokens:
@@ -153,11 +153,11 @@ class FakeEngine:
                 return
             withheld = 0 if reason else max(map(len, params.stop), default=0)
             delta = (
-                text[length : max(length, len(text) - withheld)]
+                text[offset : max(offset, len(text) - withheld)]
                 if not reason
-                else text[length:] + ("" if stop_reason else decoder.flush())
+                else text[offset:] + ("" if stop_reason else decoder.flush())
             )
-            length += len(delta)
+            offset += len(delta)
             of_prompt = None
             if params.prompt_logprobs is not None and i == 0:
                 times = self.surprise * (100 if request.adapter in self.surprised_by else 1)

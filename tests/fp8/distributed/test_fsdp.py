@@ -370,13 +370,13 @@ def variants(rank: int) -> Any:
     recomputed = gather_in_fp8(nn.Sequential(*[Recomputed(m) if isinstance(m, Block) else m for m in network()]))
     for module in recomputed:
         fully_shard(module, mesh=mesh())
-    stored_once = gather_in_fp8(network())
-    for module in stored_once:
+    no_reshard = gather_in_fp8(network())
+    for module in no_reshard:
         fully_shard(module, mesh=mesh(), reshard_after_forward=False)
     prefetched = gather_in_fp8(network())
     sharded = [fully_shard(module, mesh=mesh()) for module in prefetched]
     sharded[0].set_modules_to_forward_prefetch(sharded[1:])
-    models = recomputed, stored_once, prefetched
+    models = recomputed, no_reshard, prefetched
     return [train_on_rank(fully_shard(m, mesh=mesh()), rank, DELAYED, group)["losses"] for m in models]
 
 

@@ -102,8 +102,8 @@ def parallel(rank: int, kind: Kind, sequence_parallel: bool, name: str) -> Any:
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_sharded_layer_has_the_results_of_the_whole_layer(kind: Kind, sequence_parallel: bool, name: str) -> None:
     expected, scales = alone(RECIPES[name])
-    for actual_tensors, found_scales in on_ranks(2, parallel, kind, sequence_parallel, name):
-        assert found_scales == scales
+    for actual_tensors, actual_scales in on_ranks(2, parallel, kind, sequence_parallel, name):
+        assert actual_scales == scales
         for actual, reference in zip(actual_tensors, expected, strict=True):
             for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
@@ -113,8 +113,8 @@ def test_a_sharded_layer_has_the_results_of_the_whole_layer(kind: Kind, sequence
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_four_ranks_have_the_results_of_the_whole_layer(kind: Kind) -> None:
     expected, scales = alone(DELAYED)
-    for actual_tensors, found_scales in on_ranks(4, parallel, kind, True, "delayed"):
-        assert found_scales == scales
+    for actual_tensors, actual_scales in on_ranks(4, parallel, kind, True, "delayed"):
+        assert actual_scales == scales
         for actual, reference in zip(actual_tensors, expected, strict=True):
             for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
@@ -205,9 +205,9 @@ def train_parallel(rank: int, name: str, recompute: bool = False) -> Any:
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_a_run_has_the_losses_and_scales_of_one_process(world: int, name: str) -> None:
     losses, scales = train(blocks(), RECIPES[name], None, 0, 1)
-    for actual_losses, found_scales in on_ranks(world, train_parallel, name):
+    for actual_losses, actual_scales in on_ranks(world, train_parallel, name):
         assert actual_losses == pytest.approx(losses, rel=RUN)
-        for actual, reference in zip(found_scales, scales, strict=True):
+        for actual, reference in zip(actual_scales, scales, strict=True):
             for tensor in reference:
                 assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)
                 assert actual[tensor][2:] == reference[tensor][2:]

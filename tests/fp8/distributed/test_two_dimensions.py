@@ -90,10 +90,10 @@ def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_two_by_two_ranks_have_the_results_of_one_process(name: str, sequence_parallel: bool) -> None:
     losses, scales = alone(RECIPES[name])
-    for row, actual_losses, found_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
+    for row, actual_losses, actual_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
         assert in_fp8
         assert actual_losses == pytest.approx([step_losses[row] for step_losses in losses], rel=RUN)
-        for actual, reference in zip(found_scales, scales, strict=True):
+        for actual, reference in zip(actual_scales, scales, strict=True):
             assert actual.keys() == reference.keys()
             for tensor in reference:
                 assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)

@@ -387,8 +387,8 @@ async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(s
         beside = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": file_id})
         assert (beside.status_code, beside.json()["param"]) == (422, "validation_data")
         assert beside.json()["error"].startswith("a.jsonl:2: `text`")
-        accepted = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id})
-        assert accepted.status_code == 200
+        response = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id})
+        assert response.status_code == 200
 
 
 async def test_refused_jobs_leave_nothing(start: Start) -> None:

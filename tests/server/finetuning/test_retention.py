@@ -95,8 +95,8 @@ async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
 
         async def only_newest_remain() -> bool:
             listed = (await server.client.get("/finetune")).json()["jobs"]
-            gone = [not is_gone(server, job) for job in jobs]
-            return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and gone == [
+            present = [not is_gone(server, job) for job in jobs]
+            return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and present == [
                 True,
                 False,
                 False,

@@ -173,10 +173,12 @@ def _full(rank: int, config: str) -> str:
 
 
 def test_fsdp_is_refused_on_one_process(configure: Configure) -> None:
-    messages: list[dict[str, Any]] = []
-    result = Trainer(configure(fsdp=True)).run(messages.append)
+    run_events: list[dict[str, Any]] = []
+    result = Trainer(configure(fsdp=True)).run(run_events.append)
     assert result.status == "succeeded"
-    assert "There is one process, so fsdp shards nothing" in [e["message"] for e in messages if e["type"] == "message"]
+    assert "There is one process, so fsdp shards nothing" in [
+        e["message"] for e in run_events if e["type"] == "message"
+    ]
 
 
 @pytest.mark.parametrize(
