@@ -52,10 +52,10 @@ def peer(python: str, program: Path, folder: Path, job: Row) -> Any:
     """Runs a program of peer_programs/ on a file with the job; returns the last line that it prints, as JSON."""
     job_file = folder / "job.json"
     job_file.write_text(json.dumps(job), encoding="utf-8")
-    done = subprocess.run([python, str(program), str(job_file)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{program.name} failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    process = subprocess.run([python, str(program), str(job_file)], capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{program.name} failed: {process.stderr[-2000:]}")
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 def cached(path: Path, run: Callable[[], _Result]) -> _Result:

@@ -96,10 +96,10 @@ def run(folder: Path, python: str, recipe: str, rounds: int, out: Path) -> int:
     with contextlib.redirect_stdout(output):
         failed = peers_py["main"]([model, str(folder / "peers.toml"), *options])
     print(output.getvalue(), file=sys.stderr)
-    written = re.findall(r"^written: (.+)$", output.getvalue(), re.MULTILINE)[-1]
-    result = {"model": json.loads((folder / "model/config.json").read_text()), **json.loads(Path(written).read_text())}
+    path = re.findall(r"^written: (.+)$", output.getvalue(), re.MULTILINE)[-1]
+    result = {"model": json.loads((folder / "model/config.json").read_text()), **json.loads(Path(path).read_text())}
     out.mkdir(parents=True, exist_ok=True)
-    (out / Path(written).name.replace("peers", "experts")).write_text(json.dumps(result, indent=1) + "\n")
+    (out / Path(path).name.replace("peers", "experts")).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return int(failed)
 

@@ -460,13 +460,13 @@ def tuned(bench: Bench, kinds: list[str], header: Path, save: Callable[[dict[str
     kind. Saves their lines, and the times of every kernel on every shape."""
     number = 90 if bench.dry else capability()
     name = "a dry run" if bench.dry else torch.cuda.get_device_name()
-    origin, times, written = f"measured on {name}, {date.today().isoformat()}", TileTimes(bench), list[str]()
+    origin, times, table = f"measured on {name}, {date.today().isoformat()}", TileTimes(bench), list[str]()
     for scales in kinds:
         measured = gpu_tiles.Table(origin, gpu_tiles.table(chip(bench), times, scales))
         text = header.read_text()
         header.write_text(gpu_tiles.rewritten(text, gpu_tiles.parsed(text) | {(number, scales): measured}))
-        written += gpu_tiles.lines(number, scales, measured)
-        save({"rows": times.rows, "table": written})
+        table += gpu_tiles.lines(number, scales, measured)
+        save({"rows": times.rows, "table": table})
 
 
 def main(words: list[str] | None = None) -> None:

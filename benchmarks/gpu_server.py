@@ -174,8 +174,8 @@ def features(device: str, folder: Path, rows: Rows) -> None:
             job = wait_for_job(server, server.post("/finetune", body | {"learning_rate": 1e-3}), lambda *_: None)
         with rows.timed("adapter, activated"):
             server.post(f"/finetune/{job['id']}/activate")
-        learnt = sum(answer(server, question) == fact for question, fact in FACTS.items())
-        rows.add("adapter, facts learnt", learnt=learnt, facts=len(FACTS))
+        num_correct = sum(answer(server, question) == fact for question, fact in FACTS.items())
+        rows.add("adapter, facts learnt", learnt=num_correct, facts=len(FACTS))
 
 
 PARTS: dict[str, Callable[[str, Path, Rows], None]] = {"load": load, "job": job, "features": features}

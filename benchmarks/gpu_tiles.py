@@ -203,10 +203,10 @@ def predicted_tables() -> Tables:
     }
 
 
-def lines(number: int, scales: str, known: Table) -> list[str]:
+def lines(number: int, scales: str, tile_table: Table) -> list[str]:
     """The lines of one chip and kind, as they stand in the header."""
-    results = [f"    // sm_{number}, {scales}: {known.origin}\n"]
-    for _, m, n, k, (tile, swizzle) in known.entries:
+    results = [f"    // sm_{number}, {scales}: {tile_table.origin}\n"]
+    for _, m, n, k, (tile, swizzle) in tile_table.entries:
         results.append(f"    {{{number}, Scales::{scales}, {m}, {n}, {k}, {{Tile::{tile}, {swizzle}}}}},\n")
     return results
 
@@ -233,7 +233,7 @@ def rewritten(text: str, tables: Tables) -> str:
 
 def main() -> None:
     text = HEADER.read_text()
-    measured = {key: known for key, known in parsed(text).items() if not known.origin.startswith("predicted")}
+    measured = {key: tiles for key, tiles in parsed(text).items() if not tiles.origin.startswith("predicted")}
     HEADER.write_text(rewritten(text, predicted_tables() | measured))
 
 

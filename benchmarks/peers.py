@@ -121,12 +121,12 @@ def _from_object(result: Mapping[str, Any]) -> dict[str, float]:
 def start(command: Sequence[str]) -> str:
     """Runs the command and returns its output. PeerError when it fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise PeerError(str(problem)) from None
-    if done.returncode != 0:
-        raise PeerError(f"ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]!r}")
-    return done.stdout
+    if result.returncode != 0:
+        raise PeerError(f"ended with status {result.returncode}: {(result.stderr or result.stdout).strip()[-300:]!r}")
+    return result.stdout
 
 
 # --- all runs

@@ -58,12 +58,12 @@ def train(model: str, folder: Path, data: Path, recipe: str, steps: int) -> list
 def ask(model: Path | str, recipe: str, rows: Sequence[Row]) -> Row:
     """The number of sums that an engine answers correctly, and its answers."""
     engine = Engine(model, recipe=recipe)
-    done = engine.generate([row["prompt"] for row in rows], max_new_tokens=ANSWER, temperature=0.0)
-    right = sum(reward(row["prompt"], one.text, row) for row, one in zip(rows, done, strict=True))
+    completions = engine.generate([row["prompt"] for row in rows], max_new_tokens=ANSWER, temperature=0.0)
+    right = sum(reward(row["prompt"], one.text, row) for row, one in zip(rows, completions, strict=True))
     return {
         "right": int(right),
         "of": len(rows),
-        "answers": {r["prompt"]: d.text for r, d in zip(rows, done, strict=True)},
+        "answers": {r["prompt"]: d.text for r, d in zip(rows, completions, strict=True)},
     }
 
 
@@ -90,9 +90,9 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    learnt, held_out = sums()
+    train_rows, held_out = sums()
     data = args.out / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in learnt), encoding="utf-8")
+    data.write_text("".join(json.dumps(row) + "\n" for row in train_rows), encoding="utf-8")
     recipes = args.recipe or ["delayed", "bf16"]
     curves = {recipe: train(args.model, args.out / recipe, data, recipe, args.steps) for recipe in recipes}
     served = {r: ask(args.out / r / "model", "bf16" if r == "bf16" else "stored", held_out) for r in recipes}

@@ -77,10 +77,10 @@ def send(url: str, key: str, ask: Ask) -> tuple[int, bytes]:
         connection.close()
 
 
-def client(url: str, key: str, seed: int, context: int, done: threading.Event, counts: Counts) -> None:
-    """Sends requests until `done`: all kinds in turn, in the client's own order; a turn that has begun is finished."""
+def client(url: str, key: str, seed: int, context: int, stop: threading.Event, counts: Counts) -> None:
+    """Sends requests of all kinds in turn, in the client's own order, until `stop` is set. Finishes its last turn."""
     rng = random.Random(seed)
-    while not done.is_set():
+    while not stop.is_set():
         for make in rng.sample(MAKERS, len(MAKERS)):
             ask = make(rng, context)
             try:
@@ -106,17 +106,17 @@ class SoakPlan:
 def soak(url: str, keys: Sequence[str], pids: dict[str, int], plan: SoakPlan) -> dict[str, Any]:
     """Runs the clients; returns the figures of the run, in which "failed" is a list of sentences, empty if all is well.
     `keys`: API keys, which the clients take in turn."""
-    done, counts = threading.Event(), Counts()
-    clock = threading.Timer(plan.seconds, done.set)
+    stop, counts = threading.Event(), Counts()
+    clock = threading.Timer(plan.seconds, stop.set)
     with ThreadPoolExecutor(CLIENTS) as pool:
         turns = [keys[seed % len(keys)] for seed in range(CLIENTS)]
-        jobs = [pool.submit(client, url, key, seed, plan.context, done, counts) for seed, key in enumerate(turns)]
+        jobs = [pool.submit(client, url, key, seed, plan.context, stop, counts) for seed, key in enumerate(turns)]
         clock.start()
         try:
-            samples = watch(pids, plan.every, done)
+            samples = watch(pids, plan.every, stop)
         finally:
             clock.cancel()
-            done.set()
+            stop.set()
         for job in jobs:
             job.result()
     grown, failed = too_much(samples, plan.warm_up, plan.allow)

@@ -157,10 +157,10 @@ def fair_work(work: Mapping[str, float], share: float) -> dict[str, float]:
 
 def reached(served: Iterable[Served], work: float) -> float:
     """The seconds after which the run had done `work` tokens."""
-    done, at = 0.0, 0.0
+    work_sum, at = 0.0, 0.0
     for one in sorted(served, key=lambda one: one.seconds):
-        done, at = done + one.work, one.seconds
-        if done >= work:
+        work_sum, at = work_sum + one.work, one.seconds
+        if work_sum >= work:
             break
     return at
 
@@ -202,8 +202,8 @@ def metrics(url: str, key: str) -> Counter[str]:
     results = Counter[str]()
     for sample in (sample for family in families for sample in family.samples):
         labels = {name: value for name, value in sample.labels.items() if name not in ("model", "method")}
-        written = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-        results[f"{sample.name}{{{written}}}" if written else sample.name] += sample.value
+        label_text = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+        results[f"{sample.name}{{{label_text}}}" if label_text else sample.name] += sample.value
     return results
 
 

@@ -157,7 +157,7 @@ def masks(engine: Engine, batch: int) -> float:
     """Microseconds of processor time for one row's mask, in the middle of an answer, nothing else running."""
     for _, request in requests(engine, batch, with_schema=True, max_new_tokens=64).values():
         engine.add_request(request)
-    maker, taken = Masks(engine.limits.vocab_size), list[float]()
+    maker, times = Masks(engine.limits.vocab_size), list[float]()
     for _ in range(24):
         engine.step()
         seqs = list(engine.scheduler.running)
@@ -166,9 +166,9 @@ def masks(engine: Engine, batch: int) -> float:
             mask = maker.start([seq.matcher for seq in seqs])
             assert mask is not None
             mask.allowed()
-            taken.append(time.process_time() - began)
+            times.append(time.process_time() - began)
     engine.abort_all()
-    return round(1e6 * statistics.median(taken) / batch, 1)
+    return round(1e6 * statistics.median(times) / batch, 1)
 
 
 def main() -> None:

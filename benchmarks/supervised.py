@@ -168,8 +168,8 @@ class Comparison:
         as_taught: the number of answers that equal the held-out one."""
         questions = [row["messages"][0] for row in self.held_out]
         prompts = [self.tokenizer.encode_chat([question]) for question in questions]
-        done = engine.generate(prompts, adapter=adapter, max_new_tokens=LONGEST, temperature=0.0)
-        texts, expected = [one.text for one in done], [row["messages"][1]["content"] for row in self.held_out]
+        completions = engine.generate(prompts, adapter=adapter, max_new_tokens=LONGEST, temperature=0.0)
+        texts, expected = [one.text for one in completions], [row["messages"][1]["content"] for row in self.held_out]
         numbers = [answer.rstrip(".").split()[-1] for answer in expected]
         return {
             "of": len(texts),

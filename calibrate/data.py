@@ -261,8 +261,8 @@ def calibration_batches(
     """
     held_out_count = max(1, min(16, samples // 8))
     source, holdout_source = _Source(data, seed), _Source(holdout, seed)
-    held_out, read = holdout_source.samples(holdout_source.keys, tokenizer, vocab_size, held_out_count, seq_len)
-    held_out_keys = set(holdout_source.keys[:read] if holdout in (None, data) else holdout_source.keys)
+    held_out, num_read = holdout_source.samples(holdout_source.keys, tokenizer, vocab_size, held_out_count, seq_len)
+    held_out_keys = set(holdout_source.keys[:num_read] if holdout in (None, data) else holdout_source.keys)
     keys = [key for key in source.keys if key not in held_out_keys]
     if not keys:
         raise DataError(f"All of the data ({source.description}) are held out; give other data to calibrate on.")

@@ -50,8 +50,8 @@ def write_output(
     job: Job, out: Path, quality: Quality | CosineSummary, layers: tuple[LayerReport, ...], origin: Origin
 ) -> Report:
     """Writes `out` and returns the report. With `scales_only` the report is not written."""
-    stored = stored_states(job.states, job.recipe)
-    checkpoint = _checkpoint(job, stored)
+    states = stored_states(job.states, job.recipe)
+    checkpoint = _checkpoint(job, states)
     with job.stages.stage("write"):
         if not job.options.scales_only:
             return _write_directory(job, out, checkpoint, quality, layers, origin)
@@ -107,7 +107,7 @@ def _text_report(
     job: Job, out: Path, quality: Quality, layers: tuple[LayerReport, ...], origin: Origin, folder: Path | None = None
 ) -> CalibrationReport:
     """`folder` holds the model until it is moved to `out`; it is None if no weights are written."""
-    stored = stored_states(job.states, job.recipe)
+    states = stored_states(job.states, job.recipe)
     notes = job.notes + _smoothing_note(job.smoothing) + _healing_note(job.healing)
     generated: tuple[GeneratedReport, ...] = ()
     if folder is not None:
@@ -120,7 +120,7 @@ def _text_report(
         data=_data_report(job.options, job.batches),
         quality=quality,
         layers=layers,
-        tensors=_tensor_reports(job.observer, stored),
+        tensors=_tensor_reports(job.observer, states),
         notes=notes,
         smoothing=job.smoothing,
         healing=job.healing,
@@ -212,24 +212,24 @@ def stored_states(states: Mapping[str, ScalingState], recipe: Recipe) -> dict[st
     Their scales and histories are copied to the CPU, in one transfer from the device.
     """
     roles = tuple(f".{role}" for role, spec in recipe.specs.linear.items() if spec.source == "delayed")
-    stored = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
-    if not stored:
+    result = {n: s for n, s in states.items() if n.endswith((*roles, ".k", ".v"))}
+    if not result:
         return {}
-    columns = [column for state in stored.values() for column in (state.scale.view(1), state.amax_history)]
+    columns = [column for state in result.values() for column in (state.scale.view(1), state.amax_history)]
     values = iter(torch.split(torch.cat(columns).cpu(), [len(column) for column in columns]))
-    return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in stored.items()}
+    return {n: ScalingState(next(values)[0], next(values), s.nonfinite, s.steps) for n, s in result.items()}
 
 
-def _checkpoint(job: Job, stored: Mapping[str, ScalingState]) -> ScalingCheckpoint:
+def _checkpoint(job: Job, states: Mapping[str, ScalingState]) -> ScalingCheckpoint:
     batches = job.batches.calibration
     return ScalingCheckpoint(
         job.recipe,
-        {name: _tensor_scale(name, state) for name, state in stored.items()},
+        {name: _tensor_scale(name, state) for name, state in states.items()},
         model=fingerprint(job.source),
         observations={
             "batches": len(batches),
             "tokens": job.batches.tokens,
-            "tensors": {name: job.observer.records[name].batches for name in stored},
+            "tensors": {name: job.observer.records[name].batches for name in states},
         },
         created_by=f"fp8serve {fp8serve.__version__} calibrate",
     )
@@ -241,10 +241,10 @@ def _tensor_scale(name: str, state: ScalingState) -> TensorScale:
     return TensorScale(state.scale, state.amax_history if has_history else None)
 
 
-def _tensor_reports(observer: Observer, stored: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
+def _tensor_reports(observer: Observer, states: Mapping[str, ScalingState]) -> tuple[TensorReport, ...]:
     reports = []
     for name, record in observer.records.items():
-        scale = float(stored[name].scale) if name in stored else None
+        scale = float(states[name].scale) if name in states else None
         limit = None if scale is None else fp8_max(observer.recipe, name.rpartition(".")[2]) / scale
         history = tuple(float(f"{value:.6g}") for value in record.recent_amaxes)
         reports.append(TensorReport(name, record.amax, scale, record.batches, history, limit))

@@ -256,9 +256,9 @@ def _smooth(job: Job, alpha: float, load_or_compute: LoadOrCompute, ranks: Ranks
     """Smooths the model's parameters if that reduces the error, and reports the result."""
     samples, config = job.batches.calibration, job.decoder.config
     job.smoothed = smooth(job.decoder, job.linears, samples, job.recipe, alpha, job.stages, load_or_compute, ranks)
-    tried = sum(len(smoothing_pairs(config, index, job.linears)) for index in range(config.num_layers))
+    num_pairs = sum(len(smoothing_pairs(config, index, job.linears)) for index in range(config.num_layers))
     helped = tuple(name.removesuffix(FACTORS) for name in job.smoothed if name.endswith(FACTORS))
-    job.smoothing = SmoothingReport(alpha, helped, tried)
+    job.smoothing = SmoothingReport(alpha, helped, num_pairs)
     if config.offset_norms:
         job.notes += ("The norms were not smoothed: they multiply by 1 + weight, which cannot store a factor exactly.",)
 

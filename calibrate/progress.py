@@ -27,9 +27,9 @@ class Stages:
         """Yields the items of a stage and reports one step after each."""
         started = time.perf_counter()
         self._report(name, 0, len(items))
-        for done, item in enumerate(items, 1):
+        for completed, item in enumerate(items, 1):
             yield item
-            self._report(name, done, len(items))
+            self._report(name, completed, len(items))
         elapsed = self.seconds.get(name, 0.0) + time.perf_counter() - started  # one stage may run several times
         self.seconds[name] = round(elapsed, 3)
 
@@ -37,6 +37,6 @@ class Stages:
         """Returns the seconds since this object was created."""
         return round(time.perf_counter() - self._started, 3)
 
-    def _report(self, name: str, done: int, total: int) -> None:
+    def _report(self, name: str, completed: int, total: int) -> None:
         if self._progress is not None:
-            self._progress(name, done, total)
+            self._progress(name, completed, total)

@@ -369,8 +369,8 @@ def text_chart(curves: Mapping[str, Points], width: int = 72, height: int = 12) 
 
 def text_sparkline(values: Sequence[float]) -> str:
     """Returns the last values as a row of bar characters, scaled to the largest value. All values must be positive."""
-    shown = values[-MAX_TEXT_BARS:]
-    return "".join(TEXT_BARS[round(value / max(shown) * (len(TEXT_BARS) - 1))] for value in shown)
+    tail = values[-MAX_TEXT_BARS:]
+    return "".join(TEXT_BARS[round(value / max(tail) * (len(TEXT_BARS) - 1))] for value in tail)
 
 
 def _nearest_index(value: float, start: float, end: float, count: int) -> int:

@@ -70,9 +70,9 @@ def one_line(message: object) -> str:
     return _truncate(" ".join(str(message).split()).rstrip("."), 3 * MAX_QUOTED_CHARACTERS)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Returns the sentence " Did you mean X?" for the most similar known name, or "" if none is similar."""
-    by_lower = {other.lower(): other for other in known}
+    by_lower = {other.lower(): other for other in candidates}
     matches = get_close_matches(name[:MAX_COMPARED_CHARACTERS].lower(), by_lower, 1)
     return f" Did you mean {by_lower[matches[0]]}?" if matches else ""
 

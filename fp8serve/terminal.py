@@ -67,7 +67,7 @@ def on_device(values: Mapping[str, Any], model_dir: Path, processes: int = 1) ->
 class Advance(Protocol):
     """A function that moves a progress bar to `done` of `total`, and relabels it if `label` is not None."""
 
-    def __call__(self, done: int, total: int, label: str | None = None) -> None: ...
+    def __call__(self, completed: int, total: int, label: str | None = None) -> None: ...
 
 
 def print_json(result: Any) -> None:
@@ -108,7 +108,7 @@ def progress(label: str, displayed: bool = True) -> Iterator[Advance]:
     """Shows a progress bar on standard error while the block runs. Shows nothing if standard error is no terminal or
     `displayed` is False."""
     if not (displayed and sys.stderr.isatty()):
-        yield lambda done, total, label=None: None
+        yield lambda completed, total, label=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -117,8 +117,8 @@ def progress(label: str, displayed: bool = True) -> Iterator[Advance]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
 
-        def advance(done: int, total: int, label: str | None = None) -> None:
-            bar.update(task, completed=done, total=total, description=label)
+        def advance(completed: int, total: int, label: str | None = None) -> None:
+            bar.update(task, completed=completed, total=total, description=label)
 
         yield advance
 
@@ -127,7 +127,7 @@ def progress(label: str, displayed: bool = True) -> Iterator[Advance]:
 def stage_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
     """Shows a progress bar for work in stages. Yields a function that takes the stage, the steps done and all steps."""
     with progress(label) as advance:
-        yield lambda stage, done, total: advance(done, total, stage)
+        yield lambda stage, completed, total: advance(completed, total, stage)
 
 
 def print_report(report: Any, table: Callable[[Any], Any], as_json: bool, printed: Collection[str] = ()) -> None:

@@ -20,6 +20,6 @@ def until(condition: Callable[[], object], what: str = "what this test waits for
 async def eventually(condition: Callable[[], object], what: str = "what this test waits for") -> None:
     """`until` for coroutines: other tasks run meanwhile. If `condition()` returns an awaitable, it is awaited."""
     end = time.monotonic() + PATIENCE
-    while not (await held if inspect.isawaitable(held := condition()) else held):
+    while not (await result if inspect.isawaitable(result := condition()) else result):
         assert time.monotonic() < end, f"{what} did not come within {PATIENCE:.0f} s"
         await asyncio.sleep(0.01)

@@ -31,10 +31,10 @@ def fp8serve(*arguments: object) -> str:
     """Returns the output of a command; exits if the command fails."""
     words = [str(argument) for argument in arguments]
     print("$ fp8serve", *words, flush=True)
-    done = subprocess.run([FP8SERVE, *words], stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"fp8serve {words[0]} ended with {done.returncode}:\n{done.stdout}")
-    return done.stdout
+    process = subprocess.run([FP8SERVE, *words], stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        sys.exit(f"fp8serve {words[0]} ended with {process.returncode}:\n{process.stdout}")
+    return process.stdout
 
 
 def main() -> None:

@@ -37,12 +37,12 @@ def chats(tmp_path: Path) -> Path:
 def failure(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
     """Runs a command that must fail, and returns its only error message."""
     assert main([str(a) for a in args]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    lines = [line for line in shown.err.splitlines() if line.startswith("fp8serve: ")]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("fp8serve: ")]
     assert len(lines) == 1
     assert "internal error" not in lines[0]
-    assert "Traceback" not in shown.err
+    assert "Traceback" not in captured.err
     return lines[0]
 
 
@@ -166,10 +166,10 @@ def test_generate_without_scales_and_recipe_suggests_both(original: Path, capsys
 
 
 def test_a_port_in_use(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         assert port in failure(capsys, "serve", original, "--port", port, "--data-dir", tmp_path / "data")
 
 
@@ -209,9 +209,9 @@ def test_a_tokenizer_that_fails_in_its_library_is_one_sentence(
         ("finetune", model, "--data", texts, "--out", out),
     ):
         assert main([str(argument) for argument in command]) == 1, command
-        shown = capfd.readouterr().err
-        lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
-        assert len(lines) == 1, shown
+        message = capfd.readouterr().err
+        lines = [line for line in message.splitlines() if line.startswith("fp8serve: ")]
+        assert len(lines) == 1, message
         assert "tokenize" in lines[0]
         assert not [word for word in ("internal error", "panicked", "Traceback") if word in lines[0]]
 
@@ -237,8 +237,8 @@ def test_a_template_that_runs_away_is_one_sentence(
             chats.write_text(json.dumps({"prompt": prompt, "chosen": message[0], "rejected": message[1]}) + "\n")
         with patch("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n"))):
             assert main([str(argument) for argument in command]) == 1, command
-        shown = capfd.readouterr().err
-        lines = [line for line in shown.splitlines() if line.startswith("fp8serve: ")]
-        assert len(lines) == 1, shown
+        output = capfd.readouterr().err
+        lines = [line for line in output.splitlines() if line.startswith("fp8serve: ")]
+        assert len(lines) == 1, output
         assert "The model's chat template exceeds its" in lines[0]
-        assert "Traceback" not in shown
+        assert "Traceback" not in output

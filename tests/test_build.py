@@ -17,9 +17,9 @@ def test_without_a_compiler_cmake_warns_and_builds_nothing(tmp_path: Path) -> No
         pytest.skip("cmake is not installed")
     environment = os.environ | {"CXX": "/nonexistent/c++"}
     configure = [cmake, "-S", str(ROOT / "csrc"), "-B", str(tmp_path), f"-DPython_EXECUTABLE={sys.executable}"]
-    done = subprocess.run(configure, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "no C++ compiler was found" in " ".join(done.stderr.split())
+    process = subprocess.run(configure, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "no C++ compiler was found" in " ".join(process.stderr.split())
     subprocess.run([cmake, "--build", str(tmp_path)], check=True, capture_output=True)
     assert not list(tmp_path.rglob("*.so"))
 
@@ -29,15 +29,15 @@ def test_the_package_and_calibration_are_found_from_another_directory(tmp_path: 
         "import fp8serve, fp8serve.calibration.pipeline as p, fp8serve.calibration.data as d; "
         "assert d.PASSAGES.is_file(); print(p.__name__, fp8serve.backends()['scaled_mm'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("fp8serve.calibration.pipeline ")
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("fp8serve.calibration.pipeline ")
 
 
 def test_a_script_called_calibrate_does_not_shadow_ours(tmp_path: Path) -> None:
     (tmp_path / "calibrate.py").write_text("raise SystemExit('the wrong one')\n")
     code = "import fp8serve.calibration.data as d; print(d.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "fp8serve.calibration.data\n"
+    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout == "fp8serve.calibration.data\n"
 
 
 def test_every_requirement_is_pinned() -> None:

@@ -32,11 +32,11 @@ HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "safetensors", "to
 
 def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     """Returns the error message: the only line on standard error, with nothing on standard output."""
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert shown.err.startswith("fp8serve: ")
-    return shown.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("fp8serve: ")
+    return captured.err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -45,16 +45,16 @@ def test_help_has_examples_and_explains_every_option(command: str, capsys: pytes
 
     group: Any = typer.main.get_command(cli.app)
     assert main([command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"  fp8serve {command}" in shown.partition("Examples:")[2]
+    output = capsys.readouterr().out
+    assert f"  fp8serve {command}" in output.partition("Examples:")[2]
     for parameter in group.commands[command].params:
         assert parameter.help, parameter.name
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {command} " in shown for command in COMMANDS)
+    output = capsys.readouterr().out
+    assert all(f"\n  {command} " in output for command in COMMANDS)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -131,9 +131,9 @@ def test_an_error_becomes_a_status_and_a_message(
 ) -> None:
     monkeypatch.setattr("fp8serve.doctor.examine", Failing(error))
     assert main(["doctor"]) == status
-    shown = capsys.readouterr()
-    assert shown.err.startswith(text)
-    assert "Traceback" not in shown.err
+    captured = capsys.readouterr()
+    assert captured.err.startswith(text)
+    assert "Traceback" not in captured.err
 
 
 @pytest.mark.parametrize("args", [["--debug", "doctor"], ["doctor", "--debug"]])
@@ -156,10 +156,10 @@ def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("TERM", "xterm")
     with terminal.progress("Working") as advance:
         advance(1, 2)
-    shown = capsys.readouterr()
-    assert "Working" in shown.err
-    assert "1/2" in shown.err
-    assert shown.out == ""
+    captured = capsys.readouterr()
+    assert "Working" in captured.err
+    assert "1/2" in captured.err
+    assert captured.out == ""
 
 
 def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,9 +202,11 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
         "try: find_model('org/no-such-model')\nexcept ModelError as e: print(e)"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("org/no-such-model is not a directory, and it could not be downloaded from the hub (")
-    assert done.stdout.count("\n") == 1
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith(
+        "org/no-such-model is not a directory, and it could not be downloaded from the hub ("
+    )
+    assert process.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "a/b/c", "name", "../x/y", "org/name/"])

@@ -39,8 +39,8 @@ def servers() -> list[dict[str, Any]]:
 
 
 def container() -> dict[str, Any]:
-    found: dict[str, Any] = deployment()["spec"]["template"]["spec"]["containers"][0]
-    return found
+    spec: dict[str, Any] = deployment()["spec"]["template"]["spec"]["containers"][0]
+    return spec
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def routes() -> set[str]:
     from fp8serve.server.api.native import status_routes
     from fp8serve.server.app import pages
 
-    found = [*status_routes.router.routes, *pages().routes]
-    return {route.path for route in found if isinstance(route, APIRoute)}
+    entries = [*status_routes.router.routes, *pages().routes]
+    return {route.path for route in entries if isinstance(route, APIRoute)}
 
 
 def serve_options() -> set[str]:
@@ -105,9 +105,9 @@ def test_images_are_built_by_the_targets_that_ci_runs(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
 def test_health_check_requests_a_route_that_exists(path: Path, routes: set[str]) -> None:
     check = next(rest for name, rest in instructions(path) if name == "HEALTHCHECK")
-    found = re.search(r"127\.0\.0\.1:8000(/[\w/]+)", check)
-    assert found
-    assert found[1] in routes
+    match = re.search(r"127\.0\.0\.1:8000(/[\w/]+)", check)
+    assert match
+    assert match[1] in routes
 
 
 def test_kubernetes_probes_request_routes_that_exist(routes: set[str]) -> None:
@@ -152,8 +152,8 @@ def test_profiles() -> None:
 
 
 def prometheus() -> dict[str, Any]:
-    (found,) = documents(DOCKER / "observability/prometheus.yaml")
-    return found
+    (document,) = documents(DOCKER / "observability/prometheus.yaml")
+    return document
 
 
 def test_prometheus_scrapes_the_metrics_route_of_the_compose_services(routes: set[str]) -> None:
@@ -210,8 +210,10 @@ def test_prometheus_reads_its_configuration_and_the_alerts(tmp_path: Path) -> No
 def test_every_alert_fires_when_it_should() -> None:
     ran = subprocess.run(["promtool", "test", "rules", str(ALERTS)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    tried = {case["alertname"] for test in documents(ALERTS)[0]["tests"] for case in test["alert_rule_test"]}
-    assert tried == {rule["alert"] for rule in documents(DOCKER / "observability/alerts.yaml")[0]["groups"][0]["rules"]}
+    alerts = {case["alertname"] for test in documents(ALERTS)[0]["tests"] for case in test["alert_rule_test"]}
+    assert alerts == {
+        rule["alert"] for rule in documents(DOCKER / "observability/alerts.yaml")[0]["groups"][0]["rules"]
+    }
 
 
 def test_mounted_files_exist() -> None:

@@ -34,9 +34,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.slow
@@ -96,9 +96,9 @@ def test_options_in_text_blocks_exist() -> None:
     for command, options in re.findall(
         r"^fp8serve (\w+)[^\n]*?((?: --[a-z-]+(?: [^-\s]\S*)?)+)$", README + COMMANDS, flags=re.M
     ):
-        shown = run(ROOT, sys.executable, "-m", "fp8serve.cli", command, "--help")
+        output = run(ROOT, sys.executable, "-m", "fp8serve.cli", command, "--help")
         for option in re.findall(r"--[a-z-]+", options):
-            assert option in shown
+            assert option in output
 
 
 def test_the_changelog_names_this_version() -> None:

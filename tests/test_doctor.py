@@ -98,9 +98,9 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_text_shows_every_op_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--data-dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in [*ops.OPS, *ops.recipe_ops(), "bf16", "memory", "disk"]:
-        assert word in shown
+        assert word in output
 
 
 def test_a_data_directory_that_cannot_be_written_is_a_problem(
@@ -123,9 +123,9 @@ def test_the_architectures_are_read_from_the_cuda_library(monkeypatch: pytest.Mo
     library.write_bytes(b"\x7fELF" + bytes(5000) + b"fp8serve-cuda-architectures=sm_89+sm_90a;\0" + bytes(99))
     monkeypatch.setattr(cuda_support, "library_path", lambda stem: library)
     monkeypatch.setattr(torch.version, "cuda", None)
-    found = doctor.cuda_library()
-    assert found["architectures"] == ["sm_89", "sm_90a"]
-    assert found["state"] == "built, but this torch is built without CUDA and cannot load it"
+    report = doctor.cuda_library()
+    assert report["architectures"] == ["sm_89", "sm_90a"]
+    assert report["state"] == "built, but this torch is built without CUDA and cannot load it"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert doctor.cuda_library()["state"] == "loaded"
     library.write_bytes(b"of an older build")
@@ -151,10 +151,10 @@ def test_why_there_are_no_cuda_kernels(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(cuda_support, "library_path", lambda stem: None)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    found = doctor.cuda_library()
-    assert found["path"] is None
-    assert found["state"].startswith("not built: ")
-    assert why in found["state"]
+    library = doctor.cuda_library()
+    assert library["path"] is None
+    assert library["state"].startswith("not built: ")
+    assert why in library["state"]
 
 
 def test_gpus_that_the_kernels_cannot_run_on_are_problems_and_slow_ones_are_noted() -> None:
@@ -171,20 +171,20 @@ def test_a_model_is_served_on_the_device_that_it_fits(
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
     assert main(["doctor", str(model), "--data-dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "serving  device auto: cpu, because the CUDA driver finds no GPU" in shown
+    output = capsys.readouterr().out
+    assert "serving  device auto: cpu, because the CUDA driver finds no GPU" in output
     assert (
-        "up to 16 sequences and 512 tokens a step, 128 prompt tokens while others decode, a KV cache in bf16" in shown
+        "up to 16 sequences and 512 tokens a step, 128 prompt tokens while others decode, a KV cache in bf16" in output
     )
     gpu = Gpu("NVIDIA H100", 90, 79 << 30)
     monkeypatch.setattr(cuda_support, "visible_gpus", lambda: [gpu])
     monkeypatch.setattr(device, "visible_gpus", lambda: [gpu])
     monkeypatch.setattr(device, "gpu_obstacle", lambda gpu: None)
     assert main(["doctor", str(model), "--data-dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "serving  device auto: cuda, because NVIDIA H100 has 79.0 GiB and the model needs about 1.0 GiB" in shown
-    assert "up to 256 sequences and 8192 tokens a step, as many prompt tokens as take 25 ms while others" in shown
-    assert "92% of the memory" in shown
+    output = capsys.readouterr().out
+    assert "serving  device auto: cuda, because NVIDIA H100 has 79.0 GiB and the model needs about 1.0 GiB" in output
+    assert "up to 256 sequences and 8192 tokens a step, as many prompt tokens as take 25 ms while others" in output
+    assert "92% of the memory" in output
 
 
 def test_notes_are_shown_and_are_no_failure(
@@ -240,8 +240,8 @@ def test_kernels_are_checked_on_demand_and_the_verdict_is_kept(
     assert main(["doctor", "--check", *where]) == 0
     assert "check    cpu: 2 of 2 kernels agree with the reference, 2026-11-25" in capsys.readouterr().out
     assert main(["doctor", "--json", *where]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["kernel_checks"]
-    assert found["kernels"] == {"quantize.avx2": "agrees", "mm.avx2": "agrees"}
+    (verdict,) = json.loads(capsys.readouterr().out)["kernel_checks"]
+    assert verdict["kernels"] == {"quantize.avx2": "agrees", "mm.avx2": "agrees"}
 
 
 @needs_kernels
@@ -252,14 +252,14 @@ def test_a_kernel_that_fails_its_check_is_named_and_fails_only_doctor_check(
     bad = selfcheck.KernelResult("disagrees", "3 of 4 values")
     replace_check(monkeypatch, ("look_up.portable", bad), ("quantize.avx2", selfcheck.KernelResult("agrees")))
     assert main(["doctor", "--check", *where]) == 1
-    shown = capsys.readouterr().out
-    assert "problem: 1 kernel is switched off" in shown
-    assert re.search(r"cpu +look_up\.portable +disagrees: 3 of 4 values", shown)
-    assert re.search(r"look_up +reference; its cpu kernel is switched off", shown)
+    output = capsys.readouterr().out
+    assert "problem: 1 kernel is switched off" in output
+    assert re.search(r"cpu +look_up\.portable +disagrees: 3 of 4 values", output)
+    assert re.search(r"look_up +reference; its cpu kernel is switched off", output)
     assert main(["doctor", *where]) == 0
-    shown = capsys.readouterr().out
-    assert "note: 1 kernel is switched off" in shown
-    assert "1 of 2 kernels agree" in shown
+    output = capsys.readouterr().out
+    assert "note: 1 kernel is switched off" in output
+    assert "1 of 2 kernels agree" in output
 
 
 @needs_kernels

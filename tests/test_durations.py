@@ -50,10 +50,10 @@ def test_durations_are_recorded_in_several_processes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-n", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--durations-file", str(tmp_path / "record.json"), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert list(json.loads((tmp_path / "record.json").read_text())["files"]) == ["test_a.py", "test_b.py"]
-    assert "the 40 slowest of 2 files" in done.stdout
+    assert "the 40 slowest of 2 files" in process.stdout

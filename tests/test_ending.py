@@ -22,10 +22,10 @@ end_process(3)
 
 
 def test_a_process_ends_at_once_with_its_status_and_its_output() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (3, "printed", "")
+    assert (process.returncode, process.stdout, process.stderr) == (3, "printed", "")
 
 
 SIGNAL = """
@@ -45,10 +45,10 @@ with ends_at_signals():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ends_at_signals_exits_at_once_with_status_0(number: int) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SIGNAL, str(int(number))], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 IMPORT_SIGNAL = """
@@ -63,8 +63,8 @@ def test_a_command_that_is_still_importing_dies_by_the_signal(tmp_path: Path) ->
     (tmp_path / "typer.py").write_text(IMPORT_SIGNAL)  # found before the package that the command line imports
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(fp8serve.__file__).parents[1]}"}
     command = [sys.executable, "-m", "fp8serve", "serve", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment)
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGTERM, "", "")
 
 
 SHIELD = """
@@ -78,8 +78,10 @@ subprocess.run([sys.executable, "-c", raised], stderr=subprocess.DEVNULL)
 
 
 def test_only_children_started_without_interrupts_ignore_sigint() -> None:
-    done = subprocess.run([sys.executable, "-c", SHIELD], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert (done.stdout, done.stderr) == ("went on\n", "")
+    process = subprocess.run(
+        [sys.executable, "-c", SHIELD], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (process.stdout, process.stderr) == ("went on\n", "")
 
 
 @pytest.mark.parametrize("worker", ["engine/worker.py", "train/job_process.py"])

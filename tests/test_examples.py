@@ -22,6 +22,6 @@ SAMPLE = "train_in_fp8"
 )
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(example)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout

@@ -179,5 +179,5 @@ def test_recipes_need_no_torch() -> None:
         "import sys; from fp8serve.recipe import DelayedScaling; import fp8serve\n"
         "assert fp8serve.DelayedScaling is DelayedScaling; print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"

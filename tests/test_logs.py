@@ -34,8 +34,8 @@ raise KeyError("outer")
 
 
 def run_program(log_format: str) -> tuple[str, int]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True)
-    return done.stderr, done.returncode
+    process = subprocess.run([sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True)
+    return process.stderr, process.returncode
 
 
 def test_json_is_one_object_a_line_whatever_happens() -> None:
@@ -74,20 +74,27 @@ def test_plain_records_are_text_with_a_level() -> None:
 def test_child_processes_log_json_too(module: str, tmp_path: Path) -> None:
     """Each fails to start, because its socket is missing, and logs the failure as one record."""
     command = [sys.executable, "-m", *module.split(), "json"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    (record,) = [json.loads(line) for line in done.stderr.splitlines()]
+    process = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    (record,) = [json.loads(line) for line in process.stderr.splitlines()]
     assert record["process"] in ("engine", "parser")
-    assert (record["level"], done.returncode) == ("critical", 1)
+    assert (record["level"], process.returncode) == ("critical", 1)
     assert record["traceback"].startswith("Traceback")
 
 
 def test_a_server_that_cannot_start_says_so_in_json(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        options = ["--port", str(taken.getsockname()[1]), "--data-dir", str(tmp_path / "data"), "--log-format", "json"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = [
+            "--port",
+            str(listener.getsockname()[1]),
+            "--data-dir",
+            str(tmp_path / "data"),
+            "--log-format",
+            "json",
+        ]
         command = [sys.executable, "-m", "fp8serve.cli", "serve", str(model_dir(tmp_path / "tiny")), *options]
-        done = subprocess.run(command, capture_output=True, text=True)
-    record = json.loads(done.stderr)
-    assert (record["level"], done.returncode) == ("critical", 1)
+        process = subprocess.run(command, capture_output=True, text=True)
+    record = json.loads(process.stderr)
+    assert (record["level"], process.returncode) == ("critical", 1)
     assert "is in use by another program" in record["message"]
 
 

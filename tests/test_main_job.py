@@ -43,9 +43,9 @@ def write_model(out: Path, family: str) -> Path:
 
 def fp8serve(*arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "fp8serve.cli", *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads(process.stdout)
     return result
 
 
@@ -77,8 +77,8 @@ def test_the_main_job(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with RunningServer(tmp_path / "fp8", options, log=tmp_path / "log") as server:
         before = complete(server)
         job = server.post("/finetune", {"data": ROWS, "epochs": 40, "batch_size": 2, "learning_rate": 3e-3})
-        done = wait_for_job(server, job["id"])
-        assert done["status"] == "succeeded", done
+        finished_job = wait_for_job(server, job["id"])
+        assert finished_job["status"] == "succeeded", finished_job
         events = server.get(f"/finetune/{job['id']}/events")["events"]
         losses = [e["data"]["train_loss"] for e in events if e["type"] == "metrics"]
         assert min(losses) < 0.5 * max(losses)

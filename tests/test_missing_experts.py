@@ -25,26 +25,26 @@ def separate(tensors: Tensors) -> Tensors:
 
 
 def whole_stack(tensors: Tensors) -> Tensors:
-    found = stacked(tensors, "qwen3-moe")
-    del found[STACK]
-    return found
+    result = stacked(tensors, "qwen3-moe")
+    del result[STACK]
+    return result
 
 
 def short_stack(tensors: Tensors) -> Tensors:
-    found = stacked(tensors, "qwen3-moe")
-    found[STACK] = found[STACK][:-1].clone()
-    return found
+    result = stacked(tensors, "qwen3-moe")
+    result[STACK] = result[STACK][:-1].clone()
+    return result
 
 
 def fp8_without_a_scale(tensors: Tensors) -> Tensors:
     """Every expert in FP8, and one has no scale."""
-    found: Tensors = {}
+    result: Tensors = {}
     for name, tensor in tensors.items():
         in_fp8 = ".experts." in name
-        found[name] = tensor.to(torch.float8_e4m3fn) if in_fp8 else tensor
+        result[name] = tensor.to(torch.float8_e4m3fn) if in_fp8 else tensor
         if in_fp8 and name != EXPERT:
-            found[f"{name}_scale_inv"] = torch.ones(1, 1)
-    return found
+            result[f"{name}_scale_inv"] = torch.ones(1, 1)
+    return result
 
 
 def nan_in_one(tensors: Tensors) -> Tensors:

@@ -111,8 +111,8 @@ def run(*args: str) -> tuple[int, str, list[Any]]:
 
     app = typer.Typer(rich_markup_mode=None)
     app.command()(bake)
-    done = CliRunner().invoke(app, list(args))
-    return done.exit_code, done.output, parsed
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output, parsed
 
 
 def test_a_command_gets_an_option_for_each_field() -> None:
@@ -166,8 +166,8 @@ def test_named_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_every_sampling_parameter_is_on_the_wire(body: Any, renamed: tuple[str, ...]) -> None:
     """A parameter that is added to SamplingParams is in both APIs."""
-    wanted = {o.name for o in options_of(SamplingParams)} - set(renamed)
-    assert wanted <= body.model_fields.keys()
+    names = {o.name for o in options_of(SamplingParams)} - set(renamed)
+    assert names <= body.model_fields.keys()
 
 
 def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
@@ -175,8 +175,8 @@ def test_a_fine_tune_over_http_has_the_trainer_s_defaults_and_bounds() -> None:
     for option in options_of(TrainConfig):
         name = API_NAMES.get(option.name, option.name)
         if option.name not in (*NOT_IN_API, "seq_len"):  # the default of seq_len over HTTP is at most the context
-            found = getattr(body, name)
-            assert (tuple(found) if isinstance(found, list) else found) == option.default, name
+            default = getattr(body, name)
+            assert (tuple(default) if isinstance(default, list) else default) == option.default, name
             if option.minimum is not None:
                 with pytest.raises(ValidationError):
                     FinetuneBody(file_id="f", **{name: option.minimum - 1})

@@ -79,10 +79,10 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("module", sorted(child_modules()))
 def test_a_child_imports_nothing_from_the_current_directory(module: str, hostile: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         module_command(module), cwd=hostile, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert MARK not in done.stderr
+    assert MARK not in process.stderr
 
 
 def test_all_child_modules_are_found() -> None:
@@ -119,8 +119,8 @@ def test_the_package_as_a_program_leaves_the_current_directory(name: str, tmp_pa
     """processes.py states which modules Python imports before it can."""
     (tmp_path / f"{name}.py").write_text(f"import os; os.write(2, b'{MARK}'); os._exit(97)")
     command = [sys.executable, "-m", "fp8serve", "--version"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_the_modules_of_this_process_are_found_without_the_current_directory(

@@ -62,8 +62,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def browser(site: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if not is_installed():
         pytest.skip(MISSING)
-    with browsing(tmp_path_factory.mktemp("browser")) as made:
-        yield made
+    with browsing(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.mark.slow  # builds the site

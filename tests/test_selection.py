@@ -75,9 +75,11 @@ def test_pairwise_does_not_count_skipped_cases_as_covered(tmp_path: Path) -> Non
     )
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     for option, count in (("--pairwise", 4), ("-q", 8)):
-        done = subprocess.run([*command, option, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
-        rows = [tuple(line.split()[1:]) for line in done.stdout.splitlines() if "ran" in line]
-        assert len(rows) == count, done.stdout
+        process = subprocess.run(
+            [*command, option, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        rows = [tuple(line.split()[1:]) for line in process.stdout.splitlines() if "ran" in line]
+        assert len(rows) == count, process.stdout
         assert len(pairs([row[-3:] for row in rows])) == 12
 
 

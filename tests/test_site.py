@@ -35,15 +35,15 @@ def pages_of(*folders: str) -> list[Path]:
 @cache
 def messages() -> str:
     """Every string of the code on a line of its own; "…" replaces each inserted value."""
-    found = []
+    texts = []
     for path in [*(ROOT / "fp8serve").rglob("*.py"), *(ROOT / "calibrate").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [p.value if isinstance(p, ast.Constant) else UNKNOWN for p in node.values]
-                found.append("".join(map(str, parts)))
+                texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(" ".join(text.split()) for text in found)
+                texts.append(node.value)
+    return "\n".join(" ".join(text.split()) for text in texts)
 
 
 def quoted_messages() -> list[str]:
@@ -75,8 +75,8 @@ def test_an_excerpt_is_part_of_its_file(page: str, file: Path, code: str) -> Non
 
 
 def test_every_way_to_extend_shows_code_that_is_run() -> None:
-    shown = {page for page, file, _ in excerpts() if file.is_relative_to(ROOT / "examples")}
-    assert shown == {page.name for page in pages_of("extending")}
+    pages = {page for page, file, _ in excerpts() if file.is_relative_to(ROOT / "examples")}
+    assert pages == {page.name for page in pages_of("extending")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -95,8 +95,8 @@ def commands(page: Path) -> list[list[str]]:
     """
     blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), flags=re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [re.match(r"(?:\$ )?(fp8serve [a-z].*)", line) for line in lines]
-    return [_words(match[1]) for match in found if match]
+    matches = [re.match(r"(?:\$ )?(fp8serve [a-z].*)", line) for line in lines]
+    return [_words(match[1]) for match in matches if match]
 
 
 def _words(line: str) -> list[str]:
@@ -136,9 +136,9 @@ def test_the_pictures_of_the_concepts_are_up_to_date(tmp_path: Path) -> None:
     concepts.draw(tmp_path)
     number = re.compile(r"-?\d+\.\d+")
     for path in tmp_path.iterdir():
-        drawn, kept = path.read_text(), (DOCS / "concepts" / path.name).read_text()
-        assert number.sub("", drawn) == number.sub("", kept), "run: make pictures"
-        values = [list(map(float, number.findall(text))) for text in (drawn, kept)]
+        drawn, recorded = path.read_text(), (DOCS / "concepts" / path.name).read_text()
+        assert number.sub("", drawn) == number.sub("", recorded), "run: make pictures"
+        values = [list(map(float, number.findall(text))) for text in (drawn, recorded)]
         assert values[0] == pytest.approx(values[1], abs=1.0)
     assert sorted(os.listdir(tmp_path)) == sorted(os.listdir(DOCS / "concepts"))
 

@@ -40,17 +40,17 @@ def calibrated(directory: Path) -> Tensor:
 def served(directory: Path, lengths: list[int] = LENGTHS, **options: Any) -> Tensor:
     """Serves in chunks of 24 tokens at most, on cached prefixes; returns the logits of the last 32 tokens."""
     engine = Engine(directory, recipe="bf16", max_batch_tokens=24, max_num_seqs=4, **options)
-    run, seen = engine.loaded.runner.run, []
+    run, outputs = engine.loaded.runner.run, []
 
     def watched(*work: Any) -> Tensor:
-        seen.append(run(*work).clone())
-        return seen[-1]
+        outputs.append(run(*work).clone())
+        return outputs[-1]
 
     engine.loaded.runner.run = watched  # type: ignore[method-assign]
     for ids in IDS[: sum(lengths)].split(lengths):
         for end in range(len(ids) - 32, len(ids)):
             list(engine.generate([ids[: end + 1].tolist()], max_new_tokens=1))
-    return torch.cat([logits for logits in seen if len(logits)])
+    return torch.cat([logits for logits in outputs if len(logits)])
 
 
 PATHS: dict[str, tuple[Callable[[Path], Tensor], int]] = {
@@ -68,9 +68,9 @@ def test_logits_equal_transformers_beyond_the_window(kind: str, path: str, tmp_p
     theirs = make_model(kind, tmp_path, overrides=MODELS[kind])
     compute, newest = PATHS[path]
     with torch.no_grad():
-        found = compute(tmp_path)
+        actual = compute(tmp_path)
         expected = torch.cat([theirs(ids[None]).logits[0, -newest:].float() for ids in IDS.split(LENGTHS)])
-    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    error = (actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 
@@ -81,9 +81,9 @@ def test_length_dependent_frequencies_are_those_of_the_longest_sequence(
     """transformers chooses the frequencies in every call and caches nothing; the trained context is 64 tokens."""
     theirs = make_model("phi3-long", tmp_path)
     with torch.no_grad():
-        found = served(tmp_path, [length], max_model_len=max_model_len)
+        actual = served(tmp_path, [length], max_model_len=max_model_len)
         expected = torch.cat([theirs(IDS[None, : end + 1]).logits[0, -1:] for end in range(length - 32, length)])
-    error = (found - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
+    error = (actual - expected.float()).square().mean().sqrt() / expected.float().square().mean().sqrt()
     assert error < 8 * torch.finfo(torch.bfloat16).eps
 
 

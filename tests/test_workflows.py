@@ -17,14 +17,14 @@ MARKS = ("smoke", "slow", "exhaustive", "emulator", "distributed", "browser")
 
 
 def workflow(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
-    return found
+    document: dict[str, Any] = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+    return document
 
 
 def pinned(package: str) -> str:
-    found = re.search(rf"^{package}==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
-    assert found, package
-    return found[1]
+    match = re.search(rf"^{package}==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    assert match, package
+    return match[1]
 
 
 def test_every_test_runs_in_exactly_one_job() -> None:

@@ -56,7 +56,7 @@ def configuration(folder: Path) -> VllmConfig:
 def let_every_kernel_be_built() -> set[str]:
     """Makes vLLM choose a kernel that this machine does not support if no other is left. Returns a set, to which the
     names of such kernels are added."""
-    choose, taken = kernels.choose_scaled_mm_linear_kernel, set[str]()
+    choose, kernel_names = kernels.choose_scaled_mm_linear_kernel, set[str]()
 
     def choose_any(config: object, possible_kernels: dict, **options: object) -> type:
         try:
@@ -64,11 +64,11 @@ def let_every_kernel_be_built() -> set[str]:
         except ValueError:
             kernel = (possible_kernels.get(current_platform._enum) or possible_kernels[PlatformEnum.CUDA])[-1]
             kernel.is_supported = kernel.can_implement = classmethod(lambda *_: (True, None))
-            taken.add(kernel.__name__)
+            kernel_names.add(kernel.__name__)
             return kernel
 
     kernels.choose_scaled_mm_linear_kernel = choose_any
-    return taken
+    return kernel_names
 
 
 def load(config: VllmConfig) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -113,17 +113,17 @@ def _joined(model: nn.Module, parameters: dict[str, nn.Parameter], name: str) ->
             yield parameter.split(rows)[leaves.index(leaf)]
 
 
-def is_same(stored: Tensor, loaded: Tensor) -> bool:
+def is_same(original: Tensor, loaded: Tensor) -> bool:
     """The same type and bits, whether a scalar is [] or [1] and a row's scales [N] or [N, 1]."""
-    if stored.dtype != loaded.dtype or stored.numel() != loaded.numel():
+    if original.dtype != loaded.dtype or original.numel() != loaded.numel():
         return False
-    left, right = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (stored, loaded))
+    left, right = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (original, loaded))
     return torch.equal(left, right)
 
 
-def is_rounded(stored: Tensor, loaded: Tensor) -> bool:
+def is_rounded(original: Tensor, loaded: Tensor) -> bool:
     """Whether vLLM's parameter has a narrower type, and the value that is nearest in it."""
-    return stored.dtype == torch.float32 != loaded.dtype and is_same(stored.to(loaded.dtype), loaded)
+    return original.dtype == torch.float32 != loaded.dtype and is_same(original.to(loaded.dtype), loaded)
 
 
 def unfilled(model: nn.Module) -> list[str]:
@@ -156,26 +156,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    config, taken = configuration(folder), let_every_kernel_be_built()
+    config, kernel_names = configuration(folder), let_every_kernel_be_built()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
         init_distributed_environment(1, 0, f"file://{meeting}/point", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        model, stored = load(config)
-    places = {name: place(model, name) for name in stored}
-    other = [name for name, tensor in places.items() if tensor is not None and not is_same(stored[name], tensor)]
-    rounded = [name for name in other if is_rounded(stored[name], places[name])]
+        model, weights = load(config)
+    places = {name: place(model, name) for name in weights}
+    other = [name for name, tensor in places.items() if tensor is not None and not is_same(weights[name], tensor)]
+    rounded = [name for name in other if is_rounded(weights[name], places[name])]
     report = {
         "vllm": vllm.__version__,
         "class": type(model).__name__,
         "configuration": type(config.quant_config).__name__,
         "layers": dict(schemes(model)),
-        "tensors": len(stored),
-        "fp8": sum(t.dtype == torch.float8_e4m3fn for t in stored.values()),
+        "tensors": len(weights),
+        "fp8": sum(t.dtype == torch.float8_e4m3fn for t in weights.values()),
         "without a place": [name for name, tensor in places.items() if tensor is None],
         "rounded by vLLM to its parameter's type": rounded,
         "other bits": [name for name in other if name not in rounded],
         "not filled": unfilled(model),
-        "notes": [KERNEL + name for name in sorted(taken)],
+        "notes": [KERNEL + name for name in sorted(kernel_names)],
     }
     print(json.dumps(report, indent=1))
     sys.exit(any(report[wrong] for wrong in ("without a place", "other bits", "not filled")))

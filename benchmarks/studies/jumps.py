@@ -120,10 +120,10 @@ def _random(batch: PackedBatch, vocab_size: int, seed: int) -> PackedBatch:
 def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
     """Inside the context, values of the linears' tensors that are cut off are counted; at the end the step's shares go
     into `run`."""
-    lost, counts = dict.fromkeys(LINEAR_TENSORS, 0), dict.fromkeys(LINEAR_TENSORS, 0)
+    saturated, counts = dict.fromkeys(LINEAR_TENSORS, 0), dict.fromkeys(LINEAR_TENSORS, 0)
 
     def count(name: str, values: Tensor, q: Tensor, scale_inv: Tensor) -> None:
-        lost[name] += int(tally(values, q, expand(scale_inv, *q.shape)).saturated)
+        saturated[name] += int(tally(values, q, expand(scale_inv, *q.shape)).saturated)
         counts[name] += q.numel()
 
     linears = [m for m in model.modules() if isinstance(m, Linear)]
@@ -135,7 +135,7 @@ def _counting(model: torch.nn.Module, run: Run) -> Iterator[None]:
         for linear in linears:
             linear.observer = None
     for name in LINEAR_TENSORS:
-        run.cut_off[name].append(lost[name] / max(1, counts[name]))
+        run.cut_off[name].append(saturated[name] / max(1, counts[name]))
 
 
 def _figures(runs: Sequence[Run], baseline: Sequence[Run], at: int) -> dict[str, Any]:
@@ -171,11 +171,11 @@ def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
 def chart(result: Mapping[str, Any]) -> str:
     """The loss around the jump: BF16, current scaling, and delayed scaling with each margin at the longest history."""
     longest = HISTORIES[-1]
-    shown = {"bf16": "bf16", "current": "current"} | {f"history {longest}, margin {m}": f"margin {m}" for m in MARGINS}
+    labels = {"bf16": "bf16", "current": "current"} | {f"history {longest}, margin {m}": f"margin {m}" for m in MARGINS}
     at, panels = result["plan"]["jump"], []
     for jump, curves in result["curves"].items():
         around = range(max(0, at - SOON), min(at + 3 * SOON, len(curves["bf16"])))
-        lines = {name: [(float(step), curves[arm][step]) for step in around] for arm, name in shown.items()}
+        lines = {name: [(float(step), curves[arm][step]) for step in around] for arm, name in labels.items()}
         panels.append(Panel(f"loss, jump of the {jump}", lines))
     return svg_file(f"Training loss around a jump at step {at}; delayed scaling with history {longest}", panels, "step")
 

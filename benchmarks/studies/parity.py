@@ -68,8 +68,8 @@ def measure(model: Path, report: Callable[[str, int, int], None]) -> dict[str, A
     rows: list[dict[str, Any]] = []
     cases = [(recipe, cache) for recipe in RECIPES for cache in CACHES]
     with tempfile.TemporaryDirectory() as folder:
-        for done, (recipe, cache) in enumerate(cases):
-            report(f"{recipe}, {cache} cache", done, len(cases))
+        for completed, (recipe, cache) in enumerate(cases):
+            report(f"{recipe}, {cache} cache", completed, len(cases))
             data = Path(folder) / f"{recipe}-{cache}"
             with RunningServer(model, _options(recipe, cache, data), log=data.with_suffix(".log")) as server:
                 served = ask(server.post, None, prompts)

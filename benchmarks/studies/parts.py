@@ -71,8 +71,8 @@ def study(out: Path, plan: PartsPlan, report: Progress) -> dict[str, Any]:
 def _losses(file: Path, shared: Mapping[str, Any], seed: int, plan: PartsPlan, report: Progress) -> dict[str, Losses]:
     """The losses of one seed by arm. Those that an earlier call with the same plan wrote to `file` are not computed
     again."""
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    losses: dict[str, Losses] = stored["losses"] if stored.get("plan") == shared else {}
+    record = json.loads(file.read_text()) if file.exists() else {}
+    losses: dict[str, Losses] = record["losses"] if record.get("plan") == shared else {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fp8serve-bench-") as name:
         folder = write_model(Path(name), plan, seed)

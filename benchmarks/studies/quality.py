@@ -116,7 +116,7 @@ def study(model: Path, out: Path, settings: QualityOptions, report: Progress) ->
 
         def row(name: str = name, place: str = place) -> Row:
             with run.opened(name, place) as (read, size, speed):
-                tallies = compared(documents, read, reference, lambda done, of: report(name, done, of))
+                tallies = compared(documents, read, reference, lambda completed, of: report(name, completed, of))
                 return Row(name, size, intervals(tallies), speed())
 
         rows.append(run.cached_row(name, place, row))
@@ -142,8 +142,8 @@ class _Study:
     def cached_row(self, name: str, place: str, make: Callable[[], Row]) -> Row:
         """Returns the row that an earlier call wrote, or makes and writes it."""
         file = self.out / "rows" / f"{name.replace('/', '_')}.json"
-        if file.exists() and (stored := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
-            return TypeAdapter(Row).validate_python(stored["row"])
+        if file.exists() and (entry := json.loads(file.read_text(encoding="utf-8")))["of"] == self._of(name, place):
+            return TypeAdapter(Row).validate_python(entry["row"])
         row = make()
         file.parent.mkdir(exist_ok=True)
         write_json(file, {"of": self._of(name, place), "row": asdict(row)})
@@ -171,9 +171,9 @@ class _Study:
         if not (directory / "calibration.json").exists():
             shutil.rmtree(directory, ignore_errors=True)
             self.report(f"{name}: calibrate", 0, 1)
-            known = CalibrationOptions.__dataclass_fields__
-            scaling = ScalingOptions(**{k: v for k, v in options_of_method.items() if k not in known})
-            options: dict[str, Any] = {k: v for k, v in options_of_method.items() if k in known}
+            calibration_fields = CalibrationOptions.__dataclass_fields__
+            scaling = ScalingOptions(**{k: v for k, v in options_of_method.items() if k not in calibration_fields})
+            options: dict[str, Any] = {k: v for k, v in options_of_method.items() if k in calibration_fields}
             options |= {"data": self.data, "holdout": self.held_out, "samples": settings.samples}
             options |= {"seq_len": settings.seq_len, "seed": settings.seed, "generated_samples": 0}
             calibrate(self.model, out=directory, recipe=scaling.recipe, **options)

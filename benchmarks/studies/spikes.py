@@ -91,9 +91,9 @@ def chart(cases: Sequence[Mapping[str, Any]]) -> str:
 def margin_chart(cases: Sequence[Mapping[str, Any]]) -> str:
     """SQNR against the margin, before the spike, at it and after it, and the saturated share at the spike."""
     curves = {"before": "before_db", "at the spike": "spike_db", "worst after": "worst_after_db"}
-    lost = [(float(case["margin"]), 100 * case["spike_saturated"]) for case in cases]
+    points = [(float(case["margin"]), 100 * case["spike_saturated"]) for case in cases]
     panels = [
         Panel("SQNR, dB", {name: [(float(c["margin"]), c[key]) for c in cases] for name, key in curves.items()}),
-        Panel("saturated at the spike, %", {"at the spike": lost}),
+        Panel("saturated at the spike, %", {"at the spike": points}),
     ]
     return svg_file(f"Margins and a spike of {FACTOR:.0f} times, history {HISTORIES[1]}", panels, "margin")

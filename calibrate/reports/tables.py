@@ -138,8 +138,8 @@ def eval_table(report: EvalReport) -> Table:
     quality = report.quality
     table = Table(title=f"{report.model} ({report.runs_as})", title_justify="left", show_header=False)
     table.add_row("perplexity", format_number(quality.perplexity) + f" over {quality.tokens:,} tokens")
-    read = f"{report.tokens:,} tokens of {', '.join(report.source)}"
-    table.add_row("read", f"{read} ({sample_counts(report.samples, report.documents)})")
+    amount = f"{report.tokens:,} tokens of {', '.join(report.source)}"
+    table.add_row("read", f"{amount} ({sample_counts(report.samples, report.documents)})")
     if report.against is not None:
         table.add_row("reference", report.against)
         table.add_row("reference perplexity", format_number(quality.reference_perplexity) + perplexity_change(quality))

@@ -107,11 +107,11 @@ def _master_weights(linears: Linears, rounded: Mapping[str, FrozenLinear] | None
 
 def _repeat_batches(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    done = 0
-    while done < steps:
-        for index in torch.randperm(len(batches), generator=generator).tolist()[: steps - done]:
+    completed = 0
+    while completed < steps:
+        for index in torch.randperm(len(batches), generator=generator).tolist()[: steps - completed]:
             yield batches[index]
-            done += 1
+            completed += 1
 
 
 def _backpropagate_kl(decoder: Model, hidden: Tensor, reference: Model, batch: Batch) -> Tensor:

@@ -222,7 +222,7 @@ def compare(
         kernels: the ops to compare; by default those of fp8serve.
     """
     findings: dict[tuple[str, str, torch.dtype], Finding] = {}
-    done = 0
+    completed = 0
     for x in chunks:
         for name, dtype in _applicable(x, probes):
             expected = PROBES[name](reference, x, dtype)
@@ -232,8 +232,8 @@ def compare(
                     expected, result = _with_positive_nan(expected), _with_positive_nan(result)
                 new = Finding(name, level, _name(x.dtype), _name(dtype))
                 findings.setdefault((name, level, dtype), new).add(x, count_differing(result, expected))
-        done += x.numel()
-        report(_name(x.dtype), done, total)
+        completed += x.numel()
+        report(_name(x.dtype), completed, total)
     return list(findings.values())
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048  # of rows of ShareGPT, as in vLLM
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-Done = Callable[[], None]  # called after every request
+OnOutcome = Callable[[], None]  # called after every request
 Report = Callable[[str, int, int], None]
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
@@ -135,11 +135,11 @@ class Outcome:
 
 
 def send(
-    url: str, key: str | None, bodies: Sequence[dict[str, Any]], load: Load, done: Done
+    url: str, key: str | None, bodies: Sequence[dict[str, Any]], load: Load, on_outcome: OnOutcome
 ) -> tuple[list[Outcome], float]:
     """Sends a warm-up request, then all requests. Returns the outcomes of the latter and their total time. Raises
     ServerError if the warm-up request fails."""
-    return asyncio.run(_send(url, key, bodies, load, done))
+    return asyncio.run(_send(url, key, bodies, load, on_outcome))
 
 
 def send_times(count: int, load: Load) -> list[float]:
@@ -153,7 +153,7 @@ def send_times(count: int, load: Load) -> list[float]:
 
 
 async def _send(
-    url: str, key: str | None, bodies: Sequence[dict[str, Any]], load: Load, done: Done
+    url: str, key: str | None, bodies: Sequence[dict[str, Any]], load: Load, on_outcome: OnOutcome
 ) -> tuple[list[Outcome], float]:
     import httpx2
 
@@ -162,7 +162,7 @@ async def _send(
     async def send_limited(body: dict[str, Any]) -> Outcome:
         async with semaphore:
             outcome = await _send_request(client, url, path, body)
-        done()
+        on_outcome()
         return outcome
 
     async with httpx2.AsyncClient(**client_options(url, key)) as client:
@@ -230,12 +230,12 @@ def measure(
         name, server = model or api.first_model(), api.url
     count = 0
 
-    def done() -> None:
+    def count_outcome() -> None:
         nonlocal count
         count += 1
         report("requests", count, len(requests))
 
-    outcomes, seconds = send(server, key, [body(prompt, load, name) for prompt in requests], load, done)
+    outcomes, seconds = send(server, key, [body(prompt, load, name) for prompt in requests], load, count_outcome)
     return {"server": server, "served_model": name, **figures(outcomes, seconds)}
 
 

@@ -52,7 +52,7 @@ def no_charts(result: Mapping[str, Any]) -> Mapping[str, str]:
 def measured(title: str, measure: Callable[[Report], Mapping[str, Any]]) -> Mapping[str, Any]:
     """Returns the results of `measure`, which reports its progress to a progress bar."""
     with progress(title) as advance:
-        return measure(lambda label, done, total: advance(done, total, label))
+        return measure(lambda label, completed, total: advance(completed, total, label))
 
 
 def publish(name: str, figures: Mapping[str, Any], out: Path | None, chart: Chart = no_charts) -> dict[str, Any]:

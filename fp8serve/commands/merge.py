@@ -54,5 +54,5 @@ def _loss_fields(loss: "RoundingLoss") -> dict[str, Any]:
 
 def _loss_text(loss: "RoundingLoss") -> str:
     rescaled = f", {loss.rescaled} scales grew" if loss.rescaled else ""
-    lost = f"{loss.lost_share:.1%} of {loss.changed} changed elements reset by rounding"
-    return f"{lost}, relative error {loss.error:.3f}{rescaled}"
+    share = f"{loss.lost_share:.1%} of {loss.changed} changed elements reset by rounding"
+    return f"{share}, relative error {loss.error:.3f}{rescaled}"

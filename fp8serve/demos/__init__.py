@@ -97,7 +97,7 @@ class Demo:
                 samples=samples,
                 seq_len=128,
                 device=self.device,
-                progress=lambda stage, done, total: advance(done, total, stage),
+                progress=lambda stage, completed, total: advance(completed, total, stage),
             )
             bf16, fp8 = result.quality.reference_perplexity or float("nan"), result.quality.perplexity
             report(
@@ -178,8 +178,8 @@ def wait_for_job(server: RunningServer, job: dict[str, Any], advance: Callable[[
     while job["status"] not in ("succeeded", "failed", "cancelled"):
         time.sleep(0.2)
         job = server.get(f"/finetune/{job['id']}")
-        done = job["progress"] or {}
-        advance(done.get("step", 0), done.get("total_steps") or 1)
+        job_progress = job["progress"] or {}
+        advance(job_progress.get("step", 0), job_progress.get("total_steps") or 1)
     if job["status"] != "succeeded":
         raise MachineError(f"The fine-tune job {job['status']}: {job['error']}.")
     return job

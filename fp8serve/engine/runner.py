@@ -243,8 +243,8 @@ class Runner:
         """Fills blocks with the first blocks of tensors that `copy_blocks` returned."""
         index = torch.tensor(blocks, device=self.device)
         for name, cache in self.caches().items():
-            for layer, saved in zip(cache, tensors[name], strict=True):
-                _bytes(layer).index_copy_(0, index, _bytes(saved[: len(blocks)]).to(self.device))
+            for layer, source in zip(cache, tensors[name], strict=True):
+                _bytes(layer).index_copy_(0, index, _bytes(source[: len(blocks)]).to(self.device))
 
     def _frozen(self) -> list[FrozenLinear]:
         return [layer for layer in self.model.modules() if isinstance(layer, FrozenLinear)]

@@ -295,10 +295,10 @@ class Scheduler:
         """Returns the work of the decoding sequences, and the running sequences whose prompt is not fully computed."""
         decodes, prompts, size = list[Sequence](), list[Sequence](), self.pool.block_size
         for seq in self.running:  # `_grow` removes sequences from the end only, at most down to this one
-            start, known = seq.num_launched, len(seq.token_ids)
-            if start + 1 < known:
+            start, num_tokens = seq.num_launched, len(seq.token_ids)
+            if start + 1 < num_tokens:
                 prompts.append(seq)
-            elif start >= known and start + 1 >= seq.max_tokens:
+            elif start >= num_tokens and start + 1 >= seq.max_tokens:
                 continue  # its last token is promised
             elif start % size or self._grow(seq):  # only the first token of a block needs a new one
                 decodes.append(seq)

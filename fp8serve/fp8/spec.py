@@ -109,9 +109,9 @@ def block_of(scale_shape: tuple[int, ...], rows: int, columns: int) -> Block:
     raise ValueError(f"Scales of the shape {list(scale_shape)} fit no [{rows}, {columns}] matrix.")
 
 
-def _check(parameter: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise RecipeError(f"There is no {parameter} {value!r}; use {_join_with_or(known)}.")
+def _check(parameter: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise RecipeError(f"There is no {parameter} {value!r}; use {_join_with_or(choices)}.")
 
 
 def _join_with_or(words: Sequence[str]) -> str:

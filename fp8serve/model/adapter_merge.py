@@ -103,22 +103,22 @@ def merge(
     checkpoint = open_checkpoint(base)
     check_writable(Path(out), sum(math.prod(shape) for shape in checkpoint.shapes.values()))
     adapters, losses = read_adapter(adapter, checkpoint.config), dict[str, RoundingLoss]()
-    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
-    weights = _MergedWeights(checkpoint, {name: part for name, part in adapters.items() if name not in stored})
+    fp8_linears = checkpoint.read_fp8(checkpoint.fp8_linears)
+    weights = _MergedWeights(checkpoint, {name: part for name, part in adapters.items() if name not in fp8_linears})
     for name in weights.adapter:
         key = f"{name}.weight"
         losses[name] = RoundingLoss.measure(checkpoint[key].float(), weights.merge(key), weights[key].float())
-    if not stored:
+    if not fp8_linears:
         _check_loss(total_loss(losses), max_lost_fraction)
         config = {k: v for k, v in read_text_config(checkpoint.path).items() if k != "quantization_config"}
         write_hf_directory(out, config, weights, copy_files_from=checkpoint.path)
         return losses
     format = detect_format(checkpoint.path)
-    recipe = infer_recipe(checkpoint, stored, format)
-    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, stored, recipe)
+    recipe = infer_recipe(checkpoint, fp8_linears, format)
+    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, fp8_linears, recipe)
     spec = recipe.specs.linear["weight"]
-    quantized = {name: (linear.weight_q, expand_scale(linear, spec)) for name, linear in stored.items()}
-    for name in adapters.keys() & stored.keys():
+    quantized = {name: (linear.weight_q, expand_scale(linear, spec)) for name, linear in fp8_linears.items()}
+    for name in adapters.keys() & fp8_linears.keys():
         quantized[name], losses[name] = _merge_fp8(*quantized[name], adapters[name])
         if losses[name].rescaled:
             state = _replace_weight_scale(state, f"{name}.weight", quantized[name][1])

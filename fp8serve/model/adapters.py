@@ -127,6 +127,6 @@ def write_adapter(
     tensors = {}
     for name, tensor in weights.items():
         linear, _, part = name.rpartition(".")
-        stored = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
-        tensors[tensor_name(linear, part)] = stored  # type: ignore[arg-type]
+        value = tensor if part == "lora_magnitude_vector" else tensor.to(torch.bfloat16)
+        tensors[tensor_name(linear, part)] = value  # type: ignore[arg-type]
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})

@@ -88,10 +88,10 @@ def load_parameters(
     """Loads copies of the tensors `names` into `model` as trainable parameters. The caller must call `model.tie`
     afterwards."""
     for name in names:
-        stored = checkpoint[name]
-        copy = stored.to(device, torch.float32 if needs_fp32(name) else dtype, copy=True)
+        source = checkpoint[name]
+        copy = source.to(device, torch.float32 if needs_fp32(name) else dtype, copy=True)
         _set_parameter(model, name, copy, trainable=not needs_fp32(name))
-        release_pages(stored)
+        release_pages(source)
 
 
 def load_servable(
@@ -251,15 +251,15 @@ class _Freezer:
         return self._from_stored(linear)
 
     def _from_stored(self, linear: str) -> FrozenLinear | None:
-        stored = self.checkpoint.fp8_matrix(linear)
-        if stored is None:
+        matrix = self.checkpoint.fp8_matrix(linear)
+        if matrix is None:
             return None
-        if as_delayed(self.recipe) is not None and stored.input_scale is None:
+        if as_delayed(self.recipe) is not None and matrix.input_scale is None:
             raise ScalesError(
                 f"{self.checkpoint.path} stores no input scales (its inputs are quantized dynamically); calibrate it, "
                 "or leave out --recipe delayed."
             )
-        return self._frozen(linear, stored)
+        return self._frozen(linear, matrix)
 
     def _from_scales(self, linear: str, state: ScalingCheckpoint) -> FrozenLinear | None:
         """Makes the layer with the input scale of `state`.
@@ -270,10 +270,10 @@ class _Freezer:
         input_scale = state.input_scale(linear)
         if input_scale is None:
             return None
-        stored = self.checkpoint.fp8_matrix(linear)
+        matrix = self.checkpoint.fp8_matrix(linear)
         spec = (as_delayed(state.recipe) or DelayedScaling()).specs.linear["weight"]
-        if stored is not None and tuple(stored.weight_scale_inv.shape) == spec.scale_shape(*stored.weight_q.shape):
-            return self._frozen(linear, replace(stored, input_scale=input_scale, input_spec=interop.STATIC))
+        if matrix is not None and tuple(matrix.weight_scale_inv.shape) == spec.scale_shape(*matrix.weight_q.shape):
+            return self._frozen(linear, replace(matrix, input_scale=input_scale, input_spec=interop.STATIC))
         weight = self.checkpoint[f"{linear}.weight"].to(self.device)
         if spec.source == "current":
             weight_q, weight_scale_inv = cast_current_rowwise(weight, spec)
@@ -282,14 +282,14 @@ class _Freezer:
         release_pages(weight)
         return self._frozen(linear, StoredLinear(weight_q, weight_scale_inv, input_scale, interop.STATIC))
 
-    def _frozen(self, linear: str, stored: StoredLinear) -> FrozenLinear:
+    def _frozen(self, linear: str, matrix: StoredLinear) -> FrozenLinear:
         bias = f"{linear}.bias"
         return FrozenLinear(
-            stored.weight_q.to(self.device),
-            stored.weight_scale_inv.to(self.device),
+            matrix.weight_q.to(self.device),
+            matrix.weight_scale_inv.to(self.device),
             self._parameter(bias) if bias in self.checkpoint else None,
-            None if stored.input_scale is None else stored.input_scale.to(self.device),
-            stored.input_spec,
+            None if matrix.input_scale is None else matrix.input_scale.to(self.device),
+            matrix.input_spec,
             out_dtype=self.dtype,
         )
 
@@ -319,10 +319,10 @@ def kv_scales(model_dir: Path | str, scales: Path | str | None = None) -> dict[i
     if state is not None and scales is None:
         check_agreement(checkpoint, state, str(path))
     owners = [f"model.layers.{layer}.self_attn" for layer in range(checkpoint.config.num_layers)]
-    stored = [(owner, key, model_dir) for owner, key in checkpoint.cache_scales()]
+    entries = [(owner, key, model_dir) for owner, key in checkpoint.cache_scales()]
     states = () if state is None else (key for key in state.tensors if key.endswith((".self_attn.k", ".self_attn.v")))
-    stored += [(key.rpartition(".")[0], key, path) for key in states]
-    if unknown := [(key, file) for owner, key, file in stored if owner not in owners]:
+    entries += [(key.rpartition(".")[0], key, path) for key in states]
+    if unknown := [(key, file) for owner, key, file in entries if owner not in owners]:
         key, file = unknown[0]
         raise ScalesError(f"{file} holds {key}, the KV-cache scale of a layer that the model does not have.")
     by_layer = {}
@@ -347,11 +347,9 @@ def kv_scales_error(model_dir: Path | str, scales: Path | str | None = None) -> 
 
 
 def _kv_pair(checkpoint: Checkpoint, state: ScalingCheckpoint | None, owner: str) -> tuple[Tensor, Tensor] | None:
-    stored = [key for role in interop.KV if (key := checkpoint.scale_key(owner, role)) is not None]
-    if len(stored) > 1 and checkpoint.scale_key(owner, "kv") is not None:
-        raise ScalesError(
-            f"{checkpoint.path} holds both {stored[0]} and {stored[-1]}; keep one scale for each of k and v."
-        )
+    keys = [key for role in interop.KV if (key := checkpoint.scale_key(owner, role)) is not None]
+    if len(keys) > 1 and checkpoint.scale_key(owner, "kv") is not None:
+        raise ScalesError(f"{checkpoint.path} holds both {keys[0]} and {keys[-1]}; keep one scale for each of k and v.")
     k, v = (_kv_scale(checkpoint, state, owner, role) for role in ("k", "v"))
     if k is None and v is None:
         return None

@@ -66,13 +66,13 @@ def convert_format(source: Path | str, out: Path | str, format: str) -> None:
         raise ModelError(
             f"{source} holds no FP8 layers to be written as {format}; calibrate it with --format {format}."
         )
-    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
-    recipe = infer_recipe(checkpoint, stored, format)
-    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, stored, recipe)
-    _write(out, checkpoint, stored, state, format)
+    linears = checkpoint.read_fp8(checkpoint.fp8_linears)
+    recipe = infer_recipe(checkpoint, linears, format)
+    state = read_matching_state(checkpoint, recipe) or collect_scales(checkpoint, linears, recipe)
+    _write(out, checkpoint, linears, state, format)
 
 
-def _write(out: Path | str, checkpoint: Checkpoint, stored: _Linears, state: ScalingCheckpoint, format: str) -> None:
+def _write(out: Path | str, checkpoint: Checkpoint, linears: _Linears, state: ScalingCheckpoint, format: str) -> None:
     """Writes `out` with the FP8 values of the checkpoint and the scales of `state`, which have the same layout."""
     assert state.recipe is not None
     weight = state.recipe.specs.linear["weight"]
@@ -80,16 +80,16 @@ def _write(out: Path | str, checkpoint: Checkpoint, stored: _Linears, state: Sca
         out,
         checkpoint.path,
         state,
-        quantized={name: (linear.weight_q, expand_scale(linear, weight)) for name, linear in stored.items()},
+        quantized={name: (linear.weight_q, expand_scale(linear, weight)) for name, linear in linears.items()},
         matrices=checkpoint.read_fp8(checkpoint.fp8_matrices),
         high_precision=checkpoint.high_precision_linears,
         format=format,
     )
 
 
-def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recipe:
+def infer_recipe(checkpoint: Checkpoint, linears: _Linears, format: str) -> Recipe:
     """Returns the recipe with the checkpoint's layout of scales. Raises ModelError if `format` cannot express it."""
-    inputs = {linear.input_spec for linear in stored.values()}
+    inputs = {linear.input_spec for linear in linears.values()}
     if len(inputs) > 1:
         raise ModelError(
             f"The layers of {checkpoint.path} quantize their inputs in several ways, which no format here expresses."
@@ -98,9 +98,9 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
     candidates = _RECIPES.get(spec, ())
     if spec == PER_TOKEN and format == "fp8":  # readers of this format quantize dynamic inputs per token
         candidates = (_CURRENT, *candidates)
-    matching = [recipe for recipe in candidates if _has_layout(stored, recipe)]
+    matching = [recipe for recipe in candidates if _has_layout(linears, recipe)]
     if not matching:
-        weights = ", ".join(sorted({linear.specs[1].granularity for linear in stored.values()}))
+        weights = ", ".join(sorted({linear.specs[1].granularity for linear in linears.values()}))
         input_text = f"inputs with a scale per {spec.granularity}" if spec.is_fp8 else "unquantized inputs"
         raise ModelError(
             f"{checkpoint.path} has weights with a scale per {weights} and {input_text}, which no recipe of fp8serve "
@@ -118,11 +118,11 @@ def infer_recipe(checkpoint: Checkpoint, stored: _Linears, format: str) -> Recip
     return matching[0]
 
 
-def _has_layout(stored: _Linears, recipe: Recipe) -> bool:
+def _has_layout(linears: _Linears, recipe: Recipe) -> bool:
     spec = recipe.specs.linear["weight"]
-    if any(linear.specs[1].is_mx is not spec.is_mx for linear in stored.values()):
+    if any(linear.specs[1].is_mx is not spec.is_mx for linear in linears.values()):
         return False
-    shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in stored.values())
+    shapes = ((linear.weight_scale_inv, spec.scale_shape(*linear.weight_q.shape)) for linear in linears.values())
     return all(scale.numel() == 1 or tuple(scale.shape) == shape for scale, shape in shapes)
 
 
@@ -152,11 +152,11 @@ def _layout(recipe: Recipe) -> tuple[QuantSpec, ...]:
     return recipe.specs.linear["input"], recipe.specs.linear["weight"]
 
 
-def collect_scales(checkpoint: Checkpoint, stored: _Linears, recipe: Recipe) -> ScalingCheckpoint:
+def collect_scales(checkpoint: Checkpoint, linears: _Linears, recipe: Recipe) -> ScalingCheckpoint:
     """Returns the scales of the checkpoint's tensors as a scaling state without amax histories."""
-    tensors = {f"{n}.input": TensorScale(s.input_scale) for n, s in stored.items() if s.input_scale is not None}
+    tensors = {f"{n}.input": TensorScale(s.input_scale) for n, s in linears.items() if s.input_scale is not None}
     if recipe.specs.linear["weight"].source == "delayed":
-        tensors |= {f"{n}.weight": TensorScale(s.weight_scale_inv.reciprocal()) for n, s in stored.items()}
+        tensors |= {f"{n}.weight": TensorScale(s.weight_scale_inv.reciprocal()) for n, s in linears.items()}
     for layer, (k, v) in kv_scales(checkpoint.path).items():
         owner = f"model.layers.{layer}.self_attn"
         tensors |= {f"{owner}.k": TensorScale(k), f"{owner}.v": TensorScale(v)}
@@ -176,13 +176,13 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
         high_precision = [name for name in checkpoint.linears if f"{name}.input" not in state.tensors]
         write_calibrated(out, source, state, high_precision=high_precision, format=format)
         return
-    stored = checkpoint.read_fp8(checkpoint.fp8_linears)
-    recipe = infer_recipe(checkpoint, stored, format)
+    linears = checkpoint.read_fp8(checkpoint.fp8_linears)
+    recipe = infer_recipe(checkpoint, linears, format)
     has_file = scales is not None or present(source / FILE_NAME)
     if has_file:
         base = _read_state(checkpoint, scales)
     else:
-        base, rules = collect_scales(checkpoint, stored, recipe), as_delayed(updates.recipe)
+        base, rules = collect_scales(checkpoint, linears, recipe), as_delayed(updates.recipe)
         if rules is not None and isinstance(recipe, DelayedScaling):  # the engine recorded histories of this length
             base = replace(base, recipe=replace(recipe, amax_history_len=rules.amax_history_len))
     state = _replace_scales(base, updates)
@@ -191,7 +191,7 @@ def write_updated_scales(source: Path, out: Path, updates: ScalingCheckpoint, sc
             f"{source} is served with other weight scales than its files hold; write a directory with the served "
             "scales first: fp8serve calibrate."
         )
-    _write(out, checkpoint, stored, state, format)
+    _write(out, checkpoint, linears, state, format)
 
 
 def _replace_scales(base: ScalingCheckpoint, updates: ScalingCheckpoint) -> ScalingCheckpoint:

@@ -166,8 +166,8 @@ class Checkpoint(Mapping[str, Tensor]):
         """Returns the parameter in its stored dtype, or dequantized to FP32 if it is FP8."""
         if name not in self.shapes:
             raise KeyError(name)
-        stored = self.fp8_matrix(name.removesuffix(".weight"))
-        return self.shards[name] if stored is None else stored.weight()
+        matrix = self.fp8_matrix(name.removesuffix(".weight"))
+        return self.shards[name] if matrix is None else matrix.weight()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -356,7 +356,7 @@ def find_contradictions(checkpoint: Checkpoint, state: ScalingCheckpoint) -> Ite
         name = checkpoint.scale_key(owner, role)  # type: ignore[arg-type]
         if name is None or checkpoint.shards[name].numel() != 1:
             continue
-        stored = float(checkpoint.shards[name])  # a dequantizing scale; an invalid one is refused where it is used
-        ratio = float(entry.scale) * stored
-        if 0 < stored < float("inf") and not abs(ratio - 1) <= COPY_TOLERANCE:
+        file_scale = float(checkpoint.shards[name])  # a dequantizing scale; an invalid one is refused where it is used
+        ratio = float(entry.scale) * file_scale
+        if 0 < file_scale < float("inf") and not abs(ratio - 1) <= COPY_TOLERANCE:
             yield key, f"has a scale that is {ratio:.4g} times the scale of {name} in the weight files"

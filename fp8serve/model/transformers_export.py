@@ -231,14 +231,14 @@ def restore_scaling(model: nn.Module, path: Path | str) -> int:
     path = Path(path)
     named_modules = unwrap_model(model).named_modules()
     modules = {strip_wrapper_prefixes(name): m for name, m in named_modules if isinstance(m, Stateful)}
-    stored = _read_scales_file(path) if (path / FILE_NAME).exists() else _read_states_in_weights(path)
-    matching = [key for key in stored if key.rpartition(".")[0] in modules]
+    entries = _read_scales_file(path) if (path / FILE_NAME).exists() else _read_states_in_weights(path)
+    matching = [key for key in entries if key.rpartition(".")[0] in modules]
     if not matching:
         raise ScalesError(f"{path} holds no scaling state of a layer of this model; was the model converted?")
     for owner, module in modules.items():
         keys = {name: f"{owner}.{name}" for name in module.state_names()}
         states = {
-            n: state_from_tensors(stored[key], key, module.state_device()) for n, key in keys.items() if key in stored
+            n: state_from_tensors(entries[key], key, module.state_device()) for n, key in keys.items() if key in entries
         }
         module.scaling.update(states)
     return len(matching)

@@ -95,10 +95,10 @@ def _tensors(model_dir: Path, config: AnyConfig) -> Iterator[_Tensor]:
     """Yields the header entries of the tensors that are loaded."""
     wrapped = is_wrapper(read_json(model_dir / "config.json", ModelError))
     for path in _files(model_dir):
-        for stored, entry in header_json(path).tensors.items():
-            name = text_tensor_name(stored) if wrapped else stored
-            if name is not None and stored != "__metadata__" and not _is_omitted(name, config):
-                yield _Tensor(name, tensor_shape(path, stored, entry), str(entry.get("dtype")))
+        for key, entry in header_json(path).tensors.items():
+            name = text_tensor_name(key) if wrapped else key
+            if name is not None and key != "__metadata__" and not _is_omitted(name, config):
+                yield _Tensor(name, tensor_shape(path, key, entry), str(entry.get("dtype")))
 
 
 def _files(model_dir: Path) -> list[Path]:

@@ -42,9 +42,9 @@ class NamedModel:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        known = [f.name for kind in (EngineOptions, ParserOptions) for f in fields(kind)]
-        if unknown := sorted(set(self.options) - set(known)):
-            raise RequestError(f"{self.name}: unknown option {shown(unknown[0])}; the options are {', '.join(known)}.")
+        names = [f.name for kind in (EngineOptions, ParserOptions) for f in fields(kind)]
+        if unknown := sorted(set(self.options) - set(names)):
+            raise RequestError(f"{self.name}: unknown option {shown(unknown[0])}; the options are {', '.join(names)}.")
         recipe = self.options.get("recipe", "stored")
         if recipe not in get_args(RecipeChoice) and not str(recipe).lstrip().startswith("{"):
             recipes = ", ".join(get_args(RecipeChoice))

@@ -321,8 +321,8 @@ def _check_names(settings: Settings) -> None:
     for text in settings.aliases:
         alias, equals, name = text.partition("=")
         if not equals or name not in names:
-            known = ", ".join(names)
-            raise RequestError(f"--alias must be ALIAS=NAME, with one of the names {known}, not {shown(text)}.")
+            choices = ", ".join(names)
+            raise RequestError(f"--alias must be ALIAS=NAME, with one of the names {choices}, not {shown(text)}.")
         check_name(alias)
         names.append(alias)
     names += [adapter.name for adapter in settings.adapters]

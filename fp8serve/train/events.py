@@ -165,10 +165,10 @@ def curves_of(series: Sequence[Metrics], names: Sequence[str] = ()) -> dict[str,
     curves = {label: _points(series, name) for label, name in requested.items()}
     if reported := {label: points for label, points in curves.items() if points}:
         return reported
-    known = sorted({name for row in series for name in row if name != "step" and _points(series, name)})
-    if not known:
+    quantities = sorted({name for row in series for name in row if name != "step" and _points(series, name)})
+    if not quantities:
         raise JobError("No step has been reported yet; there is nothing to draw.")
-    raise JobError(f"No step has reported {' or '.join(requested.values())}; there are {', '.join(known)}.")
+    raise JobError(f"No step has reported {' or '.join(requested.values())}; there are {', '.join(quantities)}.")
 
 
 def _points(series: Sequence[Metrics], name: str) -> Points:

@@ -83,15 +83,15 @@ def serving_scales(source: Path, recipe: Recipe | None, meta: Mapping[str, Any])
     If attention was trained in FP8, or the base model had scales of keys and values, the result includes keys and
     values. Their scales are those of an FP8 KV cache.
     """
-    stored = load_tensors(source / "scaling.safetensors") if as_delayed(recipe) is not None else {}
-    names = sorted(n.removesuffix(".scale") for n in stored if n.endswith(".scale"))
-    served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in stored]
-    steps = {n: int(stored[f"{n}.steps"]) for n in served if stored[f"{n}.steps"] > 0}
+    scaling_tensors = load_tensors(source / "scaling.safetensors") if as_delayed(recipe) is not None else {}
+    names = sorted(n.removesuffix(".scale") for n in scaling_tensors if n.endswith(".scale"))
+    served = [n for n in names if n.endswith((".k", ".v")) or f"{n.rpartition('.')[0]}.weight.scale" in scaling_tensors]
+    steps = {n: int(scaling_tensors[f"{n}.steps"]) for n in served if scaling_tensors[f"{n}.steps"] > 0}
     # a history of length 1 has only the staging slot, which is empty between steps
-    histories = {name: history for name in steps if bool((history := stored[f"{name}.amax_history"]).any())}
+    histories = {name: history for name in steps if bool((history := scaling_tensors[f"{name}.amax_history"]).any())}
     return ScalingCheckpoint(
         recipe=recipe,
-        tensors={name: TensorScale(stored[f"{name}.scale"], histories.get(name)) for name in steps},
+        tensors={name: TensorScale(scaling_tensors[f"{name}.scale"], histories.get(name)) for name in steps},
         observations={"batches": meta["step"], "tokens": meta["progress"]["trained_tokens"], "tensors": steps},
         created_by=f"fp8serve {__version__} train",
     )

@@ -110,16 +110,16 @@ def seed_scaling(forward: Forward, model_dir: Path) -> int:
     has_states = as_delayed(forward.recipe) is not None
     separate_states(forward)
     checkpoint = load_scales(path, model_dir) if has_states and path.exists() else ScalingCheckpoint(None, {})
-    stored, rules = checkpoint.tensors, as_delayed(checkpoint.recipe) or DelayedScaling()
+    tensor_scales, rules = checkpoint.tensors, as_delayed(checkpoint.recipe) or DelayedScaling()
     if forward.records_kv and model_dir.exists():  # of another tool: among the tensors of the checkpoint
         owners = {f"model.layers.{layer}.self_attn": pair for layer, pair in kv_scales(model_dir).items()}
         pairs = {owner: zip("kv", pair, strict=True) for owner, pair in owners.items()}
         scales = {f"{owner}.{name}": TensorScale(scale, None) for owner, pair in pairs.items() for name, scale in pair}
-        stored = scales | stored
-    seeded = {name: state for name, state in scaling_states(forward) if name in stored}
+        tensor_scales = scales | tensor_scales
+    seeded = {name: state for name, state in scaling_states(forward) if name in tensor_scales}
     for name, state in seeded.items():
-        state.scale.copy_(stored[name].scale)
-        if (history := stored[name].amax_history) is not None:
+        state.scale.copy_(tensor_scales[name].scale)
+        if (history := tensor_scales[name].amax_history) is not None:
             state.amax_history = history.to(state.scale.device, copy=True)
         elif forward.records_kv and name.endswith((".k", ".v")):
             amax = fp8_max(rules, name.rpartition(".")[2]) / 2.0**rules.margin / state.scale
@@ -168,13 +168,15 @@ def _gathered(gatherer: "TensorGatherer", kind: str, tensors: Mapping[str, Tenso
     return {name: gatherer.full_tensor(f"{kind}/{name}") for name in tensors}
 
 
-def restore(forward: Forward, optimizer: Optimizer, saved: TrainState, sharded: "ShardedModel | None" = None) -> None:
+def restore(
+    forward: Forward, optimizer: Optimizer, train_state: TrainState, sharded: "ShardedModel | None" = None
+) -> None:
     """Loads the result of `capture`. In a sharded run, every process loads its shards."""
-    masters: Mapping[str, Tensor] = transpose_weights(saved.model, transposed_linears(forward.network.decoder))
-    moments: Mapping[str, Tensor] = saved.optimizer
+    masters: Mapping[str, Tensor] = transpose_weights(train_state.model, transposed_linears(forward.network.decoder))
+    moments: Mapping[str, Tensor] = train_state.optimizer
     if sharded is not None:
         masters = sharded.shards.local_shards(masters, {name: name for name in masters})
         moments = sharded.shards.local_shards(moments, _parameters_of(moments))
     optimizer.load(masters, moments)
-    load_scaling(forward, saved.scaling)
-    torch.set_rng_state(saved.random["cpu"])
+    load_scaling(forward, train_state.scaling)
+    torch.set_rng_state(train_state.random["cpu"])

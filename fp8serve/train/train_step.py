@@ -86,14 +86,14 @@ class _Bucket:
         return torch.full(shape, NO_GRADIENT, device=self._parameters[0].device)
 
     def add_gradients(self) -> None:
-        sent = self._filled(self._ranks.size * self._width)
-        for i, (parameter, view) in enumerate(self._views(sent)):
+        send_buffer = self._filled(self._ranks.size * self._width)
+        for i, (parameter, view) in enumerate(self._views(send_buffer)):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 self._has_gradient[i] = 1
                 parameter.grad = None
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
+        received = torch.empty_like(send_buffer)
+        dist.all_to_all_single(received, send_buffer)
         for part in received.view(self._ranks.size, -1):
             self._sum += part
 

@@ -16,7 +16,7 @@ from tests.fp8.test_casts import magnitudes
 needs_library = pytest.mark.skipif(ops.LIBRARIES["cpu"] is None, reason="libfp8serve_cpu.so was not built")
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def no_progress(what: str, completed: int, total: int) -> None:
     """A progress callback that does nothing."""
 
 
@@ -59,10 +59,10 @@ class OneWrongCode:
 
 def test_one_wrong_code_is_found() -> None:
     x = torch.linspace(-500, 500, 4096)
-    found = casts.compare(iter([x]), 4096, no_progress, probes=["quantize"], at=["wrong"], kernels=OneWrongCode())
-    assert [(f.differing, f.values) for f in found] == [(1, 4096), (1, 4096)]
-    assert found[0].first is not None
-    assert (-500.0).hex() in found[0].first
+    findings = casts.compare(iter([x]), 4096, no_progress, probes=["quantize"], at=["wrong"], kernels=OneWrongCode())
+    assert [(f.differing, f.values) for f in findings] == [(1, 4096), (1, 4096)]
+    assert findings[0].first is not None
+    assert (-500.0).hex() in findings[0].first
     assert casts.count_differing([torch.zeros(3)], [torch.zeros(4)]) == 3
 
 
@@ -72,9 +72,9 @@ def test_the_command_writes_its_findings_and_fails_on_a_difference(capsys, tmp_p
     assert main(["bench", "casts", "--op", "quantize", "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     assert "portable" in table
-    found = json.loads((tmp_path / "casts.json").read_text())["findings"]
-    assert {f["differing"] for f in found} == {0}
-    assert {f["source"] for f in found} == {"float32", "bfloat16", "float16"}
+    findings = json.loads((tmp_path / "casts.json").read_text())["findings"]
+    assert {f["differing"] for f in findings} == {0}
+    assert {f["source"] for f in findings} == {"float32", "bfloat16", "float16"}
     monkeypatch.setitem(casts.PROBES, "quantize", lambda ops, x, dtype: (
         OneWrongCode() if ops is reference else ops).quantize(x, torch.tensor(1.0), dtype))  # fmt: skip
     assert main(["bench", "casts", "--op", "quantize", "--json"]) == 1

@@ -53,8 +53,8 @@ def test_a_continuation_is_scored_token_by_token(harness: Any, model: Path) -> N
     ids, before = harness.tok_encode(context + continuation), len(harness.tok_encode(context))
     log_p = log_probabilities(model, ids)
     expected = sum(float(log_p[i - 1, ids[i]]) for i in range(before, len(ids)))
-    ((found, greedy),) = harness.loglikelihood([request(context, continuation)], disable_tqdm=True)
-    assert found == pytest.approx(expected, abs=0.05)  # attention sums in another order, in BF16
+    ((logprob, greedy),) = harness.loglikelihood([request(context, continuation)], disable_tqdm=True)
+    assert logprob == pytest.approx(expected, abs=0.05)  # attention sums in another order, in BF16
     assert greedy == all(int(log_p[i - 1].argmax()) == ids[i] for i in range(before, len(ids)))
 
 
@@ -69,14 +69,14 @@ def test_scores_do_not_depend_on_other_requests(harness: Any) -> None:
 
 def test_a_continuation_longer_than_the_context_is_truncated(harness: Any) -> None:
     long = harness.tok_encode("river and hill and town " * 40)
-    ((found, _),) = harness._loglikelihood_tokens([(None, [long[0]], long)])
-    assert found < 0
+    ((logprob, _),) = harness._loglikelihood_tokens([(None, [long[0]], long)])
+    assert logprob < 0
 
 
 def test_a_greedy_answer_is_scored_as_greedy(harness: Any) -> None:
     prompt = harness.tok_encode("The city lies")
-    (done,) = harness.engine.generate([prompt], max_new_tokens=4, temperature=0.0, ignore_eos=True)
-    scored = harness._loglikelihood_tokens([(None, prompt, list(done.token_ids))])
+    (completion,) = harness.engine.generate([prompt], max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    scored = harness._loglikelihood_tokens([(None, prompt, list(completion.token_ids))])
     assert scored[0][1]
 
 
@@ -100,8 +100,8 @@ def test_three_tasks_run_offline(harness: Any) -> None:
     from lm_eval.tasks import TaskManager
 
     names = ["fp8serve_arithmetic", "fp8serve_python", "fp8serve_cloze"]
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         harness, tasks=names, limit=4, bootstrap_iters=0, task_manager=TaskManager(include_path=str(TASKS))
     )
-    assert set(found["results"]) == set(names)
-    assert all(0 <= figures["acc,none"] <= 1 for figures in found["results"].values())
+    assert set(results["results"]) == set(names)
+    assert all(0 <= figures["acc,none"] <= 1 for figures in results["results"].values())

@@ -35,7 +35,7 @@ def text(value: str, finish: str | None = None) -> dict[str, Any]:
     return {"choices": [{"text": value, "finish_reason": finish}]}
 
 
-def ignore(what: str, done: int, total: int) -> None:
+def ignore(what: str, completed: int, total: int) -> None:
     """A progress callback that does nothing."""
 
 
@@ -43,15 +43,15 @@ def test_figures_of_a_server(fake: FakeServer) -> None:
     fake.routes[ROUTE] = stream_answer(text("a"), text(""), text("b"), text("c", "length"), USAGE, "[DONE]")
     progress: list[int] = []
     load = Load(num_prompts=4, max_concurrency=2, input_len=3, output_len=5)
-    found = serve.measure(fake.url + "/v1", load, lambda what, done, total: progress.append(done))
+    report = serve.measure(fake.url + "/v1", load, lambda what, completed, total: progress.append(completed))
     bodies = fake.bodies(ROUTE)
     assert len(bodies) == 5  # the first is a warm-up
     assert {(len(b["prompt"]), b["max_tokens"], b["ignore_eos"], b["model"]) for b in bodies} == {(3, 5, True, "fake")}
     assert progress == [1, 2, 3, 4]
-    assert (found["completed"], found["failed"], found["input_tokens"], found["output_tokens"]) == (4, 0, 28, 20)
-    assert found["output_throughput"] == pytest.approx(20 / found["duration_seconds"])
-    assert found["total_token_throughput"] == pytest.approx(48 / found["duration_seconds"])
-    assert 0 < found["ttft_ms"]["mean"] <= found["e2el_ms"]["mean"]
+    assert (report["completed"], report["failed"], report["input_tokens"], report["output_tokens"]) == (4, 0, 28, 20)
+    assert report["output_throughput"] == pytest.approx(20 / report["duration_seconds"])
+    assert report["total_token_throughput"] == pytest.approx(48 / report["duration_seconds"])
+    assert 0 < report["ttft_ms"]["mean"] <= report["e2el_ms"]["mean"]
 
 
 def test_figures_of_known_outcomes() -> None:
@@ -61,15 +61,15 @@ def test_figures_of_known_outcomes() -> None:
         Outcome([], 1.0, input_tokens=1, output_tokens=0),  # an answer without text
         Outcome([0.1], 0.1, error="It died."),
     ]
-    found = serve.figures(outcomes, 8.0)
-    assert (found["completed"], found["failed"], found["errors"]) == (3, 1, ["It died."])
-    assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (
+    report = serve.figures(outcomes, 8.0)
+    assert (report["completed"], report["failed"], report["errors"]) == (3, 1, ["It died."])
+    assert (report["request_throughput"], report["output_throughput"], report["total_token_throughput"]) == (
         3 / 8, 5 / 8, 18 / 8,
     )  # fmt: skip
-    assert found["ttft_ms"]["mean"] == found["ttft_ms"]["median"] == 2000
-    assert found["tpot_ms"]["mean"] == 1000  # three seconds for three further tokens
-    assert found["itl_ms"] == {"mean": 1500, "median": 1500, "p90": 1900, "p99": pytest.approx(1990)}
-    assert found["e2el_ms"]["mean"] == pytest.approx(8000 / 3)
+    assert report["ttft_ms"]["mean"] == report["ttft_ms"]["median"] == 2000
+    assert report["tpot_ms"]["mean"] == 1000  # three seconds for three further tokens
+    assert report["itl_ms"] == {"mean": 1500, "median": 1500, "p90": 1900, "p99": pytest.approx(1990)}
+    assert report["e2el_ms"]["mean"] == pytest.approx(8000 / 3)
     assert math.isnan(serve.figures(outcomes[1:2], 1.0)["tpot_ms"]["mean"])
 
 
@@ -78,8 +78,8 @@ def test_chat_without_usage_counts_events(fake: FakeServer, tmp_path: Path) -> N
     fake.routes[CHAT] = stream_answer(*events)
     (tmp_path / "a.jsonl").write_text('{"prompt": "Hello"}')
     load = Load(num_prompts=1, dataset="jsonl", dataset_path=str(tmp_path / "a.jsonl"), api="chat")
-    found = serve.measure(fake.url, load, ignore)
-    assert (found["input_tokens"], found["output_tokens"]) == (0, 2)
+    report = serve.measure(fake.url, load, ignore)
+    assert (report["input_tokens"], report["output_tokens"]) == (0, 2)
     request = fake.bodies(CHAT)[0]
     assert request["messages"] == [{"role": "user", "content": "Hello"}]
     assert "ignore_eos" not in request
@@ -91,9 +91,9 @@ def test_failed_requests_are_counted_and_the_others_continue(fake: FakeServer) -
     busy = json_answer({"error": {"message": "Too many requests."}}, 429)
     broken = stream_answer(text("a"), cut=True)
     fake.routes[ROUTE] = [good, good, busy, broken, stream_answer(text("a"), "[DONE]"), stream_answer({"choices": 7})]
-    found = serve.measure(fake.url, Load(num_prompts=5, max_concurrency=1, output_len=2), ignore)
-    assert (found["completed"], found["failed"], found["output_tokens"]) == (1, 4, 2)
-    assert found["errors"][0] == "The server answered 429: Too many requests."
+    report = serve.measure(fake.url, Load(num_prompts=5, max_concurrency=1, output_len=2), ignore)
+    assert (report["completed"], report["failed"], report["output_tokens"]) == (1, 4, 2)
+    assert report["errors"][0] == "The server answered 429: Too many requests."
 
 
 @pytest.mark.parametrize("answer", [json_answer({"error": {"message": "No."}}, 400), stream_answer(text("a"))])
@@ -114,10 +114,10 @@ def test_no_server_is_an_error() -> None:
 def test_send_times_follow_the_rate_and_the_burstiness() -> None:
     assert send_times(3, Load()) == [0.0] * 3
     for burstiness in (0.1, 1.0, 1000.0):
-        found = send_times(100, Load(request_rate=4.0, burstiness=burstiness))
-        assert found == sorted(found)
-        assert found[-1] == pytest.approx(25.0)
-    even = [b - a for a, b in pairwise(found)]
+        times = send_times(100, Load(request_rate=4.0, burstiness=burstiness))
+        assert times == sorted(times)
+        assert times[-1] == pytest.approx(25.0)
+    even = [b - a for a, b in pairwise(times)]
     assert max(even) < 2 * min(even)
     bursty = send_times(100, Load(request_rate=4.0, burstiness=0.1))
     assert max(b - a for a, b in pairwise(bursty)) > 1.0
@@ -131,9 +131,9 @@ def test_prompts_from_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "One"}\n\n{"prompt": "Two", "output_tokens": 3}\n')
     load = Load(num_prompts=5, dataset="jsonl", dataset_path=str(path))
-    found = prompts(load, None)
-    assert len(found) == 5
-    assert set(found) == {Prompt("One", 64), Prompt("Two", 3)}
+    loaded_prompts = prompts(load, None)
+    assert len(loaded_prompts) == 5
+    assert set(loaded_prompts) == {Prompt("One", 64), Prompt("Two", 3)}
     assert {p.output_len for p in prompts(Load(dataset="jsonl", dataset_path=str(path), output_len=2), None)} == {2}
 
 
@@ -143,11 +143,11 @@ def test_prompts_from_sharegpt(tmp_path: Path) -> None:
     talks = [["The scale of a tensor", "is the largest number"], ["Why?" * 2000, "is the largest"], ["One turn"], []]
     path.write_text(json.dumps([{"conversations": [{"from": "x", "value": v} for v in talk]} for talk in talks]))
     load = Load(num_prompts=2, dataset="sharegpt", dataset_path=str(path))
-    found = prompts(load, model)
+    loaded_prompts = prompts(load, model)
     from fp8serve.model.text.tokenizer import Tokenizer
 
-    assert {p.text for p in found if isinstance(p.text, str)} == {talks[0][0]}
-    assert {p.output_len for p in found} == {len(Tokenizer.from_dir(model).encode(talks[0][1]))}
+    assert {p.text for p in loaded_prompts if isinstance(p.text, str)} == {talks[0][0]}
+    assert {p.output_len for p in loaded_prompts} == {len(Tokenizer.from_dir(model).encode(talks[0][1]))}
     some = prompts(Load(num_prompts=4, dataset="sharegpt", dataset_path=str(path), output_len=9), None)
     assert len({str(p.text) for p in some}) == 2
     with pytest.raises(JobError, match="needs --tokenizer"):
@@ -187,11 +187,11 @@ def test_the_command_prints_and_writes_its_figures(
     fake.routes[ROUTE] = stream_answer(text("a"), text("b", "stop"), USAGE, "[DONE]")
     args = ["bench", "serve", "--server", fake.url, "--model", "mine", "--num-prompts", "2", "--request-rate", "1000"]
     assert main([*args, "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "mine: 2 requests answered, 0 failed" in shown
-    assert "time to first token (TTFT)" in shown
-    saved = json.loads((tmp_path / "serve.json").read_text())
-    assert (saved["load"]["request_rate"], saved["output_tokens"]) == (1000.0, 10)
+    output = capsys.readouterr().out
+    assert "mine: 2 requests answered, 0 failed" in output
+    assert "time to first token (TTFT)" in output
+    report = json.loads((tmp_path / "serve.json").read_text())
+    assert (report["load"]["request_rate"], report["output_tokens"]) == (1000.0, 10)
     assert main(["bench", "serve"]) == main(["bench", "serve", "m", "--model", "x"]) == 2
 
 

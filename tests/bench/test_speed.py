@@ -16,7 +16,7 @@ from fp8serve.fp8.ops import OPS
 from tests.engine.tiny import write_model
 
 
-def ignore(what: str, done: int, total: int) -> None:
+def ignore(what: str, completed: int, total: int) -> None:
     """A progress callback that does nothing."""
 
 
@@ -34,8 +34,8 @@ def test_candidates_alternate_and_the_fastest_call_counts(monkeypatch: pytest.Mo
         now[0] += next(costs[name])
 
     monkeypatch.setattr(figures.time, "perf_counter", lambda: now[0])
-    found = figures.fastest({"a": lambda: call("a"), "b": lambda: call("b")}, 0.0)
-    assert found == {"a": 1.0, "b": 4.0}
+    fastest = figures.fastest({"a": lambda: call("a"), "b": lambda: call("b")}, 0.0)
+    assert fastest == {"a": 1.0, "b": 4.0}
     assert "".join(order) == "abababab"
 
 
@@ -73,10 +73,10 @@ def test_figures_of_one_op() -> None:
 
 
 def test_the_monitors_share_of_a_step() -> None:
-    found = training.monitor_summary({"without": [0.10, 0.20, 0.11], "with": [0.101, 0.202, 0.113]})
-    assert found["fastest_share_percent"] == pytest.approx(1.0)
-    assert found["median_share_percent"] == pytest.approx(100 * 0.002 / 0.11)
-    assert (found["fastest_with_ms"], found["median_without_ms"]) == pytest.approx((101.0, 110.0))
+    summary = training.monitor_summary({"without": [0.10, 0.20, 0.11], "with": [0.101, 0.202, 0.113]})
+    assert summary["fastest_share_percent"] == pytest.approx(1.0)
+    assert summary["median_share_percent"] == pytest.approx(100 * 0.002 / 0.11)
+    assert (summary["fastest_with_ms"], summary["median_without_ms"]) == pytest.approx((101.0, 110.0))
 
 
 def test_the_monitor_runs_in_every_other_round(
@@ -97,11 +97,11 @@ def test_the_monitor_runs_in_every_other_round(
 
 
 def test_steps_are_compared_with_bf16() -> None:
-    found = training.step_summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
-    assert found["bf16"]["fastest_x_bf16"] == found["bf16"]["median_x_bf16"] == 1.0
-    assert found["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
-    assert found["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
-    assert found["delayed"]["median_ms"] == pytest.approx(300.0)
+    summary = training.step_summary({"bf16": [0.2, 0.3, 0.4], "delayed": [0.1, 0.3, 0.5]})
+    assert summary["bf16"]["fastest_x_bf16"] == summary["bf16"]["median_x_bf16"] == 1.0
+    assert summary["delayed"]["fastest_x_bf16"] == pytest.approx(2.0)
+    assert summary["delayed"]["median_x_bf16"] == pytest.approx(1.0)  # of 2, 1 and 0.8
+    assert summary["delayed"]["median_ms"] == pytest.approx(300.0)
 
 
 def test_a_step_of_every_kind_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_speculation_is_compared_with_plain_decoding(tmp_path: Path, capsys: pyt
     args = ["--recipe", "bf16", "--new", "24", "--rounds", "2", "--speculative-tokens", "3", "--out", str(tmp_path)]
     assert main(["bench", "speculation", str(model), *args]) == 0
     assert "same output" in capsys.readouterr().out
-    found = json.loads((tmp_path / "speculation.json").read_text())
-    assert [row["text"] for row in found["texts"]] == ["summary", "edit", "code", "story"]
-    for row in found["texts"]:
+    report = json.loads((tmp_path / "speculation.json").read_text())
+    assert [row["text"] for row in report["texts"]] == ["summary", "edit", "code", "story"]
+    for row in report["texts"]:
         assert row["same_answer"]
         assert row["steps"] + row["accepted"] == row["tokens"] - 1
         assert row["accepted"] <= row["drafted"]
@@ -140,10 +140,10 @@ def test_speculation_is_the_median_over_pairs_of_runs() -> None:
         return [{"tokens": tokens, "seconds": s, "drafted": 8, "accepted": 4, "steps": 6} for s in seconds]
 
     pairs = [list(pair) for pair in zip(runs([1] * 11, 2.0, 8.0, 3.0), runs([1] * 11, 1.0, 2.0, 3.0), strict=True)]
-    found = engine.summary(pairs)
-    assert found["times_plain"] == pytest.approx(2.0)  # of 2, 4 and 1
-    assert (found["plain_tokens_per_second"], found["speculative_tokens_per_second"]) == pytest.approx((5.0, 10.0))
-    assert found["same_answer"]
+    summary = engine.summary(pairs)
+    assert summary["times_plain"] == pytest.approx(2.0)  # of 2, 4 and 1
+    assert (summary["plain_tokens_per_second"], summary["speculative_tokens_per_second"]) == pytest.approx((5.0, 10.0))
+    assert summary["same_answer"]
     pairs[0][1]["tokens"] = [2] * 11
     assert not engine.summary(pairs)["same_answer"]
 

@@ -41,8 +41,8 @@ def test_curves_are_compared_step_by_step() -> None:
 
 def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
     program = tmp_path / "peer.py"
-    said = "'no such package' if 'wrong' in open(sys.argv[1]).read() else 0"
-    program.write_text(f"import sys\nprint('[1]')\nsys.exit({said})\n")
+    status = "'no such package' if 'wrong' in open(sys.argv[1]).read() else 0"
+    program.write_text(f"import sys\nprint('[1]')\nsys.exit({status})\n")
     assert CURVES["peer"](sys.executable, program, tmp_path, {"rows": []}) == [1]
     with pytest.raises(SystemExit, match="no such package"):
         CURVES["peer"](sys.executable, program, tmp_path, {"wrong": []})

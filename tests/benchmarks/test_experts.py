@@ -15,10 +15,10 @@ SIZES = (8, 1, 64)  # experts, layers, hidden
 def test_the_model_is_made_once_in_both_formats(tmp_path: Path) -> None:
     experts.make(tmp_path, *SIZES)
     file = tmp_path / "model.gguf"
-    written = file.stat().st_mtime_ns
+    modified_ns = file.stat().st_mtime_ns
     assert GgufFile(file).require("qwen3moe.expert_count", int) == 8
     experts.make(tmp_path, *SIZES)
-    assert file.stat().st_mtime_ns == written
+    assert file.stat().st_mtime_ns == modified_ns
     with pytest.raises(SystemExit, match="was made with another num_experts; give another folder"):
         experts.make(tmp_path, 16, 1, 64)
 
@@ -41,9 +41,9 @@ def test_one_run_prints_one_json_object(
     monkeypatch.setattr("runpy.run_path", lambda path: {"main": measured})
     sizes = [f"--{name}={size}" for name, size in zip(("experts", "layers", "hidden"), SIZES, strict=True)]
     status = experts.main([str(tmp_path / "d"), "--python", sys.executable, "--out", str(tmp_path / "out"), *sizes])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert status == 1
-    assert json.loads(said.out)["rows"] == [1]
-    assert json.loads(said.out)["model"]["num_experts"] == 8
-    assert "a table" in said.err
-    assert json.loads((tmp_path / "out/experts-2026-01-02.json").read_text()) == json.loads(said.out)
+    assert json.loads(captured.out)["rows"] == [1]
+    assert json.loads(captured.out)["model"]["num_experts"] == 8
+    assert "a table" in captured.err
+    assert json.loads((tmp_path / "out/experts-2026-01-02.json").read_text()) == json.loads(captured.out)

@@ -16,9 +16,9 @@ from tests.patience import PATIENCE
 ROOT = Path(__file__).parents[2]
 
 
-def options(**given: object) -> argparse.Namespace:
+def options(**overrides: object) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"cutlass": None, "library": None, "skip": "", "out": Path("."), "dry_run": False, **given}
+        **{"cutlass": None, "library": None, "skip": "", "out": Path("."), "dry_run": False, **overrides}
     )
 
 
@@ -46,9 +46,9 @@ def test_a_failing_part_does_not_hide_the_others() -> None:
 def test_cutlass_is_unpacked_from_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "BUILD", tmp_path / "build")
     wheel = tmp_path / "nvidia_cutlass-4.2.0.0-py3-none-any.whl"
-    wanted = ["cutlass_library/source/include/cutlass/cutlass.h", "cutlass_library/source/tools/util/include/a.h"]
+    members = ["cutlass_library/source/include/cutlass/cutlass.h", "cutlass_library/source/tools/util/include/a.h"]
     with zipfile.ZipFile(wheel, "w") as file:
-        for name in [*wanted, "cutlass_library/source/examples/big.cu"]:
+        for name in [*members, "cutlass_library/source/examples/big.cu"]:
             file.writestr(name, "")
     folder = gpu.cutlass(wheel)
     assert folder is not None
@@ -108,9 +108,9 @@ def test_gpu_tests_are_collected_with_only_torch_and_pytest() -> None:
     flags = [flag for flag in gpu.PYTEST[3:] if flag not in ("-m", "gpu")]
     absent = [f"-pno:{plugin}" for plugin in ("timeout", "hypothesispytest", "schemathesis", "anyio", "xdist")]
     folder = ["tests/cuda", "--collect-only", *absent]
-    done = subprocess.run([sys.executable, "-c", ABSENT, *flags, *folder], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "error" not in done.stdout.splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", ABSENT, *flags, *folder], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert "error" not in process.stdout.splitlines()[-1]
 
 
 @pytest.mark.smoke
@@ -192,9 +192,9 @@ def test_results_are_written_whatever_fails(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(gpu, "machine", lambda dry_run: {"gpu": "NVIDIA Test 1", "date": "2026-11-21T00:00:00"})
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path)])
     assert gpu.main() == 1
-    found = json.loads((tmp_path / "test-1-2026-11-21.json").read_text())
-    assert found["build"]["tail"] == "OSError: no nvcc"
-    assert gpu.measured_rows(found)[0]["measured"] == 2.0
+    report = json.loads((tmp_path / "test-1-2026-11-21.json").read_text())
+    assert report["build"]["tail"] == "OSError: no nvcc"
+    assert gpu.measured_rows(report)[0]["measured"] == 2.0
     page = (tmp_path / "test-1-2026-11-21.md").read_text()
     assert page.startswith("# NVIDIA Test 1, 2026-11-21\n")
     assert "| build | failed with status 1 | 0 |" in page
@@ -220,16 +220,16 @@ def test_the_page_has_a_table_for_each_group_and_names_failures() -> None:
 
 
 def test_the_sanitizers_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: list[str], limit: float, **environment: str) -> gpu.Result:
-        asked.append(command)
+        commands.append(command)
         return {"status": 9 if "racecheck" in command else 0, "seconds": 1.0}
 
     monkeypatch.setattr(gpu, "run", run)
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     result = gpu.sanitize(options())
-    assert [command[:3] for command in asked] == [
+    assert [command[:3] for command in commands] == [
         ["/usr/bin/compute-sanitizer", "--tool", name] for name in ("memcheck", "racecheck", "synccheck")
     ]
     assert result["status"] == 9
@@ -241,12 +241,12 @@ def test_the_sanitizers_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch)
 def test_a_rehearsal_runs_every_part_without_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--dry-run", "--out", str(tmp_path)]
     table = (ROOT / "csrc/cuda/gemm_tiles.h").read_text()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    (written,) = tmp_path.glob("dry-run-*.json")
-    found = json.loads(written.read_text())
-    states = {part: found[part]["status"] for part in ("build", "test", "measure", "tune", "sanitize")}
-    assert states == dict.fromkeys(states, 0), done.stdout[-5000:]
-    assert done.returncode == 0
-    assert set(found["measure"]["parts"]) == {*gpu.KERNELS, *gpu.PROGRAMS} - {"job"}
-    assert written.with_suffix(".md").read_text().startswith("# dry run, ")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    (report_file,) = tmp_path.glob("dry-run-*.json")
+    report = json.loads(report_file.read_text())
+    states = {part: report[part]["status"] for part in ("build", "test", "measure", "tune", "sanitize")}
+    assert states == dict.fromkeys(states, 0), process.stdout[-5000:]
+    assert process.returncode == 0
+    assert set(report["measure"]["parts"]) == {*gpu.KERNELS, *gpu.PROGRAMS} - {"job"}
+    assert report_file.with_suffix(".md").read_text().startswith("# dry run, ")
     assert (ROOT / "csrc/cuda/gemm_tiles.h").read_text() == table

@@ -15,8 +15,8 @@ from benchmarks.gpu_measure import Bench
 
 def rows_of(group: str, folder: Path) -> list[dict[str, Any]]:
     gpu_measure.main([group, "--out", str(folder / "out.json"), "--dry-run"])
-    found: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["rows"]
-    return found
+    rows: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["rows"]
+    return rows
 
 
 GOALS = {
@@ -43,9 +43,9 @@ GOALS = {
 def test_a_group_runs_and_has_its_promises(group: str, tmp_path: Path) -> None:
     rows = rows_of(group, tmp_path)
     assert [row for row in rows if row["what"] == "failed"] == []
-    found = [row["what"] for row in rows if "goal" in row]
-    assert len(found) == len(GOALS[group])
-    assert all(name.startswith(wanted) for name, wanted in zip(found, GOALS[group], strict=True))
+    names = [row["what"] for row in rows if "goal" in row]
+    assert len(names) == len(GOALS[group])
+    assert all(name.startswith(prefix) for name, prefix in zip(names, GOALS[group], strict=True))
     for row in rows:
         values = [value for value in row.values() if isinstance(value, float)]
         assert "refused" in row or (values and all(value > 0 for value in values)), row

@@ -91,8 +91,8 @@ def test_mixed_scales_without_entries_use_those_of_rows_or_a_thin_tile(compile_l
     ]
     text = gpu_tiles.rewritten(HEADER.read_text(), {(90, "row"): gpu_tiles.Table("measured on a GPU", lines)})
     questions = [(90, "mixed", m, 4096, 4096) for m in (17, 32, 100, 128, 256, 4096)]
-    found = [choice for choice, _ in compile_lookup(text)(questions)]
-    assert found == [TileChoice("thin32", 1)] * 2 + [TileChoice("thin32", 8)] * 2 + [BLAS] * 2
+    choices = [choice for choice, _ in compile_lookup(text)(questions)]
+    assert choices == [TileChoice("thin32", 1)] * 2 + [TileChoice("thin32", 8)] * 2 + [BLAS] * 2
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def test_written_tables_are_read_back() -> None:
     tables = gpu_tiles.parsed(text) | {
         key: gpu_tiles.Table("measured on a GPU, 2026-11-21", entries) for key, entries in measured.items()
     }
-    written = gpu_tiles.rewritten(text, tables)
-    assert gpu_tiles.parsed(written) == tables
-    assert gpu_tiles.rewritten(written, gpu_tiles.parsed(text)) == text
+    rewritten = gpu_tiles.rewritten(text, tables)
+    assert gpu_tiles.parsed(rewritten) == tables
+    assert gpu_tiles.rewritten(rewritten, gpu_tiles.parsed(text)) == text
 
 
 def test_thin_tiles_are_predicted_for_few_rows_only() -> None:

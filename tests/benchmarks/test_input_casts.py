@@ -18,10 +18,10 @@ CASTS: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks/input_casts.py"))[
 @pytest.mark.parametrize("name", CASTS)
 def test_four_significant_bits_are_kept(name: str) -> None:
     x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
-    got = CASTS[name](x, float(x.abs().max()))
-    kept = x.abs() > 0.01
-    assert got.shape == x.shape
-    assert 0 < float(((got - x).abs() / x.abs())[kept].max()) <= 1 / 16 + 1e-6
+    actual = CASTS[name](x, float(x.abs().max()))
+    mask = x.abs() > 0.01
+    assert actual.shape == x.shape
+    assert 0 < float(((actual - x).abs() / x.abs())[mask].max()) <= 1 / 16 + 1e-6
 
 
 def test_the_largest_value_is_exact_except_with_power_of_two_scales() -> None:
@@ -35,5 +35,5 @@ def test_every_cast_is_measured(tmp_path: Path) -> None:
     model, text = write_tiny_model(tmp_path / "model"), tmp_path / "text.jsonl"
     text.write_text('{"text": "The second of two birds sang until the lamp was out, and then the first."}\n')
     program = [sys.executable, "benchmarks/input_casts.py", str(model), str(text), "--seq-len", "32"]
-    told = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert [line.split("  ")[0].strip() for line in told.splitlines()] == list(CASTS)
+    output = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert [line.split("  ")[0].strip() for line in output.splitlines()] == list(CASTS)

@@ -51,14 +51,14 @@ def test_resident_measures_the_memory_of_a_process() -> None:
     with subprocess.Popen([sys.executable, "-c", GROWING], stdin=-1, stdout=-1, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        seen = {}
+        memory = {}
         for when in ("before", "after"):
             assert child.stdout.readline() == when + "\n"
-            seen[when] = soak_memory.resident(child.pid)
+            memory[when] = soak_memory.resident(child.pid)
             print(file=child.stdin, flush=True)
-    grown = seen["after"]["anonymous"] - seen["before"]["anonymous"]
+    grown = memory["after"]["anonymous"] - memory["before"]["anonymous"]
     assert 32 <= grown < 66  # the written bytes object may still be allocated
-    assert seen["after"]["resident"] > seen["after"]["anonymous"]
+    assert memory["after"]["resident"] > memory["after"]["anonymous"]
 
 
 def test_the_children_of_a_process() -> None:
@@ -90,15 +90,17 @@ EQUAL = {"bulk": 100.0, "evening": 100.0}
 
 
 @pytest.mark.parametrize(
-    ("asked", "share", "done"),
+    ("requested", "share", "expected"),
     [
         (EQUAL, 1.0, {"bulk": 200, "evening": 200}),
         ({"bulk": 300.0, "single": 10.0}, 1.0, {"bulk": 310, "single": 20}),  # `single` is finished after two turns
         ({"bulk": 100.0, "team": 60.0, "single": 10.0}, 0.5, {"bulk": 110, "team": 70, "single": 15}),
     ],
 )
-def test_a_fair_server_divides_its_time_equally(asked: dict[str, float], share: float, done: dict[str, float]) -> None:
-    assert soak_load.fair_work(asked, share) == done
+def test_a_fair_server_divides_its_time_equally(
+    requested: dict[str, float], share: float, expected: dict[str, float]
+) -> None:
+    assert soak_load.fair_work(requested, share) == expected
 
 
 def crowd(*tenants: str) -> list[Served]:
@@ -125,11 +127,11 @@ def test_requests_missing_in_the_metrics_are_detected() -> None:
 
 
 def test_the_crowd_asks_for_every_length_up_to_the_context() -> None:
-    asked = soak_load.make_requests(2000, 512)
-    assert {tenant: sum(one.tenant == tenant for one in asked) for tenant in soak_load.SHARES} == {
+    requests = soak_load.make_requests(2000, 512)
+    assert {tenant: sum(one.tenant == tenant for one in requests) for tenant in soak_load.SHARES} == {
         "bulk": 1100, "evening": 500, "team": 300, "single": 100,
     }  # fmt: skip
-    bodies = [one.body for one in asked if isinstance(one.body.get("prompt"), list)]
+    bodies = [one.body for one in requests if isinstance(one.body.get("prompt"), list)]
     assert max(len(body["prompt"]) + body["max_tokens"] for body in bodies) == 512
 
 
@@ -145,6 +147,6 @@ def test_our_server_counts_everything_and_stays_flat(tmp_path: Path) -> None:
     failed = result["load"]["failed"] + result["soak"]["failed"]
     # the order of so few and short requests depends on the machine, so their fairness is not judged
     assert [sentence for sentence in failed if "times its fair p95" not in sentence] == []
-    assert sum(found["requests"] for found in result["load"]["tenants"].values()) == 120
+    assert sum(counts["requests"] for counts in result["load"]["tenants"].values()) == 120
     assert len(result["soak"]["requests"]["sent"]) == len(MAKERS)
     assert path.with_suffix(".svg").read_text().startswith("<svg")

@@ -64,20 +64,20 @@ def test_a_sparkline_runs_from_left_to_right_and_may_be_all_zero() -> None:
 
 def areas(svg: ElementTree.Element) -> dict[str, float]:
     """Returns the total area of the cells by color (class and opacity), in square pixels."""
-    found = {}
+    result = {}
     for path in svg.findall("path"):
         cells = re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H", path.attrib["d"])
         key = path.attrib["class"] + path.attrib.get("fill-opacity", "")
-        found[key] = sum((float(x2) - float(x)) * (float(y2) - float(y)) for x, y, x2, y2 in cells)
-    return found
+        result[key] = sum((float(x2) - float(x)) * (float(y2) - float(y)) for x, y, x2, y2 in cells)
+    return result
 
 
 def test_a_heat_map_has_a_cell_for_every_value() -> None:
     svg = svg_of(heat([[0.0, -1.0, -9.0], [0.5, 0.0, None]], ["first", "second"], "batch"))
-    found = areas(svg)
-    cell = found["hot"]  # cells with a value above 0
-    assert found["h1.00"] == pytest.approx(2 * cell, rel=0.01)
-    assert sum(found.values()) == pytest.approx(5 * cell, rel=0.01)
+    area = areas(svg)
+    cell = area["hot"]  # cells with a value above 0
+    assert area["h1.00"] == pytest.approx(2 * cell, rel=0.01)
+    assert sum(area.values()) == pytest.approx(5 * cell, rel=0.01)
     assert [r.findtext("title") for r in svg.findall("rect")] == ["first", "second"]
 
 

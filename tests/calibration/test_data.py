@@ -38,10 +38,10 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 
 def test_shipped_passages_are_enough_for_the_defaults(tokenizer: Tokenizer) -> None:
-    found = calibration_batches(None, tokenizer, VOCAB, samples=128, seq_len=512, batch_size=4, seed=0)
-    assert sum(len(b.lengths) for b in found.calibration) == 128
-    assert sum(len(b.lengths) for b in found.held_out) == 16
-    assert found.excluded == 0
+    batches = calibration_batches(None, tokenizer, VOCAB, samples=128, seq_len=512, batch_size=4, seed=0)
+    assert sum(len(b.lengths) for b in batches.calibration) == 128
+    assert sum(len(b.lengths) for b in batches.held_out) == 16
+    assert batches.excluded == 0
 
 
 def passages() -> list[dict[str, Any]]:
@@ -82,11 +82,11 @@ def test_shipped_conversations_go_through_the_models_template(model_dir: Path, t
         if template is not None:
             (folder / "chat_template.jinja").write_text(template)
         tokenizer = Tokenizer.from_dir(folder)
-        found = load_samples(None, tokenizer, VOCAB, count=10**6, seq_len=4096, seed=0)
-        assert len(found) == len(passages())
-        texts = [tokenizer.decode(list(s.ids)) for s in found]
+        samples = load_samples(None, tokenizer, VOCAB, count=10**6, seq_len=4096, seed=0)
+        assert len(samples) == len(passages())
+        texts = [tokenizer.decode(list(s.ids)) for s in samples]
         assert any(expected in text for text in texts)
-        assert any(not all(s.scored) for s in found) == (template == CHAT_TEMPLATE)
+        assert any(not all(s.scored) for s in samples) == (template == CHAT_TEMPLATE)
         assert any(plain in text for text in texts) == (template != CHAT_TEMPLATE)
 
 
@@ -123,9 +123,9 @@ def test_short_examples_are_kept_and_long_texts_become_windows(tokenizer: Tokeni
 def test_samples_come_from_as_many_documents_as_there_are(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", [f"text {i} " + "and so on and on " * 30 for i in range(6)])
     for count, most in ((4, 1), (6, 1), (9, 2)):
-        found = load_samples([data], tokenizer, VOCAB, count=count, seq_len=16, seed=0)
-        of_each = Counter(s.document for s in found)
-        assert (len(found), len(of_each), max(of_each.values())) == (count, min(count, 6), most)
+        samples = load_samples([data], tokenizer, VOCAB, count=count, seq_len=16, seed=0)
+        of_each = Counter(s.document for s in samples)
+        assert (len(samples), len(of_each), max(of_each.values())) == (count, min(count, 6), most)
 
 
 def test_targets_are_the_next_tokens_and_prompts_are_not_scored() -> None:
@@ -153,21 +153,21 @@ def ids(batches: list[Batch]) -> set[tuple[int, ...]]:
 
 def test_all_data_of_the_user_are_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", [f"this is text number {i}" for i in range(10)])
-    found = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=1, seed=3)
-    assert len(found.calibration) == len(ids(found.calibration)) == 10
-    assert len(found.held_out) == 8  # held-out samples are shipped passages
+    batches = calibration_batches([data], tokenizer, VOCAB, samples=64, seq_len=64, batch_size=1, seed=3)
+    assert len(batches.calibration) == len(ids(batches.calibration)) == 10
+    assert len(batches.held_out) == 8  # held-out samples are shipped passages
 
 
 def test_no_document_is_both_calibrated_on_and_held_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """This includes windows and duplicates of a document."""
     data = write_lines(tmp_path / "d.jsonl", [f"text {i} {[100 * i + j for j in range(9 * i)]}" for i in range(10)] * 2)
     for holdout in (None, [data]):
-        given = None if holdout is None else [data]
-        found = calibration_batches(
-            given, tokenizer, VOCAB, samples=40, seq_len=16, batch_size=1, seed=3, holdout=holdout
+        sources = None if holdout is None else [data]
+        batches = calibration_batches(
+            sources, tokenizer, VOCAB, samples=40, seq_len=16, batch_size=1, seed=3, holdout=holdout
         )
-        texts = [{tokenizer.decode(list(i))[:9] for i in ids(b)} for b in (found.held_out, found.calibration)]
-        assert not ids(found.held_out) & ids(found.calibration)
+        texts = [{tokenizer.decode(list(i))[:9] for i in ids(b)} for b in (batches.held_out, batches.calibration)]
+        assert not ids(batches.held_out) & ids(batches.calibration)
         assert holdout is None or not {t for t in texts[0] if t.startswith("text")} & texts[1]
 
 
@@ -197,19 +197,19 @@ def test_settings_that_read_nothing_are_refused(name: str, least: int) -> None:
 
 def test_standard_input_is_read_once(tmp_path: Path) -> None:
     assert SampleOptions.of({"data": "-"}).data == ("-",)
-    for given in ({"data": ["-", "-"]}, {"data": "-", "holdout": ["a.txt", "-"]}):
+    for options in ({"data": ["-", "-"]}, {"data": "-", "holdout": ["a.txt", "-"]}):
         with pytest.raises(DataError, match="can be read only once; use it for data or for holdout"):
-            CalibrationOptions.of(given)
+            CalibrationOptions.of(options)
 
 
 def test_documents_are_counted_and_not_windows(tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "d.jsonl", ["short one", "a rather longer text " * 30, "short one"])
     holdout = write_lines(tmp_path / "h.jsonl", ["something else"])
-    found = calibration_batches(
+    batches = calibration_batches(
         [data], tokenizer, VOCAB, samples=64, seq_len=16, batch_size=4, seed=0, holdout=[holdout]
     )
-    assert (found.documents, found.held_out_documents) == (2, 1)
-    assert sum(len(b.lengths) for b in found.calibration) > 2
+    assert (batches.documents, batches.held_out_documents) == (2, 1)
+    assert sum(len(b.lengths) for b in batches.calibration) > 2
 
 
 def test_a_broken_line_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:

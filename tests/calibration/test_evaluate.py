@@ -66,9 +66,9 @@ def test_a_model_against_itself_is_exact(model_dir: Path) -> None:
 def test_a_head_in_fp8_is_measured(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--samples", "6", "--seq-len", "40", "--recipe", "bf16", "--against", str(model_dir), "--head-dtype", "fp8"]
     assert main(["eval", str(model_dir), *args, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0 < found["quality"]["kl_divergence"] < 0.1
-    assert (found["head_dtype"], found["layers"]) == ("fp8", [])
+    report = json.loads(capsys.readouterr().out)
+    assert 0 < report["quality"]["kl_divergence"] < 0.1
+    assert (report["head_dtype"], report["layers"]) == ("fp8", [])
     assert main(["eval", str(model_dir), *args]) == 0
     assert "(bf16, head in FP8)" in capsys.readouterr().out
 
@@ -78,8 +78,8 @@ def test_recipes_and_scales_of_the_caller_are_used(model_dir: Path, fp8_dir: Pat
     assert rowwise.recipe == "rowwise"
     scales = fp8_dir / "scales.safetensors"
     beside = evaluate(model_dir, scales=scales, **SMALL)  # type: ignore[arg-type]
-    stored = evaluate(fp8_dir, **SMALL)  # type: ignore[arg-type]
-    assert beside.quality.perplexity == pytest.approx(stored.quality.perplexity, rel=1e-3)
+    own = evaluate(fp8_dir, **SMALL)  # type: ignore[arg-type]
+    assert beside.quality.perplexity == pytest.approx(own.quality.perplexity, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["current", "rowwise", "block", "w8a16"])
@@ -88,9 +88,9 @@ def test_the_command_takes_every_recipe_that_needs_no_scales(
 ) -> None:
     few = ["--samples", "2", "--seq-len", "16", "--json"]
     assert main(["eval", str(model_dir), "--recipe", name, "--against", str(model_dir), *few]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recipe"] == name
-    assert 0 < found["quality"]["kl_divergence"] < 0.5
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"] == name
+    assert 0 < report["quality"]["kl_divergence"] < 0.5
 
 
 def test_an_unknown_recipe_is_refused(model_dir: Path) -> None:

@@ -36,10 +36,10 @@ PROMPTS = [
 def test_greedy_tokens_are_those_of_transformers(model_dir: Path) -> None:
     ours = generate_continuations(load_servable(model_dir, "bf16"), PROMPTS, tokens=20, temperature=0)
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    for prompt, found in zip(PROMPTS, ours, strict=True):
-        ids = torch.tensor([prompt + found])
+    for prompt, continuation in zip(PROMPTS, ours, strict=True):
+        ids = torch.tensor([prompt + continuation])
         logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(found)[:, None])[:, 0]
+        chosen = logits.gather(1, torch.tensor(continuation)[:, None])[:, 0]
         assert torch.all(
             chosen >= logits.max(-1).values - 0.1
         )  # two libraries break near ties of BF16 logits differently

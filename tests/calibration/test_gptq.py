@@ -42,32 +42,32 @@ SCALES = {
 def test_output_error_is_smaller_than_with_rounding_to_nearest(granularity: str) -> None:
     weight, inputs = weight_and_inputs()
     scale_inv = SCALES[granularity](weight)
-    found = round_compensated(weight, products(inputs), scale_inv)
-    assert found.dtype is E4M3
-    error, plain = (output_error(weight, inputs, q, scale_inv) for q in (found, round_to_nearest(weight, scale_inv)))
+    codes = round_compensated(weight, products(inputs), scale_inv)
+    assert codes.dtype is E4M3
+    error, plain = (output_error(weight, inputs, q, scale_inv) for q in (codes, round_to_nearest(weight, scale_inv)))
     assert error < 0.3 * plain
 
 
 def test_uncorrelated_inputs_give_rounding_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["row"](weight)
-    found = round_compensated(weight, torch.diag(torch.rand(COLUMNS) + 0.5), scale_inv)
-    assert torch.equal(found.view(torch.uint8), round_to_nearest(weight, scale_inv).view(torch.uint8))
+    codes = round_compensated(weight, torch.diag(torch.rand(COLUMNS) + 0.5), scale_inv)
+    assert torch.equal(codes.view(torch.uint8), round_to_nearest(weight, scale_inv).view(torch.uint8))
 
 
 def test_columns_that_no_input_reaches_are_rounded_to_nearest() -> None:
     weight, inputs = weight_and_inputs()
     inputs[:, 7] = 0
     scale_inv = SCALES["tensor"](weight)
-    found = round_compensated(weight, products(inputs), scale_inv)
-    assert torch.equal(found[:, 7].float(), round_to_nearest(weight, scale_inv)[:, 7].float())
+    codes = round_compensated(weight, products(inputs), scale_inv)
+    assert torch.equal(codes[:, 7].float(), round_to_nearest(weight, scale_inv)[:, 7].float())
 
 
 def test_without_inputs_weights_are_rounded_to_nearest() -> None:
     weight, _ = weight_and_inputs()
     scale_inv = SCALES["tensor"](weight)
-    found = round_compensated(weight, torch.zeros(COLUMNS, COLUMNS), scale_inv)
-    assert torch.equal(found.float(), round_to_nearest(weight, scale_inv).float())
+    codes = round_compensated(weight, torch.zeros(COLUMNS, COLUMNS), scale_inv)
+    assert torch.equal(codes.float(), round_to_nearest(weight, scale_inv).float())
 
 
 def test_gptq_equals_optimal_brain_surgeon_column_by_column() -> None:
@@ -77,13 +77,13 @@ def test_gptq_equals_optimal_brain_surgeon_column_by_column() -> None:
     hessian, scale_inv = inputs.t() @ inputs, SCALES["row"](weight)
     order = hessian.diagonal().argsort(descending=True).tolist()
     damped = hessian.double() + DAMPING * hessian.diagonal().mean() * torch.eye(COLUMNS, dtype=torch.float64)
-    left, expected = weight.double(), torch.zeros(ROWS, COLUMNS)
+    remaining, expected = weight.double(), torch.zeros(ROWS, COLUMNS)
     for place, column in enumerate(order):
         rest = order[place:]
         inverse = damped[rest][:, rest].inverse()
-        expected[:, column] = round_to_nearest(left[:, column : column + 1].float(), scale_inv)[:, 0].float()
-        error = left[:, column] - expected[:, column] * scale_inv[:, 0]
-        left[:, rest] -= torch.outer(error, inverse[0] / inverse[0, 0])
-    found = round_compensated(weight, products(inputs), scale_inv).float()
-    assert (found != expected).float().mean() < 0.002  # a few differences by FP32 rounding near ties
-    assert torch.equal(found[:, order[0]], expected[:, order[0]])
+        expected[:, column] = round_to_nearest(remaining[:, column : column + 1].float(), scale_inv)[:, 0].float()
+        error = remaining[:, column] - expected[:, column] * scale_inv[:, 0]
+        remaining[:, rest] -= torch.outer(error, inverse[0] / inverse[0, 0])
+    codes = round_compensated(weight, products(inputs), scale_inv).float()
+    assert (codes != expected).float().mean() < 0.002  # a few differences by FP32 rounding near ties
+    assert torch.equal(codes[:, order[0]], expected[:, order[0]])

@@ -74,7 +74,7 @@ def test_the_weights_after_the_last_step_are_served(model_dir: Path) -> None:
     recipe = DelayedScaling()
     observer = observe(decoder, make_observer(decoder, linears, recipe), batches)
     final_states(observer)
-    kept: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     before = {name: linear.weight for name, linear in linears.items()}
     reference = load_servable(model_dir, "bf16")
     frozen, _ = heal(decoder, linears, reference, batches, recipe, observer, steps=5, max_rate=RATE)
@@ -83,8 +83,8 @@ def test_the_weights_after_the_last_step_are_served(model_dir: Path) -> None:
         state = linears[name].scaling["input"]
         assert layer.input_scale is not None
         assert torch.equal(layer.input_scale, state.scale)
-        kept[name] = layer.weight_q.float() * layer.weight_scale_inv
-        linears[name].weight = torch.nn.Parameter(kept[name])  # exactly the FP8 values of the trained weight
+        weights[name] = layer.weight_q.float() * layer.weight_scale_inv
+        linears[name].weight = torch.nn.Parameter(weights[name])  # exactly the FP8 values of the trained weight
     x = torch.randn(7, 64)
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
         with torch.no_grad(), autocast(recipe=recipe):

@@ -25,18 +25,18 @@ DOWN, Q, V = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", 
 
 @pytest.fixture(scope="module")
 def loaded(model_dir: Path) -> tuple[Decoder, dict[str, Linear], list[Batch]]:
-    found = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
-    return *load_for_calibration(model_dir, "cpu"), found.calibration
+    batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
+    return *load_for_calibration(model_dir, "cpu"), batches.calibration
 
 
 @torch.no_grad()
 def inputs(decoder: Decoder, linears: dict[str, Linear], batches: list[Batch], name: str) -> torch.Tensor:
     """Returns all inputs of a linear, [tokens, K]."""
-    seen: list[torch.Tensor] = []
-    with forward_hooks({name: linears[name]}, lambda _: lambda module, args, out: seen.append(args[0])):
+    tensors: list[torch.Tensor] = []
+    with forward_hooks({name: linears[name]}, lambda _: lambda module, args, out: tensors.append(args[0])):
         for batch in batches:
             forward(decoder, batch)
-    return torch.cat(seen)
+    return torch.cat(tensors)
 
 
 def test_the_search_finds_the_range_with_the_least_error(
@@ -44,31 +44,31 @@ def test_the_search_finds_the_range_with_the_least_error(
 ) -> None:
     decoder, linears, batches = loaded
     x, w = inputs(*loaded, DOWN), linears[DOWN].weight
-    seen = {f"{name}.input": 4.0 for name in linears} | {f"{DOWN}.input": 64.0 * float(x.abs().max())}
+    amaxes = {f"{name}.input": 4.0 for name in linears} | {f"{DOWN}.input": 64.0 * float(x.abs().max())}
 
     def error(part: float) -> float:
-        q, scale_inv = quantize(x.float(), scale=torch.tensor(448 / (part * seen[f"{DOWN}.input"])))
+        q, scale_inv = quantize(x.float(), scale=torch.tensor(448 / (part * amaxes[f"{DOWN}.input"])))
         return float(((q.float() * scale_inv - x.float()).double() @ w.double().t()).square().sum())
 
-    found = searched_amaxes(decoder, linears, batches, seen)[f"{DOWN}.input"]
-    assert found / seen[f"{DOWN}.input"] == min(RANGE_FRACTIONS, key=error)
+    result = searched_amaxes(decoder, linears, batches, amaxes)[f"{DOWN}.input"]
+    assert result / amaxes[f"{DOWN}.input"] == min(RANGE_FRACTIONS, key=error)
 
 
 def test_the_scales_of_the_search_are_served(model_dir: Path, tmp_path: Path) -> None:
     recipe = DelayedScaling(amax_history_len=8, margin=1)
     report = calibrate(model_dir, out=tmp_path / "out", recipe=recipe, input_scales="search", **SMALL)  # type: ignore[arg-type]
     decoder, linears = load_for_calibration(model_dir, "cpu")
-    seen = {t.name: t.amax for t in report.tensors}
+    amaxes = {t.name: t.amax for t in report.tensors}
     batches = calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **SMALL, seed=0).calibration  # type: ignore[arg-type]
-    expected = searched_amaxes(decoder, linears, batches, seen)
-    stored = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out").tensors
+    expected = searched_amaxes(decoder, linears, batches, amaxes)
+    scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out").tensors
     for name in linears:
-        entry = stored[f"{name}.input"]
+        entry = scales[f"{name}.input"]
         assert entry.amax_history is not None
         assert float(entry.scale) == pytest.approx(224 / expected[f"{name}.input"], rel=1e-6)
         assert float(entry.amax_history.max()) <= expected[f"{name}.input"]
         assert torch.equal(load_servable(tmp_path / "out").get_submodule(name).input_scale, entry.scale)  # type: ignore[arg-type]
-        assert float(stored[f"{name}.weight"].scale) == pytest.approx(224 / seen[f"{name}.weight"], rel=1e-6)
+        assert float(scales[f"{name}.weight"].scale) == pytest.approx(224 / amaxes[f"{name}.weight"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

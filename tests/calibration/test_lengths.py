@@ -78,10 +78,10 @@ def test_far_less_data_than_requested_is_reported(model_dir: Path, tmp_path: Pat
     note = f"{gave} 16 samples of 64 tokens, because there is no more text."
     assert report.notes == (note,)
     assert (report.data.documents, report.data.held_out_documents) == (3, 2)
-    found = evaluate(tmp_path / "out", data=data, samples=3, seq_len=128)
+    result = evaluate(tmp_path / "out", data=data, samples=3, seq_len=128)
     note = f"{gave} 3 samples of 128 tokens, because short documents are not joined."
-    assert found.notes == (note,)
-    assert (found.documents, found.tokens, found.quality.tokens) == (3, tokens, tokens - 3)
+    assert result.notes == (note,)
+    assert (result.documents, result.tokens, result.quality.tokens) == (3, tokens, tokens - 3)
     assert "3 samples from 3 documents" in html_report(report)
 
 

@@ -34,21 +34,21 @@ print(before - anonymous())
 
 @linux
 def test_freed_memory_is_returned_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 350 * MIB  # of 375
+    process = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(process.stdout) > 350 * MIB  # of 375
 
 
 def resident(folder: Path) -> dict[str, int]:
     """Returns the resident bytes of each memory-mapped file below `folder`, by name."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     name = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if header := re.match(r"[0-9a-f]+-[0-9a-f]+ .*?(/.*)?$", line):
             path = Path(header[1]) if header[1] else None
             name = path.name if path and folder in path.parents else None
         elif name and line.startswith("Rss:"):
-            found[name] = found.get(name, 0) + 1024 * int(line.split()[1])
-    return found
+            sizes[name] = sizes.get(name, 0) + 1024 * int(line.split()[1])
+    return sizes
 
 
 @linux
@@ -60,7 +60,7 @@ def test_rounded_weights_of_a_finished_layer_are_not_in_memory(tmp_path: Path) -
     )  # fmt: skip
     most: dict[str, dict[str, int]] = {}
 
-    def progress(stage: str, done: int, total: int) -> None:
+    def progress(stage: str, completed: int, total: int) -> None:
         most.setdefault(stage, {}).update(resident(tmp_path / ".out.calibrating"))
 
     calibrate(model, out=tmp_path / "out", samples=8, seq_len=32, rounding="gptq", progress=progress)

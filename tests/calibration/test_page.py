@@ -28,10 +28,10 @@ class Balance(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[str] = []
+        self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.append(tag)
+        self.tags.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -45,7 +45,7 @@ def test_the_page_is_valid_small_and_loads_nothing() -> None:
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
-    assert not {"script", "link", "img", "iframe"} & set(parser.seen)
+    assert not {"script", "link", "img", "iframe"} & set(parser.tags)
     assert not re.search(r"https?://|url\(", page)
     assert len(page) < 1_000_000
 
@@ -58,10 +58,10 @@ def test_inputs_of_all_experts_are_included() -> None:
         for i in range(4)
         for leaf in ("gate_proj", "up_proj")
     ]
-    found = next(f for f in findings(dataclasses.replace(report, layers=tuple(experts))) if "saturated" in f.text)
-    assert found.is_problem
-    assert "1 of 4 inputs" in found.text
-    assert "the largest share is 1 %, of the layer 0 expert 2 gate/up input" in found.text
+    finding = next(f for f in findings(dataclasses.replace(report, layers=tuple(experts))) if "saturated" in f.text)
+    assert finding.is_problem
+    assert "1 of 4 inputs" in finding.text
+    assert "the largest share is 1 %, of the layer 0 expert 2 gate/up input" in finding.text
 
 
 def test_the_page_shows_a_dot_for_every_layer_and_the_worst_first() -> None:
@@ -83,9 +83,9 @@ def whole(page: str) -> str:
 
 
 def evaluation(report: CalibrationReport, **changes: object) -> EvalReport:
-    given: dict[str, object] = {"quality": report.quality, "layers": report.layers, "against": "models/tiny"} | changes
-    given = {"model": "models/tiny-fp8", "recipe": "stored", "source": ("d",), "samples": 4, "seq_len": 8} | given
-    return EvalReport(**given, seconds=1.0)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"quality": report.quality, "layers": report.layers, "against": "models/tiny"} | changes
+    fields = {"model": "models/tiny-fp8", "recipe": "stored", "source": ("d",), "samples": 4, "seq_len": 8} | fields
+    return EvalReport(**fields, seconds=1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def evaluation(report: CalibrationReport, **changes: object) -> EvalReport:
 def test_untrusted_text_is_escaped(draw: object) -> None:
     bad = "<script>alert(1)</script>"
     report = make_report(model=bad)
-    said = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
+    generated = tuple(dataclasses.replace(g, prompt=bad, before=bad, after=bad + "x") for g in report.generated)
     report = dataclasses.replace(
-        report, notes=(bad,), generated=said, origin=dataclasses.replace(report.origin, command=bad)
+        report, notes=(bad,), generated=generated, origin=dataclasses.replace(report.origin, command=bad)
     )  # type: ignore[type-var]
     report = dataclasses.replace(
         report,
@@ -161,13 +161,13 @@ DOWN = "model.layers.2.mlp.down_proj"
 
 
 def test_an_inconspicuous_report_says_so() -> None:
-    (found,) = findings(inconspicuous_report())
-    assert found == Finding(
+    (finding,) = findings(inconspicuous_report())
+    assert finding == Finding(
         "No input value saturated. The largest value relative to its range is in the layer 0 q/k/v input: 71% of the "
         "range."
     )
-    assert "No problems were found." in finding_list([found])
-    assert "No problems" not in finding_list([found, Finding("Much.", is_problem=True)])
+    assert "No problems were found." in finding_list([finding])
+    assert "No problems" not in finding_list([finding, Finding("Much.", is_problem=True)])
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_an_inconspicuous_report_says_so() -> None:
     ],
 )
 def test_a_layer_that_stands_out_is_named(changes: dict[str, object], words: str, trouble: bool) -> None:
-    found = [f for f in findings(changed(inconspicuous_report(), DOWN, **changes)) if re.search(words, f.text)]
-    assert [f.is_problem for f in found] == [trouble]
+    matches = [f for f in findings(changed(inconspicuous_report(), DOWN, **changes)) if re.search(words, f.text)]
+    assert [f.is_problem for f in matches] == [trouble]
 
 
 def test_a_high_cost_comes_first_and_names_untried_options() -> None:

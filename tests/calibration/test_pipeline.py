@@ -99,8 +99,8 @@ def test_linears_that_read_the_same_input_share_a_weight_scale(
         assert all(torch.equal(shared[name], shared[name.replace(f"{leaf}.", f"{m}.")]) for m in members), name
     assert any(not torch.equal(own[name], shared[name]) for name in own)
     file = load_file(tmp_path / "shared/model.safetensors")  # readers such as vLLM take the largest of the parts
-    stored = [{float(file[f"model.layers.0.self_attn.{leaf}.weight_scale"]) for leaf in JOINED[0]}]
-    assert len(stored[0]) == 1
+    scales = [{float(file[f"model.layers.0.self_attn.{leaf}.weight_scale"]) for leaf in JOINED[0]}]
+    assert len(scales[0]) == 1
     joined = {folder: joined_scales(tmp_path / folder) for folder in ("own", "shared")}
     assert all(scale.dim() == 0 for scale in joined["shared"])
     assert all(scale.dim() == 2 for scale in joined["own"])
@@ -134,10 +134,10 @@ def test_kinds_of_delayed_scaling_are_served_as_measured(
 ) -> None:
     report = run(model_dir, tmp_path / "out", recipe=recipe, rounding=rounding)
     assert served_quality(tmp_path / "out", report).perplexity == report.quality.perplexity
-    stored = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
-    assert stored.recipe == recipe
-    assert any(name.endswith(".weight") for name in stored.tensors) is (recipe.weight_granularity == "tensor")
-    logs = torch.stack([entry.scale for entry in stored.tensors.values()]).log2()
+    scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
+    assert scales.recipe == recipe
+    assert any(name.endswith(".weight") for name in scales.tensors) is (recipe.weight_granularity == "tensor")
+    logs = torch.stack([entry.scale for entry in scales.tensors.values()]).log2()
     assert torch.equal(logs, logs.round()) is recipe.power_2_scale
 
 
@@ -184,9 +184,9 @@ def test_scales_belong_to_both_directories(model_dir: Path, calibrated: tuple[Pa
 def test_serving_uses_the_calibrated_scales(calibrated: tuple[Path, CalibrationReport]) -> None:
     out, report = calibrated
     model = load_servable(out)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
-    assert len(found) == 14
-    for name, module in found.items():
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, FrozenLinear)}
+    assert len(layers) == 14
+    for name, module in layers.items():
         tensor = report.tensor(f"{name}.input")
         assert tensor is not None
         assert module.input_scale is not None
@@ -218,8 +218,8 @@ def test_a_second_run_gives_the_same_bits(
 
 def test_batches_in_any_grouping_give_the_same_input_scales(model_dir: Path, tmp_path: Path) -> None:
     """Attention is within a sequence, so that the batch size can only change rounding."""
-    found = [run(model_dir, tmp_path / str(size), batch_size=size) for size in (1, 12)]
-    for one, other in zip(found[0].tensors, found[1].tensors, strict=True):
+    reports = [run(model_dir, tmp_path / str(size), batch_size=size) for size in (1, 12)]
+    for one, other in zip(reports[0].tensors, reports[1].tensors, strict=True):
         assert one.amax == pytest.approx(other.amax, rel=0.02), one.name
 
 
@@ -271,23 +271,23 @@ def test_the_order_and_repetition_of_data_change_no_scale(model_dir: Path, tmp_p
         "b": [texts[:5:-1], texts[5::-1]],
         "c": [texts[6:] * 3, texts[:6] + texts[2:9]],
     }
-    written = {}
+    results = {}
     for name, files in orders.items():
         paths = [tmp_path / f"{name}{i}.jsonl" for i in range(2)]
         for path, lines in zip(paths, files, strict=True):
             path.write_text("".join(lines))
         report = run(model_dir, tmp_path / name, data=paths, samples=8)
-        written[name] = (load_file(tmp_path / name / "scales.safetensors"), report.quality)
+        results[name] = (load_file(tmp_path / name / "scales.safetensors"), report.quality)
     for name in "bc":
-        assert written[name][1] == written["a"][1]
-        for key, value in written["a"][0].items():
-            assert torch.equal(written[name][0][key], value)
+        assert results[name][1] == results["a"][1]
+        for key, value in results["a"][0].items():
+            assert torch.equal(results[name][0][key], value)
 
 
 def test_progress_reports_every_stage_and_layer(model_dir: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    run(model_dir, tmp_path / "out", progress=lambda *step: told.append(step))
-    assert [stage for stage, done, _ in told if done == 0] == [
+    steps: list[tuple[str, int, int]] = []
+    run(model_dir, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert [stage for stage, completed, _ in steps if completed == 0] == [
         "load",
         "observe",
         "compare",
@@ -295,7 +295,7 @@ def test_progress_reports_every_stage_and_layer(model_dir: Path, tmp_path: Path)
         "write",
         "generate",
     ]
-    assert [step for step in told if step[0] == "observe"] == [("observe", i, 2) for i in range(3)]
+    assert [step for step in steps if step[0] == "observe"] == [("observe", i, 2) for i in range(3)]
 
 
 @pytest.mark.parametrize(

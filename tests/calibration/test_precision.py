@@ -40,7 +40,7 @@ def test_named_layers_stay_as_they_are(format_: str, model_dir: Path, tmp_path: 
     report = run(model_dir, out, skip=["*.self_attn.?_proj", DOWN], format=format_)
     every = set(load_servable(model_dir, "bf16").linear_names())
     stays = {n for n in every if ".self_attn." in n} | {DOWN}
-    assert {name for kept in report.in_bf16 for name in kept.names} == stays
+    assert {name for group in report.in_bf16 for name in group.names} == stays
     assert in_fp8(out) == every - stays
     weights, before = open_checkpoint(out), open_checkpoint(model_dir)
     assert all(torch.equal(weights[f"{name}.weight"], before[f"{name}.weight"]) for name in stays)
@@ -62,8 +62,8 @@ def test_the_engine_serves_fp8_and_bf16_linears_together(recipe: str, model_dir:
     """A group of joined layers may have both kinds; greedy tokens are those of layers computed one by one."""
     run(model_dir, tmp_path / "out", recipe, skip=[QKV[0], "model.layers.1.mlp.*"])
     engine = Engine(tmp_path / "out")
-    found = engine.generate([[5, 6, 7, 8, 9]], max_new_tokens=8, ignore_eos=True)
-    assert len(found[0].token_ids) == 8
+    completions = engine.generate([[5, 6, 7, 8, 9]], max_new_tokens=8, ignore_eos=True)
+    assert len(completions[0].token_ids) == 8
     assert {n for n, m in engine.loaded.runner.model.named_modules() if isinstance(m, FrozenLinear)} == in_fp8(
         tmp_path / "out"
     )
@@ -88,9 +88,9 @@ def test_a_target_is_met_with_few_linears_in_bf16(model_dir: Path, tmp_path: Pat
     report = run(model_dir, tmp_path / "out", target_kl=0.6 * plain)
     assert report.quality.kl_divergence is not None
     assert report.quality.kl_divergence <= 0.6 * plain
-    names = [name for kept in report.in_bf16 for name in kept.names]
+    names = [name for group in report.in_bf16 for name in group.names]
     assert 0 < len(names) < 12
-    assert all(kept.kl for kept in report.in_bf16)
+    assert all(group.kl for group in report.in_bf16)
     assert in_fp8(tmp_path / "out").isdisjoint(names)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", *names]
@@ -110,7 +110,7 @@ def test_skipped_linears_work_with_gptq_and_healing(model_dir: Path, tmp_path: P
     options = {"rounding": "gptq", "heal": 20, "heal_rate": 3e-4, "kv_cache": True, "input_scales": "history"}
     report = run(model_dir, tmp_path / "out", skip=[*QKV], target_kl=0.03, **options)
     assert report.healing is not None
-    assert {n for kept in report.in_bf16 for n in kept.names}.issuperset(QKV)
+    assert {n for group in report.in_bf16 for n in group.names}.issuperset(QKV)
     assert divergence(tmp_path / "out", model_dir) < 0.05
     search = run(model_dir, tmp_path / "search", skip=[QKV[0]], input_scales="search")
     assert QKV[0] not in {layer.name for layer in search.layers}
@@ -121,9 +121,9 @@ def test_the_smallest_number_of_groups_is_found_by_bisection() -> None:
     calls: list[int] = []
 
     def groups_for(target: QualityTarget) -> int:
-        def is_met(kept: Sequence[LinearGroup]) -> bool:
-            calls.append(len(kept))
-            return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(kept) / 20, 0.5))
+        def is_met(groups: Sequence[LinearGroup]) -> bool:
+            calls.append(len(groups))
+            return target.is_met(Quality(10, 11.0, 10.0, 1.0 - len(groups) / 20, 0.5))
 
         return min_groups_in_bf16(candidates, is_met)
 

@@ -51,8 +51,8 @@ def test_several_processes_write_the_bytes_of_one(case: str, world: int, model_d
         run(str(model_dir), str(tmp_path / "one"), case, Ranks())
     finally:
         torch.set_num_threads(before)
-    heard = on_ranks(world, _calibrate_on_rank, world, str(model_dir), str(tmp_path / "many"), case)
-    assert heard == [5] * world
+    counts = on_ranks(world, _calibrate_on_rank, world, str(model_dir), str(tmp_path / "many"), case)
+    assert counts == [5] * world
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "one"]
 
@@ -81,9 +81,9 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_under_torchrun(model_dir: Path, tmp_path: Path) -> None:
     options = ["--samples", "4", "--seq-len", "24", "--batch-size", "1", "--json"]
-    done = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r'"perplexity"', done.stdout)) == 1, done.stdout  # only rank 0 prints
+    process = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
+    assert process.returncode == 0, process.stderr
+    assert len(re.findall(r'"perplexity"', process.stdout)) == 1, process.stdout  # only rank 0 prints
     again = torchrun("calibrate", str(model_dir), "--out", str(tmp_path / "out"), *options)
     assert again.returncode == 1
     assert again.stderr.count("is not empty; choose another output directory") == 1, again.stderr

@@ -16,8 +16,8 @@ SMALL = ("--samples", "8", "--seq-len", "32")
 def calibrated(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the page in a file whose name has a space."""
     folder = tmp_path_factory.mktemp("calibrated")
-    asked = ["calibrate", str(model_dir), "--out", str(folder / "out"), "--report", str(folder / "the page.html")]
-    assert main([*asked, *SMALL, "--generated-samples", "1"]) == 0
+    arguments = ["calibrate", str(model_dir), "--out", str(folder / "out"), "--report", str(folder / "the page.html")]
+    assert main([*arguments, *SMALL, "--generated-samples", "1"]) == 0
     return folder
 
 
@@ -42,8 +42,8 @@ def test_calibrate_without_weights_writes_the_page(model_dir: Path, tmp_path: Pa
 
 def test_eval_writes_its_page(calibrated: Path, model_dir: Path, tmp_path: Path) -> None:
     page = tmp_path / "eval.html"
-    asked = ["eval", str(calibrated / "out"), "--against", str(model_dir), "--report", str(page), *SMALL]
-    assert main(asked) == 0
+    arguments = ["eval", str(calibrated / "out"), "--against", str(model_dir), "--report", str(page), *SMALL]
+    assert main(arguments) == 0
     text = page.read_text()
     assert "Evaluation of out" in text
     assert "Distribution of values over the exponents" in text
@@ -75,8 +75,8 @@ def test_an_unwritable_report_path_is_reported_before_the_work(
     monkeypatch.chdir(tmp_path)
     name, *options = command
     assert main([name, str(model_dir), *options, "--report", "nowhere/page.html"]) == 1
-    shown = capsys.readouterr()
-    assert shown.err == "fp8serve: nowhere/page.html cannot be written: there is no directory nowhere.\n"
+    captured = capsys.readouterr()
+    assert captured.err == "fp8serve: nowhere/page.html cannot be written: there is no directory nowhere.\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -34,9 +34,9 @@ def run(model: Path, out: Path, recipe: str, **options: object) -> CalibrationRe
 def divergence(folder: Path, model: Path) -> float:
     """Returns KL(model || folder) in nats per token on the held-out samples."""
     tokenizer, served, exact = Tokenizer.from_dir(folder), load_servable(folder), load_servable(model, "bf16")
-    found = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
+    batches = calibration_batches(None, tokenizer, VOCAB, **SMALL, seed=0)  # type: ignore[arg-type]
     tally = TokenTally()
-    for batch in found.held_out:
+    for batch in batches.held_out:
         add_logits(tally, batch.targets, (served, forward(served, batch)), (exact, forward(exact, batch)))
     kl = tally.quality(compared=True).kl_divergence
     assert kl is not None
@@ -64,29 +64,29 @@ def test_weights_are_fitted_to_quantized_inputs(model_dir: Path) -> None:
         decoder, calibration_batches(None, Tokenizer.from_dir(model_dir), VOCAB, **ONE).calibration
     )  # type: ignore[arg-type]
     layer = FrozenLinear.from_linear(linears[name], DelayedScaling(), torch.tensor(448.0), torch.tensor(1.0))
-    found = _products_of(stream, 0, linears, {name: layer})[name]
-    seen: list[Tensor] = []
-    with forward_hooks({name: linears[name]}, lambda _: lambda linear, args, out: seen.append(args[0])):
+    product = _products_of(stream, 0, linears, {name: layer})[name]
+    inputs: list[Tensor] = []
+    with forward_hooks({name: linears[name]}, lambda _: lambda linear, args, out: inputs.append(args[0])):
         stream.run(0)
-    x = seen[0].float()
+    x = inputs[0].float()
     assert x.abs().max() > 1
-    assert torch.allclose(found, (cast := dequantize(*layer.cast(seen[0])).float()).t() @ cast)
-    assert found.trace() < 0.9 * x.square().sum()
+    assert torch.allclose(product, (cast := dequantize(*layer.cast(inputs[0])).float()).t() @ cast)
+    assert product.trace() < 0.9 * x.square().sum()
 
 
 def test_gptq_changes_only_the_codes_of_weights(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "nearest", "delayed")
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
-    plain, found = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
+    plain, compensated = open_checkpoint(tmp_path / "nearest"), open_checkpoint(tmp_path / "gptq")
     for name in plain.fp8_linears:
-        one, other = plain.fp8_matrix(name), found.fp8_matrix(name)
+        one, other = plain.fp8_matrix(name), compensated.fp8_matrix(name)
         assert one is not None
         assert other is not None
         assert torch.equal(one.weight_scale_inv, other.weight_scale_inv)
         assert not torch.equal(one.weight_q.float(), other.weight_q.float())
         assert one.input_scale == other.input_scale
     for name in set(plain) - {f"{linear}.weight" for linear in plain.fp8_linears}:
-        assert torch.equal(plain[name], found[name])
+        assert torch.equal(plain[name], compensated[name])
 
 
 def test_the_same_samples_give_the_same_bits(model_dir: Path, tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_the_same_samples_give_the_same_bits(model_dir: Path, tmp_path: Path) ->
 
 def test_training_starts_from_the_served_weights(model_dir: Path, tmp_path: Path) -> None:
     run(model_dir, tmp_path / "gptq", "delayed", rounding="gptq")
-    stored, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
-    name = stored.fp8_linears[0]
-    layer = stored.fp8_matrix(name)
+    checkpoint, trainable = open_checkpoint(tmp_path / "gptq"), load_trainable(tmp_path / "gptq")
+    name = checkpoint.fp8_linears[0]
+    layer = checkpoint.fp8_matrix(name)
     assert layer is not None
     assert torch.equal(trainable.get_parameter(f"{name}.weight"), layer.weight_q.float() * layer.weight_scale_inv)
 

@@ -87,7 +87,7 @@ def test_several_sequences_in_one_pass_give_the_same_shares(model_dir: Path, mon
 
     def shares(limit: int | None) -> dict[str, float]:
         monkeypatch.setattr("fp8serve.calibration.compare._tokens_per_pass", lambda linears: limit)
-        stages = Stages(lambda stage, done, total: passes.append(total))
+        stages = Stages(lambda stage, completed, total: passes.append(total))
         return kl_shares(decoder, linears, batches.held_out, lambda name, linear, x: frozen[name](x), stages=stages)
 
     alone = shares(None)

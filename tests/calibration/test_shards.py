@@ -20,9 +20,9 @@ def sharded(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def called(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    return done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_files_stay_within_the_size_and_have_the_same_contents(sharded: Path, model_dir: Path, tmp_path: Path) -> None:

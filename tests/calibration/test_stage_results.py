@@ -28,12 +28,12 @@ def run(model: Path, out: Path, case: str, **options: object) -> None:
 
 
 def _calibrate_and_die(model: Path, out: Path, case: str, steps: int, resume: bool) -> None:
-    left = steps
+    remaining = steps
 
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def progress(stage: str, completed: int, total: int) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
@@ -50,9 +50,9 @@ def finishes(model: Path, out: Path, case: str, steps: int, resume: bool) -> boo
 
 
 def content(out: Path) -> dict[str, object]:
-    found: dict[str, object] = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".html"}
+    files: dict[str, object] = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".html"}
     report = json.loads((out / "calibration.json").read_text())
-    return found | {"calibration.json": {k: v for k, v in report.items() if k not in ("out", "seconds", "origin")}}
+    return files | {"calibration.json": {k: v for k, v in report.items() if k not in ("out", "seconds", "origin")}}
 
 
 @pytest.fixture
@@ -80,7 +80,13 @@ def test_finished_stages_are_not_computed_again(model_dir: Path, tmp_path: Path)
     (unfinished,) = tmp_path.iterdir()
     assert {p.name for p in unfinished.iterdir()} >= {"run.json", "observed.safetensors"}
     stages: list[str] = []
-    run(model_dir, tmp_path / "out", "delayed", resume=True, progress=lambda stage, done, total: stages.append(stage))
+    run(
+        model_dir,
+        tmp_path / "out",
+        "delayed",
+        resume=True,
+        progress=lambda stage, completed, total: stages.append(stage),
+    )
     assert "observe" not in stages
     assert "round" in stages
 

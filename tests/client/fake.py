@@ -57,11 +57,13 @@ class Quiet(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """`routes` has the answers by method and path; a list has one answer for each request. `seen` gets all requests."""
+    """`routes` has the answers by method and path; a list has one answer for each request. `requests` has all of them,
+    each as its route and its body.
+    """
 
     def __init__(self, **routes: Any) -> None:
         self.routes: dict[str, Answer | list[Answer]] = {"GET /v1/models": MODELS}
-        self.seen: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
         class Handler(_Handler):
@@ -72,7 +74,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def bodies(self, route: str) -> list[Any]:
-        return [body for request, body in self.seen if request == route]
+        return [body for request, body in self.requests if request == route]
 
     @contextmanager
     def running(self) -> "Iterator[FakeServer]":
@@ -94,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         route = f"{self.command} {self.path}"
         raw = self._body()
         body = json.loads(raw) if self.headers.get("Content-Type") == "application/json" else raw
-        self.owner.seen.append((route, body))
+        self.owner.requests.append((route, body))
         self.owner.headers.append(dict(self.headers))
         answer = self.owner.routes.get(route, json_answer({"error": {"message": "No such route."}}, 404))
         with suppress(ConnectionError):  # the client may disconnect at any time
@@ -103,12 +105,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        found = b""
+        body = b""
         while size := int(self.rfile.readline(), 16):
-            found += self.rfile.read(size)
+            body += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return body
 
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815 - http.server names them so
 

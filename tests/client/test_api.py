@@ -158,10 +158,10 @@ def test_uploads(fake: FakeServer, tmp_path: Path) -> None:
         assert api.upload(data) == "file-1"
         with pytest.raises(DataError, match=r"none.jsonl cannot be read: No such file"):
             api.upload(tmp_path / "none.jsonl")
-    (sent,) = fake.bodies("POST /v1/files")
-    assert b'filename="data.jsonl"' in sent
-    assert data.read_bytes() in sent
-    assert b"fine-tune" in sent
+    (body,) = fake.bodies("POST /v1/files")
+    assert b'filename="data.jsonl"' in body
+    assert data.read_bytes() in body
+    assert b"fine-tune" in body
 
 
 def test_an_upload_answer_without_an_id_is_refused(fake: FakeServer, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def complete() -> Outcomes:
 
 def tested() -> Outcomes:
     """Runs the tests; returns the outcome of every test and model."""
-    found: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    outcomes: dict[tuple[str, str], list[bool]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         options = ("-q", "-n0", "-p", "no:cacheprovider", f"--junit-xml={report}")
@@ -79,8 +79,8 @@ def tested() -> Outcomes:
         for case in ElementTree.parse(report).iter("testcase"):
             test, _, parameters = case.attrib["name"].partition("[")
             name = next(name for name in parameters.rstrip("]").split("-") if name in NAMES)
-            found[test, name].append(all(child.tag not in ("failure", "error", "skipped") for child in case))
-    return {key: all(passed) for key, passed in found.items()}
+            outcomes[test, name].append(all(child.tag not in ("failure", "error", "skipped") for child in case))
+    return {key: all(passed) for key, passed in outcomes.items()}
 
 
 if __name__ == "__main__":

@@ -8,21 +8,21 @@ HIGH = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
-def assert_fp8_equal(found: Tensor, expected: Tensor) -> None:
+def assert_fp8_equal(actual: Tensor, expected: Tensor) -> None:
     """Checks that all bits are equal, including those of NaN."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def assert_bits_equal(found: Tensor, expected: Tensor) -> None:
+def assert_bits_equal(actual: Tensor, expected: Tensor) -> None:
     """Checks that all bits are equal, except that any NaN equals any other NaN."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    nan = found.float().isnan()
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    nan = actual.float().isnan()
     assert torch.equal(nan, expected.float().isnan())
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.itemsize]
-    same = found.contiguous().view(kind) == expected.contiguous().view(kind)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
+    same = actual.contiguous().view(kind) == expected.contiguous().view(kind)
     assert bool((same | nan).all())
 
 

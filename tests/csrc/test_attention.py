@@ -14,10 +14,10 @@ from tests.csrc.paged import CACHES, LONG, OPS, PagedBatch, naive
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 16), (6, 3, 80), (8, 1, 128), (2, 1, 7)])
 def test_error_is_at_most_twice_the_naive_one(level, heads, kv_heads, dim, q_dtype, cache_dtype):
     batch = PagedBatch([(37, 37), (1, 1), (100, 3), (16, 16), (90, 1)], heads, kv_heads, dim, q_dtype, cache_dtype)
-    found = OPS.paged_attention(*batch.args())
+    actual = OPS.paged_attention(*batch.args())
     args = list(batch.args())
     truth = reference.paged_attention(args[0].double(), *args[1:])
-    error, naive_error = (found.double() - truth).abs().max(), (naive(batch).double() - truth).abs().max()
+    error, naive_error = (actual.double() - truth).abs().max(), (naive(batch).double() - truth).abs().max()
     assert error <= 2 * naive_error + torch.finfo(q_dtype).eps * truth.abs().max()
 
 
@@ -118,19 +118,19 @@ def test_wrong_arguments_are_refused(change, message):
 @pytest.mark.smoke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
-@pytest.mark.parametrize("stored", [*HIGH, *FORMATS])
+@pytest.mark.parametrize("dtype", [*HIGH, *FORMATS])
 @pytest.mark.parametrize("scale", [None, 3.7])
-def test_write_kv_equals_the_reference(level, high, stored, scale):
+def test_write_kv_equals_the_reference(level, high, dtype, scale):
     k, v = hostile(9, 2 * 24, high, 1).view(9, 2, 24), hostile(9, 2 * 24, high, 2).view(9, 2, 24)
     slots = torch.tensor([3, 0, -1, 17, 31, 8, -1, 9, 10])
     factor = None if scale is None else torch.tensor(scale)
-    found = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
-    expected = [torch.zeros(4, 8, 2, 24).to(stored) for _ in range(2)]
-    OPS.write_kv(k, v, *found, slots, factor, factor)
+    actual = [torch.zeros(4, 8, 2, 24).to(dtype) for _ in range(2)]
+    expected = [torch.zeros(4, 8, 2, 24).to(dtype) for _ in range(2)]
+    OPS.write_kv(k, v, *actual, slots, factor, factor)
     reference.write_kv(k, v, *expected, slots, factor, factor)
-    compare = assert_fp8_equal if stored in FORMATS else assert_bits_equal
-    compare(found[0], expected[0])
-    compare(found[1], expected[1])
+    compare = assert_fp8_equal if dtype in FORMATS else assert_bits_equal
+    compare(actual[0], expected[0])
+    compare(actual[1], expected[1])
 
 
 def test_write_kv_refuses_invalid_slots_and_caches():

@@ -31,8 +31,8 @@ def test_gradients_of_a_sequence_do_not_depend_on_the_batch(options: tuple[Any, 
     batched, arguments = backward(*inputs(), LENGTHS, 0.3, *options), inputs()
     parts = zip(*(torch.split(t, LENGTHS) for t in arguments), strict=True)
     alone = [backward(*part, [len(part[0])], 0.3, *options) for part in parts]
-    for found, *single in zip(batched[:3], *(one[:3] for one in alone), strict=True):
-        assert_bits_equal(found, torch.cat(single))
+    for gradient, *single in zip(batched[:3], *(one[:3] for one in alone), strict=True):
+        assert_bits_equal(gradient, torch.cat(single))
     torch.testing.assert_close(batched[3], torch.stack([one[3] for one in alone]).sum(0))
 
 
@@ -41,24 +41,24 @@ def test_threads_change_no_bit(threads: None, options: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     expected = backward(*inputs(), LENGTHS, 0.3, *options)
     torch.set_num_threads(3)
-    for found, one in zip(backward(*inputs(), LENGTHS, 0.3, *options), expected, strict=True):
-        assert_bits_equal(found, one)
+    for gradient, one in zip(backward(*inputs(), LENGTHS, 0.3, *options), expected, strict=True):
+        assert_bits_equal(gradient, one)
 
 
 @pytest.mark.parametrize("dim", [1, 64, 130])
 def test_gradients_of_a_long_sequence_are_those_of_the_reference(dim: int) -> None:
     arguments = inputs(700, dim)
-    for found, exact in zip(
+    for gradient, exact in zip(
         backward(*arguments, [700], 0.1), reference.attention_backward(*arguments, [700], 0.1), strict=True
     ):
-        assert (found.double() - exact.double()).norm() <= 0.005 * exact.double().norm()
+        assert (gradient.double() - exact.double()).norm() <= 0.005 * exact.double().norm()
 
 
 def test_non_contiguous_arguments_give_the_same_bits() -> None:
     arguments = inputs()
     transposed = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in arguments]
-    for found, one in zip(backward(*transposed, LENGTHS, 0.3), backward(*arguments, LENGTHS, 0.3), strict=True):
-        assert_bits_equal(found, one)
+    for gradient, one in zip(backward(*transposed, LENGTHS, 0.3), backward(*arguments, LENGTHS, 0.3), strict=True):
+        assert_bits_equal(gradient, one)
 
 
 def test_nan_reaches_the_gradients_of_its_own_sequence_only() -> None:

@@ -17,26 +17,26 @@ def values():
     return casts.stratified()
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def no_progress(what: str, completed: int, total: int) -> None:
     """A progress callback that does nothing."""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("probe", casts.PROBES)
 def test_every_kernel_casts_2_24_values_like_the_reference(level, values, probe):
-    found = casts.compare(
+    findings = casts.compare(
         iter(values.split(casts.CHUNK_VALUES)), values.numel(), no_progress, probes=[probe], at=[level]
     )
-    assert [f.values for f in found] == [2**23 if probe in casts.SCALES else 2**24] * len(found)
-    assert [f for f in found if f.differing] == []
+    assert [f.values for f in findings] == [2**23 if probe in casts.SCALES else 2**24] * len(findings)
+    assert [f for f in findings if f.differing] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_kernel_casts_every_short_value_like_the_reference(level, dtype):
-    found = casts.compare(casts.all_values(dtype), 2**16, no_progress, at=[level])
-    assert {f.probe for f in found} == set(casts.PROBES)
-    assert {f.values for f in found} == {2**16, 2**15}
-    assert [f for f in found if f.differing] == []
+    findings = casts.compare(casts.all_values(dtype), 2**16, no_progress, at=[level])
+    assert {f.probe for f in findings} == set(casts.PROBES)
+    assert {f.values for f in findings} == {2**16, 2**15}
+    assert [f for f in findings if f.differing] == []
 
 
 @pytest.mark.parametrize(("limit", "margin"), [(448.0, 0), (57344.0, 3)])

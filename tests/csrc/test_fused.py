@@ -12,12 +12,14 @@ OPS = torch.ops.fp8serve
 E4M3, E5M2 = FORMATS
 
 
-def assert_fp8_close(found: Tensor, expected: Tensor) -> None:
+def assert_fp8_close(actual: Tensor, expected: Tensor) -> None:
     """Checks that codes differ by at most one, that fewer than 2 % differ, and that the same elements are NaN."""
-    assert found.dtype == expected.dtype
-    a, b = found.float(), expected.float()
+    assert actual.dtype == expected.dtype
+    a, b = actual.float(), expected.float()
     assert torch.equal(a.isnan(), b.isnan())
-    codes = [(t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (found, expected)]
+    codes = [
+        (t.view(torch.uint8).int() & 0x7F) * (1 - 2 * (t.view(torch.uint8).int() >> 7)) for t in (actual, expected)
+    ]
     difference = (codes[0] - codes[1]).abs()[~a.isnan()]
     assert not difference.numel() or (difference.max() <= 1 and (difference > 0).float().mean() < 0.02)
 
@@ -115,13 +117,13 @@ def test_bf16_is_the_same_at_every_level(library, width):
         )
 
 
-def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
+def rotary_arguments(tokens, heads, kv_heads, dim, high, cache_dtype):
     make = torch.Generator().manual_seed(0)
     width = (heads + 2 * kv_heads) * dim
     fused_row = torch.randn(tokens, width, generator=make).to(high)  # q, k and v of one fused projection
     q, k, v = fused_row.split([heads * dim, kv_heads * dim, kv_heads * dim], 1)
     angle = torch.randn(tokens, 1, dim // 2, generator=make).repeat(1, 1, 2)
-    caches = [torch.zeros(4, 8, kv_heads, dim).to(stored) for _ in range(2)]
+    caches = [torch.zeros(4, 8, kv_heads, dim).to(cache_dtype) for _ in range(2)]
     slots = torch.randperm(32, generator=make)[:tokens]
     if tokens > 2:
         slots[1] = -1
@@ -131,14 +133,14 @@ def rotary_arguments(tokens, heads, kv_heads, dim, high, stored):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("high", HIGH)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, E4M3])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32, E4M3])
 @pytest.mark.parametrize("shape", [(1, 4, 2, 64), (9, 3, 1, 6), (30, 2, 2, 128)])
-def test_rotary_write_kv(level, shape, stored, high):
-    found, expected = rotary_arguments(*shape, high, stored), rotary_arguments(*shape, high, stored)
-    scale = torch.tensor(2.5) if stored == E4M3 else None
-    q = OPS.rotary_write_kv(*found, scale, scale)
+def test_rotary_write_kv(level, shape, cache_dtype, high):
+    actual, expected = rotary_arguments(*shape, high, cache_dtype), rotary_arguments(*shape, high, cache_dtype)
+    scale = torch.tensor(2.5) if cache_dtype == E4M3 else None
+    q = OPS.rotary_write_kv(*actual, scale, scale)
     assert_bits_equal(q, reference.rotary_write_kv(*expected, scale, scale))
-    for ours, theirs in zip(found[5:7], expected[5:7], strict=True):
+    for ours, theirs in zip(actual[5:7], expected[5:7], strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -147,12 +149,12 @@ def test_rotary_write_kv(level, shape, stored, high):
 @pytest.mark.parametrize("case", cases("quantize_delayed"), ids=lambda case: case.name)
 def test_quantize_delayed(level, case):
     """Compares the data, the scale and the history."""
-    found, expected = case.make(), case.make()
-    results = OPS.quantize_delayed(*found), reference.quantize_delayed(*expected)
+    arguments, expected = case.make(), case.make()
+    results = OPS.quantize_delayed(*arguments), reference.quantize_delayed(*expected)
     for actual, reference_result in zip(*results, strict=True):
         torch.testing.assert_close(actual.float(), reference_result.float(), rtol=0, atol=0, equal_nan=True)
     if expected[2] is not None:
-        assert torch.equal(found[2], expected[2])
+        assert torch.equal(arguments[2], expected[2])
 
 
 @pytest.mark.pairwise
@@ -161,9 +163,9 @@ def test_quantize_delayed(level, case):
 def test_transpose_half(level, dtype, shape):
     x = hostile(*shape, dtype)
     for matrix in (x, hostile(shape[0], 2 * shape[1], dtype)[:, ::2], hostile(*reversed(shape), dtype).t()):
-        found = OPS.transpose_half(matrix)
-        assert found.is_contiguous()
-        assert_bits_equal(found, matrix.t().contiguous())
+        actual = OPS.transpose_half(matrix)
+        assert actual.is_contiguous()
+        assert_bits_equal(actual, matrix.t().contiguous())
 
 
 @pytest.mark.pairwise
@@ -172,11 +174,11 @@ def test_transpose_half(level, dtype, shape):
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (7, 200), (200, 7), (0, 5), (5, 0)])
 def test_quantize_transpose(level, shape, dtype, high):
     x = hostile(*shape, high)
-    found = OPS.quantize_transpose(x, torch.tensor(1.7), dtype)
+    actual = OPS.quantize_transpose(x, torch.tensor(1.7), dtype)
     expected = reference.quantize_transpose(x, torch.tensor(1.7), dtype)
-    assert_fp8_equal(found[0], expected[0])
-    assert_fp8_equal(found[1], expected[1])
-    assert_bits_equal(found[2], expected[2])
+    assert_fp8_equal(actual[0], expected[0])
+    assert_fp8_equal(actual[1], expected[1])
+    assert_bits_equal(actual[2], expected[2])
 
 
 @pytest.mark.parametrize("high", HIGH)
@@ -184,8 +186,8 @@ def test_scaled_mm_add_rounds_twice(level, high):
     a, a_scale = reference.quantize_rowwise(tame(7, 200), E4M3, False)
     b, b_scale = reference.quantize_rowwise(tame(37, 200, seed=1), E4M3, False)
     residual, bias = tame(7, 37, high, 2), tame(1, 37, high, 3)[0]
-    found = OPS.scaled_mm_add(a, b, a_scale, b_scale, bias, residual)
-    assert_bits_equal(found, residual + OPS.scaled_mm(a, b, a_scale, b_scale, bias, high))
+    actual = OPS.scaled_mm_add(a, b, a_scale, b_scale, bias, residual)
+    assert_bits_equal(actual, residual + OPS.scaled_mm(a, b, a_scale, b_scale, bias, high))
     with pytest.raises(RuntimeError, match="residual: dim 0 is 6, must be M = 7"):
         OPS.scaled_mm_add(a, b, a_scale, b_scale, bias, residual[1:])
 
@@ -194,10 +196,10 @@ def test_scaled_mm_add_rounds_twice(level, high):
 def test_mm_of_bf16(level, shape):
     m, n, k = shape
     a, b, bias = tame(m, k, torch.bfloat16, 1), tame(n, k, torch.bfloat16, 2), tame(1, n, seed=3)[0]
-    found = OPS.mm(a, b, bias, torch.float32)
+    actual = OPS.mm(a, b, bias, torch.float32)
     truth = a.double() @ b.double().t() + bias
     naive = a.float() @ b.float().t() + bias
-    assert (found - truth).abs().max() <= 2 * (naive - truth).abs().max() + 1e-6 * truth.abs().max()
+    assert (actual - truth).abs().max() <= 2 * (naive - truth).abs().max() + 1e-6 * truth.abs().max()
 
 
 def test_mm_is_the_same_at_every_level_and_in_every_batch(library):

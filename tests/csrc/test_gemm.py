@@ -28,10 +28,10 @@ def exact(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     return a_hp @ (b.double() * arithmetic.expand(b_scale, *b.shape).double()).t()
 
 
-def assert_as_good_as_naive(found: Tensor, naive: Tensor, truth: Tensor) -> None:
+def assert_as_good_as_naive(actual: Tensor, naive: Tensor, truth: Tensor) -> None:
     """Checks that the error is at most twice that of the naive computation, plus a rounding of the output."""
-    spacing = torch.finfo(found.dtype).eps * truth.abs().max()
-    assert (found.double() - truth).abs().max() <= 2 * (naive.double() - truth).abs().max() + spacing
+    spacing = torch.finfo(actual.dtype).eps * truth.abs().max()
+    assert (actual.double() - truth).abs().max() <= 2 * (naive.double() - truth).abs().max() + spacing
 
 
 @pytest.mark.pairwise
@@ -42,9 +42,9 @@ def test_error_is_at_most_twice_the_naive_one(level, shape, a_by, b_by):
     m, n, k = shape
     a, a_scale = quantized(tame(m, k, seed=1), a_by)
     b, b_scale = quantized(tame(n, k, seed=2), b_by)
-    found = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
+    actual = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
     naive = arithmetic.dequantize(a, a_scale) @ arithmetic.dequantize(b, b_scale).t()
-    assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
+    assert_as_good_as_naive(actual, naive, exact(a, b, a_scale, b_scale))
 
 
 @pytest.mark.smoke
@@ -60,8 +60,8 @@ def test_integers_multiply_exactly(level, shape, a_dtype, b_dtype):
     b = torch.randint(-4, 5, (n, k), generator=make).float()
     bias = torch.arange(n).float()
     one = torch.tensor(1.0)
-    found = OPS.scaled_mm(a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
-    assert torch.equal(found, a @ b.t() + bias)
+    actual = OPS.scaled_mm(a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
+    assert torch.equal(actual, a @ b.t() + bias)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -74,10 +74,10 @@ def test_every_code_is_decoded(level, dtype):
         a[:, place] = bits
         unit = torch.zeros(1, 64)
         unit[0, place] = 1.0
-        found = OPS.scaled_mm(a.view(dtype), unit.to(dtype), one, one, None, torch.float32).flatten()
+        actual = OPS.scaled_mm(a.view(dtype), unit.to(dtype), one, one, None, torch.float32).flatten()
         expected = bits.view(dtype).float()
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -91,8 +91,8 @@ def test_every_code_of_a_weight_is_decoded(level, dtype, rows):
         b[:, place] = bits
         unit = torch.zeros(rows, 68)
         unit[:, place] = 1.0
-        found = OPS.scaled_mm(unit.to(E4M3), b.view(dtype), one, one, None, torch.float32)
-        assert_bits_equal(found, bits.view(dtype).float().expand(rows, -1) + 0.0)
+        actual = OPS.scaled_mm(unit.to(E4M3), b.view(dtype), one, one, None, torch.float32)
+        assert_bits_equal(actual, bits.view(dtype).float().expand(rows, -1) + 0.0)
 
 
 @pytest.mark.pairwise
@@ -103,10 +103,10 @@ def test_bf16_inputs_with_fp8_weights(level, shape, b_by):
     m, n, k = shape
     a, one = tame(m, k, seed=1).bfloat16(), torch.tensor(1.0)
     b, b_scale = quantized(tame(n, k, seed=2), b_by)
-    found = OPS.scaled_mm(a, b, one, b_scale, None, torch.float32)
+    actual = OPS.scaled_mm(a, b, one, b_scale, None, torch.float32)
     if b_by in ("tensor", "row"):
-        assert_bits_equal(found, OPS.mm(a, b.bfloat16(), None, torch.float32) * b_scale.t())
-    assert_as_good_as_naive(found, a.float() @ arithmetic.dequantize(b, b_scale).t(), exact(a, b, one, b_scale))
+        assert_bits_equal(actual, OPS.mm(a, b.bfloat16(), None, torch.float32) * b_scale.t())
+    assert_as_good_as_naive(actual, a.float() @ arithmetic.dequantize(b, b_scale).t(), exact(a, b, one, b_scale))
 
 
 @pytest.mark.parametrize("b_by", GRANULARITIES)
@@ -187,8 +187,8 @@ def test_output_and_bias_types(level, out, bias_dtype):
     b, b_scale = quantized(tame(20, 100, seed=2), "row")
     bias = tame(1, 20, seed=3)[0].to(bias_dtype)
     full = OPS.scaled_mm(a, b, a_scale, b_scale, None, torch.float32)
-    found = OPS.scaled_mm(a, b, a_scale, b_scale, bias, out)
-    assert_bits_equal(found, (full + bias.float()).to(out))
+    actual = OPS.scaled_mm(a, b, a_scale, b_scale, bias, out)
+    assert_bits_equal(actual, (full + bias.float()).to(out))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 64), (5, 0, 64), (3, 4, 0)])
@@ -196,25 +196,25 @@ def test_empty(level, shape):
     m, n, k = shape
     a, b, one = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3), torch.tensor(1.0)
     bias = torch.arange(n).float()
-    found = OPS.scaled_mm(a, b, one, one, bias, torch.float32)
-    assert torch.equal(found, torch.zeros(m, n) + bias)
+    actual = OPS.scaled_mm(a, b, one, one, bias, torch.float32)
+    assert torch.equal(actual, torch.zeros(m, n) + bias)
 
 
 def test_nan_and_infinity_affect_only_their_row(level):
     a = tame(6, 130, seed=1).clamp(-400, 400)
     a[2, 64], a[4, 129] = torch.nan, torch.inf
     one = torch.tensor(1.0)
-    found = OPS.scaled_mm(a.to(E5M2), tame(20, 130, seed=2).to(E4M3), one, one, None, torch.float32)
-    assert found[2].isnan().all()
-    assert not found[4].isfinite().any()
-    assert found[[0, 1, 3, 5]].isfinite().all()
+    actual = OPS.scaled_mm(a.to(E5M2), tame(20, 130, seed=2).to(E4M3), one, one, None, torch.float32)
+    assert actual[2].isnan().all()
+    assert not actual[4].isfinite().any()
+    assert actual[[0, 1, 3, 5]].isfinite().all()
 
 
 def test_non_contiguous_operands(level):
     a, b = tame(130, 12, seed=1).to(E4M3).t(), tame(130, 9, seed=2).to(E4M3).t()
     one = torch.tensor(1.0)
-    found = OPS.scaled_mm(a, b, one, one, None, torch.float32)
-    assert_bits_equal(found, OPS.scaled_mm(a.contiguous(), b.contiguous(), one, one, None, torch.float32))
+    actual = OPS.scaled_mm(a, b, one, one, None, torch.float32)
+    assert_bits_equal(actual, OPS.scaled_mm(a.contiguous(), b.contiguous(), one, one, None, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -250,19 +250,19 @@ def far_operands(rows: int, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
     return a, b, pairs[:rows, :1], pairs[:48, 1:]
 
 
-def assert_exact_bits(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
+def assert_exact_bits(actual: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
     """Checks the bits of the reference, and that its only errors are roundings."""
-    assert_bits_equal(found, reference.scaled_mm(*operands, extra, torch.float32))
-    assert_true_to_roundings(found, operands, extra)
+    assert_bits_equal(actual, reference.scaled_mm(*operands, extra, torch.float32))
+    assert_true_to_roundings(actual, operands, extra)
 
 
-def assert_true_to_roundings(found: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
+def assert_true_to_roundings(actual: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor], extra: Tensor) -> None:
     """Checks that errors against FP64 are roundings only, for all results that are normal FP32 numbers."""
     a, b, a_scale, b_scale = (t.double() for t in operands)
     truth = (a @ b.t()) * a_scale * b_scale.t() + extra.double()
     normal = (truth.abs() < 3.4e38) & (truth.abs() > 1.2e-38)
     assert normal.any()
-    torch.testing.assert_close(found.double()[normal], truth[normal], rtol=1e-6, atol=1e-38)
+    torch.testing.assert_close(actual.double()[normal], truth[normal], rtol=1e-6, atol=1e-38)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 130])
@@ -273,8 +273,8 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(level, rows, by_row):
     assert_exact_bits(OPS.scaled_mm(*operands, bias, torch.float32), operands, bias)
     packed = torch.empty(operands[1].numel(), dtype=torch.uint8).view(E4M3).view(packing.packed_shape(48, 64))
     OPS.pack_weight(operands[1], packed)
-    found = OPS.packed_mm(operands[0], packed, *operands[2:], bias, None, torch.float32)
-    assert_exact_bits(found, operands, bias)
+    actual = OPS.packed_mm(operands[0], packed, *operands[2:], bias, None, torch.float32)
+    assert_exact_bits(actual, operands, bias)
     residual = torch.ones(rows, 48, dtype=torch.bfloat16)
     product = OPS.scaled_mm(*operands, bias, torch.bfloat16)
     assert_bits_equal(OPS.scaled_mm_add(*operands, bias, residual), residual + product)
@@ -283,7 +283,7 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(level, rows, by_row):
 def test_far_scales_of_blocks_and_of_empty_sums(level):
     a, b = tame(3, 200, seed=1).to(E4M3), tame(48, 200, seed=2).to(E4M3)
     far = torch.full((), 1e30)
-    found = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)
+    actual = OPS.scaled_mm(a, b, far, torch.full((1, 2), 1e-30), None, torch.float32)
     truth = exact(a, b, far, torch.full((1, 2), 1e-30))
-    torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-3)
     assert OPS.scaled_mm(a[:, :0], b[:, :0], far, far, None, torch.float32).eq(0).all()

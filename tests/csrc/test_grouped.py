@@ -61,8 +61,8 @@ def test_grouped_equals_looped(level, shape, counts, scales):
     for a_dtype, out in ((E4M3, torch.bfloat16), (E5M2, torch.float32), (torch.bfloat16, torch.bfloat16)):
         args = operands(rows, n, k, scales, a_dtype)
         bias = torch.randn(len(rows), n, generator=torch.Generator().manual_seed(1)) if a_dtype != E5M2 else None
-        found = OPS.grouped_mm(*args, offsets, bias, out)
-        assert_bits_equal(found, looped(*args, offsets, bias, out))
+        actual = OPS.grouped_mm(*args, offsets, bias, out)
+        assert_bits_equal(actual, looped(*args, offsets, bias, out))
 
 
 @pytest.mark.pairwise
@@ -74,8 +74,8 @@ def test_packed_weights_give_the_same_bits(level, counts, scales):
     packed = torch.empty_like(b).view(len(rows), *packing.packed_shape(n, k))
     for weight, out in zip(b, packed, strict=True):
         OPS.pack_weight(weight, out)
-    found = OPS.grouped_mm(a, packed, *scale, offsets, None, torch.bfloat16)
-    assert_bits_equal(found, OPS.grouped_mm(a, b, *scale, offsets, None, torch.bfloat16))
+    actual = OPS.grouped_mm(a, packed, *scale, offsets, None, torch.bfloat16)
+    assert_bits_equal(actual, OPS.grouped_mm(a, b, *scale, offsets, None, torch.bfloat16))
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -87,12 +87,12 @@ def test_zero_padded_bf16_matrices_give_the_bits_of_mm(level, counts, rank):
     for (n, k), padded in (((rank, 200), 200), ((33, rank), 70)):
         a, b = (torch.nn.functional.pad(tame(m, k, seed=m).bfloat16(), (0, padded - k)) for m in (sum(rows), n))
         experts = torch.stack([b * (e + 1) for e in range(len(rows))])
-        found = OPS.grouped_mm(a, experts, one, ones, offsets, None, torch.float32)
+        actual = OPS.grouped_mm(a, experts, one, ones, offsets, None, torch.float32)
         parts = [
             OPS.mm(a[i:j, :k], experts[e, :, :k], None, torch.float32)
             for e, (i, j) in enumerate(expert_row_ranges(offsets))
         ]
-        assert_bits_equal(found, torch.cat(parts))
+        assert_bits_equal(actual, torch.cat(parts))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -100,9 +100,9 @@ def test_threads_change_nothing(level, threads, count):
     rows = COUNTS["prefill"]
     args = operands(rows, 144, 1160, "row", E4M3)
     torch.set_num_threads(count)
-    found = OPS.grouped_mm(*args, offsets_of(rows), None, torch.bfloat16)
+    actual = OPS.grouped_mm(*args, offsets_of(rows), None, torch.bfloat16)
     torch.set_num_threads(1)
-    assert_bits_equal(found, looped(*args, offsets_of(rows), None, torch.bfloat16))
+    assert_bits_equal(actual, looped(*args, offsets_of(rows), None, torch.bfloat16))
 
 
 def test_scales_that_cancel_do_not_overflow_in_between(level):
@@ -110,9 +110,9 @@ def test_scales_that_cancel_do_not_overflow_in_between(level):
     rows = [3, 2, 4]
     a, b, *_ = operands(rows, 48, 64, "expert", E4M3)
     scales = torch.tensor([1.0, 3e38, 0.5]), torch.tensor([1.0, 1e-6, 2.0])
-    found = OPS.grouped_mm(a, b, *scales, offsets_of(rows), None, torch.float32)
-    assert_bits_equal(found, looped(a, b, *scales, offsets_of(rows), None, torch.float32))
-    assert found.isfinite().all()
+    actual = OPS.grouped_mm(a, b, *scales, offsets_of(rows), None, torch.float32)
+    assert_bits_equal(actual, looped(a, b, *scales, offsets_of(rows), None, torch.float32))
+    assert actual.isfinite().all()
 
 
 @pytest.mark.pairwise

@@ -17,8 +17,8 @@ ALLOWED = re.compile(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)
 
 @pytest.mark.smoke
 def test_every_op_compiled_for_the_cpu_has_a_kernel():
-    found = {op for op in ops.OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CPU")}
-    assert found == ops.compiled_for("cpu")
+    registered = {op for op in ops.OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"fp8serve::{op}", "CPU")}
+    assert registered == ops.compiled_for("cpu")
 
 
 @pytest.mark.smoke
@@ -35,7 +35,7 @@ def test_only_stable_headers_are_included():
         for line in re.findall(r'#include [<"](torch/[^>"]+|ATen/[^>"]+|c10/[^>"]+|Python.h)[>"]', path.read_text())
     ]
     assert includes
-    assert [found for found in includes if not ALLOWED.match(found[1])] == []
+    assert [include for include in includes if not ALLOWED.match(include[1])] == []
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="binutils is not installed")

@@ -34,11 +34,11 @@ def test_wrong_arguments_of_choose_experts_are_refused(change, message):
 @pytest.mark.parametrize("case", cases("grouped_mlp"), ids=lambda case: case.name)
 def test_a_mixture_in_one_call_has_the_bits_of_its_parts(level, case):
     one, other = case.make(), case.make()
-    found = OPS.grouped_mlp(*one)
-    assert_bits_equal(found, grouped_mlp(OPS, *other))
+    actual = OPS.grouped_mlp(*one)
+    assert_bits_equal(actual, grouped_mlp(OPS, *other))
     assert torch.equal(one[3], other[3])  # rows of each expert
     packed = [packed_weights(w) if i in (4, 7) else w for i, w in enumerate(case.make())]
-    assert_bits_equal(OPS.grouped_mlp(*packed), found)
+    assert_bits_equal(OPS.grouped_mlp(*packed), actual)
 
 
 def packed_weights(weights):

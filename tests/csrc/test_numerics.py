@@ -32,29 +32,29 @@ def capped(cap: str) -> dict[str, dict[str, str]]:
     return ops.cpu_kernels()
 
 
-def written(op: str, kernels: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def run_op(op: str, kernels: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """The results of an op, and its arguments afterwards."""
-    found = getattr(kernels, op)(*args)
-    flat = [*(found if isinstance(found, tuple) else (found,)), *args]
+    result = getattr(kernels, op)(*args)
+    flat = [*(result if isinstance(result, tuple) else (result,)), *args]
     nested = [x if isinstance(x, list) else [x] for x in flat]
     return [x for part in nested for x in part if isinstance(x, Tensor)]
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    if found.dtype in FP8:
-        assert_fp8_equal(found, expected)
-    elif found.is_floating_point() and found.dtype != torch.float64:
-        assert_bits_equal(found, expected)
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    if actual.dtype in FP8:
+        assert_fp8_equal(actual, expected)
+    elif actual.is_floating_point() and actual.dtype != torch.float64:
+        assert_bits_equal(actual, expected)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
-def assert_near(found: Tensor, expected: Tensor, allowed: float) -> None:
-    if not found.is_floating_point():
-        return assert_same(found, expected)
-    exact, got = expected.double().nan_to_num(), found.double().nan_to_num()
-    relative = allowed + torch.finfo(found.dtype).eps
-    assert (got - exact).norm() <= relative * exact.norm() + 1e-30
+def assert_near(actual: Tensor, expected: Tensor, allowed: float) -> None:
+    if not actual.is_floating_point():
+        return assert_same(actual, expected)
+    exact, value = expected.double().nan_to_num(), actual.double().nan_to_num()
+    relative = allowed + torch.finfo(actual.dtype).eps
+    assert (value - exact).norm() <= relative * exact.norm() + 1e-30
     return None
 
 
@@ -68,14 +68,14 @@ def test_a_variant_keeps_what_its_class_promises(op: str) -> None:
     """Variants of one class give the same bits; each is as near to the reference as its class allows."""
     at = {cap: capped(cap)[op] for cap in LEVELS}
     for case in cases(op):
-        expected = written(op, reference, case.make())
+        expected = run_op(op, reference, case.make())
         first: dict[str, list[Tensor]] = {}
         for cap, kernel in at.items():
             torch.ops.fp8serve.cpu_isa(cap)
-            found = written(op, torch.ops.fp8serve, case.make())
-            for one, same in zip(found, first.setdefault(kernel["numerics"], found), strict=True):
+            outputs = run_op(op, torch.ops.fp8serve, case.make())
+            for one, same in zip(outputs, first.setdefault(kernel["numerics"], outputs), strict=True):
                 assert_same(one, same)
-            for one, other in zip(found, expected, strict=True):
+            for one, other in zip(outputs, expected, strict=True):
                 if ALLOWED[kernel["numerics"]]:
                     assert_near(one, other, ALLOWED[kernel["numerics"]])
                 else:
@@ -93,10 +93,10 @@ def test_a_kernel_runs_wherever_its_own_features_are() -> None:
     torch.ops.fp8serve.cpu_isa("best")
     if ops.cpu_isa() != "avx512bf16":
         pytest.skip("this machine has no avx512bf16")
-    found = capped("avx512+avx512vbmi")
+    kernels = capped("avx512+avx512vbmi")
     assert ops.cpu_isa() == "avx512"
     chosen = {
-        op: found[op]["variant"] for op in ("quantize", "scaled_mm", "rms_norm", "paged_attention", "pack_weight")
+        op: kernels[op]["variant"] for op in ("quantize", "scaled_mm", "rms_norm", "paged_attention", "pack_weight")
     }
     assert chosen == {
         "quantize": "avx512vbmi",
@@ -119,8 +119,8 @@ def test_only_bf16_products_need_bf16() -> None:
     torch.ops.fp8serve.cpu_isa("best")
     if ops.cpu_isa() != "avx512bf16":
         pytest.skip("this machine has no avx512bf16")
-    found = {op: kernel["variant"] for op, kernel in ops.cpu_kernels().items()}
-    assert {op for op, variant in found.items() if variant == "avx512bf16"} == {
+    variants = {op: kernel["variant"] for op, kernel in ops.cpu_kernels().items()}
+    assert {op for op, variant in variants.items() if variant == "avx512bf16"} == {
         "scaled_mm",
         "scaled_mm_add",
         "mm",

@@ -48,8 +48,8 @@ def pack(weight: Tensor) -> Tensor:
     return out
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    (assert_fp8_equal if found.element_size() == 1 else assert_bits_equal)(found, expected)
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    (assert_fp8_equal if actual.element_size() == 1 else assert_bits_equal)(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -106,8 +106,8 @@ def test_bf16_products_have_the_bits_of_mm(level, shape):
     packed = pack(weight)
     for m in ROWS:
         a = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
-        found = OPS.packed_mm(a, packed, None, None, None, None, torch.float32)
-        assert_bits_equal(found, OPS.mm(a, weight, None, torch.float32))
+        actual = OPS.packed_mm(a, packed, None, None, None, None, torch.float32)
+        assert_bits_equal(actual, OPS.mm(a, weight, None, torch.float32))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -69,30 +69,30 @@ def test_every_granularity_with_special_values(level, shape, power_2, high, dtyp
 @pytest.mark.parametrize("power_2", [False, True])
 def test_scale_of_every_kind_of_amax(level, amax, power_2):
     x = torch.tensor([[amax, 0.0]])
-    found = OPS.quantize_rowwise(x, torch.float8_e4m3fn, power_2)
+    actual = OPS.quantize_rowwise(x, torch.float8_e4m3fn, power_2)
     expected = reference.quantize_rowwise(x, torch.float8_e4m3fn, power_2)
-    assert_fp8_equal(found[0], expected[0])
-    assert_bits_equal(found[1], expected[1])
+    assert_fp8_equal(actual[0], expected[0])
+    assert_bits_equal(actual[1], expected[1])
 
 
 def test_a_large_tensor_that_several_tasks_share(level):
     x = hostile(600, 700, torch.bfloat16)
-    for found, expected in zip(
+    for actual, expected in zip(
         OPS.quantize_current(x.nan_to_num(0, 9, -9), torch.float8_e4m3fn, False),
         reference.quantize_current(x.nan_to_num(0, 9, -9), torch.float8_e4m3fn, False),
         strict=True,
     ):
-        assert torch.equal(found.float(), expected.float())
+        assert torch.equal(actual.float(), expected.float())
     assert_bits_equal(OPS.quantize(x, torch.tensor(2.0), torch.float8_e4m3fn)[1], arithmetic.amax(x))
 
 
 def test_non_contiguous_input(level):
     x = hostile(96, 140, torch.float32)
     for view in (x.t(), x[::2, 1::3], x[:, 5].unsqueeze(0).expand(4, -1)):
-        found = OPS.quantize_rowwise(view, torch.float8_e4m3fn, False)
+        actual = OPS.quantize_rowwise(view, torch.float8_e4m3fn, False)
         expected = reference.quantize_rowwise(view, torch.float8_e4m3fn, False)
-        assert_fp8_equal(found[0], expected[0])
-        assert_bits_equal(found[1], expected[1])
+        assert_fp8_equal(actual[0], expected[0])
+        assert_bits_equal(actual[1], expected[1])
 
 
 def test_any_number_of_dimensions(level):

@@ -74,18 +74,18 @@ def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min
     wide = torch.tensor(logits, dtype=torch.float64)
     probs = torch.softmax(wide / temperature, 0).tolist()
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[: top_k or None]
-    total, before, kept = sum(probs[i] for i in order), 0.0, []
+    total, before, candidates = sum(probs[i] for i in order), 0.0, []
     for i in order:
-        if kept and (before >= top_p * total or probs[i] < min_p * probs[order[0]]):
+        if candidates and (before >= top_p * total or probs[i] < min_p * probs[order[0]]):
             break
-        kept.append(i)
+        candidates.append(i)
         before += probs[i]
-    at = uniform * sum(probs[i] for i in kept)
-    for i in sorted(kept):
+    at = uniform * sum(probs[i] for i in candidates)
+    for i in sorted(candidates):
         at -= probs[i]
         if at < 0:
             return i
-    return max(i for i in kept if probs[i] > 0)
+    return max(i for i in candidates if probs[i] > 0)
 
 
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
@@ -104,22 +104,22 @@ def test_the_filters_draw_the_tokens_of_the_naive_implementation(kernel: Any) ->
 
 
 def test_every_level_draws_the_same() -> None:
-    args, found = arguments(3001, 300, 1, False), []
+    args, draws = arguments(3001, 300, 1, False), []
     for cap in LEVELS:
         OPS.cpu_isa(cap)
-        found.append(OPS.sample(*args))
+        draws.append(OPS.sample(*args))
     OPS.cpu_isa("best")
-    assert all(torch.equal(tokens, found[0]) for tokens in found)
+    assert all(torch.equal(tokens, draws[0]) for tokens in draws)
 
 
 def test_tokens_do_not_depend_on_other_rows_or_threads(threads: None) -> None:
-    args, found = arguments(501, 40, 2, True), []
+    args, draws = arguments(501, 40, 2, True), []
     for count in (1, 3):
         torch.set_num_threads(count)
-        found.append(OPS.sample(*args))
-    found.append(torch.cat([OPS.sample(*(column[i : i + 1] for column in args)) for i in range(40)]))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        draws.append(OPS.sample(*args))
+    draws.append(torch.cat([OPS.sample(*(column[i : i + 1] for column in args)) for i in range(40)]))
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], draws[2])
 
 
 @pytest.mark.parametrize("top_k", [0, 10])

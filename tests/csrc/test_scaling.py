@@ -26,15 +26,15 @@ def states(lengths: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_update_equals_the_reference(algo, margin, interval):
-    found = states([1, 2, 3, 16, 16, 5, 1, 7, 1024, 2, 2, 2, 9, 9])
-    expected = copy.deepcopy(found)
+    actual = states([1, 2, 3, 16, 16, 5, 1, 7, 1024, 2, 2, 2, 9, 9])
+    expected = copy.deepcopy(actual)
     for _ in range(4):
-        torch.ops.fp8serve.delayed_update(*found, margin, interval, algo)
+        torch.ops.fp8serve.delayed_update(*actual, margin, interval, algo)
         reference.delayed_update(*expected, margin, interval, algo)
-        for ours, theirs in zip(found[:4], expected[:4], strict=True):
+        for ours, theirs in zip(actual[:4], expected[:4], strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert torch.equal(a, b)
-        for columns in (found, expected):
+        for columns in (actual, expected):
             for i, history in enumerate(columns[1]):
                 history[0] = (i * 37 % 11) * 0.25
 

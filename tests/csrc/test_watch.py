@@ -13,16 +13,16 @@ CASTS = (WATCHED, reference.quantize_watched)
 
 def counters_after(cast, *args):
     """Returns the amax and the count after a cast that starts with amax 3 and count 7."""
-    seen, saturated = torch.tensor(3.0), torch.tensor(7)
-    cast(*args, seen, saturated, None)
-    return float(seen), int(saturated)
+    amax, saturated = torch.tensor(3.0), torch.tensor(7)
+    cast(*args, amax, saturated, None)
+    return float(amax), int(saturated)
 
 
 def assert_counts(ops, args, expected):
     """Checks that the data, and the amax of the first `rows` rows, have the bits of the op without counters, and that
     the count is that of the reference."""
-    x, other, eps, scale, seen, saturated, rows = args
-    before = seen.clone()
+    x, other, eps, scale, amax, saturated, rows = args
+    before = amax.clone()
     q = ops.quantize_watched(*args)
     reference.quantize_watched(*expected)
 
@@ -34,7 +34,7 @@ def assert_counts(ops, args, expected):
         return ops.rms_norm_quantize(x[:live], other, eps, scale, FORMATS[0])
 
     assert_fp8_equal(q.cpu(), cast(None)[0].cpu())
-    assert float(seen) == max(float(before), float(cast(None if rows is None else int(rows))[1]))
+    assert float(amax) == max(float(before), float(cast(None if rows is None else int(rows))[1]))
     assert int(saturated) == int(expected[5])
 
 
@@ -47,15 +47,15 @@ def test_data_and_counters_are_those_of_separate_ops(level, case):
 
 def test_without_its_kernel_the_op_is_composed_of_other_ops():
     """As on a GPU where the self-check has switched the kernel off."""
-    found = [case.make() for case in cases("quantize_watched")]
+    arguments = [case.make() for case in cases("quantize_watched")]
     expected = [case.make() for case in cases("quantize_watched")]
     kernels = [WATCHED(*args) for args in expected]
     use_default_kernel("quantize_watched", "cpu")
     try:
-        composed = [WATCHED(*args) for args in found]
+        composed = [WATCHED(*args) for args in arguments]
     finally:
         restore_library_kernels("cpu")
-    for q, kernel_q, args, kernel_args in zip(composed, kernels, found, expected, strict=True):
+    for q, kernel_q, args, kernel_args in zip(composed, kernels, arguments, expected, strict=True):
         assert_fp8_equal(q, kernel_q)
         assert args[4:6] == kernel_args[4:6]
 

@@ -14,17 +14,17 @@ def magnitudes(a, b, a_scale, b_scale):
     return exact(a.float().abs(), b.float().abs(), a_scale, b_scale)
 
 
-def assert_within_accumulation(found, a, b, a_scale, b_scale, bias=None, residual=None, device="cpu"):
-    """Checks that `found` is the product plus bias, rounded, plus residual, rounded again, within the tolerance of
+def assert_within_accumulation(actual, a, b, a_scale, b_scale, bias=None, residual=None, device="cpu"):
+    """Checks that `actual` is the product plus bias, rounded, plus residual, rounded again, within the tolerance of
     `device` ("cuda", or "cpu", also for the emulated GPU)."""
     truth = exact(a, b, a_scale, b_scale) + (0 if bias is None else bias.double())
-    eps = torch.finfo(found.dtype).eps
+    eps = torch.finfo(actual.dtype).eps
     rounding = eps * truth.abs()
     if residual is not None:
         truth = truth + residual.double()
         rounding = rounding + eps * truth.abs()
     size = magnitudes(a, b, a_scale, b_scale)
-    error = (found.double() - truth).abs() - rounding
+    error = (actual.double() - truth).abs() - rounding
     assert (error <= (MOST if device == "cuda" else SHARP) * size).all()
     if device == "cuda":
         shares = error.clamp(min=0) / size.clamp(min=1e-300)

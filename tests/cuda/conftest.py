@@ -26,8 +26,8 @@ class Kernels:
 
     def run(self, op: str, *args: Any) -> Any:
         """Runs an op on arguments from the CPU; returns its results on the CPU."""
-        found = getattr(self.ops, op)(*self.here(args))
-        return tuple(t.cpu() for t in found) if isinstance(found, tuple) else found.cpu()
+        result = getattr(self.ops, op)(*self.here(args))
+        return tuple(t.cpu() for t in result) if isinstance(result, tuple) else result.cpu()
 
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("emulated", marks=pytest.mark.emulator)]

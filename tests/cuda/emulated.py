@@ -126,11 +126,11 @@ class Emulator:
     def launches(self) -> list[tuple[str, int]]:
         """Returns (kernel, declared and dynamic bytes of shared memory of a block) for every launch since the last
         call, in order. A memset is listed as the kernel "memset"."""
-        found = []
+        launches = []
         for kernel, dynamic, _, _ in self._launched():
             declared = sum(size for name, (_, size) in self._declared.items() if name.rpartition("::")[0] == kernel)
-            found.append((kernel, declared + dynamic))
-        return found
+            launches.append((kernel, declared + dynamic))
+        return launches
 
     def starts(self) -> list[tuple[str, bool]]:
         """Returns (kernel, whether it may start before earlier ones end) for every launch, like `launches`."""
@@ -149,10 +149,10 @@ class Emulator:
         """Launches a kernel early that never waits for earlier ones; returns the emulator's error, or ""."""
         return str(self._library.emulator_launch_impatient().decode())
 
-    def write_earlier(self, written: Sequence[torch.Tensor]) -> None:
+    def write_earlier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Treats these tensors as results of an earlier kernel, which every later early launch must wait for."""
         self._library.emulator_wrote_earlier(None, ctypes.c_size_t(0))
-        for memory in (tensor.untyped_storage() for tensor in written if tensor.numel()):
+        for memory in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
             self._library.emulator_wrote_earlier(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes()))
 
     def mma(self, name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -168,17 +168,17 @@ class Emulator:
         self._library.emulator_ldmatrix(ctypes.c_bool(transposed), *pointers)
         return out
 
-    def wgmma(self, columns: int, memory: torch.Tensor, left: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
+    def wgmma(self, columns: int, memory: torch.Tensor, registers: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
         """Runs a wgmma instruction with 64 rows and 64 or 128 columns; returns FP32 [128, columns / 2], by thread.
 
-        `memory` is the shared memory from address 1024 on. `a` and `b` are descriptors; if `left` (int32 [128, 4],
+        `memory` is the shared memory from address 1024 on. `a` and `b` are descriptors; if `registers` (int32 [128, 4],
         by thread) is given, it replaces `a`.
         """
         c = torch.zeros(128, columns // 2)
-        words = ctypes.c_void_p(None if left is None else left.data_ptr())
+        words = ctypes.c_void_p(None if registers is None else registers.data_ptr())
         size, at = ctypes.c_size_t(memory.nbytes), ctypes.c_void_p(memory.data_ptr())
-        found = ctypes.c_void_p(c.data_ptr())
-        self._library.emulator_wgmma(columns, at, size, words, ctypes.c_uint64(a), ctypes.c_uint64(b), found)
+        accumulators = ctypes.c_void_p(c.data_ptr())
+        self._library.emulator_wgmma(columns, at, size, words, ctypes.c_uint64(a), ctypes.c_uint64(b), accumulators)
         return c
 
 
@@ -196,11 +196,11 @@ def functions(library: Path) -> dict[int, str]:
 
 def shared_memory(library: Path) -> dict[str, tuple[int, int]]:
     """Returns (offset, bytes) of every `__shared__` variable, by symbol; in the emulator they are static variables."""
-    known = set(functions(library).values())
+    kernels = set(functions(library).values())
     return {
         name: (at, size)
         for at, section, size, name in _symbols(library)
-        if section == ".bss" and name.startswith("fp8serve::") and name.rpartition("::")[0] in known
+        if section == ".bss" and name.startswith("fp8serve::") and name.rpartition("::")[0] in kernels
     }
 
 

@@ -37,31 +37,31 @@ def load() -> dict[str, Tensor]:
     """Reads PATH without the safetensors package, since a machine with a GPU may have only torch."""
     content = PATH.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
-    header, found = json.loads(content[8:begin]), {}
+    header, tensors = json.loads(content[8:begin]), {}
     for name, tensor in header.items():
         if name != "__metadata__":
             first, last = tensor["data_offsets"]
             raw = torch.tensor(list(content[begin + first : begin + last]), dtype=torch.uint8)
-            found[name] = raw.view(KINDS[tensor["dtype"]]).reshape(tensor["shape"])
-    return found
+            tensors[name] = raw.view(KINDS[tensor["dtype"]]).reshape(tensor["shape"])
+    return tensors
 
 
 def casts() -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for kind, high in HIGH.items():
-        found[f"{kind}.x"] = x = hostile(33, 272, high, seed=5)
+        tensors[f"{kind}.x"] = x = hostile(33, 272, high, seed=5)
         for dtype in FORMATS:
             for name, (op, rest) in CASTS.items():
                 q, scale_inv = getattr(torch.ops.fp8serve, op)(x, dtype, *rest)
-                found |= {f"{kind}.{NAMES[dtype]}.{name}.q": q, f"{kind}.{NAMES[dtype]}.{name}.scale_inv": scale_inv}
+                tensors |= {f"{kind}.{NAMES[dtype]}.{name}.q": q, f"{kind}.{NAMES[dtype]}.{name}.scale_inv": scale_inv}
             q, amax = torch.ops.fp8serve.quantize(x, torch.tensor(0.37), dtype)
-            found |= {f"{kind}.{NAMES[dtype]}.given.q": q, f"{kind}.{NAMES[dtype]}.given.amax": amax}
-    return found
+            tensors |= {f"{kind}.{NAMES[dtype]}.given.q": q, f"{kind}.{NAMES[dtype]}.given.amax": amax}
+    return tensors
 
 
 def products() -> dict[str, Tensor]:
     """Returns quantized operands, scales and the FP32 product of one GEMM for each granularity."""
-    found = {}
+    tensors = {}
     ops = torch.ops.fp8serve
     a, b, dtype = tame(21, 272, seed=6), tame(40, 272, seed=7), FORMATS[0]
     pairs = {
@@ -72,8 +72,8 @@ def products() -> dict[str, Tensor]:
     for name, ((a_q, a_scale), (b_q, b_scale)) in pairs.items():
         out = ops.scaled_mm(a_q, b_q, a_scale, b_scale, None, torch.float32)
         parts = {"a": a_q, "b": b_q, "a_scale": a_scale, "b_scale": b_scale, "out": out}
-        found |= {f"mm.{name}.{part}": t for part, t in parts.items()}
-    return found
+        tensors |= {f"mm.{name}.{part}": t for part, t in parts.items()}
+    return tensors
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def measured(binary: Path, tool: Path) -> Kernels:
     """Returns the resources of the kernels in a library or an object file."""
     command = [tool, "--dump-resource-usage", binary]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found: Kernels = {}
+    kernels_of_arch: Kernels = {}
     for part in re.split(r"^Fatbin elf code:$", text, flags=re.MULTILINE)[1:]:
         arch, source, usages = _ARCHITECTURE.search(part), _SOURCE.search(part), _USAGE.findall(part)
         if not usages:
@@ -52,10 +52,13 @@ def measured(binary: Path, tool: Path) -> Kernels:
         assert arch is not None
         # Only CUTLASS's sources are compiled without line numbers; each is for one architecture.
         file = Path(source[1]).name if source else f"gemm_{arch[1].rstrip('af').replace('_', '')}.cu"
-        kernels = found.setdefault(arch[1], {})
+        kernels = kernels_of_arch.setdefault(arch[1], {})
         for symbol, *numbers in usages:
             kernels.setdefault(f"{file}: {_name(symbol)}", []).append(Usage(*map(int, numbers)))
-    return {arch: {name: sorted(kernels[name]) for name in sorted(kernels)} for arch, kernels in sorted(found.items())}
+    return {
+        arch: {name: sorted(kernels[name]) for name in sorted(kernels)}
+        for arch, kernels in sorted(kernels_of_arch.items())
+    }
 
 
 def _name(symbol: str) -> str:
@@ -69,8 +72,8 @@ def _name(symbol: str) -> str:
 
 def compiler(library: Path) -> str:
     """Returns the version of nvcc that the library was compiled by, as embedded in it."""
-    found = _NVCC.search(library.read_bytes())
-    return found[1].decode() if found else "unknown"
+    match = _NVCC.search(library.read_bytes())
+    return match[1].decode() if match else "unknown"
 
 
 def recorded(path: Path = RECORD) -> tuple[str, Kernels]:
@@ -93,22 +96,22 @@ def record(nvcc: str, kernels: Kernels, path: Path = RECORD) -> None:
     path.write_text(f'{{\n "nvcc": "{nvcc}",\n {about},\n "kernels": {{\n' + ",\n".join(parts) + "\n }\n}\n")
 
 
-def complaints(found: Kernels, known: Kernels) -> list[str]:
-    """Returns a message for every kernel that differs from the record, for the architectures in `found`."""
+def complaints(actual: Kernels, expected: Kernels) -> list[str]:
+    """Returns a message for every kernel that differs from the record, for the architectures in `actual`."""
     return [
         f"{arch} {name}: {message}"
-        for arch, kernels in found.items()
-        for name in sorted(kernels | known.get(arch, {}))
-        if (message := _compared(kernels.get(name, []), known.get(arch, {}).get(name, [])))
+        for arch, kernels in actual.items()
+        for name in sorted(kernels | expected.get(arch, {}))
+        if (message := _compared(kernels.get(name, []), expected.get(arch, {}).get(name, [])))
     ]
 
 
-def _compared(found: list[Usage], known: list[Usage]) -> str | None:
+def _compared(actual: list[Usage], expected: list[Usage]) -> str | None:
     """Compares the sorted numbers of all instances, separately for each resource; returns a message or None."""
-    if len(found) != len(known):
-        return f"{len(found)} instances, on record are {len(known)}"
+    if len(actual) != len(expected):
+        return f"{len(actual)} instances, on record are {len(expected)}"
     for kind in Usage._fields:
-        now, before = (sorted(getattr(usage, kind) for usage in usages) for usages in (found, known))
+        now, before = (sorted(getattr(usage, kind) for usage in usages) for usages in (actual, expected))
         if more := [(a, b) for a, b in zip(now, before, strict=True) if a > b]:
             return f"{more[-1][0]} {kind} where {more[-1][1]} are on record"
     return None
@@ -120,17 +123,17 @@ def main(arguments: list[str]) -> int:
         print(__doc__ if tool else "cuobjdump was not found; pip install nvidia-cuda-cuobjdump")
         return 2
     library, nvcc = Path(arguments[0]), compiler(Path(arguments[0]))
-    found = measured(library, tool)
-    for arch, kernels in found.items():
+    kernels_of_arch = measured(library, tool)
+    for arch, kernels in kernels_of_arch.items():
         every = [usage for usages in kernels.values() for usage in usages]
         with_stack = sum(usage.stack > 0 for usage in every)
         most = max(usage.registers for usage in every)
         print(f"{arch:8}  {len(every)} kernels, at most {most} registers, {with_stack} with a stack")
     if "--record" in arguments:
-        record(nvcc, found)
+        record(nvcc, kernels_of_arch)
         return 0
-    known_by, known = recorded()
-    worse = complaints(found, known) if known_by == nvcc else []
+    known_by, expected = recorded()
+    worse = complaints(kernels_of_arch, expected) if known_by == nvcc else []
     print(*worse, sep="\n", end="\n" if worse else "")
     if known_by != nvcc:
         print(f"compiled by nvcc {nvcc}; the record is of {known_by}, so nothing is compared")

@@ -32,8 +32,8 @@ PACKAGED = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
 
 def cuobjdump() -> Path | None:
     """Returns the path of the disassembler, or None if none is installed."""
-    if found := shutil.which("cuobjdump"):
-        return Path(found)
+    if program := shutil.which("cuobjdump"):
+        return Path(program)
     for package, folder in PACKAGED.items():
         spec = find_spec(package)
         for place in (spec.submodule_search_locations or []) if spec else []:
@@ -109,10 +109,10 @@ def long_divisions(binary: Path, tool: Path, kind: str) -> set[str]:
 def fused_in(binary: Path, tool: Path, kernel: str) -> dict[str, int]:
     """Returns the numbers of FP32 fused multiply-adds in all functions whose names contain `kernel`."""
     path = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
+    process = subprocess.run(
         [tool, "-sass", binary], capture_output=True, text=True, check=True, env={**os.environ, **path}
     )
-    functions = re.split(r"Function : ", done.stdout)[1:]
+    functions = re.split(r"Function : ", process.stdout)[1:]
     named = ((text.split(None, 1)[0], text) for text in functions)
     return {name: len(re.findall(r"\bFFMA2?\b", text)) for name, text in named if kernel in name}
 
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
     missing = 0
     for arch in architectures(library := Path(arguments[0]), tool):
         counts = disassembled(library, tool).tensor_instructions[arch]
-        missing += sum(counts[wanted] == 0 for wanted in EXPECTED.get(arch, []))
+        missing += sum(counts[instruction] == 0 for instruction in EXPECTED.get(arch, []))
         print(f"{arch:8}  {'  '.join(f'{name} {counts[name]}' for name in sorted(counts)) or 'no tensor instructions'}")
     return int(missing > 0)
 

@@ -16,22 +16,22 @@ REFERENCE = {
 }
 
 
-def assert_near(found, expected, steps=2):
+def assert_near(actual, expected, steps=2):
     """Allows a few roundings of the element, or of the largest element, since sums may cancel."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
     eps = steps * torch.finfo(expected.dtype).eps
     size = float(expected.abs().amax()) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected.double(), rtol=eps, atol=eps * size)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=eps, atol=eps * size)
 
 
 @pytest.mark.parametrize("op", REFERENCE)
 def test_registered_cases_are_close_to_the_reference(kernels, op):
     for case in cases(op):
-        found, expected = kernels.run(op, *case.make()), REFERENCE[op](*case.make())
-        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
-        for one, wanted in pairs:
-            assert_near(one, wanted, steps=8)
+        actual, expected = kernels.run(op, *case.make()), REFERENCE[op](*case.make())
+        pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else [(actual, expected)]
+        for one, expected_tensor in pairs:
+            assert_near(one, expected_tensor, steps=8)
 
 
 @pytest.mark.parametrize("case", cases("rotary"), ids=lambda case: case.name)
@@ -42,8 +42,8 @@ def test_rotary_has_the_bits_of_the_reference(kernels, case):
 def test_rotary_of_a_slice_of_a_projection(kernels):
     qkv, angle = hostile(5, 128, torch.bfloat16).view(5, 8, 16), tame(5, 16, seed=2)
     rest = angle.cos().bfloat16().unsqueeze(1), angle.sin().bfloat16().unsqueeze(1)
-    found = kernels.ops.rotary(kernels.here(qkv)[:, 4:6], *kernels.here(rest))
-    assert_bits_equal(found.cpu(), reference.rotary(qkv[:, 4:6], *rest))
+    actual = kernels.ops.rotary(kernels.here(qkv)[:, 4:6], *kernels.here(rest))
+    assert_bits_equal(actual.cpu(), reference.rotary(qkv[:, 4:6], *rest))
 
 
 @pytest.mark.parametrize("dtype", HIGH)
@@ -53,9 +53,9 @@ def test_norms_of_every_length(kernels, shape, dtype):
     x, weight, grad = tame(*shape, dtype), tame(1, shape[1], dtype, 1)[0], tame(*shape, dtype, 2)
     assert_near(kernels.run("rms_norm", x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     wide = [t.double() for t in (grad, x, weight)]
-    found = kernels.run("rms_norm_backward", grad, x, weight, 1e-5)
-    for one, wanted in zip(found, exact_gradients(*wide, dtype), strict=True):
-        assert_near(one, wanted.to(dtype), steps=8)
+    actual = kernels.run("rms_norm_backward", grad, x, weight, 1e-5)
+    for one, exact in zip(actual, exact_gradients(*wide, dtype), strict=True):
+        assert_near(one, exact.to(dtype), steps=8)
 
 
 def exact_gradients(grad, x, weight, dtype):
@@ -90,9 +90,9 @@ def test_gates_at_the_limits(kernels):
 def test_slices_of_a_fused_projection(kernels):
     gate, up = hostile(6, 80, torch.bfloat16, seed=1).nan_to_num(0.0, 1e3, -1e3).chunk(2, 1)
     grad = tame(6, 40, torch.bfloat16)
-    found = kernels.run("silu_mul_backward", grad, gate, up)
-    for one, wanted in zip(found, reference.silu_mul_backward(grad, gate, up), strict=True):
-        assert_near(one, wanted)
+    actual = kernels.run("silu_mul_backward", grad, gate, up)
+    for one, expected in zip(actual, reference.silu_mul_backward(grad, gate, up), strict=True):
+        assert_near(one, expected)
 
 
 def test_layer_norm_quantize(kernels):
@@ -104,6 +104,6 @@ def test_a_layer_norm_of_numbers_far_from_zero(kernels):
     """The kernel squares deviations from the mean, not values, so a mean of 1000 costs no precision."""
     x = 1000 + tame(4, 520, seed=3)
     args = torch.linspace(0.5, 2, 520), None, 1e-5, torch.tensor(30.0), FORMATS[0]
-    found, expected = kernels.run("layer_norm_quantize", x, *args), reference.layer_norm_quantize(x, *args)
-    assert_fp8_close(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=0)
+    actual, expected = kernels.run("layer_norm_quantize", x, *args), reference.layer_norm_quantize(x, *args)
+    assert_fp8_close(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=0)

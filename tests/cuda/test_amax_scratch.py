@@ -56,8 +56,8 @@ def gpu() -> Iterator[emulated.Emulator]:
     gpu.capture(False)
 
 
-def amax_of(found: Any) -> Tensor:
-    return found[-1]  # type: ignore[no-any-return]
+def amax_of(outputs: Any) -> Tensor:
+    return outputs[-1]  # type: ignore[no-any-return]
 
 
 @pytest.mark.emulator
@@ -68,18 +68,18 @@ def test_no_memset_is_launched_outside_of_a_graph(gpu: emulated.Emulator, case: 
         gpu.capture(capturing)
         for seed in range(3):
             gpu.launches()
-            found = getattr(gpu.ops, op)(*make(seed))
+            outputs = getattr(gpu.ops, op)(*make(seed))
             assert [name for name, _ in gpu.launches()].count("memset") == memsets
-            assert_near(op, found, make(seed))
+            assert_near(op, outputs, make(seed))
 
 
 @pytest.mark.emulator
 def test_more_experts_than_the_scratch_has_maxima_need_a_memset(gpu: emulated.Emulator) -> None:
     for count, memsets in ((256, 0), (257, 1)):
         gpu.launches()
-        found = gpu.ops.grouped_quantize(*experts(count)(0))
+        outputs = gpu.ops.grouped_quantize(*experts(count)(0))
         assert [name for name, _ in gpu.launches()].count("memset") == memsets
-        assert_bits_equal(amax_of(found), amax_of(reference.grouped_quantize(*experts(count)(0))))
+        assert_bits_equal(amax_of(outputs), amax_of(reference.grouped_quantize(*experts(count)(0))))
 
 
 @pytest.mark.parametrize("case", CASTS)
@@ -89,9 +89,9 @@ def test_the_amax_of_every_call_is_correct(kernels: Kernels, case: str) -> None:
         assert_near(op, kernels.run(op, *CASTS[case](seed)), CASTS[case](seed))
 
 
-def assert_near(op: str, found: Any, arguments: tuple[Any, ...]) -> None:
+def assert_near(op: str, outputs: Any, arguments: tuple[Any, ...]) -> None:
     """Compares the amax (of quantize_current, the scale): bit for bit for ops without sums, otherwise approximately."""
-    actual, expected = amax_of(found), amax_of(getattr(reference, op)(*arguments))
+    actual, expected = amax_of(outputs), amax_of(getattr(reference, op)(*arguments))
     if op in {"quantize", "quantize_current", "quantize_transpose", "grouped_quantize"}:
         assert_bits_equal(actual, expected)
     else:
@@ -105,11 +105,11 @@ def test_streams_do_not_disturb_each_other() -> None:
     inputs = [matrix(seed).cuda() for seed in range(4)]
     scale = SCALE.cuda()
     torch.cuda.synchronize()
-    found: list[list[Tensor]] = [[] for _ in streams]
+    amaxes_of_streams: list[list[Tensor]] = [[] for _ in streams]
     for _ in range(50):
-        for stream, x, amaxes in zip(streams, inputs, found, strict=True):
+        for stream, x, amaxes in zip(streams, inputs, amaxes_of_streams, strict=True):
             with torch.cuda.stream(stream):
                 amaxes.append(kernels.ops.quantize(x, scale, E4M3)[1])
     torch.cuda.synchronize()
-    for x, amaxes in zip(inputs, found, strict=True):
+    for x, amaxes in zip(inputs, amaxes_of_streams, strict=True):
         assert {float(amax) for amax in amaxes} == {float(x.abs().max())}

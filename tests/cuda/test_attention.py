@@ -9,11 +9,11 @@ from tests.csrc.helpers import assert_bits_equal, assert_fp8_equal
 E4M3 = torch.float8_e4m3fn
 
 
-def assert_close(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    tolerance = 2 * torch.finfo(found.dtype).eps * expected.double().abs().max() + 1e-5
-    assert (found.double() - expected.double()).abs().max() <= tolerance
+def assert_close(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    tolerance = 2 * torch.finfo(actual.dtype).eps * expected.double().abs().max() + 1e-5
+    assert (actual.double() - expected.double()).abs().max() <= tolerance
 
 
 @pytest.mark.pairwise
@@ -48,9 +48,9 @@ class Paged:
         scales = self.kv_scale, self.kv_scale, self.scale
         args = (torch.cat(chosen), self.k, self.v, tables, lens, starts, *scales, *options)
         expected = reference.paged_attention(*args)
-        found = kernels.run("paged_attention", *args)
-        assert_close(found, expected)
-        return list(found.split([len(q) for q in chosen]))
+        actual = kernels.run("paged_attention", *args)
+        assert_close(actual, expected)
+        return list(actual.split([len(q) for q in chosen]))
 
 
 CACHES = [torch.bfloat16, E4M3, torch.float8_e5m2]
@@ -148,9 +148,9 @@ def test_a_row_without_context_is_zero(kernels, dim):
     paged = Paged([20, 1], dim=dim)
     tables, lens, starts = paged.tables, torch.tensor([20, 0]).int(), torch.tensor([0, 1, 2]).int()
     q = torch.cat([paged.queries[0][:1], paged.queries[1]])
-    found = kernels.run("paged_attention", q, paged.k, paged.v, tables, lens, starts, None, None, 0.2)
-    assert_bits_equal(found[1], torch.zeros_like(found[1]))
-    assert bool(found[0].isfinite().all())
+    actual = kernels.run("paged_attention", q, paged.k, paged.v, tables, lens, starts, None, None, 0.2)
+    assert_bits_equal(actual[1], torch.zeros_like(actual[1]))
+    assert bool(actual[0].isfinite().all())
 
 
 def test_keys_after_a_query_are_not_used(kernels):
@@ -169,9 +169,9 @@ def test_write_kv_has_the_bits_of_the_reference(kernels, case):
     args, expected = kernels.here(case.make()), case.make()
     kernels.ops.write_kv(*args)
     reference.write_kv(*expected)
-    for found, wanted in zip(args[2:4], expected[2:4], strict=True):
-        compare = assert_fp8_equal if wanted.itemsize == 1 else assert_bits_equal
-        compare(found.cpu(), wanted)
+    for actual, cache in zip(args[2:4], expected[2:4], strict=True):
+        compare = assert_fp8_equal if cache.itemsize == 1 else assert_bits_equal
+        compare(actual.cpu(), cache)
 
 
 def test_write_kv_skips_slots_outside_of_the_cache(kernels):

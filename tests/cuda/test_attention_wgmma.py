@@ -61,8 +61,8 @@ Parts = list[tuple[int, int, int]]
 def attend(paged: Paged, kernels: Kernels, parts: Parts, *options: object) -> tuple[Tensor, set[str]]:
     """Returns the rows of all sequences, and the names of the kernels that computed them."""
     launched()
-    found = torch.cat(paged.attend(kernels, parts, *options))
-    return found, set(launched()) - {"merge_parts"}
+    actual = torch.cat(paged.attend(kernels, parts, *options))
+    return actual, set(launched()) - {"merge_parts"}
 
 
 @pytest.mark.pairwise
@@ -75,12 +75,12 @@ def test_wgmma_has_the_bits_of_mma(emulated_hopper: Kernels, cache, dim, options
     be(emulated_hopper, *chip)
     paged = Paged([600, 90], heads=6, kv_heads=2, dim=dim, dtype=cache)
     parts = [(0, 530, 600), (1, 0, 90)]
-    found, by = attend(paged, emulated_hopper, parts, *options)
+    actual, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend_to_prompt", "attend"}
     switch(emulated_hopper, "attention_wgmma")
     expected, by = attend(paged, emulated_hopper, parts, *options)
     assert by == {"attend"}
-    assert_bits_equal(found, expected)
+    assert_bits_equal(actual, expected)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -63,17 +63,17 @@ def test_every_block_fits_the_shared_memory_of_the_chip(chip: Kernels, request: 
 def shared_bytes_of(capability: int) -> int:
     """Returns the limit that csrc/cuda/chips.h states, which CUTLASS's kernels are checked against."""
     text = (emulated.ROOT / "csrc/cuda/chips.h").read_text()
-    found = re.search(r"family == 90 \|\| family == 100 \? (\d+) : (\d+)\) \* 1024", text)
-    assert found is not None
-    return int(found[1 if capability // 10 in (9, 10) else 2]) * 1024
+    match = re.search(r"family == 90 \|\| family == 100 \? (\d+) : (\d+)\) \* 1024", text)
+    assert match is not None
+    return int(match[1 if capability // 10 in (9, 10) else 2]) * 1024
 
 
 @pytest.mark.parametrize("rows", [1, 17, 65])
 @pytest.mark.parametrize("by", ["tensor", "1x128"])
 def test_products_are_close_to_exact_ones(chip: Kernels, rows: int, by: str) -> None:
     a, b, a_scale, b_scale = operands(rows, 40, 400, by, by)
-    found = chip.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
-    assert_within_accumulation(found, a, b, a_scale, b_scale)
+    product = chip.run("scaled_mm", a, b, a_scale, b_scale, None, torch.float32)
+    assert_within_accumulation(product, a, b, a_scale, b_scale)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float8_e4m3fn, 256), (torch.bfloat16, 20)])

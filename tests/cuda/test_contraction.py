@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.emulator, pytest.mark.skipif(not has_fma(), reason="ne
 def run(how: str) -> tuple[int, int]:
     """Returns (FP32 cases of rotary that differ from the reference, number of FP32 cases)."""
     command = [sys.executable, "-m", "tests.cuda.contraction_run", how]
-    done = subprocess.run(command, cwd=emulated.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    differing, total = done.stdout.split()
+    process = subprocess.run(command, cwd=emulated.ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    differing, total = process.stdout.split()
     return int(differing), int(total)
 
 

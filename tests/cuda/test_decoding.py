@@ -89,8 +89,8 @@ class Tiny:
         self.budget, self.seed = budget, seed
         self.logits: list[Tensor] = []
 
-    def generate(self, tokens: int, given: list[list[int]] | None = None, **params: Any) -> list[list[int]]:
-        """Returns the generated tokens of each prompt. If `given` has tokens, they are used instead of sampled ones."""
+    def generate(self, tokens: int, script: list[list[int]] | None = None, **params: Any) -> list[list[int]]:
+        """Returns the tokens generated for each prompt. If `script` has tokens, they replace the sampled ones."""
         scheduler = Scheduler(BlockPool(40, 16), 4, self.budget, self.budget)
         params_of_all = SamplingParams(max_new_tokens=tokens, seed=1, **params)
         seqs = [Sequence.of(Request(str(i), tuple(prompt), params_of_all)) for i, prompt in enumerate(PROMPTS)]
@@ -105,8 +105,8 @@ class Tiny:
             chosen = sample(logits, [item.seq for item in work if item.needs_sample], ())
             for item, sampled in zip([item for item in work if item.needs_sample], chosen, strict=True):
                 assert sampled.token_id is not None
-                done = item.seq.num_generated
-                token_id = given[seqs.index(item.seq)][done] if given else sampled.token_id
+                index = item.seq.num_generated
+                token_id = script[seqs.index(item.seq)][index] if script else sampled.token_id
                 item.seq.token_ids.append(token_id)
                 if item.seq.num_generated == tokens:
                     scheduler.finish(item.seq, "length")
@@ -120,10 +120,10 @@ def assert_no_noisier(*runs: tuple[Tiny, Tiny, list[list[int]]]) -> None:
     model are not enough for a ratio; on an H200, six models had ratios from 0.90 to 1.11.
     """
     logits: list[tuple[Tensor, Tensor, Tensor]] = []
-    for there, here, given in runs:
+    for there, here, tokens in runs:
         exact = Tiny("cpu", None, budget=here.budget, seed=here.seed)
         for engine in (there, exact):
-            engine.generate(len(given[0]), given, temperature=0.0)
+            engine.generate(len(tokens[0]), tokens, temperature=0.0)
         assert [len(rows) for rows in there.logits] == [len(rows) for rows in here.logits]
         logits.append((torch.cat(there.logits), torch.cat(here.logits), torch.cat(exact.logits)))
     device_logits, cpu_logits, truth = map(torch.cat, zip(*logits, strict=True))
@@ -141,8 +141,8 @@ LOGITS = pytest.mark.parametrize(
 @LOGITS
 def test_logits_are_as_accurate_as_on_the_cpu(device: str, recipe: str, cache: torch.dtype) -> None:
     here = Tiny("cpu", recipe, cache)
-    given = here.generate(1, temperature=0.0)
-    assert_no_noisier((Tiny(device, recipe, cache), here, given))
+    tokens = here.generate(1, temperature=0.0)
+    assert_no_noisier((Tiny(device, recipe, cache), here, tokens))
 
 
 Product = Callable[..., Tensor]
@@ -171,18 +171,18 @@ def test_logits_with_hoppers_sums_are_accepted_and_wrong_ones_are_not(
     recipe: str, cache: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Tiny("cpu", recipe, cache)
-    given = here.generate(1, temperature=0.0)
+    tokens = here.generate(1, temperature=0.0)
     multiply_by(hopper.scaled_mm, monkeypatch)
-    assert_no_noisier((Tiny("cpu", recipe, cache), here, given))
+    assert_no_noisier((Tiny("cpu", recipe, cache), here, tokens))
     multiply_by(without_a_block, monkeypatch)
     with pytest.raises(AssertionError):
-        assert_no_noisier((Tiny("cpu", recipe, cache), here, given))
+        assert_no_noisier((Tiny("cpu", recipe, cache), here, tokens))
 
 
-def noise(found: Tensor, expected: Tensor) -> float:
-    """Returns the power of `found - expected`, relative to the power of `expected`."""
+def noise(actual: Tensor, expected: Tensor) -> float:
+    """Returns the power of `actual - expected`, relative to the power of `expected`."""
     expected = expected.double()
-    return float((found.double() - expected).square().sum() / expected.square().sum().clamp(min=1e-300))
+    return float((actual.double() - expected).square().sum() / expected.square().sum().clamp(min=1e-300))
 
 
 def on_emulated_kernels(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
@@ -214,12 +214,12 @@ def test_a_decoder_on_the_cuda_kernels_is_as_accurate_as_on_the_cpu(
     """The steps are a chunk without sampling, two steps with ends and beginnings of prompts, and a decoding step. The
     recipe is rowwise, so that norms and activations without a cast run, too."""
     all_here = [Tiny("cpu", cache=cache, budget=24, seed=seed) for seed in range(3)]
-    given = [here.generate(2, temperature=0.0) for here in all_here]
+    tokens = [here.generate(2, temperature=0.0) for here in all_here]
     assert [len(logits) for logits in all_here[0].logits] == [0, 2, 3, 1]
     if device == "cpu":
         on_emulated_kernels(monkeypatch)
     all_there = [Tiny(device, cache=cache, budget=24, seed=here.seed) for here in all_here]
-    assert_no_noisier(*zip(all_there, all_here, given, strict=True))
+    assert_no_noisier(*zip(all_there, all_here, tokens, strict=True))
 
 
 @on_both
@@ -230,8 +230,8 @@ def test_replayed_decoding_has_the_same_bits(device: str, cache: torch.dtype) ->
     replayed.runner.use_graphs(capture, 4, 512)
     sampling: dict[str, Any] = {"top_p": 0.9, "repetition_penalty": 1.1}
     assert replayed.generate(12, **sampling) == plain.generate(12, **sampling)
-    for found, expected in zip(replayed.logits, plain.logits, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(replayed.logits, plain.logits, strict=True):
+        assert torch.equal(actual, expected)
 
 
 RECIPES = pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
@@ -261,12 +261,12 @@ Gradients = dict[str, Tensor]
 def assert_gradients_no_noisier(there: Gradients, here: Gradients) -> None:
     """Checks the noise of each parameter's gradient, and of all together, compared with training in BF16."""
     exact = gradients("cpu", None)
-    found, expected = (
+    actual, expected = (
         {name: noise(grad, exact[name]) ** 0.5 for name, grad in grads.items()} for grads in (there, here)
     )
     for name in expected:
-        assert found[name] <= MORE_NOISE_OF_ONE * expected[name], name
-    assert math.hypot(*found.values()) <= MORE_NOISE * math.hypot(*expected.values())
+        assert actual[name] <= MORE_NOISE_OF_ONE * expected[name], name
+    assert math.hypot(*actual.values()) <= MORE_NOISE * math.hypot(*expected.values())
 
 
 def gradients(device: str, recipe: str | None) -> Gradients:

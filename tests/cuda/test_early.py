@@ -43,9 +43,9 @@ def test_every_launch_of_a_decoding_step_is_early_if_the_chip_supports_it(
     step = gpu_decode.DecodeStep("cpu", dry=True)
     gpu.starts()
     step(0)
-    found = gpu.starts()
-    assert len(found) >= 2 * LAUNCHES_OF_A_LAYER
-    assert {early for _, early in found} == {chip != "Ada" and off == "none"}, found
+    launches = gpu.starts()
+    assert len(launches) >= 2 * LAUNCHES_OF_A_LAYER
+    assert {early for _, early in launches} == {chip != "Ada" and off == "none"}, launches
 
 
 @pytest.mark.emulator
@@ -59,25 +59,25 @@ def test_a_kernel_that_never_waits_is_refused(gpu: emulated.Emulator) -> None:
 
 def kernels_that_wait() -> dict[str, str]:
     """Returns the source code before the wait for earlier kernels, by "file: kernel"."""
-    found = {}
+    code_by_kernel = {}
     for path in sorted(SOURCES.glob("*.cu")):
         for name, body in re.findall(
             r"__global__ [^;{]*?\b((?!__)\w+)\([^;{]*\{\n(.*?)^\}", path.read_text(), re.M | re.S
         ):
             before, wait, _ = body.partition("after_earlier_kernels();")
             if wait:
-                found[f"{path.name}: {name}"] = before.strip()
-    return found
+                code_by_kernel[f"{path.name}: {name}"] = before.strip()
+    return code_by_kernel
 
 
 def test_kernels_wait_first() -> None:
     """Before the wait, kernels may only prefetch weights; test_races.py checks that these are no results of kernels."""
-    found = kernels_that_wait()
-    assert len(found) > 20
-    early = {code for code in found.values() if code}
+    code_by_kernel = kernels_that_wait()
+    assert len(code_by_kernel) > 20
+    early = {code for code in code_by_kernel.values() if code}
     prefetch = re.compile(r"Prefetcher<kGroups, \w+(, 2)?> prefetcher\(g\);\n  prefetcher\.prefetch_early\(\);")
     assert all(prefetch.fullmatch(code) for code in early)
-    assert {name for name, code in found.items() if code} == {
+    assert {name for name, code in code_by_kernel.items() if code} == {
         "gemm_skinny.cu: gemm_stream",
         "gemm_skinny.cu: gemm_stream_casting",
         "gemm_skinny.cu: gemm_stream_gated",

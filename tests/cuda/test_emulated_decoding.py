@@ -25,9 +25,9 @@ def test_all_ops_but_attention_round_as_on_the_cpu(cache: torch.dtype, monkeypat
     expected = Tiny("cpu", cache=cache, budget=24)
     expected.generate(2, temperature=0.0)
     on_emulated_kernels(monkeypatch, but="paged_attention")
-    found = Tiny("cpu", cache=cache, budget=24)
-    found.generate(2, temperature=0.0)
-    for one, other in zip(found.logits, expected.logits, strict=True):
+    actual = Tiny("cpu", cache=cache, budget=24)
+    actual.generate(2, temperature=0.0)
+    for one, other in zip(actual.logits, expected.logits, strict=True):
         assert noise(one, other) <= 10**-10
 
 
@@ -47,11 +47,11 @@ def test_experts_are_multiplied_as_on_the_cpu(recipe: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(stacked, "_grouped_mm", grouped_mm)
     monkeypatch.setattr(stacked.StackedExperts, "can_run_mlp_with", lambda *_: False)  # a GPU runs the ops separately
-    found = Tiny("cpu", recipe, budget=48)
-    assert all(experts.stacks() for experts in mixtures(found.runner.model).values())
-    found.generate(2, temperature=0.0)
+    actual = Tiny("cpu", recipe, budget=48)
+    assert all(experts.stacks() for experts in mixtures(actual.runner.model).values())
+    actual.generate(2, temperature=0.0)
     assert min(rows) <= 64 < max(rows)
-    for one, other in zip(found.logits, expected.logits, strict=True):
+    for one, other in zip(actual.logits, expected.logits, strict=True):
         assert noise(one, other) <= 10**-10
 
 
@@ -88,10 +88,10 @@ def test_products_with_a_long_k_take_one_launch() -> None:
     for rows in (1, 64):
         residual = torch.zeros(rows, 16, dtype=torch.bfloat16)
         gpu.launches()
-        found = gpu.ops.scaled_mm_add(weight[:1].expand(rows, -1).contiguous(), weight, one, one, None, residual)
+        product = gpu.ops.scaled_mm_add(weight[:1].expand(rows, -1).contiguous(), weight, one, one, None, residual)
         assert len(gpu.launches()) == 1
-        assert bool((found == 4096).all())
+        assert bool((product == 4096).all())
     ends, scales = torch.tensor([2, 3], dtype=torch.int32), torch.ones(2)
-    found = gpu.ops.grouped_mm(weight[:3], weight.view(2, 8, 4096), one, scales, ends, None, torch.bfloat16)
+    product = gpu.ops.grouped_mm(weight[:3], weight.view(2, 8, 4096), one, scales, ends, None, torch.bfloat16)
     assert len(gpu.launches()) == 1
-    assert bool((found == 4096).all())
+    assert bool((product == 4096).all())

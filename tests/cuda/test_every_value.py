@@ -13,7 +13,7 @@ pytestmark = pytest.mark.exhaustive
 STRIDES = {"quantize_rowwise": 241} | dict.fromkeys(casts.SCALES, 8191)
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def no_progress(what: str, completed: int, total: int) -> None:
     """A progress callback that does nothing."""
 
 
@@ -22,12 +22,12 @@ def check(kernels, values, probe, stride):
     x = values if kernels.device == "cuda" else values[::stride].contiguous()
     chunk = min(1 << 14, len(x) // 1024 * 1024)
     whole = x[: len(x) // chunk * chunk]
-    found = casts.compare(
+    findings = casts.compare(
         iter(whole.view(-1, chunk)), len(whole), no_progress,
         probes=[probe], at=[kernels.device], kernels=kernels.ops, device=kernels.device,
     )  # fmt: skip
-    assert found
-    assert [f for f in found if f.differing] == []
+    assert findings
+    assert [f for f in findings if f.differing] == []
 
 
 @pytest.mark.parametrize("probe", casts.PROBES)

@@ -34,12 +34,12 @@ def operands(m, n, k, a_by="tensor", b_by="tensor", formats=(E4M3, E4M3)):
 @pytest.mark.parametrize("case", cases("scaled_mm"), ids=lambda case: case.name)
 def test_registered_cases_are_close_to_exact_ones(kernels, case):
     a, b, a_scale, b_scale, bias, out = case.make()
-    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
-    assert found.dtype == out
+    actual = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert actual.dtype == out
     if a.shape[1] == 0:
-        assert_bits_equal(found, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
+        assert_bits_equal(actual, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
     else:
-        assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device=kernels.device)
+        assert_within_accumulation(actual, a, b, a_scale, b_scale, bias, device=kernels.device)
 
 
 # 5 rows: skinny kernel; 70 rows: mma kernel with partial tiles; K = 400: a partial block of K.
@@ -49,9 +49,9 @@ def test_registered_cases_are_close_to_exact_ones(kernels, case):
 @pytest.mark.parametrize("b_by", GRANULARITIES)
 def test_every_pair_of_granularities(kernels, shape, a_by, b_by):
     a, b, a_scale, b_scale = operands(*shape, a_by, b_by)
-    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, BF16)
+    actual = kernels.run("scaled_mm", a, b, a_scale, b_scale, None, BF16)
     naive = reference.scaled_mm(a, b, a_scale, b_scale, None, BF16)
-    assert_as_good_as_naive(found, naive, exact(a, b, a_scale, b_scale))
+    assert_as_good_as_naive(actual, naive, exact(a, b, a_scale, b_scale))
 
 
 @pytest.mark.parametrize("a_dtype", FORMATS)
@@ -63,8 +63,8 @@ def test_integers_multiply_exactly(kernels, shape, a_dtype, b_dtype):
     make = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-3, 4, size, generator=make).float() for size in ((m, k), (n, k)))
     one, bias = torch.tensor(1.0), torch.arange(n).float()
-    found = kernels.run("scaled_mm", a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
-    assert torch.equal(found, a @ b.t() + bias)
+    actual = kernels.run("scaled_mm", a.to(a_dtype), b.to(b_dtype), one, one, bias, torch.float32)
+    assert torch.equal(actual, a @ b.t() + bias)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 33, 64])
@@ -99,9 +99,9 @@ def test_transposed_and_strided_operands_have_the_same_bits(kernels, m, k):
 def test_output_and_bias_types(kernels, out, bias_dtype, m):
     a, b, a_scale, b_scale = operands(m, 24, 128, "row", "row")
     bias = tame(1, 24, seed=3)[0].to(bias_dtype)
-    found = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
-    assert found.dtype == out
-    assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device=kernels.device)
+    actual = kernels.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert actual.dtype == out
+    assert_within_accumulation(actual, a, b, a_scale, b_scale, bias, device=kernels.device)
 
 
 def whole_numbers(m, n, k, a_dtype=E4M3, b_dtype=E4M3):
@@ -160,14 +160,14 @@ NAMED = ("skinny", "mma", *TILES)
 def test_every_kernel_called_by_name_is_exact_or_refuses(kernels, shape):
     """A kernel that supports this device gives the exact product; others raise an error."""
     *args, _ = whole_numbers(*shape)
-    product, found = args[0].float() @ args[1].float().t(), {}
+    product, results = args[0].float() @ args[1].float().t(), {}
     for name, swizzle in product_of(NAMED, (1, 4)):
         try:
-            found[name, swizzle] = kernels.run("scaled_mm_by", *args, None, torch.float32, name, swizzle)
+            results[name, swizzle] = kernels.run("scaled_mm_by", *args, None, torch.float32, name, swizzle)
         except RuntimeError as refused:
-            found[name, swizzle] = str(refused)
-    available = {name for (name, _), answer in found.items() if not isinstance(answer, str)}
-    for (name, _), answer in found.items():
+            results[name, swizzle] = str(refused)
+    available = {name for (name, _), answer in results.items() if not isinstance(answer, str)}
+    for (name, _), answer in results.items():
         if name in available:
             assert torch.equal(answer, product), name
         else:
@@ -193,10 +193,10 @@ def test_nan_and_infinity_affect_only_their_row(kernels):
         a = tame(rows, 144, seed=1).clamp(-400, 400)
         a[2, 64], a[4, 129] = torch.nan, torch.inf
         one = torch.tensor(1.0)
-        found = kernels.run("scaled_mm", a.to(E5M2), tame(16, 144, seed=2).to(E4M3), one, one, None, torch.float32)
-        assert found[2].isnan().all()
-        assert not found[4].isfinite().any()
-        assert found[[0, 1, 3, *range(5, rows)]].isfinite().all()
+        actual = kernels.run("scaled_mm", a.to(E5M2), tame(16, 144, seed=2).to(E4M3), one, one, None, torch.float32)
+        assert actual[2].isnan().all()
+        assert not actual[4].isfinite().any()
+        assert actual[[0, 1, 3, *range(5, rows)]].isfinite().all()
 
 
 LARGE = [(256, 512, 1024), (300, 264, 400), (1024, 4096, 4096), (8, 4096, 14336), (33, 40, 64)]
@@ -213,10 +213,10 @@ def test_large_products_are_close_to_exact_ones(gpu, shape, formats, by):
     a, b, a_scale, b_scale = gpu.here(operands(*shape, *by, formats))
     for out in (BF16, torch.float32):
         bias = gpu.here(torch.linspace(-1, 1, shape[1]).to(out))
-        found = gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out)
-        assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device="cuda")
+        actual = gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out)
+        assert_within_accumulation(actual, a, b, a_scale, b_scale, bias, device="cuda")
         assert torch.equal(
-            gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out), found
+            gpu.ops.scaled_mm(a, b, a_scale, b_scale, bias, out), actual
         )  # a second run has the same bits
 
 
@@ -239,12 +239,12 @@ def test_scales_far_from_one_that_cancel_do_not_overflow(kernels, rows, by_row):
     operands, zeros, available = far_operands(rows, by_row), torch.zeros(48), set()
     for name in NAMED:
         try:
-            found = kernels.run("scaled_mm_by", *operands, None, torch.float32, name, 1)
+            actual = kernels.run("scaled_mm_by", *operands, None, torch.float32, name, 1)
         except RuntimeError as refused:
             assert f"kernel: is {name}, which does not multiply this here" in str(refused)  # noqa: PT017
             continue
         available.add(name)
-        assert_exact_bits(found + zeros, operands, zeros)
+        assert_exact_bits(actual + zeros, operands, zeros)
     assert available >= ({"skinny", "mma"} if rows <= 64 else {"mma"})
     first = kernels.run("scaled_mm", *operands, None, torch.float32)
     assert_true_to_roundings(first, operands, zeros)

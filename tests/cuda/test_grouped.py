@@ -34,14 +34,16 @@ def looped(kernels, a, b, a_scale, b_scale, offsets, bias, out):
     return torch.cat(parts)
 
 
-def assert_each_expert_is_right(kernels, found, a, b, a_scale, b_scale, offsets, bias, out):
+def assert_each_expert_is_right(kernels, actual, a, b, a_scale, b_scale, offsets, bias, out):
     if kernels.device == "cpu":
-        assert_bits_equal(found, looped(kernels, a, b, a_scale, b_scale, offsets, bias, out))
+        assert_bits_equal(actual, looped(kernels, a, b, a_scale, b_scale, offsets, bias, out))
         return
     for e, (begin, end) in enumerate(expert_row_ranges(offsets)):
         scale = a_scale if a_scale.dim() == 0 else a_scale[e] if a_scale.dim() == 1 else a_scale[begin:end]
         more = None if bias is None else bias[e]
-        assert_within_accumulation(found[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device)
+        assert_within_accumulation(
+            actual[begin:end], a[begin:end], b[e], scale, b_scale[e], more, device=kernels.device
+        )
 
 
 CASES = gpu_cases("grouped_mm")
@@ -51,9 +53,9 @@ CASES = gpu_cases("grouped_mm")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_registered_cases_equal_scaled_mm_of_each_expert(kernels, case):
     args = case.make()
-    found = kernels.run("grouped_mm", *args)
-    assert found.dtype == args[-1]
-    assert_each_expert_is_right(kernels, found, *args)
+    actual = kernels.run("grouped_mm", *args)
+    assert actual.dtype == args[-1]
+    assert_each_expert_is_right(kernels, actual, *args)
 
 
 # K = 272 is a multiple of 16, as CUTLASS needs; 77 is padded. "decoding" takes the skinny kernel, "prefill" mma, with
@@ -87,8 +89,8 @@ def test_transposed_weights_and_every_pair_of_formats(kernels):
             expected = kernels.run("grouped_mm", *args)
             transposed = kernels.here(args[1].transpose(1, 2).contiguous()).transpose(1, 2)
             others = kernels.here((args[0], *args[2:]))
-            found = kernels.ops.grouped_mm(others[0], transposed, *others[1:])
-            assert_bits_equal(found.cpu(), expected)
+            actual = kernels.ops.grouped_mm(others[0], transposed, *others[1:])
+            assert_bits_equal(actual.cpu(), expected)
             assert_each_expert_is_right(kernels, expected, *args)
 
 
@@ -97,8 +99,8 @@ def test_no_rows_and_no_columns(kernels):
     assert kernels.run("grouped_mm", a, b, *scales, offsets_of([0, 0]), None, BF16).shape == (0, 16)
     a, b, *_ = operands([3, 2], 16, 0, "expert", E4M3)
     bias = tame(2, 16, seed=1)
-    found = kernels.run("grouped_mm", a, b, torch.ones(2), torch.ones(2), offsets_of([3, 2]), bias, torch.float32)
-    assert torch.equal(found, bias[[0, 0, 0, 1, 1]])
+    actual = kernels.run("grouped_mm", a, b, torch.ones(2), torch.ones(2), offsets_of([3, 2]), bias, torch.float32)
+    assert torch.equal(actual, bias[[0, 0, 0, 1, 1]])
 
 
 # Weight gradients.
@@ -129,24 +131,24 @@ WGRADS = [*cases("grouped_wgrad"), *(
 @pytest.mark.parametrize("case", WGRADS, ids=lambda case: case.name)
 def test_weight_gradients_equal_scaled_mm_of_each_expert(kernels, case):
     *args, out = case.make()
-    found = kernels.run("grouped_wgrad", *args, out)
-    assert (found.dtype, found.shape) == (out, (len(args[4]), len(args[0]), len(args[1])))
+    actual = kernels.run("grouped_wgrad", *args, out)
+    assert (actual.dtype, actual.shape) == (out, (len(args[4]), len(args[0]), len(args[1])))
     parts = dict(wgrad_parts(*args))
     for e in range(len(args[4])):
         if e not in parts:
-            assert (found[e] == 0).all()
+            assert (actual[e] == 0).all()
         elif kernels.device == "cpu" and 2 not in (args[2].dim(), args[3].dim()):
-            assert_bits_equal(found[e], kernels.run("scaled_mm_by", *parts[e], None, out, "mma", 1))
+            assert_bits_equal(actual[e], kernels.run("scaled_mm_by", *parts[e], None, out, "mma", 1))
         else:  # scaled_mm treats the scales of a single block as row scales, and multiplies the whole sum
-            assert_within_accumulation(found[e], *parts[e], device=kernels.device)
+            assert_within_accumulation(actual[e], *parts[e], device=kernels.device)
 
 
 def test_the_weight_gradient_of_an_expert_without_rows_is_zero_whatever_its_scale(kernels):
     a, b, offsets = tame(16, 20, seed=1).to(E5M2), tame(48, 20, seed=2).to(E4M3), offsets_of([7, 0, 13, 0])
     scale = torch.tensor([1.0, torch.nan, 0.5, torch.inf])
-    found = kernels.run("grouped_wgrad", a, b, scale, scale, offsets, torch.float32)
-    assert (found[[1, 3]] == 0).all()
-    assert_within_accumulation(found[2], a[:, 7:], b[:, 7:], scale[2], scale[2], device=kernels.device)
+    actual = kernels.run("grouped_wgrad", a, b, scale, scale, offsets, torch.float32)
+    assert (actual[[1, 3]] == 0).all()
+    assert_within_accumulation(actual[2], a[:, 7:], b[:, 7:], scale[2], scale[2], device=kernels.device)
 
 
 # Offsets that the host cannot check.
@@ -160,8 +162,8 @@ def test_wrong_offsets_cause_no_access_outside_of_the_tensors(kernels, ends, row
     a, b, *scales = operands([rows, 0, 0], 32, 64, "row", E4M3)
     assert kernels.run("grouped_mm", a, b, *scales, offsets, None, BF16).shape == (rows, 32)
     one = torch.ones(())
-    found = kernels.run("grouped_wgrad", a.t().contiguous(), a.t().contiguous(), one, one, offsets, BF16)
-    assert found.shape == (3, 64, 64)
+    actual = kernels.run("grouped_wgrad", a.t().contiguous(), a.t().contiguous(), one, one, offsets, BF16)
+    assert actual.shape == (3, 64, 64)
     q, amax = kernels.run("grouped_quantize", tame(rows, 64, seed=1), torch.ones(3), offsets, E4M3)
     assert (q.shape, amax.shape) == ((rows, 64), (3,))
 

@@ -49,14 +49,14 @@ def test_the_errors_are_those_of_an_h200(name: str) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def cached_sums() -> Iterator[None]:
     """Caches sums, since cases with different scales have the same operands."""
-    known: dict[Any, list[Tensor]] = {}
+    cache: dict[Any, list[Tensor]] = {}
     compute = hopper.sums
 
     def sums(a: Tensor, b: Tensor) -> list[Tensor]:
         key = tuple((x.dtype, x.shape, bytes(x.contiguous().view(torch.uint8).flatten().tolist())) for x in (a, b))
-        if key not in known:
-            known[key] = compute(a, b)
-        return known[key]
+        if key not in cache:
+            cache[key] = compute(a, b)
+        return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "sums", sums)
@@ -72,8 +72,8 @@ def fp8_cases(op: str) -> list[Case]:
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_the_self_check_accepts_hoppers_sums(op: str) -> None:
     for case in fp8_cases(op):
-        found, expected = getattr(hopper, op)(*case.make()), getattr(reference, op)(*case.make())
-        assert describe_difference(op, case.make(), flatten_tensors(found), flatten_tensors(expected)) is None, (
+        actual, expected = getattr(hopper, op)(*case.make()), getattr(reference, op)(*case.make())
+        assert describe_difference(op, case.make(), flatten_tensors(actual), flatten_tensors(expected)) is None, (
             case.name
         )
 

@@ -23,8 +23,8 @@ def test_the_cpp_checks_of_launches_chips_and_descriptors_pass(tmp_path):
     program = tmp_path / "host_checks"
     source = ROOT / "tests/cuda/host_checks.cpp"
     subprocess.run(["c++", "-std=c++20", "-Wall", "-Werror", f"-I{ROOT}/csrc", source, "-o", program], check=True)
-    done = subprocess.run([program], capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("", 0)
+    process = subprocess.run([program], capture_output=True, text=True)
+    assert (process.stdout, process.returncode) == ("", 0)
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
@@ -37,10 +37,12 @@ def test_an_old_cutlass_is_not_used(tmp_path, version, message):
     header.parent.mkdir(parents=True)
     header.write_text("#pragma once\n#define CUTLASS_MAJOR {}\n#define CUTLASS_MINOR {}\n".format(*version))
     script = ROOT / "csrc/cuda/cutlass.cmake"
-    done = subprocess.run([CMAKE, f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-P", script], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert bool(done.stderr) == bool(message)
-    assert message in " ".join(done.stderr.split())
+    process = subprocess.run(
+        [CMAKE, f"-DFP8SERVE_CUTLASS_DIR={tmp_path}", "-P", script], capture_output=True, text=True
+    )
+    assert process.returncode == 0
+    assert bool(process.stderr) == bool(message)
+    assert message in " ".join(process.stderr.split())
 
 
 @needs_nvcc
@@ -77,5 +79,5 @@ def test_rotary_in_fp32_uses_no_fused_multiply_add(tmp_path):
     defines = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
     options = ["-std=c++20", "--expt-relaxed-constexpr", "-arch=sm_89", "-cubin", "-O3"]
     subprocess.run([NVCC, *options, *places, *defines, ROOT / "tests/cuda/probe.cu", "-o", cubin], check=True)
-    found = sass.fused_in(cubin, sass.cuobjdump(), "probe_rotated")
-    assert list(found.values()) == [0]
+    counts = sass.fused_in(cubin, sass.cuobjdump(), "probe_rotated")
+    assert list(counts.values()) == [0]

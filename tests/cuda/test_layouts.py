@@ -60,9 +60,9 @@ def test_mma_has_cutes_fragments(layouts: Layouts, name: str) -> None:
     noise = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-3, 4, (rows, k), generator=noise).float() for rows in (16, 8))
     fragments = [words(m.to(t).t().reshape(-1)[layouts[name, o]]) for m, t, o in zip((a, b), types, "ab", strict=True)]
-    found = emulated.emulator().mma(name, *fragments)
+    fragment = emulated.emulator().mma(name, *fragments)
     expected = (a @ b.t()).t().reshape(-1)
-    assert torch.equal(found, expected[layouts[name, "c"]])
+    assert torch.equal(fragment, expected[layouts[name, "c"]])
 
 
 def halves(offsets: Tensor) -> Iterator[tuple[int, int]]:
@@ -76,8 +76,8 @@ def test_ldmatrix_has_cutes_layout(layouts: Layouts, name: str) -> None:
     source, target = layouts[name, "source"], layouts[name, "target"]
     values = {int(source[place]): rows[place] for place in halves(source)}
     expected = torch.stack([values[int(target[place])] for place in halves(target)]).view(32, 8)
-    found = emulated.emulator().ldmatrix(name == "transposed", rows)
-    assert torch.equal(found.view(torch.int16), expected)
+    fragment = emulated.emulator().ldmatrix(name == "transposed", rows)
+    assert torch.equal(fragment.view(torch.int16), expected)
 
 
 TILES = ["keys-64", "keys-128", "queries-128", "values-64", "values-128"]
@@ -111,17 +111,17 @@ def whole_numbers(*shape: int) -> Tensor:
 def test_wgmma_with_both_operands_in_shared_memory(layouts: Layouts, dim: int, second_half: bool) -> None:
     """The product of attention scores, with CuTe's layouts and descriptors: each step takes 16 columns of K, and the
     first or second 64 of 128 queries."""
-    left = "queries-128" if dim == 128 else "keys-64"
-    q, k = whole_numbers(layouts[left, "cute"].shape[0], dim), whole_numbers(64, dim)
-    memory = torch.cat([in_memory(layouts, left, q), in_memory(layouts, f"keys-{dim}", k)])
+    name = "queries-128" if dim == 128 else "keys-64"
+    q, k = whole_numbers(layouts[name, "cute"].shape[0], dim), whole_numbers(64, dim)
+    memory = torch.cat([in_memory(layouts, name, q), in_memory(layouts, f"keys-{dim}", k)])
     rows = slice(64, 128) if second_half else slice(0, 64)
     for step in range(dim // 16):
-        a = descriptor(layouts, left, step, 128 * rows.start)
+        a = descriptor(layouts, name, step, 128 * rows.start)
         b = descriptor(layouts, f"keys-{dim}", step, 2 * q.numel())
-        found = emulated.emulator().wgmma(64, memory, None, a, b)
+        accumulators = emulated.emulator().wgmma(64, memory, None, a, b)
         columns = slice(16 * step, 16 * step + 16)
         expected = (q[rows, columns] @ k[:, columns].t()).t().reshape(-1)
-        assert torch.equal(found, expected[layouts["warpgroup-64", "c"]])
+        assert torch.equal(accumulators, expected[layouts["warpgroup-64", "c"]])
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -131,7 +131,9 @@ def test_wgmma_with_the_left_operand_in_registers(layouts: Layouts, dim: int) ->
     memory = in_memory(layouts, f"values-{dim}", v)
     for step in range(4):
         part = weights[:, 16 * step : 16 * step + 16]
-        left = words(part.bfloat16().t().reshape(-1)[layouts[f"warpgroup-{dim}", "a"]])
-        found = emulated.emulator().wgmma(dim, memory, left, 0, descriptor(layouts, f"values-{dim}", step, 0))
+        registers = words(part.bfloat16().t().reshape(-1)[layouts[f"warpgroup-{dim}", "a"]])
+        accumulators = emulated.emulator().wgmma(
+            dim, memory, registers, 0, descriptor(layouts, f"values-{dim}", step, 0)
+        )
         expected = (part @ v[16 * step : 16 * step + 16]).t().reshape(-1)
-        assert torch.equal(found, expected[layouts[f"warpgroup-{dim}", "c"]])
+        assert torch.equal(accumulators, expected[layouts[f"warpgroup-{dim}", "c"]])

@@ -20,9 +20,9 @@ built = pytest.mark.skipif(not BUILT, reason="libfp8serve_cuda.so was not built 
 
 
 def test_every_op_has_a_cuda_kernel_and_no_kernel_is_without_an_op():
-    found = [re.findall(r'm\.impl\("(\w+)"', path.read_text()) for path in SOURCES.glob("*.cu")]
-    wanted = sorted(ops.compiled_for("cuda"))
-    assert sorted(name for names in found for name in names) == wanted
+    registered = [re.findall(r'm\.impl\("(\w+)"', path.read_text()) for path in SOURCES.glob("*.cu")]
+    expected = sorted(ops.compiled_for("cuda"))
+    assert sorted(name for names in registered for name in names) == expected
 
 
 def test_only_stable_headers_are_included():
@@ -33,7 +33,7 @@ def test_only_stable_headers_are_included():
         for line in re.findall(r'#include [<"](torch/[^>"]+|ATen/[^>"]+|c10/[^>"]+|Python.h)[>"]', text)
     }
     assert included
-    assert [found for found in included if not ALLOWED.match(found[1])] == []
+    assert [include for include in included if not ALLOWED.match(include[1])] == []
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
@@ -54,9 +54,9 @@ def test_the_cpu_library_is_configured_without_nvcc(tmp_path, settings, message)
         f"-DPython_EXECUTABLE={sys.executable}",
         *settings,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
-    assert done.returncode == 0, done.stderr
-    assert message in done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert process.returncode == 0, process.stderr
+    assert message in process.stdout + process.stderr
     targets = subprocess.run(
         ["cmake", "--build", str(tmp_path), "--target", "help"], capture_output=True, text=True
     ).stdout
@@ -84,20 +84,27 @@ disassembled = pytest.mark.skipif(
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_every_architecture_uses_its_own_tensor_instructions(library):
     tool = sass.cuobjdump()
-    found = sass.architectures(library, tool)
-    assert found
-    for arch in found:
+    architectures = sass.architectures(library, tool)
+    assert architectures
+    for arch in architectures:
         counts = sass.disassembled(library, tool).tensor_instructions[arch]
-        assert all(counts[wanted] > 0 for wanted in sass.EXPECTED[arch]), arch
+        assert all(counts[instruction] > 0 for instruction in sass.EXPECTED[arch]), arch
 
 
 @disassembled
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
     """The delayed update divides once for each state, and attention once for each row, for its sink."""
-    found = sass.long_divisions(library, sass.cuobjdump(), "s")
-    assert "scaling.cu" in found, "the search does not recognize divisions"
-    assert found <= {"", "scaling.cu", "attention.cu", "attention_mma.cu", "attention_tensor.cu", "attention_wgmma.cu"}
+    sources = sass.long_divisions(library, sass.cuobjdump(), "s")
+    assert "scaling.cu" in sources, "the search does not recognize divisions"
+    assert sources <= {
+        "",
+        "scaling.cu",
+        "attention.cu",
+        "attention_mma.cu",
+        "attention_tensor.cu",
+        "attention_wgmma.cu",
+    }
     elementwise = {"activations.cu", "elementwise.cu", "quantize.cu", "sample.cu"}
     assert sass.long_divisions(library, sass.cuobjdump(), "u").isdisjoint(elementwise)
 
@@ -106,10 +113,10 @@ def test_no_elementwise_kernel_divides_integers_of_64_bits(library):
 @pytest.mark.parametrize("library", BUILT, ids=lambda path: path.parent.name)
 def test_kernels_access_no_memory_before_they_wait_for_earlier_kernels(library):
     """Except the skinny kernel, which copies stored weights to shared memory (test_races.py)."""
-    found = sass.disassembled(library, sass.cuobjdump()).early_accesses
-    assert bool(found) == any(arch != "sm_89" for arch in sass.architectures(library, sass.cuobjdump()))
-    early = {name: accesses for name, accesses in found.items() if accesses}
-    assert bool(early) == bool(found)
+    accesses_by_kernel = sass.disassembled(library, sass.cuobjdump()).early_accesses
+    assert bool(accesses_by_kernel) == any(arch != "sm_89" for arch in sass.architectures(library, sass.cuobjdump()))
+    early = {name: accesses for name, accesses in accesses_by_kernel.items() if accesses}
+    assert bool(early) == bool(accesses_by_kernel)
     assert all("gemm_skinny_cu" in name and "gemm_stream" in name for name in early), early.keys()
     assert {access.partition(".")[0] for accesses in early.values() for access in accesses} <= {"LDGSTS"}
 
@@ -133,6 +140,6 @@ def test_the_library_loads_and_registers_every_op(library):
     stub = library.parent / "stub"
     environment = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", LOAD, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[] []"
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "[] []"

@@ -50,9 +50,9 @@ def greedy(engine: Engine, prompts: list[str], tokens: int = 12) -> list[Complet
     return engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True, logprobs=2)
 
 
-def assert_same_choices(found: Completion, expected: Completion) -> int:
+def assert_same_choices(actual: Completion, expected: Completion) -> int:
     """Checks that tokens are equal up to the first near tie in `expected`; returns their number."""
-    pairs = zip(found.token_ids, expected.token_ids, expected.logprobs or (), strict=True)
+    pairs = zip(actual.token_ids, expected.token_ids, expected.logprobs or (), strict=True)
     for count, (one, other, logprob) in enumerate(pairs):
         (_, first), (_, second) = logprob.top
         if first - second < NEAR_TIE:
@@ -66,8 +66,8 @@ def assert_same_choices(found: Completion, expected: Completion) -> int:
 )
 def test_greedy_tokens_are_those_of_the_cpu(device: str, base: Path, calibrated: Path, options: dict[str, Any]) -> None:
     model = base if "recipe" in options else calibrated
-    found, expected = (greedy(serve(model, place, **options), SENTENCES[:3]) for place in (device, "cpu"))
-    assert sum(map(assert_same_choices, found, expected)) >= 6
+    actual, expected = (greedy(serve(model, place, **options), SENTENCES[:3]) for place in (device, "cpu"))
+    assert sum(map(assert_same_choices, actual, expected)) >= 6
 
 
 def test_replayed_decoding_gives_the_same_bits(device: str, calibrated: Path) -> None:
@@ -92,8 +92,8 @@ def test_replayed_prompts_choose_the_same_tokens(device: str, calibrated: Path) 
         replayed.pack_weights()
         replayed.loaded.runner.capture_steps(replayed.options, 256, lambda run: run)
     assert replayed.loaded.runner.graphed_prompts is not None
-    found, expected = (greedy(engine, SENTENCES) for engine in (replayed, plain))
-    assert sum(map(assert_same_choices, found, expected)) >= 2 * len(SENTENCES)
+    actual, expected = (greedy(engine, SENTENCES) for engine in (replayed, plain))
+    assert sum(map(assert_same_choices, actual, expected)) >= 2 * len(SENTENCES)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -19,10 +19,10 @@ CASTS = ("quantize", "quantize_current", "quantize_rowwise", "quantize_block")
 ALL = [(op, case) for op in CASTS for case in cases(op)]
 
 
-def assert_same(found, expected, equal=assert_fp8_equal):
-    equal(found[0], expected[0])
-    assert found[1].shape == expected[1].shape
-    assert_bits_equal(found[1], expected[1])
+def assert_same(actual, expected, equal=assert_fp8_equal):
+    equal(actual[0], expected[0])
+    assert actual[1].shape == expected[1].shape
+    assert_bits_equal(actual[1], expected[1])
 
 
 @pytest.mark.pairwise(each=("op",))

@@ -18,8 +18,8 @@ def test_every_architecture_and_every_file_of_kernels_is_on_record() -> None:
     of_one_chip["attention_wgmma.cu"] = "sm_90a"
     with_kernels = {p.name for p in SOURCES.glob("*.cu") if "__global__" in p.read_text()} | set(of_one_chip)
     for arch, kernels in RECORDED.items():
-        wanted = {name for name in with_kernels if of_one_chip.get(name, arch) == arch}
-        assert {name.partition(":")[0] for name in kernels} == wanted
+        expected = {name for name in with_kernels if of_one_chip.get(name, arch) == arch}
+        assert {name.partition(":")[0] for name in kernels} == expected
 
 
 @pytest.mark.parametrize("arch", RECORDED)
@@ -75,9 +75,9 @@ def test_a_build_needs_no_more_than_the_record(library: Path) -> None:
         pytest.skip("compiled by another nvcc than the record")
     tool = sass.cuobjdump()
     assert tool is not None
-    found = resources.measured(library, tool)
-    assert found
-    assert resources.complaints(found, RECORDED) == [], (
+    kernels = resources.measured(library, tool)
+    assert kernels
+    assert resources.complaints(kernels, RECORDED) == [], (
         "if this is necessary, record it: make cuda CUDA_RECORD=--record"
     )
 
@@ -105,8 +105,8 @@ def test_only_larger_resources_are_reported(usages: list[Usage], expected: list[
 
 
 def test_added_and_removed_kernels_are_reported() -> None:
-    found = {"sm_89": {"c.cu: new": [Usage(1, 0, 0)]}}
-    assert resources.complaints(found, KNOWN) == [
+    kernels = {"sm_89": {"c.cu: new": [Usage(1, 0, 0)]}}
+    assert resources.complaints(kernels, KNOWN) == [
         "sm_89 a.cu: add: 0 instances, on record are 2",
         "sm_89 c.cu: new: 1 instances, on record are 0",
     ]

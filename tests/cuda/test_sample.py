@@ -15,13 +15,13 @@ NEUTRAL = {2: 0, 3: 1.0, 4: 0.0}  # index of the argument -> value that disables
 BELOW_1 = 1 - 2.0**-53
 
 
-def assert_drawn(found, args):
+def assert_drawn(actual, args):
     """Checks that tokens are those of the reference for the random numbers, or for numbers 1e-15 above or below."""
     *others, uniform = args
     nearby = [(uniform + step).clamp(0, BELOW_1) for step in (0.0, -1e-15, 1e-15)]
     near = torch.stack([reference.sample(*others, at) for at in nearby])
-    assert found.dtype == torch.int64
-    assert (found == near).any(0).all(), (found, near[0])
+    assert actual.dtype == torch.int64
+    assert (actual == near).any(0).all(), (actual, near[0])
 
 
 @pytest.mark.parametrize("case", cases("sample"), ids=lambda case: case.name)
@@ -57,11 +57,11 @@ def test_the_filters_draw_the_tokens_of_the_naive_implementation(kernels):
 def test_random_numbers_near_0_and_1_draw_a_token_that_was_kept(kernels, uniform, vocab):
     *filters, _ = arguments(vocab, 20, 3, False)
     args = *filters, torch.full((20,), uniform, dtype=torch.float64)
-    found = kernels.run("sample", *args)
-    assert_drawn(found, args)
+    tokens = kernels.run("sample", *args)
+    assert_drawn(tokens, args)
     probs = torch.softmax(args[0].double() / args[1][:, None], -1)
-    kept = sampling.filtered(probs, *args[2:5])
-    assert (kept.gather(1, found[:, None]) > 0).all()
+    probabilities = sampling.filtered(probs, *args[2:5])
+    assert (probabilities.gather(1, tokens[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("top_k", [0, 10])
@@ -79,8 +79,8 @@ def test_top_p_just_below_1_does_not_exceed_top_k(kernels):
     logits, one = torch.zeros(60, 100), torch.ones(60, dtype=torch.float64)
     logits[:, :10] = 0.1 + torch.arange(60)[:, None] / 60
     top_k = 11 + torch.arange(60)
-    found = kernels.run("sample", logits, one, top_k, BELOW_1 * one, 0 * one, BELOW_1 * one)
-    assert torch.equal(found, top_k - 1)
+    tokens = kernels.run("sample", logits, one, top_k, BELOW_1 * one, 0 * one, BELOW_1 * one)
+    assert torch.equal(tokens, top_k - 1)
 
 
 @pytest.mark.parametrize("vocab", [700, 9001])
@@ -99,12 +99,12 @@ def test_forbidden_tokens_are_not_drawn(kernels, forbidden, vocab):
 def test_tokens_do_not_depend_on_other_rows_or_on_the_address(kernels, vocab):
     """Compares single rows, another order of rows, and logits at an unaligned address."""
     args = arguments(vocab, 12, 2, True)
-    found = kernels.run("sample", *args)
+    tokens = kernels.run("sample", *args)
     alone = [kernels.run("sample", *(column[i : i + 1] for column in args)) for i in range(12)]
-    assert torch.equal(torch.cat(alone), found)
-    assert torch.equal(kernels.run("sample", *(column.flip(0) for column in args)), found.flip(0))
+    assert torch.equal(torch.cat(alone), tokens)
+    assert torch.equal(kernels.run("sample", *(column.flip(0) for column in args)), tokens.flip(0))
     moved = torch.cat([torch.zeros(1), args[0].flatten()]).to(kernels.device)[1:].view_as(args[0])
-    assert torch.equal(kernels.ops.sample(moved, *kernels.here(args[1:])).cpu(), found)
+    assert torch.equal(kernels.ops.sample(moved, *kernels.here(args[1:])).cpu(), tokens)
 
 
 @pytest.mark.parametrize("vocab", [300, 8200])
@@ -114,10 +114,10 @@ def test_nonfinite_rows_draw_a_valid_token(kernels, broken, vocab):
     args = arguments(vocab, 8, 1, False)
     args[0][::2] = broken
     args[0][::4, 7] = 1.0
-    found = kernels.run("sample", *args)
-    assert ((found >= 0) & (found < vocab)).all()
+    tokens = kernels.run("sample", *args)
+    assert ((tokens >= 0) & (tokens < vocab)).all()
     finite = [column[1::2] for column in args]
-    assert_drawn(found[1::2], finite)
+    assert_drawn(tokens[1::2], finite)
 
 
 @pytest.mark.parametrize("likely", [300, 6000])

@@ -10,10 +10,10 @@ from fp8serve.fp8.ops.delayed import example_states
 
 
 def check(kernels, args, expected):
-    found = kernels.here(args)
-    kernels.ops.delayed_update(*found)
+    actual = kernels.here(args)
+    kernels.ops.delayed_update(*actual)
     reference.delayed_update(*expected)
-    for column, expected_column in zip(found[:4], expected[:4], strict=True):
+    for column, expected_column in zip(actual[:4], expected[:4], strict=True):
         for one, other in zip(column, expected_column, strict=True):
             assert torch.equal(one.cpu(), other)
 

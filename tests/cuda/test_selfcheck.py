@@ -35,11 +35,11 @@ def test_every_kernel_is_a_candidate(kernels: Kernels) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_agrees_with_the_reference(switched: Kernels, name: str) -> None:
     candidate = next(c for c in gpu_candidates(switched.ops) if c.name == name)
-    found = check_kernel(candidate, switched.device)
-    if found is None:
+    result = check_kernel(candidate, switched.device)
+    if result is None:
         assert name in CUTLASS, "only a tile that was not compiled may have no case"
     else:
-        assert (found.state, found.why) == ("agrees", "")
+        assert (result.state, result.why) == ("agrees", "")
 
 
 @pytest.mark.parametrize("name", ["scaled_mm.mma", "scaled_mm.skinny", "scaled_mm.cublaslt"])
@@ -67,10 +67,10 @@ def test_attention_without_a_wait_is_found_and_replaced() -> None:
             ("paged_attention.mma", "attention_mma.cu", "attention_mma+attention_wgmma"),
         ):
             gpu.leave_out(waits(source)[0])
-            found = check_kernel(by_name[name], "cpu")
+            result = check_kernel(by_name[name], "cpu")
             gpu.leave_out("")
-            assert found is not None
-            assert found.state == "disagrees"
+            assert result is not None
+            assert result.state == "disagrees"
             switch_off_by_name(here, [name], gpu.ops)
             assert gpu.ops.gemm_kernels(here, "") == off
             assert_close(gpu.ops.paged_attention(*prompt), reference.paged_attention(*prompt))
@@ -95,10 +95,10 @@ def test_a_gemm_without_a_wait_is_found_and_replaced() -> None:
     candidate = next(c for c in gpu_candidates(gpu.ops) if c.name == "scaled_mm.mma")
     try:
         gpu.leave_out(waits("gemm_sm89.cu")[0])
-        found = check_kernel(candidate, "cpu")
-        assert found is not None
-        assert found.state == "disagrees"
-        assert re.search(r"\d+ of \d+ values, the first at \[", found.why)
+        result = check_kernel(candidate, "cpu")
+        assert result is not None
+        assert result.state == "disagrees"
+        assert re.search(r"\d+ of \d+ values, the first at \[", result.why)
         switch_off_by_name(here, ["scaled_mm.mma"], gpu.ops)
         assert gpu.ops.gemm_kernels(here, "") == "mma"
         for case in cases("scaled_mm")[::5]:

@@ -44,22 +44,24 @@ def test_gemm_kernels_returns_and_sets_the_switched_off_kernels(switched: Kernel
 def test_the_remaining_kernels_compute_every_product(switched: Kernels, off: str, case) -> None:
     a, b, a_scale, b_scale, bias, out = case.make()
     switch(switched, off)
-    found = switched.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
-    assert found.dtype == out
+    actual = switched.run("scaled_mm", a, b, a_scale, b_scale, bias, out)
+    assert actual.dtype == out
     if a.shape[1] == 0:
-        assert_bits_equal(found, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
+        assert_bits_equal(actual, reference.scaled_mm(a, b, a_scale, b_scale, bias, out))
     else:
-        assert_within_accumulation(found, a, b, a_scale, b_scale, bias, device=switched.device)
+        assert_within_accumulation(actual, a, b, a_scale, b_scale, bias, device=switched.device)
 
 
 @pytest.mark.parametrize("op", ["scaled_mm_quantize", "scaled_mm_add"])
 def test_ops_fused_with_a_product_work_without_our_kernels(switched: Kernels, op: str) -> None:
     switch(switched, f"{OWN}+cublaslt+cublaslt_rows")
     for case in cases(op):
-        expected, found = getattr(reference, op)(*case.make()), switched.run(op, *case.make())
-        for one, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+        expected, actual = getattr(reference, op)(*case.make()), switched.run(op, *case.make())
+        for one, expected_tensor in zip(
+            *(x if isinstance(x, tuple) else (x,) for x in (actual, expected)), strict=True
+        ):
             torch.testing.assert_close(
-                one.float(), wanted.float(), rtol=1.3e-1 if one.dtype == E4M3 else 2e-2, atol=1e-3
+                one.float(), expected_tensor.float(), rtol=1.3e-1 if one.dtype == E4M3 else 2e-2, atol=1e-3
             )
 
 
@@ -92,8 +94,8 @@ def test_cublaslt_computes_the_products_that_its_documentation_allows(kernels: K
             biased = bias is None or out != torch.float32
             is_allowed = n % 16 == 0 and formats != (E5M2, E5M2) and biased and (one_each or by_rows)
             if is_allowed:
-                found = kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
-                assert_within_accumulation(found, *args, bias, device=kernels.device)
+                actual = kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
+                assert_within_accumulation(actual, *args, bias, device=kernels.device)
             else:
                 with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
                     kernels.run("scaled_mm_by", *args, bias, out, "cublaslt", 1)
@@ -112,8 +114,8 @@ def test_cublaslt_refuses_unaligned_scales(kernels: Kernels) -> None:
     args = a[1:], b, a_scale[1:], b_scale, None, BF16
     with pytest.raises(RuntimeError, match="kernel: is cublaslt, which does not multiply this here"):
         kernels.ops.scaled_mm_by(*args, "cublaslt", 1)
-    found = kernels.ops.scaled_mm(*args)
-    assert_within_accumulation(found.cpu(), *(t.cpu() for t in args[:4]), device=kernels.device)
+    actual = kernels.ops.scaled_mm(*args)
+    assert_within_accumulation(actual.cpu(), *(t.cpu() for t in args[:4]), device=kernels.device)
 
 
 @pytest.mark.parametrize("out", FORMATS)
@@ -121,8 +123,8 @@ def test_cublaslt_is_not_used_for_fp8_output(switched: Kernels, out: torch.dtype
     args = *whole_numbers(5, 48, 144), torch.tensor(0.5), out
     expected = switched.run("scaled_mm_quantize", *args)
     switch(switched, OWN)
-    for one, wanted in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
-        assert torch.equal(one.float(), wanted.float())
+    for one, expected_tensor in zip(switched.run("scaled_mm_quantize", *args), expected, strict=True):
+        assert torch.equal(one.float(), expected_tensor.float())
 
 
 @pytest.mark.parametrize("case", cases("stored_mm"), ids=lambda case: case.name)

@@ -28,9 +28,9 @@ def run(kernels: Kernels) -> Run:
     return kernels.run
 
 
-def assert_same(found, expected_q, expected_scale):
-    assert_fp8_equal(found[0], expected_q)
-    assert torch.equal(found[1], expected_scale)
+def assert_same(actual, expected_q, expected_scale):
+    assert_fp8_equal(actual[0], expected_q)
+    assert torch.equal(actual[1], expected_scale)
 
 
 def test_the_file_is_small():
@@ -50,13 +50,13 @@ def test_casts_have_the_recorded_bits(run, kind, dtype, cast):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_casts_with_a_given_scale_have_the_recorded_bits(run, kind, dtype):
     key = f"{kind}.{NAMES[dtype]}.given"
-    found = run("quantize", VECTORS[f"{kind}.x"], torch.tensor(0.37), dtype)
-    assert_same(found, VECTORS[f"{key}.q"], VECTORS[f"{key}.amax"])
+    actual = run("quantize", VECTORS[f"{kind}.x"], torch.tensor(0.37), dtype)
+    assert_same(actual, VECTORS[f"{key}.q"], VECTORS[f"{key}.amax"])
 
 
 @pytest.mark.parametrize("by", ["tensor", "row", "block"])
 def test_products_are_close_to_exact_ones(kernels, by):
     operands = [VECTORS[f"mm.{by}.{part}"] for part in ("a", "b", "a_scale", "b_scale")]
-    found = kernels.run("scaled_mm", *operands, None, torch.float32)
-    assert_within_accumulation(found, *operands, device=kernels.device)
+    actual = kernels.run("scaled_mm", *operands, None, torch.float32)
+    assert_within_accumulation(actual, *operands, device=kernels.device)
     assert_within_accumulation(VECTORS[f"mm.{by}.out"], *operands)

@@ -18,19 +18,19 @@ def test_data_and_counters_are_those_of_separate_ops(kernels, case):
 def test_every_saturated_element_is_counted(kernels, rows):
     """Several blocks count, and rows end inside a chunk."""
     x = torch.tensor([-449.0, 448.0, 449.0]).repeat(300, 151)
-    seen, saturated = kernels.here([torch.tensor(0.0), torch.tensor(7)])
+    amax, saturated = kernels.here([torch.tensor(0.0), torch.tensor(7)])
     x, one = kernels.here((x, torch.tensor(1.0)))
     live = None if rows is None else kernels.here(torch.tensor(rows))
-    kernels.ops.quantize_watched(x, None, None, one, seen, saturated, live)
+    kernels.ops.quantize_watched(x, None, None, one, amax, saturated, live)
     counted = 300 if rows is None else min(rows, 300)
-    assert (float(seen), int(saturated)) == (449.0 if counted else 0.0, 7 + counted * 302)
+    assert (float(amax), int(saturated)) == (449.0 if counted else 0.0, 7 + counted * 302)
 
 
 def test_counters_never_fall(kernels):
     x = torch.tensor([[1.0, -3.0, torch.nan]])
-    seen, saturated = kernels.here([torch.tensor(5.0), torch.tensor(2)])
-    kernels.ops.quantize_watched(*kernels.here((x, None, None, torch.tensor(1.0))), seen, saturated, None)
-    assert (float(seen), int(saturated)) == (5.0, 2)
+    amax, saturated = kernels.here([torch.tensor(5.0), torch.tensor(2)])
+    kernels.ops.quantize_watched(*kernels.here((x, None, None, torch.tensor(1.0))), amax, saturated, None)
+    assert (float(amax), int(saturated)) == (5.0, 2)
 
 
 @pytest.mark.parametrize("case", cases("transpose_fp8"), ids=lambda case: case.name)

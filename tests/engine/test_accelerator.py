@@ -62,8 +62,8 @@ def test_the_cache_size_is_planned_around_the_largest_step(
     sizes, _ = plan_gpu_cache(runner.model, engine.loaded.config, options, torch.bfloat16)
     assert (sizes.num_blocks, sizes.max_model_len) == (4 * 8, 128)
     graph_logits = 4 * 260 * (1 + 2 + 4)
-    for graphs, taken in ((None, 2000 + memory.ATTENTION_WORKSPACE_BYTES + graph_logits), (False, 1000)):
-        gpu_with(memory.ATTENTION_WORKSPACE_BYTES + taken + 5 * sizes.block_bytes + 1, GIB, step=1000)
+    for graphs, allocated in ((None, 2000 + memory.ATTENTION_WORKSPACE_BYTES + graph_logits), (False, 1000)):
+        gpu_with(memory.ATTENTION_WORKSPACE_BYTES + allocated + 5 * sizes.block_bytes + 1, GIB, step=1000)
         options = on_gpu(gpu_memory=1, max_num_seqs=4, cuda_graphs=graphs)
         fitting, _ = plan_gpu_cache(runner.model, engine.loaded.config, options, torch.bfloat16)
         assert (fitting.num_blocks, fitting.max_model_len) == (5, 80)
@@ -73,11 +73,11 @@ def test_the_cache_size_is_planned_around_the_largest_step(
 
 def test_the_largest_step_has_all_tokens_and_sequences(model_dir: Path) -> None:
     runner = Engine(model_dir, recipe="rowwise").loaded.runner
-    seen: list[int] = []
-    handle = runner.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    sizes: list[int] = []
+    handle = runner.model.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
     logits = run_largest_step(runner.model, EngineOptions(max_num_seqs=3, max_batch_tokens=70))
     handle.remove()
-    assert (seen, tuple(logits.shape)) == ([70], (3, 260))
+    assert (sizes, tuple(logits.shape)) == ([70], (3, 260))
 
 
 def fails(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -161,11 +161,11 @@ def test_log_probs_with_an_adapter_equal_the_trainers(tmp_path: Path, dora: bool
     data.write_text('{"text": "to be or not to be"}\n')
     config = TrainConfig(str(model), (str(data),), str(tmp_path / "run"), lora_rank=5, lora_alpha=8.5, dora=dora)
     decoder = adapted_model(config)
-    stored = load_file(adapter / "adapter_model.safetensors")
+    weights = load_file(adapter / "adapter_model.safetensors")
     with torch.no_grad():
         for name, master in adapter_parameters(decoder).items():
             suffix = "" if name.endswith("vector") else ".weight"
-            master.copy_(stored[f"base_model.model.{name}{suffix}"])
+            master.copy_(weights[f"base_model.model.{name}{suffix}"])
     expected = log_probs(Forward(decoder, None), PROMPTS[:3])
 
     engine = engine_with(model, {"a": adapter}, max_batch_tokens=24)

@@ -23,13 +23,13 @@ PAIRS = [("some text", "other words"), ("a", "b c"), ("query", "some tent")]
 TEXTS = ["sometext", "a", "otherwordshere"]  # without the unknown token, which has the id of padding
 
 
-def headed(folder: Path, config: Any, labels: int, **said: Any) -> Path:
-    """Writes a classifier to `folder`, with `said` added to its config.json, and returns the directory."""
+def headed(folder: Path, config: Any, labels: int, **fields: Any) -> Path:
+    """Writes a classifier to `folder`, with `fields` added to its config.json, and returns the directory."""
     config = deepcopy(config)
     config.num_labels = labels
     make(folder, config, WITH_A_HEAD)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder
 
 
@@ -48,15 +48,15 @@ def theirs(folder: Path, texts: list[Any], classifier: Classifier) -> torch.Tens
 def test_logits_are_transformers_bit_for_bit(tmp_path: Path, config: Any, labels: int) -> None:
     classifier = Classifier(headed(tmp_path / "m", config, labels), recipe="bf16")
     texts: list[Any] = PAIRS if classifier.encoder.model.config.type_vocab_size > 1 else TEXTS
-    found = classifier.classify(texts)
-    assert torch.equal(found.logits, theirs(tmp_path / "m", texts, classifier))
-    assert torch.allclose(found.scores, found.logits.sigmoid() if labels == 1 else found.logits.softmax(1))
+    result = classifier.classify(texts)
+    assert torch.equal(result.logits, theirs(tmp_path / "m", texts, classifier))
+    assert torch.allclose(result.scores, result.logits.sigmoid() if labels == 1 else result.logits.softmax(1))
     for i, text in enumerate(texts):  # a text alone has the bits of a batch
-        assert torch.equal(classifier.classify([text]).logits[0], found.logits[i])
+        assert torch.equal(classifier.classify([text]).logits[0], result.logits[i])
 
 
 @pytest.mark.parametrize(
-    ("said", "activation"),
+    ("fields", "activation"),
     [
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
         ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
@@ -65,8 +65,8 @@ def test_logits_are_transformers_bit_for_bit(tmp_path: Path, config: Any, labels
         ({}, "softmax"),
     ],
 )
-def test_the_files_decide_how_scores_are_computed(tmp_path: Path, said: dict[str, Any], activation: str) -> None:
-    classifier = Classifier(headed(tmp_path / "m", BERT, 3, **said), recipe="bf16")
+def test_the_files_decide_how_scores_are_computed(tmp_path: Path, fields: dict[str, Any], activation: str) -> None:
+    classifier = Classifier(headed(tmp_path / "m", BERT, 3, **fields), recipe="bf16")
     assert classifier.head.activation == activation
     assert classifier.head.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
 
@@ -75,9 +75,9 @@ def test_the_files_decide_how_scores_are_computed(tmp_path: Path, said: dict[str
 def test_a_calibrated_classifier_has_the_same_scores(tmp_path: Path, recipe: str) -> None:
     headed(tmp_path / "m", BERT, 3)
     calibrate_encoder(tmp_path / "m", out=tmp_path / "fp8", recipe=from_name(recipe), samples=12, seq_len=24)
-    exact, got = Classifier(tmp_path / "m", recipe="bf16"), Classifier(tmp_path / "fp8")
-    assert len(got.encoder.frozen) == 12
-    assert (exact.classify(PAIRS).scores - got.classify(PAIRS).scores).abs().max() < 0.05
+    exact, quantized = Classifier(tmp_path / "m", recipe="bf16"), Classifier(tmp_path / "fp8")
+    assert len(quantized.encoder.frozen) == 12
+    assert (exact.classify(PAIRS).scores - quantized.classify(PAIRS).scores).abs().max() < 0.05
 
 
 def test_directories_without_a_usable_classifier_are_refused(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_directories_without_a_usable_classifier_are_refused(tmp_path: Path) -> 
         classifier.classify_ids([[5, 6]], [[0, 2]])
     path = tmp_path / "m" / "config.json"
     raw = json.loads(path.read_text())
-    for said in ({"id2label": {"1": "a"}}, {"id2label": []}, {"sentence_transformers": {"activation_fn": "x.Tanh"}}):
-        path.write_text(json.dumps(raw | said))
+    for fields in ({"id2label": {"1": "a"}}, {"id2label": []}, {"sentence_transformers": {"activation_fn": "x.Tanh"}}):
+        path.write_text(json.dumps(raw | fields))
         with pytest.raises(Fp8ServeError):
             Classifier(tmp_path / "m", recipe="bf16")
 

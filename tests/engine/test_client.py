@@ -63,12 +63,12 @@ async def test_answers_equal_those_of_an_engine_in_the_same_process(
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
     prompts = (b"Hello", b"a", b"Once upon a time")
     items = [request(str(i), params, prompt) for i, prompt in enumerate(prompts)]
-    found = await asyncio.gather(*(collect(shared_client, item) for item in items))
+    results = await asyncio.gather(*(collect(shared_client, item) for item in items))
     engine = Engine(model_dir, recipe="bf16")
     expected = engine.generate(
         [list(prompt) for prompt in prompts], max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1
     )
-    for outputs, completion in zip(found, expected, strict=True):
+    for outputs, completion in zip(results, expected, strict=True):
         assert [token for output in outputs for token in output.token_ids] == completion.token_ids
         assert "".join(output.text_delta for output in outputs) == completion.text
         assert [item for output in outputs for item in output.logprobs or ()] == completion.logprobs

@@ -32,13 +32,13 @@ def greedy(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> Compl
 
 def drive(engine: Engine, *requests: Request) -> dict[str, list[RequestOutput]]:
     """Runs the engine until it has no work. Returns all outputs by request id."""
-    found: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add_request(request)
     while engine.has_work():
         for output in engine.step():
-            found[output.request_id].append(output)
-    return found
+            outputs[output.request_id].append(output)
+    return outputs
 
 
 def test_text_and_token_ids_as_prompts_give_the_same_answer(engine: Engine) -> None:
@@ -68,7 +68,7 @@ def test_streamed_text_adds_up_and_incomplete_characters_are_held_back(engine: E
 
 def test_an_end_of_text_token_ends_the_answer(engine: Engine) -> None:
     token = greedy(engine).token_ids[5]
-    engine.eos_ids, saved = (token,), engine.eos_ids
+    engine.eos_ids, eos_ids = (token,), engine.eos_ids
     try:
         first = greedy(engine).token_ids.index(token)
         ended = greedy(engine, ignore_eos=False)
@@ -76,7 +76,7 @@ def test_an_end_of_text_token_ends_the_answer(engine: Engine) -> None:
         late = greedy(engine, ignore_eos=False, min_tokens=first + 2)
         assert token not in late.token_ids[: first + 2]
     finally:
-        engine.eos_ids = saved
+        engine.eos_ids = eos_ids
 
 
 def test_a_stop_token_ends_the_answer_and_is_the_stop_reason(engine: Engine) -> None:
@@ -102,10 +102,10 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_and_is_not_returned(e
 
 def test_logprobs_are_returned_on_request(engine: Engine) -> None:
     assert greedy(engine).logprobs is None
-    done = greedy(engine, logprobs=3)
-    assert done.logprobs is not None
-    assert [item.token_id for item in done.logprobs] == done.token_ids
-    assert all(item.top[0] == (item.token_id, item.logprob) and len(item.top) == 3 for item in done.logprobs)
+    completion = greedy(engine, logprobs=3)
+    assert completion.logprobs is not None
+    assert [item.token_id for item in completion.logprobs] == completion.token_ids
+    assert all(item.top[0] == (item.token_id, item.logprob) and len(item.top) == 3 for item in completion.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_nonfinite_logits_end_only_their_request(engine: Engine, monkeypatch: py
 
     monkeypatch.setattr(engine.loaded.runner, "run", sometimes_broken)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
-    found = drive(engine, Request("broken", (1, 2), params), Request("sound", (1, 2), params))
-    assert (found["broken"][-1].finish_reason, found["sound"][-1].finish_reason) == ("error", "length")
-    assert "not finite" in (found["broken"][-1].error or "")
+    outputs = drive(engine, Request("broken", (1, 2), params), Request("sound", (1, 2), params))
+    assert (outputs["broken"][-1].finish_reason, outputs["sound"][-1].finish_reason) == ("error", "length")
+    assert "not finite" in (outputs["broken"][-1].error or "")
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 10, 17])
@@ -243,8 +243,8 @@ def test_without_a_tokenizer_token_ids_can_be_used(model_dir: Path, tmp_path: Pa
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model_dir / name, tmp_path)
     engine = Engine(tmp_path, recipe="bf16")
-    done = greedy(engine)
-    assert (done.text, len(done.token_ids)) == ("", 24)
+    completion = greedy(engine)
+    assert (completion.text, len(completion.token_ids)) == ("", 24)
     with pytest.raises(RequestError, match=r"holds no tokenizer\.json; save"):
         engine.generate(["text"])
     with pytest.raises(RequestError, match="Stop strings, bad words and grammars need a tokenizer"):

@@ -35,16 +35,16 @@ def sizes_of(kind: str) -> dict[str, int]:
 
 def logits_and_tokens(engine: Engine, prompts: list[list[int]], tokens: int) -> list[torch.Tensor]:
     """Returns the logits of every step, followed by the generated tokens of each prompt."""
-    run, seen = engine.loaded.runner.run, list[torch.Tensor]()
+    run, logits_of_steps = engine.loaded.runner.run, list[torch.Tensor]()
 
     def watched(*work: Any) -> torch.Tensor:
         logits = run(*work)
-        seen.append(logits.clone())
+        logits_of_steps.append(logits.clone())
         return logits
 
     engine.loaded.runner.run = watched  # type: ignore[method-assign]
-    done = engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
-    return [*seen, *(torch.tensor(completion.token_ids) for completion in done)]
+    completions = engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+    return [*logits_of_steps, *(torch.tensor(completion.token_ids) for completion in completions)]
 
 
 def mixtures(engine: Engine) -> list[Mixture]:
@@ -171,11 +171,11 @@ def test_packing_does_not_bring_a_replaced_tensor_back(tmp_path: Path, monkeypat
 
 
 def test_a_hook_on_an_expert_is_called(tmp_path: Path) -> None:
-    engine, seen = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
+    engine, sizes = make_engine(tmp_path / "model", "delayed", "qwen3_moe", **SIZES), list[int]()
     for expert in mixtures(engine)[0].experts:
-        expert.up_proj.register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+        expert.up_proj.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
     engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=1)
-    assert sum(seen) == 89 * 3
+    assert sum(sizes) == 89 * 3
 
 
 def test_experts_that_memory_cannot_hold_twice_stay_where_they_are(

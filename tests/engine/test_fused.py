@@ -56,16 +56,16 @@ def make_engine(path: Path, mode: str, model_type: str = "llama", **sizes: Any) 
 
 def logits_and_tokens(engine: Engine, prompts: list[list[int]], tokens: int) -> list[Tensor]:
     """Returns the logits of every step, followed by the generated tokens of each prompt."""
-    run, seen = engine.loaded.runner.run, []
+    run, logits_of_steps = engine.loaded.runner.run, []
 
     def watched(work: Any) -> Tensor:
         logits = run(work)
-        seen.append(logits.clone())
+        logits_of_steps.append(logits.clone())
         return logits
 
     engine.loaded.runner.run = watched  # type: ignore[method-assign]
-    done = engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
-    return [*seen, *(torch.tensor(completion.token_ids) for completion in done)]
+    completions = engine.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+    return [*logits_of_steps, *(torch.tensor(completion.token_ids) for completion in completions)]
 
 
 def assert_fused_equals_plain(path: Path, mode: str, tokens: int, **model: Any) -> None:
@@ -114,8 +114,8 @@ BLOCKS = 16  # tokens in each
 def mixed_steps() -> list[StepWork]:
     """Returns steps of four sequences with scattered cache blocks: chunks, whole prompts and decoded tokens, mixed."""
     lengths = {"long": 640, "chunked": 45, "short": 33, "one": 1}
-    taken = iter(torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist())
-    a, b, c, d = (sequence(i, length, taken) for i, length in enumerate(lengths.values()))
+    numbers = iter(torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist())
+    a, b, c, d = (sequence(i, length, numbers) for i, length in enumerate(lengths.values()))
     steps = [
         [(a, 0, 600)],  # no row is sampled
         [(b, 0, 20), (a, 600, 640), (c, 0, 33)],  # `b` is not sampled
@@ -350,8 +350,8 @@ def test_other_weights_are_copied_once_and_become_views_of_the_joined_one() -> N
     before = [part.weight_q.float() for part in parts]
     together = join(*parts)
     x, weight = torch.randn(3, 8), torch.rand(8)
-    found = together.forward_norm(x, weight, 1e-6)
-    for part, values, y in zip(parts, before, found, strict=True):
+    outputs = together.forward_norm(x, weight, 1e-6)
+    for part, values, y in zip(parts, before, outputs, strict=True):
         assert torch.equal(part(rms_norm(x, weight, 1e-6)), y)
         assert torch.equal(part.weight_q.float(), values)
         assert part.weight_q.untyped_storage().data_ptr() == together.weight.untyped_storage().data_ptr()

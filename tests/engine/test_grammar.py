@@ -34,9 +34,9 @@ def engine(model_dir: Path) -> Engine:
 def test_json_follows_its_schema(engine: Engine) -> None:
     text = json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
     prompts = [[256, *f"{i}".encode()] for i in range(8)]
-    done = engine.generate(prompts, max_new_tokens=100, json_schema=text, seed=1)
-    assert [item.finish_reason for item in done] == ["stop"] * 8
-    for item in done:
+    completions = engine.generate(prompts, max_new_tokens=100, json_schema=text, seed=1)
+    assert [item.finish_reason for item in completions] == ["stop"] * 8
+    for item in completions:
         answer = json.loads(item.text)
         assert set(answer) == {"name", "age"}
         assert len(answer["name"]) <= 5
@@ -51,9 +51,9 @@ def test_white_space_in_json_is_bounded(engine: Engine) -> None:
 
 
 def test_answers_match_the_whole_regex(engine: Engine) -> None:
-    done = engine.generate([[1], [2], [3]], max_new_tokens=30, regex=r"(ab|cde){2}-[0-9]{3}", seed=0)
-    assert all(re.fullmatch(r"(ab|cde){2}-[0-9]{3}", item.text) for item in done)
-    assert {item.finish_reason for item in done} == {"stop"}
+    completions = engine.generate([[1], [2], [3]], max_new_tokens=30, regex=r"(ab|cde){2}-[0-9]{3}", seed=0)
+    assert all(re.fullmatch(r"(ab|cde){2}-[0-9]{3}", item.text) for item in completions)
+    assert {item.finish_reason for item in completions} == {"stop"}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_each_row_of_a_batch_follows_its_own_grammar(engine: Engine) -> None:
 
 
 def test_what_is_cut_off_says_so(engine: Engine) -> None:
-    (done,) = engine.generate([[1]], max_new_tokens=3, regex="[0-9]{8}")
-    assert (done.finish_reason, len(done.text)) == ("length", 3)
+    (completion,) = engine.generate([[1]], max_new_tokens=3, regex="[0-9]{8}")
+    assert (completion.finish_reason, len(completion.text)) == ("length", 3)
 
 
 def test_logprobs_are_those_before_the_mask(engine: Engine) -> None:
@@ -147,18 +147,18 @@ def test_an_infinitely_recursive_schema_is_refused(engine: Engine) -> None:
 def test_a_grammar_is_compiled_once_for_many_answers(engine: Engine) -> None:
     compiled = engine.loaded.grammars._compiled
     misses = compiled.cache_info().misses
-    done = engine.generate([[i] for i in range(8)], max_new_tokens=20, regex="once|upon|a time", seed=3)
-    assert {item.text for item in done} <= {"once", "upon", "a time"}
+    completions = engine.generate([[i] for i in range(8)], max_new_tokens=20, regex="once|upon|a time", seed=3)
+    assert {item.text for item in completions} <= {"once", "upon", "a time"}
     assert compiled.cache_info().misses == misses + 1
 
 
 def test_an_exponential_regex_is_refused_or_harmless(engine: Engine) -> None:
     """It must neither stop the engine nor take long."""
     try:
-        (done,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
+        (completion,) = engine.generate([[1]], max_new_tokens=5, regex="(((a{1,999}){1,999}){1,999}b|a*a*a*a*a*a*c){9}")
     except RequestError:
         return
-    assert done.finish_reason == "length"
+    assert completion.finish_reason == "length"
 
 
 def test_a_grammar_too_complex_for_its_first_step_is_refused_before_queueing(

@@ -52,14 +52,14 @@ class FakeGraphs:
 
 
 def engine(model_dir: Path, capture: Any = None, prompt_tokens: int = 0, **options: Any) -> Engine:
-    made = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
+    instance = Engine(model_dir, **{"recipe": "rowwise", "max_num_seqs": 6, **options})
     if capture is not None:
-        made.pack_weights()  # which replaces weights, and is not done where there are graphs
-        capture.layers = list(made.loaded.frozen.values())
-        made.loaded.runner.use_graphs(capture, 6, made.limits.max_model_len, prompt_tokens)
-        for layer in made.loaded.frozen.values():
+        instance.pack_weights()  # which replaces weights, and is not done where there are graphs
+        capture.layers = list(instance.loaded.frozen.values())
+        instance.loaded.runner.use_graphs(capture, 6, instance.limits.max_model_len, prompt_tokens)
+        for layer in instance.loaded.frozen.values():
             layer.reset_counters()
-    return made
+    return instance
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4, "num_blocks": 24}, {"recipe": "bf16"}])
@@ -68,8 +68,8 @@ def test_answers_equal_those_of_an_engine_without_graphs(model_dir: Path, option
     graphs = FakeGraphs()
     sampling: dict[str, Any] = {"max_new_tokens": 30, "seed": 3, "ignore_eos": True, "logprobs": 2}
     replayed = engine(model_dir, graphs, **options)
-    found = replayed.generate(PROMPTS, **sampling)
-    assert found == engine(model_dir, **options).generate(PROMPTS, **sampling)
+    completions = replayed.generate(PROMPTS, **sampling)
+    assert completions == engine(model_dir, **options).generate(PROMPTS, **sampling)
     assert graphs.captured == [6, 4, 2, 1]
     assert set(graphs.replayed) >= ({1, 4} if "num_blocks" in options else {4})
     if "num_blocks" in options:
@@ -78,10 +78,10 @@ def test_answers_equal_those_of_an_engine_without_graphs(model_dir: Path, option
 
 def test_decoding_batches_are_padded_to_a_captured_size_and_prompts_run_without_graphs(model_dir: Path) -> None:
     graphs = FakeGraphs()
-    made = engine(model_dir, graphs)
-    made.generate([[1, 2, 3]], max_new_tokens=1)
+    replayed = engine(model_dir, graphs)
+    replayed.generate([[1, 2, 3]], max_new_tokens=1)
     assert graphs.replayed == []
-    made.generate(PROMPTS[:3], max_new_tokens=3, ignore_eos=True)
+    replayed.generate(PROMPTS[:3], max_new_tokens=3, ignore_eos=True)
     assert graphs.replayed == [4, 4]
 
 
@@ -98,37 +98,37 @@ def test_steps_with_prompts_are_replayed(model_dir: Path, options: dict[str, Any
     """Chunks of prompts whose end comes later, chunks beside sequences that decode, and prompts that are long."""
     graphs, tokens = FakeGraphs(), options.get("max_batch_tokens", 512)
     sampling: dict[str, Any] = {"max_new_tokens": 12, "seed": 3, "ignore_eos": True, "logprobs": 2, "temperature": 1.5}
-    made = engine(model_dir, graphs, tokens, **options)
+    replayed = engine(model_dir, graphs, tokens, **options)
     eager = list[Any]()
-    made.loaded.runner._hidden_states = eager.append  # type: ignore[method-assign,assignment]
+    replayed.loaded.runner._hidden_states = eager.append  # type: ignore[method-assign,assignment]
     prompts = [*PROMPTS, list(range(80)), [7] * 70]
-    assert made.generate(prompts, **sampling) == engine(model_dir, **options).generate(prompts, **sampling)
+    assert replayed.generate(prompts, **sampling) == engine(model_dir, **options).generate(prompts, **sampling)
     assert not eager
-    assert made.loaded.runner.graphed_prompts is not None
-    assert made.loaded.runner.graphed_prompts.sizes == prompt_sizes(tokens, 6, made.limits.max_model_len)
+    assert replayed.loaded.runner.graphed_prompts is not None
+    assert replayed.loaded.runner.graphed_prompts.sizes == prompt_sizes(tokens, 6, replayed.limits.max_model_len)
 
 
 def test_scored_prompts_drafts_and_large_steps_run_without_graphs(model_dir: Path) -> None:
     """Prompts that are scored, drafts, and steps of more tokens than were captured."""
-    made, plain = (engine(model_dir, graphs, 32) for graphs in (FakeGraphs(), None))
+    replayed, plain = (engine(model_dir, graphs, 32) for graphs in (FakeGraphs(), None))
     for options in ({"prompt_logprobs": 1}, {}):
         sampling: dict[str, Any] = {"max_new_tokens": 3, "temperature": 0.0, **options}
-        assert made.generate([[5] * 60, [9]], **sampling) == plain.generate([[5] * 60, [9]], **sampling)
+        assert replayed.generate([[5] * 60, [9]], **sampling) == plain.generate([[5] * 60, [9]], **sampling)
 
 
 def test_a_prompt_after_a_long_context_runs_without_a_graph(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a sequence that decodes, and alone."""
     monkeypatch.setattr(graphs_module, "MAX_REPLAYED_CONTEXT", 40)
-    made, plain = (engine(model_dir, each, 64, max_batch_tokens=16) for each in (FakeGraphs(), None))
+    replayed, plain = (engine(model_dir, each, 64, max_batch_tokens=16) for each in (FakeGraphs(), None))
     prompts, sampling = [[5] * 70, [9]], dict[str, Any](max_new_tokens=9, temperature=0.0, ignore_eos=True)
-    assert made.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
+    assert replayed.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
 
 
 def test_a_step_never_has_as_many_sequences_as_tokens(model_dir: Path) -> None:
     """Attention would take it for decoding."""
-    made = engine(model_dir, None)
-    made.loaded.runner.use_graphs(FakeGraphs(), 15, 96, 64)
-    buffers = made.loaded.runner._buffers
+    replayed = engine(model_dir, None)
+    replayed.loaded.runner.use_graphs(FakeGraphs(), 15, 96, 64)
+    buffers = replayed.loaded.runner._buffers
     assert buffers is not None
     for size in prompt_sizes(64, 15, 96):
         step = buffers.prompt_step(size)
@@ -137,12 +137,12 @@ def test_a_step_never_has_as_many_sequences_as_tokens(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("prompt_tokens", [0, 64])
 def test_padding_writes_no_keys(model_dir: Path, prompt_tokens: int) -> None:
-    made = engine(model_dir, FakeGraphs(), prompt_tokens, num_blocks=20)
+    padded = engine(model_dir, FakeGraphs(), prompt_tokens, num_blocks=20)
     plain = engine(model_dir, num_blocks=20)
-    for one in (made, plain):
+    for one in (padded, plain):
         one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
-    assert torch.equal(made.loaded.runner.k_cache, plain.loaded.runner.k_cache)
-    assert torch.equal(made.loaded.runner.v_cache, plain.loaded.runner.v_cache)
+    assert torch.equal(padded.loaded.runner.k_cache, plain.loaded.runner.k_cache)
+    assert torch.equal(padded.loaded.runner.v_cache, plain.loaded.runner.v_cache)
 
 
 @pytest.mark.parametrize("prompt_tokens", [0, 64])
@@ -151,33 +151,33 @@ def test_padding_rows_are_not_counted_by_the_scale_statistics(
 ) -> None:
     """On scales so large that inputs of these weights are cut off, too."""
     scales = {"recipe": DelayedScaling(), "scales": write_scales(model_dir, tmp_path / "scales")}
-    made, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
-    for one in (made, plain):
+    padded, plain = engine(model_dir, FakeGraphs(), prompt_tokens, **scales), engine(model_dir, **scales)
+    for one in (padded, plain):
         for scale in {id(layer.input_scale): layer.input_scale for layer in one.loaded.frozen.values()}.values():
             scale.mul_(50)  # type: ignore[union-attr]
         one.generate(PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True)
-    assert made.scales() == plain.scales()
-    assert sum(record["saturated"] for record in made.scales()) > 0
-    assert all(layer.live_rows is None for layer in made.loaded.frozen.values())
+    assert padded.scales() == plain.scales()
+    assert sum(record["saturated"] for record in padded.scales()) > 0
+    assert all(layer.live_rows is None for layer in padded.loaded.frozen.values())
 
 
 def test_graphs_are_captured_again_after_weights_are_replaced(model_dir: Path) -> None:
     """What is written to lies where the capture read it."""
     graphs = FakeGraphs()
-    made, plain = engine(model_dir, graphs), engine(model_dir)
+    replayed, plain = engine(model_dir, graphs), engine(model_dir)
     once = list(graphs.captured)
     sampling: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
     def answers(prompt: list[int]) -> list[list[int]]:
-        return [list(one.generate([prompt], **sampling)[0].token_ids) for one in (made, plain)]
+        return [list(one.generate([prompt], **sampling)[0].token_ids) for one in (replayed, plain)]
 
     def layers() -> list[FrozenLinear]:
-        return [one.loaded.frozen["model.layers.0.self_attn.q_proj"] for one in (made, plain)]
+        return [one.loaded.frozen["model.layers.0.self_attn.q_proj"] for one in (replayed, plain)]
 
     before = answers([1, 2, 3])
     for layer in layers():
         layer.weight_q.view(torch.uint8).bitwise_xor_(0x80)
-    written = answers([1, 2, 3, 4])
+    in_place = answers([1, 2, 3, 4])
     assert graphs.captured == once
     for layer in layers():
         layer.weight_q = layer.weight_q.view(torch.uint8).flip(0).view(layer.weight_q.dtype)
@@ -187,7 +187,7 @@ def test_graphs_are_captured_again_after_weights_are_replaced(model_dir: Path) -
         layer.weight_scale_inv.data = layer.weight_scale_inv * 2
     moved = answers([1, 2, 3, 4, 5, 6])
     assert graphs.captured == once * 3
-    assert all(ours == theirs for ours, theirs in (before, written, replaced, moved))
+    assert all(ours == theirs for ours, theirs in (before, in_place, replaced, moved))
 
 
 class Doubled(nn.Module):
@@ -295,17 +295,17 @@ def test_in_place_updates_and_undone_changes_do_not_invalidate_a_capture() -> No
 def test_a_captured_model_compares_only_parameters_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     model.old_hook.remove()
-    captured, asked, data_ptr = CapturedModel(model), list[Tensor](), Tensor.data_ptr
-    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: asked.append(tensor) or data_ptr(tensor))
+    captured, tensors, data_ptr = CapturedModel(model), list[Tensor](), Tensor.data_ptr
+    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: tensors.append(tensor) or data_ptr(tensor))
     assert captured.is_current()
-    assert {id(tensor) for tensor in asked} == {id(tensor) for tensor in model.parameters()}
-    asked.clear()
+    assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in model.parameters()}
+    tensors.clear()
     model[1].running_mean = model[1].running_mean
     assert captured.is_current()
-    assert {id(tensor) for tensor in model.buffers()} < {id(tensor) for tensor in asked}
-    asked.clear()
+    assert {id(tensor) for tensor in model.buffers()} < {id(tensor) for tensor in tensors}
+    tensors.clear()
     assert captured.is_current()
-    assert len(asked) == len(list(model.parameters()))
+    assert len(tensors) == len(list(model.parameters()))
 
 
 class Wrapped(Tensor):

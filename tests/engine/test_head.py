@@ -38,7 +38,7 @@ def test_logits_are_those_of_a_head_with_a_scale_for_every_row(tmp_path: Path, t
 @pytest.mark.skipif(not has_batch_invariant_products("cpu"), reason="the CPU kernels are not built")
 def test_packing_the_fp8_head_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path, tie_word_embeddings=True, **PACKABLE)
-    found = []
+    results = []
     for packs in (False, True):
         monkeypatch.setattr(packing, "worth_packing", lambda packs=packs: packs)
         engine = Engine(tmp_path, recipe="bf16", head_dtype="fp8")
@@ -46,10 +46,10 @@ def test_packing_the_fp8_head_changes_no_token(tmp_path: Path, monkeypatch: pyte
         head = engine.loaded.runner.model.head
         assert isinstance(head, FrozenLinear)
         assert head.is_packed is packs
-        found.append(engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, logprobs=2))
-    assert found[0] == found[1]
+        results.append(engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8, logprobs=2))
+    assert results[0] == results[1]
     assert engine.info()["head_dtype"] == "fp8"
     assert engine.info()["fp8_layers"] == 0
     assert engine.scales() == []
     other = Engine(tmp_path, recipe="bf16").generate(PROMPTS, temperature=0.0, max_new_tokens=8, logprobs=2)
-    assert other != found[0]
+    assert other != results[0]

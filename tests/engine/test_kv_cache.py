@@ -119,20 +119,20 @@ def apply(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[
         if pool.allocate(fresh):
             live[which] = fresh
             for index, block in enumerate(fresh.block_table[: fresh.num_computed // pool.block_size]):
-                assert contents[block] == written(pool, fresh, index)
+                assert contents[block] == cached_prefix(pool, fresh, index)
     elif action == "grow" and seq is not None:
         seq.token_ids.append(number % 3)
         if not pool.grow(seq):
             seq.token_ids.pop()
     elif action == "compute" and seq is not None:
         for index in range(seq.num_computed // pool.block_size, len(seq.block_table)):
-            contents[seq.block_table[index]] = written(pool, seq, index)
+            contents[seq.block_table[index]] = cached_prefix(pool, seq, index)
         compute(pool, seq)
     elif action == "release" and seq is not None:
         pool.release(live.pop(which))
 
 
-def written(pool: BlockPool, seq: Sequence, index: int) -> tuple[str, tuple[int, ...]]:
+def cached_prefix(pool: BlockPool, seq: Sequence, index: int) -> tuple[str, tuple[int, ...]]:
     return seq.request.tenant, tuple(seq.token_ids[: (index + 1) * pool.block_size])
 
 
@@ -143,6 +143,6 @@ def check(pool: BlockPool, live: dict[int, Sequence], contents: dict[int, tuple[
         assert len(seq.block_table) == -(-len(seq.token_ids) // pool.block_size)
         for index, block in enumerate(seq.block_table):
             if (index + 1) * pool.block_size <= seq.num_computed:
-                assert contents[block] == written(pool, seq, index)  # nobody overwrote what it will read
+                assert contents[block] == cached_prefix(pool, seq, index)  # nobody overwrote what it will read
             elif index * pool.block_size >= seq.num_computed:
                 assert holders[block] == 1  # what it will write is its own

@@ -25,7 +25,7 @@ PROMPTS = [list(range(60)), [5, 250, 7, 7, 9, 100, 3], list(range(40, 80))]
 State = dict[str, Tensor]
 
 
-def written(path: Path, seed: int, kind: str = "llama", **overrides: Any) -> Path:
+def write_fp8_model(path: Path, seed: int, kind: str = "llama", **overrides: Any) -> Path:
     """Writes an FP8 model directory to `path` and returns it."""
     base = write_model(path / "base", kind, seed, **overrides)
     scales = load_scales(write_scales(base, path / "scales.safetensors"), base)
@@ -36,12 +36,12 @@ def written(path: Path, seed: int, kind: str = "llama", **overrides: Any) -> Pat
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("weights")
-    return written(root / "one", 0), written(root / "other", 1)
+    return write_fp8_model(root / "one", 0), write_fp8_model(root / "other", 1)
 
 
 def answers(engine: Engine) -> list[Any]:
-    done = engine.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
-    return [(one.token_ids, [item.logprob for item in one.logprobs or ()]) for one in done]
+    completions = engine.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=3, logprobs=0, ignore_eos=True)
+    return [(one.token_ids, [item.logprob for item in one.logprobs or ()]) for one in completions]
 
 
 def state_dict_of(path: Path, recipe: Any = "stored") -> State:
@@ -54,7 +54,7 @@ def test_loaded_weights_give_the_bits_of_a_new_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packs: bool
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: packs)
-    one, other = written(tmp_path / "one", 0, kind), written(tmp_path / "other", 1, kind)
+    one, other = write_fp8_model(tmp_path / "one", 0, kind), write_fp8_model(tmp_path / "other", 1, kind)
     engine, expected = Engine(one), answers(Engine(other))
     engine.pack_weights()
     first = answers(engine)
@@ -81,10 +81,10 @@ def test_input_scales_may_differ_within_a_joined_group(models: tuple[Path, Path]
     state["model.layers.0.self_attn.k_proj.input_scale"] *= 64
     engine = Engine(models[0])
     engine.load_weights(state)
-    found = answers(engine)
+    result = answers(engine)
     reference = Engine(models[1])
     reference.loaded.runner.model.load_state_dict(state)
-    assert found == answers(reference) != answers(Engine(models[1]))
+    assert result == answers(reference) != answers(Engine(models[1]))
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
 
@@ -163,12 +163,12 @@ def test_no_prefix_of_the_old_weights_is_used_or_saved(models: tuple[Path, Path]
     hits = engine.stats()["prefix_hit_tokens_total"]
     assert hits > 0
     engine.save_prefixes()
-    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     engine.load_weights(models[1])
     assert answers(engine) == answers(Engine(models[1]))
     assert engine.stats()["prefix_hit_tokens_total"] == hits
     engine.save_prefixes()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == saved
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == contents
     restarted = Engine(models[0], cache_dir=str(tmp_path))
     assert answers(restarted) == first
     assert restarted.stats()["prefix_restored_hit_tokens_total"] > 0
@@ -204,7 +204,7 @@ def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         (without(f"{Q}.weight_q"), ModelError, f"The new weights lack {Q}.weight_q; provide all weights"),
         (without("model.norm.weight"), ModelError, "lack model.norm.weight"),
@@ -237,13 +237,13 @@ def changed(name: str, tensor: Tensor) -> Callable[[State], Any]:
     ],
 )  # fmt: skip
 def test_invalid_weights_are_refused_and_change_nothing(
-    models: tuple[Path, Path], change: Callable[[State], Any], error: type[Fp8ServeError], said: str
+    models: tuple[Path, Path], change: Callable[[State], Any], error: type[Fp8ServeError], message: str
 ) -> None:
     engine = Engine(models[0])
     before = answers(engine)
     with pytest.raises(error) as caught:
         engine.load_weights(change(state_dict_of(models[1])))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert answers(engine) == before
     assert engine.weights_version == 0
 
@@ -251,7 +251,10 @@ def test_invalid_weights_are_refused_and_change_nothing(
 def test_directories_of_other_models_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     engine = Engine(models[0])
     before = answers(engine)
-    for other in (written(tmp_path / "longer", 0, num_hidden_layers=3), written(tmp_path / "rope", 0, rope_theta=5e5)):
+    for other in (
+        write_fp8_model(tmp_path / "longer", 0, num_hidden_layers=3),
+        write_fp8_model(tmp_path / "rope", 0, rope_theta=5e5),
+    ):
         with pytest.raises(ModelError, match="has another configuration than"):
             engine.load_weights(other)
     with pytest.raises(ModelError):
@@ -260,17 +263,17 @@ def test_directories_of_other_models_are_refused(models: tuple[Path, Path], tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"roll_history": True}, "with roll_history"),
         ({"kv_cache_dtype": "fp8"}, "with an FP8 cache"),
     ],
 )
-def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_options_that_keep_scales(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     base = write_model(tmp_path / "model")
     write_scales(base, base / "scales.safetensors", kv=True)
     engine = Engine(base, recipe=DelayedScaling(), **options)
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=message):
         engine.load_weights(base)
 
 

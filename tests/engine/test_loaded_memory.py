@@ -45,10 +45,10 @@ print(engine.info()["weight_bytes"], loaded - before, resident() - before)
 def test_the_weights_of_experts_are_in_memory_once(kind: str, tmp_path: Path) -> None:
     """They are quantized from BF16 as they are loaded, then stacked, and packed if this machine packs weights."""
     models = write_model(tmp_path / "small", kind), write_model(tmp_path / "model", kind, **SIZES, **WIDE[kind])
-    done = subprocess.run([sys.executable, "-c", LOAD, *models, "0"], capture_output=True, text=True, check=True)
-    weights, *held = map(int, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", LOAD, *models, "0"], capture_output=True, text=True, check=True)
+    weights, *sizes = map(int, process.stdout.split())
     assert weights > 50 * MIB
-    assert max(held) < 1.6 * weights, [size / weights for size in held]
+    assert max(sizes) < 1.6 * weights, [size / weights for size in sizes]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, and glibc's heap is trimmed")
@@ -57,7 +57,7 @@ def test_memory_of_the_unpacked_weights_is_returned(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 30, "intermediate_size": 1024}
     models = write_model(tmp_path / "small"), write_model(tmp_path / "model", **sizes)
     command = [sys.executable, "-c", LOAD, *models, str(memory.RETAINED_BYTES)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    weights, _, packed = map(int, done.stdout.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    weights, _, packed = map(int, process.stdout.split())
     assert weights > 50 * MIB
     assert packed < 1.4 * weights, packed / weights

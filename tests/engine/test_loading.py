@@ -81,8 +81,8 @@ def test_the_cache_is_as_large_as_needed_and_as_memory_allows(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int, length: int
 ) -> None:
     monkeypatch.setattr(memory, "cpu_cache_budget", lambda: 50 * BLOCK_BYTES + 1)
-    found = plan_cache(read_config(model_dir), EngineOptions(**options), torch.bfloat16)
-    assert (found.num_blocks, found.max_model_len, found.block_bytes) == (blocks, length, BLOCK_BYTES)
+    plan = plan_cache(read_config(model_dir), EngineOptions(**options), torch.bfloat16)
+    assert (plan.num_blocks, plan.max_model_len, plan.block_bytes) == (blocks, length, BLOCK_BYTES)
 
 
 def test_a_cache_for_less_than_one_sequence_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +113,8 @@ def test_recipes_are_names_or_json() -> None:
 
 def test_a_bound_of_the_cache_is_kept(model_dir: Path) -> None:
     config = read_config(model_dir)
-    found = plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
-    assert (found.num_blocks, found.max_model_len) == (5, 80)
+    plan = plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES + 1), torch.bfloat16)
+    assert (plan.num_blocks, plan.max_model_len) == (5, 80)
     assert (
         plan_cache(config, EngineOptions(kv_cache_bytes=5 * BLOCK_BYTES, num_blocks=5), torch.bfloat16).num_blocks == 5
     )

@@ -55,10 +55,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, list[list[int]]]:
     command = [sys.executable, "-c", WITHOUT_KERNELS, str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[int]]] = json.loads(done.stdout)
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert process.returncode == 0, process.stderr
+    answers: dict[str, list[list[int]]] = json.loads(process.stdout)
+    return answers
 
 
 @pytest.fixture(params=LEVELS)
@@ -99,6 +99,6 @@ def test_tokens_of_layers_called_one_by_one(mode: str, model: Path, expected: di
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_memorized_text(mode: str, expected: dict[str, list[list[int]]]) -> None:
     """So no token is a near tie that rounding could change."""
-    for prompt, said in zip(PROMPTS, expected[mode], strict=True):
+    for prompt, answer in zip(PROMPTS, expected[mode], strict=True):
         at = (TEXT * 2).index(bytes(prompt)) + len(prompt)
-        assert bytes(said) == (TEXT * 5)[at : at + NEW]
+        assert bytes(answer) == (TEXT * 5)[at : at + NEW]

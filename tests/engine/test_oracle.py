@@ -99,8 +99,8 @@ def test_tokens_of_a_random_model_are_transformers_best_to_rounding(
     oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = Engine(tmp_path, recipe="bf16", max_batch_tokens=24, max_prefill_tokens=8)
     prompts = [[256, *b"a"], list(range(2, 60))]
-    done = engine.generate(prompts, temperature=0.0, max_new_tokens=NEW, logprobs=0)
-    for prompt, completion in zip(prompts, done, strict=True):
+    completions = engine.generate(prompts, temperature=0.0, max_new_tokens=NEW, logprobs=0)
+    for prompt, completion in zip(prompts, completions, strict=True):
         with torch.no_grad():
             logits = oracle(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]

@@ -36,8 +36,8 @@ def unpacked(monkeypatch: pytest.MonkeyPatch, make_engine: Callable[[], Engine])
 
 
 def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
-    done = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=24, ignore_eos=True)
-    return [completion.token_ids for completion in done]
+    completions = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    return [completion.token_ids for completion in completions]
 
 
 def weight_dims(engine: Engine) -> dict[str, int]:

@@ -27,16 +27,16 @@ Change = Callable[[Any], None]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With biases."""
-    return written(tmp_path_factory.mktemp("models") / "one")
+    return write_biased_model(tmp_path_factory.mktemp("models") / "one")
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the same sizes."""
-    return written(tmp_path_factory.mktemp("models") / "other", seed=1)
+    return write_biased_model(tmp_path_factory.mktemp("models") / "other", seed=1)
 
 
-def written(path: Path, seed: int = 0) -> Path:
+def write_biased_model(path: Path, seed: int = 0) -> Path:
     biased = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "vocab_size": 272}
     write_model(path, "llama", seed, **SIZES | biased)
     write_scales(path, path / "made-up")
@@ -51,10 +51,10 @@ def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.Monk
 
 def loaded(path: Path) -> Engine:
     """Returns an engine that has generated before, so that its layers are joined."""
-    made = Engine(path, recipe=DelayedScaling(), scales=path / "made-up")
-    made.pack_weights()
-    logits(made)
-    return made
+    engine = Engine(path, recipe=DelayedScaling(), scales=path / "made-up")
+    engine.pack_weights()
+    logits(engine)
+    return engine
 
 
 def logits(engine: Engine) -> list[Tensor]:
@@ -191,12 +191,12 @@ def test_replacing_a_norm_takes_effect(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_loading_another_state_dict_takes_effect(engine: Engine, other: Path, assign: bool) -> None:
     """Unpacked weights with one scale each are loaded into joined, packed weights."""
-    given = load_servable(other, DelayedScaling(), other / "made-up").state_dict()
+    state = load_servable(other, DelayedScaling(), other / "made-up").state_dict()
     before = logits(engine)
-    engine.loaded.runner.model.load_state_dict(given, assign=assign)
-    found = logits(engine)
-    assert not any(map(torch.equal, before, found))
-    assert all(map(torch.equal, found, logits(loaded(other))))
+    engine.loaded.runner.model.load_state_dict(state, assign=assign)
+    after = logits(engine)
+    assert not any(map(torch.equal, before, after))
+    assert all(map(torch.equal, after, logits(loaded(other))))
 
 
 def test_functional_call_uses_its_tensors(engine: Engine) -> None:
@@ -223,20 +223,20 @@ def test_functional_call_uses_its_tensors(engine: Engine) -> None:
 def test_hooks_of_joined_and_fused_modules_are_called(engine: Engine) -> None:
     """On a layer that is joined, one that adds to the residual, a norm, and the modules around them."""
     model: Any = engine.loaded.runner.model
-    seen: list[str] = []
+    calls: list[str] = []
     layer = model.model.layers[0]
     watched = {"k": layer.self_attn.k_proj, "o": layer.self_attn.o_proj, "norm": layer.input_layernorm,
                "attention": layer.self_attn, "mlp": layer.mlp, "layer": layer}  # fmt: skip
     before = logits(engine)
     handles = [
-        module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
+        module.register_forward_hook(lambda m, args, out, name=name: calls.append(name))
         for name, module in watched.items()
     ]
     assert all(map(torch.equal, before, logits(engine)))
-    assert set(seen) == set(watched)
+    assert set(calls) == set(watched)
     for handle in handles:
         handle.remove()
-    seen.clear()
+    calls.clear()
     assert all(map(torch.equal, before, logits(engine)))
-    assert seen == []
+    assert calls == []
     assert all(projections_are_joined(engine).values())

@@ -29,9 +29,9 @@ def words(folder: Path) -> None:
     letters(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw = json.loads(backend.to_str()) | {"post_processor": None}
-    made = tokenizers.Tokenizer.from_str(json.dumps(raw))
-    made.add_tokens(["yes", "no"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(raw))
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def published(folder: Path, says: bool = True) -> Any:
@@ -68,13 +68,13 @@ def prompt(pair: tuple[str, str]) -> str:
 def test_a_published_reranker_scores_yes_against_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_transformers(monkeypatch)
     theirs, classifier = published(tmp_path / "m"), Classifier(tmp_path / "m", recipe="bf16")
-    tokenizer, found = classifier.encoder.tokenizer, classifier.classify(PAIRS)
+    tokenizer, result = classifier.encoder.tokenizer, classifier.classify(PAIRS)
     yes, no = tokenizer.added_ids["yes"], tokenizer.added_ids["no"]
     for i, pair in enumerate(PAIRS):
         logits = theirs(torch.tensor([tokenizer.encode(prompt(pair))])).logits[0, -1].float()
-        assert torch.equal(found.logits[i], (logits[yes] - logits[no])[None])
-        assert torch.allclose(found.scores[i], logits[[no, yes]].softmax(0)[1:])
-        assert torch.equal(classifier.classify([pair]).logits[0], found.logits[i])
+        assert torch.equal(result.logits[i], (logits[yes] - logits[no])[None])
+        assert torch.allclose(result.scores[i], logits[[no, yes]].softmax(0)[1:])
+        assert torch.equal(classifier.classify([pair]).logits[0], result.logits[i])
 
 
 @torch.no_grad()
@@ -85,13 +85,13 @@ def test_a_classification_head_equals_transformers(
     as_transformers(monkeypatch)
     theirs, classifier = converted(tmp_path / "m", labels), Classifier(tmp_path / "m", recipe="bf16")
     texts = [prompt(pair) for pair in PAIRS]
-    found = classifier.classify(PAIRS if labels == 1 else texts)
+    result = classifier.classify(PAIRS if labels == 1 else texts)
     for i, text in enumerate(texts):
         logits = theirs(torch.tensor([classifier.encoder.tokenizer.encode(text)])).logits[0].float()
         torch.testing.assert_close(
-            found.logits[i], logits, rtol=0.01, atol=0.001
+            result.logits[i], logits, rtol=0.01, atol=0.001
         )  # transformers applies its head to all tokens
-        assert torch.equal(classifier.classify([text]).logits[0], found.logits[i])
+        assert torch.equal(classifier.classify([text]).logits[0], result.logits[i])
 
 
 @pytest.mark.parametrize("make", [published, converted])

@@ -55,9 +55,9 @@ LOGITS = [math.log(p) for p in (0.4, 0.3, 0.15, 0.1, 0.05)]
     ],
 )
 def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
-    found = probabilities(LOGITS, **params)
-    assert found == pytest.approx(expected, abs=0.025)
-    assert [p == 0 for p in found] == [p == 0 for p in expected]
+    actual = probabilities(LOGITS, **params)
+    assert actual == pytest.approx(expected, abs=0.025)
+    assert [p == 0 for p in actual] == [p == 0 for p in expected]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-5])
@@ -83,8 +83,8 @@ def test_end_of_text_is_banned_until_min_tokens() -> None:
     logits = [5.0, 4.0, 3.0]
     params = {"temperature": 0, "min_tokens": 2, "stop_token_ids": (1,)}
     early, ready = sequence([2], (2,), **params), sequence([2], (2, 2), **params)
-    found = sample(torch.tensor([logits, logits]), [early, ready], (0,))
-    assert [item.token_id for item in found] == [2, 0]
+    results = sample(torch.tensor([logits, logits]), [early, ready], (0,))
+    assert [item.token_id for item in results] == [2, 0]
 
 
 def test_with_ignore_eos_end_of_text_is_an_ordinary_token() -> None:
@@ -94,10 +94,10 @@ def test_with_ignore_eos_end_of_text_is_an_ordinary_token() -> None:
 
 def test_a_bias_is_added_to_its_tokens_alone() -> None:
     seqs = [sequence(temperature=0, logit_bias={"1": 2.5, 2: -100}, logprobs=1), sequence(temperature=0)]
-    found = sample(torch.tensor([[3.0, 1.0, 5.0], [3.0, 1.0, 5.0]]), seqs, ())
-    assert [item.token_id for item in found] == [1, 2]
-    assert found[0].logprob is not None
-    assert found[0].logprob.top[0][0] == 2  # logprobs are without the bias
+    results = sample(torch.tensor([[3.0, 1.0, 5.0], [3.0, 1.0, 5.0]]), seqs, ())
+    assert [item.token_id for item in results] == [1, 2]
+    assert results[0].logprob is not None
+    assert results[0].logprob.top[0][0] == 2  # logprobs are without the bias
 
 
 def test_a_token_listed_twice_gets_its_bias_once() -> None:
@@ -112,18 +112,18 @@ def test_bad_words_and_an_early_end_are_banned_together() -> None:
 
     early, free = sequence(temperature=0, min_tokens=2), sequence(temperature=0)
     early.ban = free.ban = Words()  # type: ignore[assignment]
-    found = sample(torch.tensor([[9.0, 1.0, 8.0], [9.0, 1.0, 8.0]]), [early, free], (1,))
-    assert [item.token_id for item in found] == [1, 1]
+    results = sample(torch.tensor([[9.0, 1.0, 8.0], [9.0, 1.0, 8.0]]), [early, free], (1,))
+    assert [item.token_id for item in results] == [1, 1]
 
 
 def test_logprobs_are_those_of_the_model() -> None:
     seq = sequence([0], (0,), temperature=0, presence_penalty=2.0, logprobs=2)
-    (found,) = sample(torch.tensor([LOGITS]), [seq], ())
-    assert found.token_id == 1
-    assert found.logprob is not None
-    assert found.logprob.logprob == pytest.approx(math.log(0.3))
-    assert [token for token, _ in found.logprob.top] == [0, 1]
-    assert found.logprob.top[0][1] == pytest.approx(math.log(0.4))
+    (result,) = sample(torch.tensor([LOGITS]), [seq], ())
+    assert result.token_id == 1
+    assert result.logprob is not None
+    assert result.logprob.logprob == pytest.approx(math.log(0.3))
+    assert [token for token, _ in result.logprob.top] == [0, 1]
+    assert result.logprob.top[0][1] == pytest.approx(math.log(0.4))
 
 
 def test_a_row_with_nan_logits_fails_alone() -> None:

@@ -37,8 +37,8 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def restored_hits(found: Engine) -> int:
-    return int(found.stats()["prefix_restored_hit_tokens_total"])
+def restored_hits(engine: Engine) -> int:
+    return int(engine.stats()["prefix_restored_hit_tokens_total"])
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8 cache, fp8 head", "weights only", "windows, fp8 cache"])
@@ -131,9 +131,9 @@ def test_other_weights_or_options_start_with_an_empty_cache(tmp_path: Path, capl
 def test_files_of_deleted_models_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     for name in ("gone", "stays"):
-        kept = start_engine(write_model(tmp_path / name), folder)
-        kept.generate(PROMPTS, **SAMPLING)
-        kept.save_prefixes()
+        engine = start_engine(write_model(tmp_path / name), folder)
+        engine.generate(PROMPTS, **SAMPLING)
+        engine.save_prefixes()
     (folder / f".x{saved_prefixes.SUFFIX}.tmp-0").touch()  # left by a killed process
     (folder / "a note of mine.safetensors").touch()
     (tmp_path / "gone").rename(tmp_path / "elsewhere")
@@ -161,8 +161,8 @@ def test_a_pool_gives_away_what_was_restored_last_of_all() -> None:
     pool, hashes = BlockPool(6, 4), [bytes([i]) * 16 for i in range(4)]
     assert pool.restore(hashes) == [0, 1, 2, 3]
     assert [key for key, _ in pool.cached_blocks()] == hashes
-    taken = [pool._allocate_block() for _ in range(6)]
-    assert taken == [4, 5, 3, 2, 1, 0]
+    blocks = [pool._allocate_block() for _ in range(6)]
+    assert blocks == [4, 5, 3, 2, 1, 0]
     assert not pool.cached_blocks()
 
 
@@ -202,14 +202,14 @@ def test_a_full_disk_or_memory_leaves_the_old_file(
 
 async def test_a_process_that_ends_cleanly_keeps_them(model_dir: Path, tmp_path: Path) -> None:
     options = EngineOptions(recipe="bf16", block_size=4, cache_dir=str(tmp_path))
-    mine, found = Request("a", tuple(PROMPTS[0]), SamplingParams(max_new_tokens=4, temperature=0.0)), []
+    mine, outputs = Request("a", tuple(PROMPTS[0]), SamplingParams(max_new_tokens=4, temperature=0.0)), []
     for ends in ("close", "drain", "kill"):
         client = await EngineClient.start(model_dir, options)
-        found.append([output.token_ids async for output in client.generate(mine)])
+        outputs.append([output.token_ids async for output in client.generate(mine)])
         hits = (await client.stats())["prefix_restored_hit_tokens_total"]
-        assert hits == (0 if len(found) == 1 else len(PROMPTS[0]) // 4 * 4)
+        assert hits == (0 if len(outputs) == 1 else len(PROMPTS[0]) // 4 * 4)
         await (client.close() if ends == "close" else client.drain(1.0) if ends == "drain" else client.kill("ended"))
-    assert found[0] == found[1] == found[2]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize(

@@ -173,13 +173,13 @@ def test_the_youngest_is_preempted_and_resumes_first() -> None:
     scheduler.add(old)
     scheduler.add(young)
     scheduler.add(late := sequence("late", 1, new=1))
-    seen = []
+    statuses = []
     while scheduler.has_work():
         run_step(scheduler)
-        seen.append(young.status)
+        statuses.append(young.status)
         if young.status is Status.PREEMPTED:
             assert late.status is Status.WAITING
-    assert Status.PREEMPTED in seen
+    assert Status.PREEMPTED in statuses
     assert [len(seq.token_ids) for seq in (old, young, late)] == [12, 12, 2]
     assert scheduler.num_preemptions == 1
     assert scheduler.pool.num_used == 0
@@ -271,5 +271,5 @@ def check_step(scheduler: Scheduler, work: list[Work]) -> None:
     assert sum(item.count for item in work) <= scheduler.max_batch_tokens
     assert len({id(item.seq) for item in work}) == len(work)
     assert len(scheduler.running) <= scheduler.max_num_seqs
-    held = {block for seq in scheduler.running for block in seq.block_table}
-    assert len(held) == scheduler.pool.num_used
+    blocks = {block for seq in scheduler.running for block in seq.block_table}
+    assert len(blocks) == scheduler.pool.num_used

@@ -26,9 +26,9 @@ def engine(model_dir: Path) -> Engine:
 
 def prompt_logprobs_of(engine: Engine, prompt: list[int] = PROMPT, **sampling: Any) -> list[TokenLogprob]:
     options = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True, "prompt_logprobs": 2, **sampling}
-    found = engine.generate([prompt], **options)[0].prompt_logprobs
-    assert found is not None
-    return found
+    logprobs = engine.generate([prompt], **options)[0].prompt_logprobs
+    assert logprobs is not None
+    return logprobs
 
 
 def test_prompt_logprobs_equal_the_logprobs_of_generated_tokens(engine: Engine) -> None:
@@ -40,13 +40,13 @@ def test_prompt_logprobs_equal_the_logprobs_of_generated_tokens(engine: Engine) 
 
 def test_prompt_logprobs_are_close_to_a_forward_pass_of_the_model(engine: Engine) -> None:
     """Attention sums in another order, and BF16 rounding then changes a random model's logits by up to 0.2."""
-    found = prompt_logprobs_of(engine)
-    assert [item.token_id for item in found] == PROMPT[1:]
+    logprobs = prompt_logprobs_of(engine)
+    assert [item.token_id for item in logprobs] == PROMPT[1:]
     (batch,) = make_batches([Sample(tuple(PROMPT), (True,) * len(PROMPT))], 1)
     decoder = engine.loaded.runner.model
     with torch.no_grad():
         expected = decoder.logits(forward(decoder, batch)).log_softmax(-1)
-    for row, item in zip(expected, found, strict=False):
+    for row, item in zip(expected, logprobs, strict=False):
         assert item.logprob == pytest.approx(float(row[item.token_id]), abs=0.2)
         assert [value for _, value in item.top] == pytest.approx(row.topk(2).values.tolist(), abs=0.2)
 
@@ -96,13 +96,13 @@ def test_a_preempted_request_returns_its_prompt_logprobs_once(model_dir: Path, e
     params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True, prompt_logprobs=2)
     for name in ("a", "b"):
         small.add_request(Request(name, tuple(PROMPT[:40]), params))
-    found: dict[str, list[RequestOutput]] = {"a": [], "b": []}
+    outputs_of: dict[str, list[RequestOutput]] = {"a": [], "b": []}
     while small.has_work():
         for output in small.step():
-            found[output.request_id].append(output)
+            outputs_of[output.request_id].append(output)
     assert small.stats()["preemptions_total"] > 0
     expected = tuple(prompt_logprobs_of(engine, PROMPT[:40]))
-    for outputs in found.values():
+    for outputs in outputs_of.values():
         assert [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None] == [expected]
         assert len(outputs) == 40
 

@@ -27,16 +27,18 @@ TIGHT: dict[str, Any] = {"num_blocks": 15, "max_num_seqs": 5, "max_batch_tokens"
 
 
 class ScriptedDrafter:
-    """A drafter that proposes tokens of the answers in `known`; each token is wrong with the probability `wrong`."""
+    """A drafter that proposes tokens of the list `answers`; each token is wrong with the probability `wrong`."""
 
-    known: ClassVar[list[list[int]]] = []
+    answers: ClassVar[list[list[int]]] = []
     wrong: ClassVar[float] = 0.0
 
     def __init__(self, most: int) -> None:
         self._most, self._rng = most, random.Random(most)
 
     def propose(self, token_ids: Items[int], room: int, rows: int) -> list[int]:
-        script = next((known for known in self.known if known[: len(token_ids)] == token_ids), [*token_ids, *[9] * 99])
+        script = next(
+            (answer for answer in self.answers if answer[: len(token_ids)] == token_ids), [*token_ids, *[9] * 99]
+        )
         tokens = script[len(token_ids) :][: min(self._most, room)]
         return [(token + 1) % 256 if self._rng.random() < self.wrong else token for token in tokens]
 
@@ -47,13 +49,13 @@ class ScriptedDrafter:
 @pytest.fixture
 def drafter(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedDrafter]:
     monkeypatch.setattr(engine_module, "Drafter", ScriptedDrafter)
-    monkeypatch.setattr(ScriptedDrafter, "known", [])
+    monkeypatch.setattr(ScriptedDrafter, "answers", [])
     monkeypatch.setattr(ScriptedDrafter, "wrong", 0.0)
     return ScriptedDrafter
 
 
 def add_script(drafter: type[ScriptedDrafter], request: Request, outputs: Items[Any]) -> None:
-    drafter.known.append([*request.prompt_token_ids, *(token for output in outputs for token in output[0])])
+    drafter.answers.append([*request.prompt_token_ids, *(token for output in outputs for token in output[0])])
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -69,7 +71,7 @@ def test_drafts_change_no_bit(
     """The cache and the batch are too small for all requests, and all of them are drafted."""
     rng = random.Random(seed)
     requests = [replace_new(request(rng, f"mine {i}"), rng.randint(1, 16)) for i in range(4)]
-    drafter.wrong, drafter.known = wrong, []
+    drafter.wrong, drafter.answers = wrong, []
     expected: dict[str, list[Any]] = {}
     for each in requests:
         expected |= run(engine(large_dir, mode), [each], random.Random(0))
@@ -113,10 +115,10 @@ def drafting(model_dir: Path) -> Engine:
 def outputs(engine: Engine, **sampling: Any) -> list[RequestOutput]:
     params = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True, "seed": 1, **sampling}
     engine.add_request(Request("r", tuple(PROMPT), SamplingParams(**params)))
-    found: list[RequestOutput] = []
+    results: list[RequestOutput] = []
     while engine.has_work():
-        found += engine.step()
-    return [replace(output, num_cached_tokens=0) for output in found]
+        results += engine.step()
+    return [replace(output, num_cached_tokens=0) for output in results]
 
 
 def steps(engine: Engine, **sampling: Any) -> tuple[list[RequestOutput], int]:
@@ -125,7 +127,7 @@ def steps(engine: Engine, **sampling: Any) -> tuple[list[RequestOutput], int]:
 
 
 def script_drafter(drafter: type[ScriptedDrafter], plain: Engine, wrong: float = 0.0, **sampling: Any) -> None:
-    drafter.known = [PROMPT + [token for output in outputs(plain, **sampling) for token in output.token_ids]]
+    drafter.answers = [PROMPT + [token for output in outputs(plain, **sampling) for token in output.token_ids]]
     drafter.wrong = wrong
 
 
@@ -168,7 +170,7 @@ def test_answers_may_end_in_the_middle_of_a_draft(
 ) -> None:
     """They end at a stop token, an end-of-text token or a stop string, although later tokens of the draft are right."""
     script_drafter(drafter, plain)
-    whole = drafter.known[0][len(PROMPT) :]
+    whole = drafter.answers[0][len(PROMPT) :]
     for at in range(3, 12):
         assert outputs(drafting, stop_token_ids=(whole[at],)) == outputs(plain, stop_token_ids=(whole[at],))
         text = plain.tokenizer.decode(whole[at : at + 2]) if plain.tokenizer else ""
@@ -188,7 +190,7 @@ def test_rejected_draft_tokens_are_never_shared_as_a_prefix(
 ) -> None:
     """A later prompt that continues like a wrong draft finds only the tokens that both have in common."""
     prompt = PROMPT[:8]
-    drafter.known = [prompt + [7] * 99]
+    drafter.answers = [prompt + [7] * 99]
     drafting.generate([prompt], max_new_tokens=24, temperature=0.0, ignore_eos=True)
     for count in (4, 8, 12):
         later, new = prompt + [7] * count, {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
@@ -202,9 +204,9 @@ def test_accepted_draft_tokens_are_shared_as_a_prefix(
     fresh = Engine(model_dir, recipe="bf16", block_size=4, max_num_seqs=4, speculative_tokens=8)
     outputs(fresh)
     before = fresh.stats()["prefix_hit_tokens_total"]
-    known = drafter.known[0]
-    fresh.generate([known], max_new_tokens=1)
-    assert fresh.stats()["prefix_hit_tokens_total"] - before == (len(known) - 1) // 4 * 4
+    script = drafter.answers[0]
+    fresh.generate([script], max_new_tokens=1)
+    assert fresh.stats()["prefix_hit_tokens_total"] - before == (len(script) - 1) // 4 * 4
 
 
 def test_an_answer_may_fill_the_context(plain: Engine, drafting: Engine, drafter: type[ScriptedDrafter]) -> None:
@@ -229,7 +231,7 @@ def test_drafts_need_no_more_cache_than_plain_decoding(
 def test_answers_with_a_grammar_are_not_drafted(
     drafting: Engine, plain: Engine, drafter: type[ScriptedDrafter]
 ) -> None:
-    drafter.known = [PROMPT + [7] * 99]
+    drafter.answers = [PROMPT + [7] * 99]
     before = drafting.stats()["drafts_total"]
     form: dict[str, Any] = {"regex": "(ab)+c", "max_new_tokens": 20, "ignore_eos": False}
     assert outputs(drafting, **form) == outputs(plain, **form)

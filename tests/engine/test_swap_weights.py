@@ -15,7 +15,7 @@ from fp8serve.errors import ModelError, RequestError
 from fp8serve.fp8.recipe import DelayedScaling
 from fp8serve.model.checkpoint import load_scales, save_scales
 
-from .test_load_weights import answers, models, written
+from .test_load_weights import answers, models, write_fp8_model
 from .tiny import write_model, write_scales
 
 __all__ = ["models"]  # a fixture
@@ -27,7 +27,7 @@ def test_swapped_weights_give_the_bits_of_a_new_engine_and_can_be_swapped_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packs: bool
 ) -> None:
     monkeypatch.setattr(packing, "worth_packing", lambda: packs)
-    one, other = written(tmp_path / "one", 0, kind), written(tmp_path / "other", 1, kind)
+    one, other = write_fp8_model(tmp_path / "one", 0, kind), write_fp8_model(tmp_path / "other", 1, kind)
     engine, expected = Engine(one), answers(Engine(other))
     first = answers(engine)
     engine.stage_weights(other)
@@ -106,7 +106,7 @@ def test_a_failed_swap_restores_the_old_weights(
 def test_the_scales_of_an_fp8_cache_are_exchanged_too(tmp_path: Path) -> None:
     directories = []
     for seed in (0, 1):
-        directory = written(tmp_path / str(seed), seed)
+        directory = write_fp8_model(tmp_path / str(seed), seed)
         scales = load_scales(directory / "scales.safetensors", directory)
         with_cache = load_scales(write_scales(tmp_path / str(seed) / "base", tmp_path / "kv", kv=True))
         entries = {name: entry for name, entry in with_cache.tensors.items() if name.endswith((".k", ".v"))}
@@ -129,13 +129,13 @@ def test_weights_too_large_for_gpu_memory_are_staged_in_host_memory(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, expected = Engine(models[0]), answers(Engine(models[1]))
-    read, devices = loading.read_weights, list[str | None]()
+    read_weights, devices = loading.read_weights, list[str | None]()
 
     def full(model_dir: Path, loaded: loading.LoadedModel, device: str | None = None) -> dict[str, Tensor]:
         devices.append(device)
         if device is None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return read(model_dir, loaded, device)
+        return read_weights(model_dir, loaded, device)
 
     monkeypatch.setattr(loading, "read_weights", full)
     engine.stage_weights(models[1])
@@ -168,7 +168,7 @@ def test_other_models_are_not_staged(models: tuple[Path, Path], tmp_path: Path) 
     engine = Engine(models[0])
     before = answers(engine)
     with pytest.raises(ModelError, match="has another configuration than"):
-        engine.stage_weights(written(tmp_path / "longer", 0, num_hidden_layers=3))
+        engine.stage_weights(write_fp8_model(tmp_path / "longer", 0, num_hidden_layers=3))
     with pytest.raises(ModelError, match="ends its answers with other tokens"):
-        engine.stage_weights(written(tmp_path / "eos", 0, eos_token_id=7))
+        engine.stage_weights(write_fp8_model(tmp_path / "eos", 0, eos_token_id=7))
     assert answers(engine) == before

@@ -38,16 +38,16 @@ def test_stop_tokens_are_returned_on_request(shows: bool, text: str) -> None:
 
 def run(pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, rest: str = "") -> tuple[list[str], str | None]:
     stream = TextStream(Pieces(pieces, rest), SamplingParams(stop=stop, min_tokens=min_tokens))
-    shown = []
+    deltas = []
     for token in range(len(pieces)):
-        shown.append(stream.push(token))
+        deltas.append(stream.push(token))
         if stream.stopped is not None:
             break
-    return [*shown, stream.flush()], stream.stopped
+    return [*deltas, stream.flush()], stream.stopped
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stop", "shown", "stopped"),
+    ("pieces", "stop", "expected", "stopped"),
     [
         (["a", "b"], (), ["a", "b", ""], None),
         (["a", "EN", "D", "c"], ("END",), ["a", "", "", ""], "END"),
@@ -59,8 +59,8 @@ def run(pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, rest: str
         (["a", ""], ("z",), ["a", "", ""], None),
     ],
 )
-def test_stop_strings(pieces: list[str], stop: tuple[str, ...], shown: list[str], stopped: str | None) -> None:
-    assert run(pieces, stop) == (shown, stopped)
+def test_stop_strings(pieces: list[str], stop: tuple[str, ...], expected: list[str], stopped: str | None) -> None:
+    assert run(pieces, stop) == (expected, stopped)
 
 
 def test_stop_strings_before_min_tokens_are_text() -> None:
@@ -83,7 +83,7 @@ def test_cutting_the_text_differently_changes_nothing(text: str, stops: list[str
         size = data.draw(st.integers(1, 4))
         pieces.append(rest[:size])
         rest = rest[size:]
-    shown, stopped = run(pieces, tuple(stops))
+    parts, stopped = run(pieces, tuple(stops))
     one_by_one, expected = run(list(text), tuple(stops))
-    assert ("".join(shown), stopped) == ("".join(one_by_one), expected)
-    assert not any(stop in "".join(shown) for stop in stops)
+    assert ("".join(parts), stopped) == ("".join(one_by_one), expected)
+    assert not any(stop in "".join(parts) for stop in stops)

@@ -32,19 +32,19 @@ def test_shares_are_even_and_keep_the_order() -> None:
 
 
 def test_each_thread_computes_alone_and_every_other_as_before() -> None:
-    seen: list[tuple[str, int, bool]] = []
+    workers: list[tuple[str, int, bool]] = []
     both = threading.Barrier(2)
 
     def compute(indexes: Sequence[int]) -> Tensor:
         both.wait(60)  # wait until the other thread runs
-        seen.append((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
+        workers.append((threading.current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
         return torch.tensor([[float(i)] for i in indexes])
 
     assert TextThreads().run([MIN_THREAD_TOKENS, MIN_THREAD_TOKENS + 1, MIN_THREAD_TOKENS + 2], compute)[
         :, 0
     ].tolist() == [0.0, 1.0, 2.0]
-    assert {name for name, _, _ in seen} == {"texts_0", "texts_1"}
-    assert all(count == 1 and not graded for _, count, graded in seen)
+    assert {name for name, _, _ in workers} == {"texts_0", "texts_1"}
+    assert all(count == 1 and not graded for _, count, graded in workers)
     later: list[int] = []
     other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     other.start()
@@ -56,14 +56,14 @@ def test_each_thread_computes_alone_and_every_other_as_before() -> None:
     "lengths", [[MIN_THREAD_TOKENS, MIN_THREAD_TOKENS - 1], [10 * MIN_THREAD_TOKENS]], ids=["few tokens", "one text"]
 )
 def test_a_batch_too_small_for_every_thread_is_not_divided(lengths: list[int]) -> None:
-    taken: list[Sequence[int]] = []
+    batches: list[Sequence[int]] = []
 
     def compute(indexes: Sequence[int]) -> Tensor:
-        taken.append(list(indexes))
+        batches.append(list(indexes))
         return torch.zeros(len(indexes), 1)
 
     TextThreads().run(lengths, compute)
-    assert taken == [list(range(len(lengths)))]
+    assert batches == [list(range(len(lengths)))]
 
 
 def test_an_exception_of_a_thread_is_raised() -> None:

@@ -69,10 +69,10 @@ def test_stats_name_the_requests_in_prefill(model: Path) -> None:
     engine = Engine(model, recipe="bf16", max_num_seqs=1, max_batch_tokens=16)
     for name in ("a", "b"):
         engine.add_request(Request(name, tuple(range(1, 30)), PARAMS))
-    seen = [engine.stats()["prefilling"]]
+    ids = [engine.stats()["prefilling"]]
     for _ in range(2):
         engine.step()
-        seen.append(engine.stats()["prefilling"])
-    assert seen == [[], ["a"], []]  # 16 of 29 prompt tokens are computed in the first step, the others in the second
+        ids.append(engine.stats()["prefilling"])
+    assert ids == [[], ["a"], []]  # 16 of 29 prompt tokens are computed in the first step, the others in the second
     run(engine)
     assert engine.stats()["prefilling"] == []

@@ -23,10 +23,10 @@ VALUES = {
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_fast_amax_has_the_bits_of_amax(values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype)
-    found = fast_amax(x)
-    assert found.dtype == torch.float32
-    assert found.shape == ()
-    assert torch.equal(found.view(torch.int32), amax(x).view(torch.int32))
+    actual = fast_amax(x)
+    assert actual.dtype == torch.float32
+    assert actual.shape == ()
+    assert torch.equal(actual.view(torch.int32), amax(x).view(torch.int32))
 
 
 def test_fast_amax_of_a_transposed_matrix_that_requires_grad() -> None:

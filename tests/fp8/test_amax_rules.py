@@ -29,11 +29,11 @@ def run(recipe: DelayedScaling) -> ScalingState:
 
 
 def test_a_named_rule_gives_the_scales_of_the_same_callable(mean: DelayedScaling) -> None:
-    found = run(mean)
+    actual = run(mean)
     expected = run(DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.mean()))
-    assert torch.equal(found.scale, expected.scale)
-    assert torch.equal(found.amax_history, expected.amax_history)
-    assert float(found.scale) == pytest.approx(448 / ((4 + 2 + 3 + 8) / 4))
+    assert torch.equal(actual.scale, expected.scale)
+    assert torch.equal(actual.amax_history, expected.amax_history)
+    assert float(actual.scale) == pytest.approx(448 / ((4 + 2 + 3 + 8) / 4))
 
 
 def test_a_named_rule_is_stored_and_its_scales_are_checked_against_it(mean: DelayedScaling) -> None:

@@ -28,8 +28,8 @@ def formula(
     queries, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=torch.float64)
     for t in range(queries):
-        seen = k.shape[0] - queries + t + 1
-        near = slice(max(0, seen - (window or seen)), seen)
+        visible = k.shape[0] - queries + t + 1
+        near = slice(max(0, visible - (window or visible)), visible)
         for h in range(heads):
             group = h // (heads // k.shape[1])
             scores = k[near, group].double() @ q[t, h].double() * scale
@@ -44,10 +44,10 @@ def formula(
 def test_causal_attention_keeps_sequences_apart(lengths: list[int]) -> None:
     total = sum(lengths)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    found = causal_attention(q, k, v, lengths, 0.3)
+    actual = causal_attention(q, k, v, lengths, 0.3)
     parts = zip(*(torch.split(t, lengths) for t in (q, k, v)), strict=True)
     expected = torch.cat([formula(*part, 0.3) for part in parts])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,19 +63,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_causal_attention_with_windows_soft_caps_and_sinks(lengths: list[int], options: dict[str, Any]) -> None:
     total = sum(lengths)
     q, k, v = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    found = causal_attention(q, k, v, lengths, 0.3, **options)
+    actual = causal_attention(q, k, v, lengths, 0.3, **options)
     parts = zip(*(torch.split(t, lengths) for t in (q, k, v)), strict=True)
     expected = torch.cat([formula(*part, 0.3, **options) for part in parts])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 70, 299])
 def test_long_windowed_sequences_are_computed_in_pieces(window: int) -> None:
     q, k, v = torch.randn(600, 2, 8), torch.randn(600, 1, 8), torch.randn(600, 1, 8)
-    found = causal_attention(q, k, v, [300, 300], 0.3, window)
+    actual = causal_attention(q, k, v, [300, 300], 0.3, window)
     halves = zip(*(t.split(300) for t in (q, k.double(), v.double())), strict=True)
     whole = [attention_op.attend(a, b.transpose(0, 1), c.transpose(0, 1), 0.3, window) for a, b, c in halves]
-    torch.testing.assert_close(found.double(), torch.cat(whole), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.double(), torch.cat(whole), rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_as_long_as_the_sequence_changes_no_bit() -> None:
@@ -132,9 +132,9 @@ def test_sequences_of_different_lengths_take_one_flash_call_on_a_gpu(
     monkeypatch.setattr(
         attention, "_flash_attention", lambda *a, **o: (calls.append(1), flash_attention_on_cpu(*a, **o))[1]
     )
-    found = causal_attention(q, k, v, lengths, 0.3, window)
-    torch.testing.assert_close(found, expected)
-    for grad, other in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), grads, strict=True):
+    actual = causal_attention(q, k, v, lengths, 0.3, window)
+    torch.testing.assert_close(actual, expected)
+    for grad, other in zip(torch.autograd.grad(actual.square().sum(), (q, k, v)), grads, strict=True):
         torch.testing.assert_close(grad, other)
     assert len(calls) == 1
     causal_attention(q, k, v, [21, 21], 0.3, window)
@@ -169,13 +169,13 @@ def test_flash_attention_on_a_gpu(window: int | None) -> None:
         for heads in (4, 2, 2)
     )
     assert attention._can_use_flash_attention(q, k, v)
-    found = causal_attention(q, k, v, lengths, 0.125, window)
+    actual = causal_attention(q, k, v, lengths, 0.125, window)
     parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
     expected = torch.cat([causal_attention(a, b, c, [len(a)], 0.125, window) for a, b, c in parts])
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
-    weights = torch.randn_like(found)
+    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
+    weights = torch.randn_like(actual)
     for name, grad, other in zip(
-        "qkv", *(torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (found, expected)), strict=True
+        "qkv", *(torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (actual, expected)), strict=True
     ):
         torch.testing.assert_close(grad, other, atol=0.05, rtol=0.05, msg=name)
 
@@ -190,14 +190,14 @@ def test_causal_attention_refuses_lengths_that_do_not_add_up() -> None:
 @pytest.mark.parametrize("case", cases("paged_attention"), ids=lambda c: c.name)
 def test_paged_attention_is_the_formula(case: Case) -> None:
     q, k_cache, v_cache, tables, lengths, starts, k_scale, _, *options = case.make()
-    found = torch.ops.fp8serve.paged_attention(*case.make())
+    actual = torch.ops.fp8serve.paged_attention(*case.make())
     inverse = 1.0 if k_scale is None else float(k_scale)
     for i, length in enumerate(lengths.tolist()):
         rows = slice(int(starts[i]), int(starts[i + 1]))
         k, v = (c[tables[i].long()].flatten(0, 1)[:length].double() * inverse for c in (k_cache, v_cache))
         tolerance = 2.0**-7 if q.dtype == torch.bfloat16 else 1e-5
         expected = formula(q[rows], k, v, *options)
-        torch.testing.assert_close(found[rows].double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual[rows].double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def cache(blocks: int = 12) -> tuple[Tensor, Tensor]:
@@ -254,8 +254,8 @@ def test_write_kv_casts_writes_to_slots_and_skips_negative_slots() -> None:
 
 @pytest.mark.parametrize("case", cases("write_kv"), ids=lambda c: c.name)
 def test_write_kv_equals_its_reference(case: Case) -> None:
-    expected, found = case.make(), case.make()
+    expected, actual = case.make(), case.make()
     reference.write_kv(*expected)
-    torch.ops.fp8serve.write_kv(*found)
-    for a, b in zip(expected[2:4], found[2:4], strict=True):
+    torch.ops.fp8serve.write_kv(*actual)
+    for a, b in zip(expected[2:4], actual[2:4], strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -214,10 +214,10 @@ def test_gradient_states_are_updated_once_when_the_backward_pass_ends() -> None:
     module, x = layer(), batch().requires_grad_()
     with autocast(recipe=SHORT):
         y = module(module(x))
-    seen: list[int] = []
-    x.register_hook(lambda grad: seen.append(steps_of(module, "grad_output")))
+    steps: list[int] = []
+    x.register_hook(lambda grad: steps.append(steps_of(module, "grad_output")))
     y.sum().backward()
-    assert seen == [0]
+    assert steps == [0]
     assert steps_of(module, "grad_output") == 1
 
 
@@ -337,12 +337,12 @@ def test_several_models_are_independent() -> None:
 
 def test_threads_do_not_share_contexts() -> None:
     module, x = layer(), batch()
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     with autocast(recipe=SHORT):
-        thread = threading.Thread(target=lambda: found.append(module(x)))
+        thread = threading.Thread(target=lambda: outputs.append(module(x)))
         thread.start()
         thread.join()
-    assert torch.equal(found[0], nn.functional.linear(x, module.weight))
+    assert torch.equal(outputs[0], nn.functional.linear(x, module.weight))
 
 
 def test_a_context_can_decorate_a_function() -> None:

@@ -42,10 +42,10 @@ def nearest_bits(x: Tensor, dtype: torch.dtype) -> NDArray[np.uint8]:
 
 def assert_same_bits(q: Tensor, expected: NDArray[np.uint8]) -> None:
     """Bit equality; a NaN may have any sign and payload of its format."""
-    found = q.contiguous().view(torch.uint8).numpy()
+    actual = q.contiguous().view(torch.uint8).numpy()
     nan = q.float().isnan().numpy()
     assert (nan == ((expected & 0x7F) == 0x7F)).all()
-    np.testing.assert_array_equal(found[~nan], expected[~nan])
+    np.testing.assert_array_equal(actual[~nan], expected[~nan])
 
 
 def every_bf16() -> Tensor:
@@ -124,9 +124,9 @@ def test_scale_is_a_true_division(dtype: torch.dtype) -> None:
     """448 / amax, not 448 * (1 / amax): the two differ in the last bit for every third amax."""
     x = torch.rand(2000, generator=torch.Generator().manual_seed(1))
     expected = (np.float32(FP8_MAX[dtype]) / x.numpy()).astype(np.float32)
-    found = arithmetic.scale_from_amax(x, FP8_MAX[dtype], False)
-    np.testing.assert_array_equal(found.numpy(), expected)
-    assert (found != x.reciprocal() * FP8_MAX[dtype]).any()
+    actual = arithmetic.scale_from_amax(x, FP8_MAX[dtype], False)
+    np.testing.assert_array_equal(actual.numpy(), expected)
+    assert (actual != x.reciprocal() * FP8_MAX[dtype]).any()
 
 
 def expected_blocks(x: Tensor, dtype: torch.dtype, rows: int, cols: int, power_2: bool) -> tuple[Tensor, Tensor]:

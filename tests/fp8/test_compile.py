@@ -37,7 +37,7 @@ def train(
     module: nn.Module, original: nn.Module, recipe: Recipe, steps: int = 4, session: Session | None = None
 ) -> list[Tensor]:
     """Returns the outputs, input gradients, weight gradients and final states of a training run."""
-    seen: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step in range(steps):
         original.zero_grad()
         x = torch.linspace(-1 - step, 2, 280).view(7, 40).requires_grad_()
@@ -45,8 +45,8 @@ def train(
             y = module(x)
         y.square().mean().backward()
         assert x.grad is not None
-        seen += [y.detach(), x.grad, *(p.grad for p in original.parameters() if p.grad is not None)]
-    return seen + [t.clone() for t in original.state_dict().values()]
+        tensors += [y.detach(), x.grad, *(p.grad for p in original.parameters() if p.grad is not None)]
+    return tensors + [t.clone() for t in original.state_dict().values()]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -73,8 +73,8 @@ def test_many_rules_and_a_session_of_the_model_compile_too() -> None:
     compiled, session = torch.compile(twin, fullgraph=True, backend="aot_eager"), Session(twin)
     for margin in (0, 1, 2, 3, 0):
         recipe = DelayedScaling(amax_history_len=4, margin=margin)
-        expected, found = train(eager, eager, recipe), train(compiled, twin, recipe, session=session)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        expected, actual = train(eager, eager, recipe), train(compiled, twin, recipe, session=session)
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_no_grad_and_high_precision_compile_too() -> None:

@@ -59,7 +59,7 @@ def wrap(module: nn.Module, compiled: str, reentrant: bool | None) -> Callable[[
 
 def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, microbatches: int) -> list[Tensor]:
     """Gradients of the weights and of the inputs after every step, and the states at the end."""
-    seen: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step in range(3):
         module.zero_grad()
         for number in range(microbatches):
@@ -69,9 +69,9 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], recipe: Recipe, m
                 y = call(x)
             y.square().mean().backward()
             assert x.grad is not None
-            seen.append(x.grad)
-        seen += [p.grad for p in module.parameters() if p.grad is not None]
-    return [tensor.clone() for tensor in (*seen, *module.state_dict().values())]
+            tensors.append(x.grad)
+        tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    return [tensor.clone() for tensor in (*tensors, *module.state_dict().values())]
 
 
 @pytest.mark.pairwise
@@ -85,9 +85,9 @@ def test_every_combination(compiled: str, reentrant: bool | None, microbatches: 
         with pytest.raises(error, match=message):
             train(module, call, RECIPES[name], microbatches)
         return
-    found, expected = (train(m, c, RECIPES[name], microbatches) for m, c in ((module, call), (eager, eager)))
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual, expected = (train(m, c, RECIPES[name], microbatches) for m, c in ((module, call), (eager, eager)))
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.slow

@@ -43,14 +43,14 @@ class Special(nn.Linear):
 
 def test_a_mixture_names_its_experts_and_their_share() -> None:
     model = mixture()
-    with pytest.warns(UserWarning, match=r"^convert\(\) has left 9\d% of the weights in high precision \(") as seen:
+    with pytest.warns(UserWarning, match=r"^convert\(\) has left 9\d% of the weights in high precision \(") as record:
         convert(model)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    assert "(Qwen3MoeExperts.gate_up_proj, Qwen3MoeExperts.down_proj, " in str(seen[0].message)
-    left = weights_left(model, ("lm_head",))
-    assert left["Qwen3MoeExperts.gate_up_proj"] == 2 * 8 * 128 * 32
-    assert left["Qwen3MoeExperts.down_proj"] == 2 * 8 * 32 * 64
+    assert len(record) == 1
+    assert record[0].filename == __file__
+    assert "(Qwen3MoeExperts.gate_up_proj, Qwen3MoeExperts.down_proj, " in str(record[0].message)
+    counts = weights_left(model, ("lm_head",))
+    assert counts["Qwen3MoeExperts.gate_up_proj"] == 2 * 8 * 128 * 32
+    assert counts["Qwen3MoeExperts.down_proj"] == 2 * 8 * 32 * 64
 
 
 def test_skipped_layers_are_not_announced() -> None:
@@ -60,13 +60,13 @@ def test_skipped_layers_are_not_announced() -> None:
 
 @pytest.mark.parametrize(("rows", "announced"), [(1, False), (64, True)])
 def test_a_small_share_is_not_announced(rows: int, announced: bool) -> None:
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         convert(Positions(rows))
     expected = [
         "convert() has left 67% of the weights in high precision (Positions.places): it converts nn.Linear only."
     ]
-    assert [str(w.message) for w in seen] == (expected if announced else [])
+    assert [str(w.message) for w in record] == (expected if announced else [])
 
 
 def test_an_unconverted_subclass_of_linear_is_named() -> None:
@@ -90,11 +90,11 @@ def test_lazy_layers_are_named_and_converted_after_a_call() -> None:
 
 @pytest.mark.parametrize("model", [nn.LazyLinear(8), nn.Sequential(nn.LazyLinear(8), nn.LazyConv2d(4, 3))])
 def test_a_model_of_only_lazy_layers_asks_to_be_run_once(model: nn.Module) -> None:
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         convert(model)
-    assert str(seen[0].message).startswith("convert() has converted nothing: of 1 linear layer")
-    assert str(seen[1].message).endswith("; run the model once.")
+    assert str(record[0].message).startswith("convert() has converted nothing: of 1 linear layer")
+    assert str(record[1].message).endswith("; run the model once.")
 
 
 def test_an_embedding_bag_is_not_announced() -> None:

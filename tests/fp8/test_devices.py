@@ -100,11 +100,11 @@ def test_nothing_is_transposed_without_a_backward_pass(monkeypatch: pytest.Monke
 @pytest.mark.pairwise
 @pytest.mark.parametrize("case", cases("quantize_transpose"), ids=lambda c: c.name)
 def test_cast_and_transpose_are_those_of_the_reference(case: Case) -> None:
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.ops.fp8serve.quantize_transpose(*case.make()), reference.quantize_transpose(*case.make()), strict=True
     ):
-        assert found.is_contiguous()
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_layout_is_a_property_of_the_device() -> None:

@@ -80,9 +80,9 @@ def check_by_hand(module: DotProductAttention, recipe: Recipe, rounded: Rounded)
     with autocast(recipe=recipe):
         out = module(q, k, v, LENGTHS, SCALE)
     out.backward(d_out)
-    for found, exact in zip((out, q.grad, k.grad, v.grad), by_hand(q, k, v, d_out, rounded), strict=True):
-        assert found is not None
-        assert (found.detach() - exact).norm() < 2e-3 * exact.norm()  # a tie may round the other way in FP32
+    for actual, exact in zip((out, q.grad, k.grad, v.grad), by_hand(q, k, v, d_out, rounded), strict=True):
+        assert actual is not None
+        assert (actual.detach() - exact).norm() < 2e-3 * exact.norm()  # a tie may round the other way in FP32
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(), Float8BlockScaling()], ids=repr)
@@ -131,11 +131,11 @@ def test_windows_soft_caps_and_sinks_are_those_of_high_precision(window: int | N
     exact.square().sum().backward()
     expected, sinks.grad = sinks.grad, None
     with autocast(recipe=Float8CurrentScaling(fp8_dpa=True)):
-        found = DotProductAttention()(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
-    found.square().sum().backward()
+        actual = DotProductAttention()(q, k, v, LENGTHS, SCALE, window, softcap, sinks)
+    actual.square().sum().backward()
     assert expected is not None
     assert sinks.grad is not None
-    assert (found - exact).norm() < 0.06 * exact.norm()
+    assert (actual - exact).norm() < 0.06 * exact.norm()
     assert (sinks.grad - expected).norm() < 0.1 * expected.norm()
 
 

@@ -52,12 +52,12 @@ def test_values_and_gradients(name: str, shape: tuple[int, int], dtype: torch.dt
     ours, exact, arguments, trained = CHECKED[name]
     inputs = [a.to(dtype).requires_grad_(i < trained) for i, a in enumerate(arguments(*shape))]
     wide = [a.detach().double().requires_grad_(a.requires_grad) for a in inputs]
-    found, expected = ours(*inputs), exact(*wide)
-    assert found.dtype == dtype
-    upstream = noise(*found.shape, seed=5).to(dtype)
-    found.backward(upstream)  # type: ignore[no-untyped-call]
+    actual, expected = ours(*inputs), exact(*wide)
+    assert actual.dtype == dtype
+    upstream = noise(*actual.shape, seed=5).to(dtype)
+    actual.backward(upstream)  # type: ignore[no-untyped-call]
     expected.backward(upstream.double())  # type: ignore[no-untyped-call]
-    assert_near(found, expected, dtype)
+    assert_near(actual, expected, dtype)
     for ours_in, exact_in in zip(inputs[:trained], wide, strict=False):
         assert ours_in.grad is not None
         assert exact_in.grad is not None
@@ -65,12 +65,12 @@ def test_values_and_gradients(name: str, shape: tuple[int, int], dtype: torch.dt
         assert_near(ours_in.grad, exact_in.grad, dtype)
 
 
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Allows an error of a few roundings of the element, or of the largest element as an estimate of its terms."""
     expected = expected.detach()
     size = expected.abs().amax() if expected.numel() else 0.0
     tolerance = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=float(tolerance * size) + 1e-12)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=float(tolerance * size) + 1e-12)
 
 
 @pytest.mark.parametrize("dtype", HIGH)
@@ -106,11 +106,11 @@ def test_mixed_types_promote_as_torch_does() -> None:
 @pytest.mark.skipif(cpu_isa() is None, reason="the CPU kernels are not built")
 def test_gradients_do_not_depend_on_threads() -> None:
     x, weight, grad = noise(500, 64), noise(64, seed=1), noise(500, 64, seed=2)
-    found = []
+    results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(torch.ops.fp8serve.rms_norm_backward(grad, x, weight, 1e-5))
+        results.append(torch.ops.fp8serve.rms_norm_backward(grad, x, weight, 1e-5))
     torch.set_num_threads(1)
-    for d_x, d_weight in found[1:]:
-        assert torch.equal(d_x, found[0][0])
-        assert torch.equal(d_weight, found[0][1])
+    for d_x, d_weight in results[1:]:
+        assert torch.equal(d_x, results[0][0])
+        assert torch.equal(d_weight, results[0][1])

@@ -65,10 +65,10 @@ WITH_HISTORY: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", WITHOUT_HISTORY)
 def test_scales_that_nothing_has_set_are_announced_once(name: str) -> None:
     module = WITHOUT_HISTORY[name]()
-    with pytest.warns(UserWarning, match="^2 FP8 layers were evaluated under delayed scaling with scale 1") as seen:
+    with pytest.warns(UserWarning, match="^2 FP8 layers were evaluated under delayed scaling with scale 1") as record:
         out = evaluate(module)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
+    assert len(record) == 1
+    assert record[0].filename == __file__
     assert not out.any(), "the warning would be unnecessary"
     evaluate(module)  # warnings are errors here
 
@@ -129,8 +129,8 @@ def test_a_compiled_model_is_announced_and_evaluated_as_the_eager_one() -> None:
     module = model()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     with pytest.warns(UserWarning, match="2 FP8 layers"):
-        found = evaluate(compiled)  # type: ignore[arg-type]
-    assert torch.equal(found, evaluate(module))
+        actual = evaluate(compiled)  # type: ignore[arg-type]
+    assert torch.equal(actual, evaluate(module))
 
 
 def test_a_warning_raised_as_an_error_does_not_interrupt_the_update() -> None:
@@ -188,10 +188,10 @@ def test_an_announcement_names_the_line_that_calls_a_decorated_function() -> Non
         out: Tensor = module(torch.ones(4, 16))
         return out
 
-    with pytest.warns(UserWarning, match="2 FP8 layers") as seen:
+    with pytest.warns(UserWarning, match="2 FP8 layers") as record:
         decorated()
-    assert "contextlib" not in seen[0].filename
+    assert "contextlib" not in record[0].filename
     other = model()
-    with pytest.warns(UserWarning, match="2 FP8 layers") as seen:
+    with pytest.warns(UserWarning, match="2 FP8 layers") as record:
         autocast(recipe=SHORT)(lambda: torch.no_grad()(other)(torch.ones(4, 16)))()
-    assert seen[0].filename == __file__
+    assert record[0].filename == __file__

@@ -15,13 +15,13 @@ LEFT = "left . nn.MultiheadAttention"
 
 def products(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """Runs the module once; returns the FP8 operands of its layers, and its output last."""
-    seen: list[torch.Tensor] = []
+    casts: list[torch.Tensor] = []
     for child in module.modules():
         if hasattr(child, "observer"):
-            child.observer = lambda name, values, q, scale_inv: seen.append(q)
+            child.observer = lambda name, values, q, scale_inv: casts.append(q)
     with autocast(recipe=Float8CurrentScaling()):
         y = module(*args, **kwargs)
-    return [*seen, y]
+    return [*casts, y]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

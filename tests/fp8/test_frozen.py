@@ -50,9 +50,9 @@ def test_serving_equals_the_training_forward_bit_for_bit(recipe: Recipe, dtype: 
     frozen = FrozenLinear.from_linear(layer, recipe)
     with torch.no_grad(), autocast(recipe=recipe):
         expected = layer(x)
-    found = frozen(x)
-    assert found.dtype == dtype
-    assert torch.equal(found, expected)
+    actual = frozen(x)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
@@ -61,12 +61,12 @@ def test_weight_only_quantization_multiplies_a_bf16_input(granularity: Literal["
     layer, x = nn.Linear(64, 32), torch.randn(2, 5, 64)
     frozen = FrozenLinear.from_linear(layer, Float8WeightOnly(weight_granularity=granularity))
     exact = F.linear(x.bfloat16().double(), dequantize(frozen.weight_q, frozen.weight_scale_inv).double())
-    found = frozen(x) - layer.bias
-    assert (found - exact).norm() < 1e-6 * exact.norm()
+    actual = frozen(x) - layer.bias
+    assert (actual - exact).norm() < 1e-6 * exact.norm()
     assert frozen(x.bfloat16()).dtype == torch.bfloat16
     assert "input=unquantized" in repr(frozen)
     frozen.make_rows_independent()
-    assert torch.equal(frozen(x) - layer.bias, found)
+    assert torch.equal(frozen(x) - layer.bias, actual)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
@@ -79,9 +79,9 @@ def test_the_weight_only_path_of_a_gpu_gives_the_same_values(kind: str) -> None:
         cast = reference.quantize_rowwise if kind == "row" else reference.quantize_current
         q, scale = cast(weight, torch.float8_e4m3fn, False)
     x, bias = torch.randn(5, 200).bfloat16(), torch.randn(300)
-    found = _multiply_unquantized(x, q, scale, bias, torch.float32)
+    actual = _multiply_unquantized(x, q, scale, bias, torch.float32)
     expected = multiply(x, torch.ones(()), q, scale, bias, torch.float32)
-    assert (found - expected).norm() < (2**-8 if kind == "block" else 1e-6) * expected.norm()
+    assert (actual - expected).norm() < (2**-8 if kind == "block" else 1e-6) * expected.norm()
 
 
 def test_quantized_tensors_make_the_same_layer() -> None:

@@ -48,7 +48,7 @@ def unfused_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(module: nn.Module, run: Callable[..., Tensor], count: int, dtype: torch.dtype, recipe: Recipe | None) -> Any:
-    seen: list[Tensor] = []
+    tensors: list[Tensor] = []
     for step in range(3):
         module.zero_grad()
         noise = torch.Generator().manual_seed(step)
@@ -56,9 +56,9 @@ def train(module: nn.Module, run: Callable[..., Tensor], count: int, dtype: torc
         with autocast(enabled=recipe is not None, recipe=recipe):
             y = run(*xs)
         y.float().square().sum().backward()
-        seen += [y.detach(), *(x.grad for x in xs if x.grad is not None)]
-        seen += [p.grad for p in module.parameters() if p.grad is not None]
-    return seen + list(module.state_dict().values())
+        tensors += [y.detach(), *(x.grad for x in xs if x.grad is not None)]
+        tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    return tensors + list(module.state_dict().values())
 
 
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
@@ -74,16 +74,16 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 def test_norm_linear(recipe: Recipe | None, kind: str, dtype: torch.dtype) -> None:
     fused = NormLinear(norms()[kind], Linear(40, 24)).to(dtype)
     separate = copy.deepcopy(fused)
-    found = train(fused, fused, 1, dtype, recipe)
+    actual = train(fused, fused, 1, dtype, recipe)
     expected = train(separate, lambda x: separate.linear(unfused_norm(separate.norm, x)), 1, dtype, recipe)
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_without_eps_uses_the_default_of_torch(dtype: torch.dtype) -> None:
     norm, x = nn.RMSNorm(40).to(dtype), (torch.randn(3, 40) * 1e-4).to(dtype)  # so small that eps decides
-    found = NormLinear(norm, Linear(40, 24).to(dtype))
-    torch.testing.assert_close(found(x), found.linear(norm(x)))
+    layer = NormLinear(norm, Linear(40, 24).to(dtype))
+    torch.testing.assert_close(layer(x), layer.linear(norm(x)))
 
 
 def test_a_norm_without_weight_is_refused() -> None:
@@ -96,23 +96,23 @@ def test_a_norm_without_weight_is_refused() -> None:
 def test_silu_mul_linear(recipe: Recipe | None, dtype: torch.dtype) -> None:
     fused = SiluMulLinear(Linear(40, 24)).to(dtype)
     separate = copy.deepcopy(fused)
-    found = train(fused, fused, 2, dtype, recipe)
+    actual = train(fused, fused, 2, dtype, recipe)
     expected = train(separate, lambda gate, up: separate.linear(elementwise.silu_mul(gate, up)), 2, dtype, recipe)
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 def test_the_activation_in_between_is_never_stored() -> None:
-    saved: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
-        saved.append(t)
+        tensors.append(t)
         return t
 
     layer, gate, up = SiluMulLinear(Linear(40, 24)), torch.randn(64, 40), torch.randn(64, 40)
     gate.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe=SHORT):
         layer(gate, up)
-    wide = [t for t in saved if t.dtype == torch.float32 and t.numel() == 64 * 40]
+    wide = [t for t in tensors if t.dtype == torch.float32 and t.numel() == 64 * 40]
     assert {t.data_ptr() for t in wide} == {gate.data_ptr(), up.data_ptr()}
 
 
@@ -138,5 +138,5 @@ def test_a_frozen_norm_and_recomputation() -> None:
     fused = NormLinear(norms()["rms"], Linear(40, 24))
     fused.norm.requires_grad_(False)
     again = copy.deepcopy(fused)
-    found = train(again, lambda x: checkpoint(again, x, use_reentrant=False), 1, torch.float32, SHORT)
-    assert_same(train(fused, fused, 1, torch.float32, SHORT), found)
+    actual = train(again, lambda x: checkpoint(again, x, use_reentrant=False), 1, torch.float32, SHORT)
+    assert_same(train(fused, fused, 1, torch.float32, SHORT), actual)

@@ -55,15 +55,15 @@ def results(model_dir: Path, recipe: Recipe, recompute: bool = False, prepare: A
     batches = [collate([row(i, 20), row(i + 9, 7)], "cpu") for i in range(2)]
     if isinstance(recipe, DelayedScaling):
         forward.observe(mean_loss(batches[0]))
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for _ in range(3):
         with forward.accumulated_update():
             for i, batch in enumerate(batches):
                 loss = summed_loss(forward.logits(batch, is_first_microbatch=i == 0), batch.targets)[0]
                 loss.backward()  # type: ignore[no-untyped-call]
-                found.append(loss.detach())
-        found += [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
-    return found + list(scaling_tensors(forward).values())
+                tensors.append(loss.detach())
+        tensors += [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+    return tensors + list(scaling_tensors(forward).values())
 
 
 @pytest.mark.parametrize("layout", ["tn", "any"])
@@ -169,7 +169,7 @@ def test_a_layers_mlp_and_projections_on_a_gpu(
     """Outputs, gradients and states with fused ops and with the same modules one by one, on one device."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    found = []
+    runs = []
     for fused in (False, True):
         monkeypatch.setattr(fused_layers, "_is_on_gpu", lambda x, fused=fused: fused)
         decoder = load_trainable(model_dir, dtype=torch.bfloat16, device=device)
@@ -187,7 +187,7 @@ def test_a_layers_mlp_and_projections_on_a_gpu(
             results += [p.grad for p in layer.parameters() if p.grad is not None]
             layer.zero_grad()
         results += [t for name, t in layer.state_dict().items() if ".input." in name or ".grad_output." in name]
-        found.append(results)
+        runs.append(results)
         assert bool(calls) == fused
-    assert len(found[0]) > 60
-    assert all(map(torch.equal, *found))
+    assert len(runs[0]) > 60
+    assert all(map(torch.equal, *runs))

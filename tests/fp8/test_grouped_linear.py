@@ -32,8 +32,8 @@ Run = Callable[[list[Linear], Tensor, list[tuple[int, int]]], Tensor]
 
 def experts(bias: bool) -> nn.ModuleList:
     torch.manual_seed(0)
-    found = nn.ModuleList(nn.Linear(136, 40, bias=bias) for _ in range(4))
-    return convert(found)  # type: ignore[return-value]
+    linears = nn.ModuleList(nn.Linear(136, 40, bias=bias) for _ in range(4))
+    return convert(linears)  # type: ignore[return-value]
 
 
 def one_by_one(linears: list[Linear], x: Tensor, spans: list[tuple[int, int]]) -> Tensor:
@@ -42,7 +42,7 @@ def one_by_one(linears: list[Linear], x: Tensor, spans: list[tuple[int, int]]) -
 
 def steps(linears: nn.ModuleList, recipe: Recipe, run: Run, dtype: torch.dtype) -> list[Tensor | None]:
     """Runs three steps; returns outputs and gradients of every step, and the final states."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     noise = torch.Generator().manual_seed(1)
     for counts in COUNTS:
         spans = list(pairwise([0, *torch.tensor(counts).cumsum(0).tolist()]))
@@ -50,18 +50,18 @@ def steps(linears: nn.ModuleList, recipe: Recipe, run: Run, dtype: torch.dtype) 
         with autocast(recipe=recipe):
             y = run(list(linears), x, spans)  # type: ignore[arg-type]
         y.backward(torch.randn(y.shape, generator=noise).to(dtype))
-        found += [y, x.grad, *(p.grad for p in linears.parameters())]
+        tensors += [y, x.grad, *(p.grad for p in linears.parameters())]
         for p in linears.parameters():
             p.grad = None
     for linear in linears:
         for state in linear.scaling.values():  # type: ignore[union-attr, operator]
-            found += [getattr(state, field).clone() for field in FIELDS]
-    return found
+            tensors += [getattr(state, field).clone() for field in FIELDS]
+    return tensors
 
 
-def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         assert a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b))
 
@@ -71,8 +71,8 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_together_equals_one_by_one(recipe: str, bias: bool, dtype: torch.dtype) -> None:
     linears = experts(bias)
-    found = steps(deepcopy(linears), RECIPES[recipe], grouped_linear, dtype)  # type: ignore[arg-type]
-    assert_same(found, steps(linears, RECIPES[recipe], one_by_one, dtype))
+    actual = steps(deepcopy(linears), RECIPES[recipe], grouped_linear, dtype)  # type: ignore[arg-type]
+    assert_same(actual, steps(linears, RECIPES[recipe], one_by_one, dtype))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -128,12 +128,12 @@ def test_frozen_experts_have_no_gradient_and_pass_one_on() -> None:
 
 
 def test_a_hook_is_called_and_recomputation_repeats() -> None:
-    linears, seen = experts(False), list[int]()
-    handle = linears[0].register_forward_hook(lambda m, args, out: seen.append(len(args[0])))
+    linears, calls = experts(False), list[int]()
+    handle = linears[0].register_forward_hook(lambda m, args, out: calls.append(len(args[0])))
     x, spans = torch.randn(6, 136, requires_grad=True), [(0, 2), (2, 2), (2, 5), (5, 6)]
     with autocast(recipe=RECIPES["current"]):
         grouped_linear(list(linears), x, spans)  # type: ignore[arg-type]
-    assert seen == [2]
+    assert calls == [2]
     handle.remove()
     gradients = []
     for run in (grouped_linear, lambda *a: checkpoint(grouped_linear, *a, use_reentrant=False)):

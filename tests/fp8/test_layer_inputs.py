@@ -122,11 +122,11 @@ def test_in_high_precision_a_converted_layer_accepts_what_nn_linear_accepts(name
 def test_a_dtype_without_a_cast_is_refused_in_one_sentence(dtype: torch.dtype, recipe: Recipe) -> None:
     name = str(dtype).removeprefix("torch.")
     with autocast(recipe=recipe):
-        said = message(lambda: convert(linear())(x(dtype=dtype)))
-        assert said == f"{DTYPES}{name} and float32; convert them, {HIGH_PRECISION}"
+        text = message(lambda: convert(linear())(x(dtype=dtype)))
+        assert text == f"{DTYPES}{name} and float32; convert them, {HIGH_PRECISION}"
         if dtype in (torch.float64, torch.complex64):
-            said = message(lambda: convert(linear(dtype))(x()))
-            assert said == f"{DTYPES}float32 and {name}; convert them, {HIGH_PRECISION}"
+            text = message(lambda: convert(linear(dtype))(x()))
+            assert text == f"{DTYPES}float32 and {name}; convert them, {HIGH_PRECISION}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
@@ -134,10 +134,10 @@ def test_a_dtype_without_a_cast_is_refused_in_one_sentence(dtype: torch.dtype, r
 def test_a_wrong_width_is_refused_in_one_sentence_and_stages_nothing(shape: tuple[int, ...], recipe: Recipe) -> None:
     layer = convert(linear())
     with autocast(recipe=recipe):
-        said = message(lambda: layer(x(*shape)))
-        assert said == f"The input of this layer must be [..., 32], found {list(shape)}."
-        said = message(lambda: layer(torch.ones(())))
-        assert said == "The input of this layer must be [..., 32], found []."
+        text = message(lambda: layer(x(*shape)))
+        assert text == f"The input of this layer must be [..., 32], found {list(shape)}."
+        text = message(lambda: layer(torch.ones(())))
+        assert text == "The input of this layer must be [..., 32], found []."
     assert layer.scaling == {}
 
 

@@ -102,8 +102,8 @@ def test_every_gemm_of_every_recipe(name: str, override: tuple[bool, bool, bool]
     assert layer.weight.grad is not None
     assert layer.bias.grad is not None
     expected = emulated(x.detach(), w, dy, recipe, scales)
-    for found, exact in zip((y - layer.bias, x.grad, layer.weight.grad), expected, strict=True):
-        assert (found - exact).norm() < 1e-5 * exact.norm()
+    for actual, exact in zip((y - layer.bias, x.grad, layer.weight.grad), expected, strict=True):
+        assert (actual - exact).norm() < 1e-5 * exact.norm()
     torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
@@ -130,7 +130,7 @@ def test_no_features_and_no_tokens(name: str, sizes: tuple[int, int], shape: tup
     layer, plain = Linear(*sizes), nn.Linear(*sizes)
     plain.load_state_dict(layer.state_dict())
     x = torch.zeros(*shape, sizes[0])
-    found = []
+    results = []
     for module in (layer, plain):
         leaf = x.clone().requires_grad_()
         with autocast(recipe=RECIPES[name]):
@@ -138,10 +138,10 @@ def test_no_features_and_no_tokens(name: str, sizes: tuple[int, int], shape: tup
         y.sum().backward()
         assert leaf.grad is not None
         assert module.weight.grad is not None
-        found.append((y.detach(), leaf.grad.shape, module.weight.grad.shape, module.bias.grad))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1:3] == found[1][1:3]
-    assert torch.equal(found[0][3], found[1][3])  # type: ignore[arg-type]
+        results.append((y.detach(), leaf.grad.shape, module.weight.grad.shape, module.bias.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1:3] == results[1][1:3]
+    assert torch.equal(results[0][3], results[1][3])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -171,17 +171,17 @@ def test_torch_autocast_sets_the_output_dtype() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_backward_keeps_fp8_data_not_the_input(name: str) -> None:
     """One byte for each element of X and of W is saved for the backward pass, with every granularity."""
-    saved: list[Tensor] = []
+    packed: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
-        saved.append(t)
+        packed.append(t)
         return t
 
     layer, x = Linear(128, 256, bias=False), torch.randn(64, 128).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), autocast(recipe=RECIPES[name]):
         layer(x)
-    assert {t.dtype for t in saved if t.numel() > 300} == {E4M3}
-    assert sum(t.numel() for t in saved if t.dtype == E4M3) == 64 * 128 + 256 * 128
+    assert {t.dtype for t in packed if t.numel() > 300} == {E4M3}
+    assert sum(t.numel() for t in packed if t.dtype == E4M3) == 64 * 128 + 256 * 128
 
 
 def test_convert_keeps_parameters_hooks_and_identity() -> None:
@@ -199,12 +199,12 @@ def test_convert_keeps_parameters_hooks_and_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("skip", "left"), [((), 0), (("lm_head",), 1), (("b.*",), 1), (("a", "b.0"), 2), ("lm_head", 1)]
+    ("skip", "count"), [((), 0), (("lm_head",), 1), (("b.*",), 1), (("a", "b.0"), 2), ("lm_head", 1)]
 )
-def test_convert_skips_by_name(skip: Any, left: int) -> None:
+def test_convert_skips_by_name(skip: Any, count: int) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "lm_head": nn.Linear(4, 9), "b": nn.Sequential(nn.Linear(4, 4))})
     convert(model, skip=skip)
-    assert sum(type(m) is nn.Linear for m in model.modules()) == left
+    assert sum(type(m) is nn.Linear for m in model.modules()) == count
 
 
 def test_convert_takes_a_bare_linear_and_leaves_subclasses() -> None:
@@ -241,9 +241,9 @@ class Special(nn.Linear):
 )
 def test_convert_that_converts_nothing_says_why(model: nn.Module, skip: Any, message: str) -> None:
     before = [type(m) for m in model.modules()]
-    with pytest.warns(UserWarning, match=re.escape(message)) as seen:
+    with pytest.warns(UserWarning, match=re.escape(message)) as record:
         convert(model, skip=skip)
-    assert seen[0].filename == __file__
+    assert record[0].filename == __file__
     assert [type(m) for m in model.modules()] == before
 
 

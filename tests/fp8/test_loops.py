@@ -37,9 +37,9 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe) -> 
 def test_a_loop_inside_one_context_is_announced(name: str) -> None:
     model = Linear(8, 8)
     optimizer = OPTIMIZERS[name](model)
-    with pytest.warns(UserWarning, match="stepped twice inside one autocast") as seen:
+    with pytest.warns(UserWarning, match="stepped twice inside one autocast") as record:
         loop(model, optimizer, SHORT)
-    assert seen[0].filename == __file__
+    assert record[0].filename == __file__
     assert scaling_state(model)["input"].steps == 1
 
 

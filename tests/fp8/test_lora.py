@@ -24,10 +24,10 @@ def base_and_weight(kind: str) -> tuple[nn.Module, Tensor]:
     return frozen, dequantize(frozen.weight_q, frozen.weight_scale_inv)
 
 
-def distance(found: Tensor | None, expected: Tensor | None) -> float:
-    assert found is not None
+def distance(actual: Tensor | None, expected: Tensor | None) -> float:
+    assert actual is not None
     assert expected is not None
-    return float((found.detach().float() - expected).norm() / expected.norm())
+    return float((actual.detach().float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -69,7 +69,7 @@ def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
         n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
     del classes["Optimizer"], classes["SparseAdam"]
-    found: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
+    factories: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
     for (name, cls), form in product(classes.items(), ("plain", "foreach", "fused")):
         flags = {"plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}[form]
         try:
@@ -77,8 +77,8 @@ def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
         except (TypeError, RuntimeError):  # the optimizer has no such form
             continue
         flags |= {"max_iter": 3} if cls is torch.optim.LBFGS else {}
-        found[f"{name} {form}"] = lambda parameters, cls=cls, flags=flags: cls(parameters, lr=0.05, **flags)
-    return found
+        factories[f"{name} {form}"] = lambda parameters, cls=cls, flags=flags: cls(parameters, lr=0.05, **flags)
+    return factories
 
 
 OPTIMIZERS = optimizers()
@@ -213,9 +213,9 @@ def test_loading_and_casting_a_module(name: str) -> None:
 
 def record_weight_casts(layer: Linear) -> list[Tensor]:
     """Returns a list that gets the quantized weight at every cast."""
-    seen: list[Tensor] = []
-    layer.observer = lambda name, values, q, scale_inv: seen.append(q) if name == "weight" else None
-    return seen
+    casts: list[Tensor] = []
+    layer.observer = lambda name, values, q, scale_inv: casts.append(q) if name == "weight" else None
+    return casts
 
 
 def microbatch(layer: nn.Module, recipe: Recipe, first: bool | None) -> None:
@@ -226,11 +226,11 @@ def microbatch(layer: nn.Module, recipe: Recipe, first: bool | None) -> None:
 def test_a_weight_is_quantized_once_a_step_with_is_first_microbatch(name: str) -> None:
     layer = Linear(24, 16)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     for step in range(3):
         for i in range(4):
             microbatch(layer, RECIPES[name], i == 0)
-        assert len(seen) == step + 1
+        assert len(casts) == step + 1
         if name == "delayed":
             assert scaling_state(layer)["weight"].steps.item() == step + 1
         optimizer.step()
@@ -239,34 +239,34 @@ def test_a_weight_is_quantized_once_a_step_with_is_first_microbatch(name: str) -
 
 def test_a_layers_own_argument_overrides_the_context() -> None:
     layer = Linear(24, 16)
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     with autocast(recipe=SHORT, is_first_microbatch=False):
         for first, count in ((True, 1), (False, 1), (None, 1), (True, 2)):
             layer(X, is_first_microbatch=first)
-            assert len(seen) == count
+            assert len(casts) == count
 
 
 @pytest.mark.parametrize("fused", [NormLinear(nn.LayerNorm(24), Linear(24, 16)), SiluMulLinear(Linear(24, 16))])
 def test_fused_layers_take_is_first_microbatch(fused: Any) -> None:
-    seen = record_weight_casts(fused.linear)
+    casts = record_weight_casts(fused.linear)
     sources = (X,) if isinstance(fused, NormLinear) else (X, X)
     with autocast(recipe=SHORT):
         for first, count in ((True, 1), (False, 1), (None, 2)):
             fused(*sources, is_first_microbatch=first)
-            assert len(seen) == count
+            assert len(casts) == count
 
 
 def test_without_is_first_microbatch_every_forward_pass_quantizes_the_weight() -> None:
     """As in Transformer Engine, the weight's history gets one row for each context that quantizes it."""
     layer = Linear(24, 16)
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     for i in range(3):
         microbatch(layer, SHORT, None)
-        assert len(seen) == scaling_state(layer)["weight"].steps.item() == i + 1
+        assert len(casts) == scaling_state(layer)["weight"].steps.item() == i + 1
     with autocast(recipe=SHORT):
         layer(X)
         layer(X)
-    assert len(seen) == 5
+    assert len(casts) == 5
     assert scaling_state(layer)["weight"].steps.item() == 4
     assert scaling_state(layer)["weight"].amax_history[1:].unique().numel() == 1
 
@@ -312,34 +312,34 @@ def test_a_changed_weight_is_quantized_again_despite_is_first_microbatch(
     name: str, change: Callable[[Linear], None]
 ) -> None:
     layer, recipe = Linear(24, 16), RECIPES[name]
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     microbatch(layer, recipe, True)
     change(layer)
     for _ in range(2):  # and the new data are cached again
         microbatch(layer, recipe, False)
-        assert len(seen) == 2
+        assert len(casts) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*evaluated under delayed scaling with scale 1:UserWarning")
 def test_cached_weights_serve_only_their_recipe_and_directions() -> None:
     layer = Linear(24, 16)
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     with torch.no_grad():
         loss_of(layer, SHORT, True)  # without gradients, no transposed weight is cached
     x = X.clone().requires_grad_()
     for recipe, count in ((SHORT, 2), (SHORT, 2), (DelayedScaling(amax_history_len=8), 3), (SHORT, 4)):
         with autocast(recipe=recipe, is_first_microbatch=False):
             layer(x)
-        assert len(seen) == count
+        assert len(casts) == count
 
 
 def test_an_evaluation_between_two_microbatches_keeps_the_cached_weight() -> None:
     layer = Linear(24, 16)
-    seen = record_weight_casts(layer)
+    casts = record_weight_casts(layer)
     microbatch(layer, SHORT, True)
     output(layer, SHORT)
     microbatch(layer, SHORT, False)
-    assert len(seen) == 2  # the first microbatch and the evaluation
+    assert len(casts) == 2  # the first microbatch and the evaluation
 
 
 def test_a_copy_starts_without_a_cached_weight() -> None:
@@ -347,9 +347,9 @@ def test_a_copy_starts_without_a_cached_weight() -> None:
     microbatch(layer, SHORT, True)
     twin = copy.deepcopy(layer)
     twin.weight.data.mul_(2)
-    seen = record_weight_casts(twin)
+    casts = record_weight_casts(twin)
     microbatch(twin, SHORT, False)
-    assert len(seen) == 1
+    assert len(casts) == 1
 
 
 def test_a_cached_fp8_weight_does_not_keep_the_weight_alive() -> None:

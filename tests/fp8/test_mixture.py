@@ -16,8 +16,10 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-def rule(count: int, scores: Scores = Scores.SOFTMAX, groups: int = 1, kept: int = 1, **rest: Any) -> tuple[Any, ...]:
-    return count, scores, groups, kept, rest.get("normalizes", False), rest.get("scale", 1.0), torch.float32
+def rule(
+    count: int, scores: Scores = Scores.SOFTMAX, groups: int = 1, topk_group: int = 1, **rest: Any
+) -> tuple[Any, ...]:
+    return count, scores, groups, topk_group, rest.get("normalizes", False), rest.get("scale", 1.0), torch.float32
 
 
 def test_only_the_best_groups_are_chosen_from(choose: Choose) -> None:
@@ -33,13 +35,13 @@ def test_only_the_best_groups_are_chosen_from(choose: Choose) -> None:
 def test_the_first_of_equal_experts_are_chosen(choose: Choose) -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 3.0, 1.0], [2.0] * 6])
     assert choose(logits, None, *rule(4))[0].tolist() == [[1, 4, 0, 2], [0, 1, 2, 3]]
-    assert choose(logits, None, *rule(3, groups=3, kept=2))[0].tolist() == [[1, 4, 0], [0, 1, 2]]
+    assert choose(logits, None, *rule(3, groups=3, topk_group=2))[0].tolist() == [[1, 4, 0], [0, 1, 2]]
 
 
 def test_nonfinite_logits_still_choose_valid_experts(choose: Choose) -> None:
     """A padding row may have any logits; its weights are not used, but its experts must be valid indices."""
     for value in (torch.nan, torch.inf, -torch.inf):
-        chosen, weights = choose(torch.full((3, 8), value), None, *rule(8, groups=4, kept=4))
+        chosen, weights = choose(torch.full((3, 8), value), None, *rule(8, groups=4, topk_group=4))
         assert chosen.tolist() == [list(range(8))] * 3
         assert weights.isnan().all()
     assert choose(torch.tensor([[1.0, 2.0, torch.nan, 3.0]]), None, *rule(2))[0].tolist() == [[2, 3]]

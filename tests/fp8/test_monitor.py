@@ -135,9 +135,9 @@ def test_every_granularity_counts_the_values_of_its_own_scales(recipe: Recipe) -
     monitor.step()
     reading = reading_of(monitor, "0", "input")
     q = cast_as(recipe, x, float(reading.scale))
-    lost = ((q.float() == 0) & (x != 0)).float().mean().item()
+    share = ((q.float() == 0) & (x != 0)).float().mean().item()
     assert reading.saturated == 0.0
-    assert reading.underflowed == pytest.approx(lost, abs=0.01)
+    assert reading.underflowed == pytest.approx(share, abs=0.01)
     assert reading.underflowed > 0.05
 
 
@@ -220,11 +220,11 @@ def test_a_monitor_created_later_reads_the_current_scales() -> None:
 
 
 def test_callback_table_and_prometheus() -> None:
-    module, seen = model(), []
-    monitor = Monitor(module, callback=seen.append)
+    module, calls = model(), []
+    monitor = Monitor(module, callback=calls.append)
     train(module, batch(2.0))
     monitor.step()
-    assert seen == [monitor.readings]
+    assert calls == [monitor.readings]
     line = next(t for t in monitor.table().splitlines() if t.startswith("0 ") and " input " in t)
     assert line.split()[:4] == ["0", "input", "2", "1"]
     text = monitor.prometheus()

@@ -170,9 +170,9 @@ def operands(rows: int, k: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, 
 def test_the_product_is_that_of_the_dequantized_operands(a: torch.dtype, b: torch.dtype, level: str) -> None:
     for m, n, k in ((1, 48, 64), (5, 33, 1100), (70, 48, 1120)):
         (x, x_scale), (w, w_scale) = operands(m, k, a, 1), operands(n, k, b, 2)
-        found = scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.float32)
+        actual = scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.float32)
         exact = dequantize(x, x_scale).double() @ dequantize(w, w_scale).double().t()
-        assert (found - exact).norm() <= 1e-6 * exact.norm()
+        assert (actual - exact).norm() <= 1e-6 * exact.norm()
 
 
 def shifted(scale_inv: Tensor, by: int) -> Tensor:
@@ -185,8 +185,8 @@ def test_a_power_of_two_scales_the_product_exactly(by: int, level: str) -> None:
     (x, x_scale), (w, w_scale) = operands(3, 96, E4M3, 1), operands(48, 96, E4M3, 2)
     expected = scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.float32)
     for a, b in ((by, 0), (0, by), (by, -by)):
-        found = scaled_mm(x, w, shifted(x_scale, a), shifted(w_scale, b), out_dtype=torch.float32)
-        assert torch.equal(found, expected * 2.0 ** (a + b))
+        actual = scaled_mm(x, w, shifted(x_scale, a), shifted(w_scale, b), out_dtype=torch.float32)
+        assert torch.equal(actual, expected * 2.0 ** (a + b))
 
 
 def test_a_block_far_below_its_row_is_zero(level: str) -> None:
@@ -195,8 +195,8 @@ def test_a_block_far_below_its_row_is_zero(level: str) -> None:
     w = torch.cat([torch.zeros(16, 32), torch.ones(16, 32)], 1).to(E4M3)  # reads the second block only
     for below, factor in ((0, 1.0), (54, 2.0**-54), (55, 0.0), (127, 0.0)):
         x_scale = torch.tensor([[127, 127 - below]], dtype=torch.uint8).view(E8M0)
-        found = scaled_mm(x, w, x_scale, scale.expand(16, 2).contiguous(), out_dtype=torch.float32)
-        assert (found == 32 * factor).all()
+        actual = scaled_mm(x, w, x_scale, scale.expand(16, 2).contiguous(), out_dtype=torch.float32)
+        assert (actual == 32 * factor).all()
 
 
 def test_nan_and_infinite_codes_reach_their_row_only(level: str) -> None:
@@ -206,11 +206,11 @@ def test_nan_and_infinite_codes_reach_their_row_only(level: str) -> None:
     x[2, 3] = torch.inf
     codes = x_scale.view(torch.uint8)
     codes[3, 1] = 255
-    found = scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.float32)
-    assert found[0].isfinite().all()
-    assert found[1].isnan().all()
-    assert not found[2].isfinite().any()
-    assert found[3].isnan().all()
+    actual = scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.float32)
+    assert actual[0].isfinite().all()
+    assert actual[1].isnan().all()
+    assert not actual[2].isfinite().any()
+    assert actual[3].isnan().all()
 
 
 def test_packed_weights_give_the_same_bits(level: str) -> None:
@@ -225,8 +225,8 @@ def test_packed_weights_give_the_same_bits(level: str) -> None:
         residual = torch.randn(m, 48).bfloat16()
         for a, a_scale in ((x, x_scale), (x.to(torch.bfloat16), torch.tensor(0.5))):
             arguments = (a_scale, w_scale, None, residual, torch.bfloat16)
-            found, expected = (torch.ops.fp8serve.mx_mm(a, b, *arguments) for b in (packed, w))
-            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            actual, expected = (torch.ops.fp8serve.mx_mm(a, b, *arguments) for b in (packed, w))
+            assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
 
 
 def test_a_row_does_not_depend_on_the_others(level: str) -> None:
@@ -290,8 +290,8 @@ def test_every_gemm_reads_operands_cast_from_high_precision(
     )
     assert x.grad is not None
     assert layer.weight.grad is not None
-    for found, expected in zip((y, x.grad, layer.weight.grad), exact, strict=True):
-        assert (found - expected).norm() < 1e-5 * expected.norm()
+    for actual, expected in zip((y, x.grad, layer.weight.grad), exact, strict=True):
+        assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -80,9 +80,9 @@ def test_scaled_mm_error_is_at_most_that_of_fp32(case: Case) -> None:
     added = 0.0 if bias is None else bias.double()
     exact = wide[0] @ wide[1].t() + added
     naive = ((wide[0].float() @ wide[1].float().t()) + torch.as_tensor(added).float()).to(out_dtype)
-    found = torch.ops.fp8serve.scaled_mm(*case.make())
-    assert found.dtype == out_dtype
-    assert (found - exact).norm() <= 2 * (naive - exact).norm() + 1e-6 * exact.norm()
+    actual = torch.ops.fp8serve.scaled_mm(*case.make())
+    assert actual.dtype == out_dtype
+    assert (actual - exact).norm() <= 2 * (naive - exact).norm() + 1e-6 * exact.norm()
 
 
 def test_a_nan_affects_only_its_row() -> None:

@@ -62,9 +62,9 @@ def test_a_nonfinite_gradient_reaches_every_gradient_of_a_linear(
         layer, x = Linear(40, 150), torch.randn(9, 40).to(dtype)
         finite = gradients(layer, recipe, gradient_with(9, 150, 1.0), x)
         assert all(g.isfinite().all() for g in finite)
-        found = gradients(layer, recipe, gradient_with(9, 150, value), x)
-        assert len(found) == 3
-        assert not any(g.isfinite().all() for g in found)
+        grads = gradients(layer, recipe, gradient_with(9, 150, value), x)
+        assert len(grads) == 3
+        assert not any(g.isfinite().all() for g in grads)
         assert all(g.isfinite().all() for g in gradients(layer, recipe, gradient_with(9, 150, 1.0), x))
 
 
@@ -135,6 +135,6 @@ def test_an_infinite_activation_saturates_and_is_counted() -> None:
     """Forward and backward pass use the saturated value, so that all gradients are finite."""
     layer, x = Linear(40, 16), torch.randn(9, 40)
     x[4, 4] = torch.inf
-    found = gradients(layer, KINDS["delayed"](), torch.ones(9, 16), x)
-    assert all(g.isfinite().all() for g in found)
+    grads = gradients(layer, KINDS["delayed"](), torch.ones(9, 16), x)
+    assert all(g.isfinite().all() for g in grads)
     assert scaling_state(layer)["input"].nonfinite.item() == 1

@@ -49,8 +49,8 @@ def layer(bias: bool = True) -> tuple[Linear, list[Tensor], list[Tensor]]:
 
 def original(linear: nn.Module, name: str = "weight") -> Tensor:
     """The parameter under a parametrization."""
-    found: Tensor = linear.get_parameter(f"parametrizations.{name}.original")
-    return found
+    parameter: Tensor = linear.get_parameter(f"parametrizations.{name}.original")
+    return parameter
 
 
 def plainly(linear: nn.Module, x: Tensor) -> Tensor:

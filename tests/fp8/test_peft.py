@@ -43,18 +43,18 @@ def step(model: Any) -> Tensor:
     return loss.detach()
 
 
-def saved(model: Any, folder: Path) -> dict[str, Tensor]:
+def save_adapter(model: Any, folder: Path) -> dict[str, Tensor]:
     model.save_pretrained(folder)
     return load_file(folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["gate_proj"]}])
 def test_a_saved_adapter_holds_no_scaling_states(base: Any, tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = saved(with_adapter(base, **options), tmp_path / "plain")
+    plain = save_adapter(with_adapter(base, **options), tmp_path / "plain")
     model = convert(with_adapter(load_base(tmp_path), **options))
     step(model)
     assert scaling_state(model.get_submodule("base_model.model.model.layers.0.mlp.up_proj"))["input"].steps == 1
-    assert set(saved(model, tmp_path / "converted")) == set(plain)
+    assert set(save_adapter(model, tmp_path / "converted")) == set(plain)
 
 
 def test_the_order_of_convert_and_peft_does_not_change_the_bits(base: Any, tmp_path: Path) -> None:

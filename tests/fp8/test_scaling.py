@@ -120,10 +120,10 @@ def test_random_runs_match_the_model(
 
 @pytest.mark.parametrize("case", cases("delayed_update"), ids=lambda c: c.name)
 def test_the_op_equals_its_reference(case: Case) -> None:
-    expected, found = case.make(), case.make()
+    expected, actual = case.make(), case.make()
     reference.delayed_update(*expected)
-    torch.ops.fp8serve.delayed_update(*found)
-    for a, b in zip(expected[:4], found[:4], strict=True):
+    torch.ops.fp8serve.delayed_update(*actual)
+    for a, b in zip(expected[:4], actual[:4], strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
@@ -190,15 +190,15 @@ def test_margin_divides_by_a_power_of_two() -> None:
 
 
 def test_callable_amax_sees_the_history_before_it_rotates() -> None:
-    seen: list[list[float]] = []
+    histories: list[list[float]] = []
 
     def second_largest(history: torch.Tensor) -> torch.Tensor:
-        seen.append(history.tolist())
+        histories.append(history.tolist())
         return history.sort().values[-2]
 
     recipe = DelayedScaling(amax_compute_algo=second_largest, amax_history_len=3)
     assert run(state_of(3), recipe, 4.0, 2.0, 1.0) == [1.0, 224.0, 224.0]
-    assert seen == [[4.0, 0.0, 0.0], [2.0, 0.0, 4.0], [1.0, 4.0, 2.0]]
+    assert histories == [[4.0, 0.0, 0.0], [2.0, 0.0, 4.0], [1.0, 4.0, 2.0]]
 
 
 def test_callable_scale_gets_amax_old_scale_limit_and_recipe() -> None:

@@ -85,12 +85,12 @@ def step_names(variants: set[str]) -> set[str]:
 
 
 def all_variants() -> set[str]:
-    found = set()
+    variants = set()
     for cap in CPU_FEATURE_CAPS:
         torch.ops.fp8serve.cpu_isa(cap)
-        found.add(ops.cpu_kernels()[OP]["variant"])
+        variants.add(ops.cpu_kernels()[OP]["variant"])
     torch.ops.fp8serve.cpu_isa("best")
-    return found
+    return variants
 
 
 # --- the check -------------------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def all_variants() -> set[str]:
 
 @pytest.mark.slow
 def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
-    found = check_runner.check(CPU, machine(kind="cpu"))
-    assert found.unfinished == ""
-    assert found.bad == {}
-    assert {name.partition(".")[0] for name in found.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
-    assert step_names(all_variants()) <= set(found.kernels)
+    result = check_runner.check(CPU, machine(kind="cpu"))
+    assert result.unfinished == ""
+    assert result.bad == {}
+    assert {name.partition(".")[0] for name in result.kernels} == set(ops.cpu_kernels()) & set(ops.OPS)
+    assert step_names(all_variants()) <= set(result.kernels)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_every_kernel_of_this_cpu_agrees_at_every_level() -> None:
 def test_a_broken_kernel_is_found_and_the_others_are_checked(
     monkeypatch: pytest.MonkeyPatch, how: str, why: str
 ) -> None:
-    found = check_broken(monkeypatch, how, "everywhere")
-    assert found.unfinished == ""
-    assert set(found.bad) == step_names(all_variants())
-    assert {finding.state for finding in found.bad.values()} == {how}
-    assert all(why in finding.why for finding in found.bad.values()), found.bad
-    assert {name.partition(".")[0] for name in found.kernels} == {OP, *OTHERS}
+    result = check_broken(monkeypatch, how, "everywhere")
+    assert result.unfinished == ""
+    assert set(result.bad) == step_names(all_variants())
+    assert {finding.state for finding in result.bad.values()} == {how}
+    assert all(why in finding.why for finding in result.bad.values()), result.bad
+    assert {name.partition(".")[0] for name in result.kernels} == {OP, *OTHERS}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_child_that_checks_no_kernel_leaves_the_check_unfinished(
     monkeypatch: pytest.MonkeyPatch, child: tuple[str, ...], reason: str
 ) -> None:
     set_child(monkeypatch, *child)
-    found = check_runner.check(CPU, machine())
-    assert found.kernels == {}
-    assert found.unfinished == reason
+    result = check_runner.check(CPU, machine())
+    assert result.kernels == {}
+    assert result.unfinished == reason
 
 
 def test_a_child_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,12 +208,12 @@ def test_a_broken_variant_is_replaced_by_the_next(monkeypatch: pytest.MonkeyPatc
     assert BEST is not None
     if len(all_variants()) == 1:
         pytest.skip("this processor has one variant")
-    found = check_broken(monkeypatch, "disagrees", BEST)
-    assert set(found.bad) == {f"{OP}.{best_variant()}"}
+    result = check_broken(monkeypatch, "disagrees", BEST)
+    assert set(result.bad) == {f"{OP}.{best_variant()}"}
     override = broken_kernel.register("disagrees", BEST)
     assert not is_correct()
-    switch_off(CPU, found.bad)
-    assert ops.cpu_kernels()[OP]["variant"] not in found.bad
+    switch_off(CPU, result.bad)
+    assert ops.cpu_kernels()[OP]["variant"] not in result.bad
     assert ops.cpu_isa() != BEST
     assert is_correct()
     assert ops.backends()["quantize"].startswith("cpu kernel"), "another variant of our kernel runs"
@@ -242,11 +242,11 @@ def test_switching_off_unknown_kernels_changes_nothing() -> None:
 
 
 def test_a_verdict_is_stored_for_its_machine_only() -> None:
-    stored = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
-    assert verdict.load(stored.machine) is None
-    path = verdict.save(stored)
-    assert verdict.load(stored.machine) == stored
-    assert list(stored.bad) == ["scaled_mm.mma"]
+    original = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.mma": KernelResult("hangs", "no answer")})
+    assert verdict.load(original.machine) is None
+    path = verdict.save(original)
+    assert verdict.load(original.machine) == original
+    assert list(original.bad) == ["scaled_mm.mma"]
     for other in ({"name": "Test 2"}, {"driver": "1.3"}, {"library": "cd"}, {"torch": "2.14"}, {"kind": "cpu"}):
         assert verdict.load(machine(**other)) is None
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no temporary file is left"
@@ -266,44 +266,44 @@ def test_a_verdict_is_stored_for_its_machine_only() -> None:
     ],
 )
 def test_a_file_that_is_no_verdict_is_reported_and_ignored(change: Any, warnings_log: pytest.LogCaptureFixture) -> None:
-    stored = verdict_of({"quantize": KernelResult("hangs", "no answer")})
-    path = verdict.save(stored)
+    original = verdict_of({"quantize": KernelResult("hangs", "no answer")})
+    path = verdict.save(original)
     path.write_text(change(path.read_text()))
     with pytest.raises(VerdictError, match="does not hold the verdict of a kernel check"):
-        verdict.load(stored.machine)
-    assert selfcheck.stored_verdict(stored.machine) is None
+        verdict.load(original.machine)
+    assert selfcheck.stored_verdict(original.machine) is None
     assert warnings_log.records[0].message.startswith(f"{path} does not hold")
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, found: Verdict) -> list[str]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, result: Verdict) -> list[str]:
     """Fakes a GPU whose check returns this verdict; returns a list that gets every check and switched-off kernel."""
-    seen: list[str] = []
+    calls: list[str] = []
 
     def check(device: torch.device, machine: Machine, progress: check_runner.KernelCallback) -> Verdict:
-        seen.append(f"checked {device}")
-        return found
+        calls.append(f"checked {device}")
+        return result
 
-    monkeypatch.setattr(selfcheck, "machine_of", lambda device: found.machine)
+    monkeypatch.setattr(selfcheck, "machine_of", lambda device: result.machine)
     monkeypatch.setattr(check_runner, "check", check)
-    monkeypatch.setattr(selfcheck, "switch_off", lambda device, names: seen.extend(names))
-    return seen
+    monkeypatch.setattr(selfcheck, "switch_off", lambda device, names: calls.extend(names))
+    return calls
 
 
 def test_a_gpu_is_checked_at_its_first_use_and_never_again(
     monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
-    seen = fake_gpu(monkeypatch, found)
+    result = verdict_of({"quantize": KernelResult("agrees"), "scaled_mm.large": KernelResult("throws", "an error")})
+    calls = fake_gpu(monkeypatch, result)
     selfcheck.prepare_device(GPU)
     selfcheck.prepare_device(GPU)
-    assert seen == ["checked cuda:0", "scaled_mm.large"]
+    assert calls == ["checked cuda:0", "scaled_mm.large"]
     assert [record.message for record in warnings_log.records] == [
         "1 kernel is switched off, because the check of 2026-11-25 on Test 1 found it wrong, and others take over:"
         " scaled_mm.large (throws); see `fp8serve doctor`."
     ]
     monkeypatch.setattr(selfcheck, "_prepared", set())  # as in another process
     selfcheck.prepare_device(GPU)
-    assert seen[2:] == ["scaled_mm.large"]
+    assert calls[2:] == ["scaled_mm.large"]
 
 
 def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +319,9 @@ def test_a_gpu_is_checked_when_a_converted_module_comes_to_it(monkeypatch: pytes
 
 
 def test_a_cpu_is_not_checked_automatically(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = fake_gpu(monkeypatch, verdict_of({OP: KernelResult("agrees")}, kind="cpu"))
+    calls = fake_gpu(monkeypatch, verdict_of({OP: KernelResult("agrees")}, kind="cpu"))
     selfcheck.prepare_device(CPU)
-    assert seen == []
+    assert calls == []
 
 
 def test_a_stored_verdict_of_this_cpu_is_used_by_later_processes(warnings_log: pytest.LogCaptureFixture) -> None:
@@ -338,9 +338,9 @@ def test_a_verdict_that_cannot_be_stored_is_still_used(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
     own_cache.write_text("a file where the directory should be")
-    seen = fake_gpu(monkeypatch, verdict_of({"quantize": KernelResult("crashes", "signal 9")}))
+    calls = fake_gpu(monkeypatch, verdict_of({"quantize": KernelResult("crashes", "signal 9")}))
     selfcheck.prepare_device(GPU)
-    assert seen == ["checked cuda:0", "quantize"]
+    assert calls == ["checked cuda:0", "quantize"]
     messages = [record.message for record in warnings_log.records]
     assert any("cannot be stored" in message for message in messages)
     assert messages[-1].startswith("1 kernel is switched off")
@@ -349,16 +349,16 @@ def test_a_verdict_that_cannot_be_stored_is_still_used(
 def test_an_unfinished_check_is_reported_and_used_and_not_stored(
     monkeypatch: pytest.MonkeyPatch, warnings_log: pytest.LogCaptureFixture
 ) -> None:
-    found = verdict_of({"quantize": KernelResult("hangs", "no answer")})
-    found = Verdict(found.machine, found.date, found.kernels, unfinished="it took longer than 900 s")
-    seen = fake_gpu(monkeypatch, found)
+    result = verdict_of({"quantize": KernelResult("hangs", "no answer")})
+    result = Verdict(result.machine, result.date, result.kernels, unfinished="it took longer than 900 s")
+    calls = fake_gpu(monkeypatch, result)
     selfcheck.prepare_device(GPU)
-    assert seen == ["checked cuda:0", "quantize"]
+    assert calls == ["checked cuda:0", "quantize"]
     assert warnings_log.records[0].message == (
         "The check of the kernels on Test 1 did not finish: it took longer than 900 s; kernels that it has not"
         " tried are used."
     )
-    assert verdict.load(found.machine) is None
+    assert verdict.load(result.machine) is None
 
 
 def test_a_gpu_is_used_even_if_its_check_cannot_run(
@@ -412,6 +412,6 @@ def test_processes_that_start_together_check_once(tmp_path: Path) -> None:
     running = [subprocess.Popen(command, env={**os.environ}, cwd=Path(__file__).parents[2]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert log.read_text() == "checked\n"
-    found = verdict.load(machine())
-    assert found is not None
+    result = verdict.load(machine())
+    assert result is not None
     assert json.loads(verdict.path_of(machine()).read_text())["kernels"] == {"quantize": {"state": "agrees", "why": ""}}

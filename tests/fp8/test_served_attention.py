@@ -61,8 +61,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, scale: KvScale | None, options: dict
 def test_training_attends_as_decoding_does(level: str, cache: str, options: dict[str, Any]) -> None:
     torch.ops.fp8serve.cpu_isa(level)
     q, k, v = inputs()
-    found = served_attention(q, k, v, LENGTHS, 0.3, **options, scale=SCALES[cache])
-    assert torch.equal(found, decode(q, k, v, SCALES[cache], options))
+    actual = served_attention(q, k, v, LENGTHS, 0.3, **options, scale=SCALES[cache])
+    assert torch.equal(actual, decode(q, k, v, SCALES[cache], options))
 
 
 @pytest.mark.parametrize("cache", SCALES)
@@ -72,14 +72,14 @@ def test_the_gradient_is_that_of_plain_attention(cache: str, options: dict[str, 
     upstream = torch.randn(sum(LENGTHS), 4, 40).bfloat16()
     more = [learned["sinks"].clone().requires_grad_()] if "sinks" in options else []
     learned |= dict(zip(["sinks"], more, strict=False))
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         served_attention(q, k, v, LENGTHS, 0.3, **learned, scale=scale), [q, k, v, *more], upstream
     )
     if scale is not None:
         k, v = ((ops.quantize(x.detach(), scale=s)[0].float() / s).bfloat16() for x, s in ((k, scale.k), (v, scale.v)))
     inner = [t.detach().requires_grad_() for t in (q, k, v)]
     plain = causal_attention(*inner, LENGTHS, 0.3, **learned)
-    for one, other in zip(found, torch.autograd.grad(plain, [*inner, *more], upstream), strict=True):
+    for one, other in zip(grads, torch.autograd.grad(plain, [*inner, *more], upstream), strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
@@ -104,6 +104,6 @@ def test_the_gradient_of_a_batch_invariant_linear_is_that_of_torch() -> None:
     expected = torch.autograd.grad(plain(x), [x, plain.weight, plain.bias], upstream)
     converted = BatchInvariantLinear.convert(plain)
     assert converted is plain
-    found = torch.autograd.grad(converted(x), [x, converted.weight, converted.bias], upstream)
-    for one, other in zip(found, expected, strict=True):
+    grads = torch.autograd.grad(converted(x), [x, converted.weight, converted.bias], upstream)
+    for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -64,19 +64,19 @@ def batches(count: int, shape: tuple[int, ...] = (3, 40, 128)) -> Iterator[Tenso
 
 def results(model: nn.Module, steps: int, recipe: Recipe, **options: Any) -> dict[str, Tensor]:
     """Returns the outputs, gradients and states of a few steps of SGD with two microbatches each."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for step, parts in enumerate(zip(*[batches(2 * steps)] * 2, strict=True)):
         for i, x in enumerate(parts):
             y = run(model, x, recipe, i == 0, **options)
             y.float().square().mean().backward()  # type: ignore[no-untyped-call]
-            found |= {f"y {step} {i}": y.detach(), f"dx {step} {i}": x.grad}
+            tensors |= {f"y {step} {i}": y.detach(), f"dx {step} {i}": x.grad}
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            found[f"{name} {step}"] = parameter.grad
+            tensors[f"{name} {step}"] = parameter.grad
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
-        found |= {f"{name} {step}": t.clone() for name, t in model.state_dict().items()} if step % 2 else {}
-    return found
+        tensors |= {f"{name} {step}": t.clone() for name, t in model.state_dict().items()} if step % 2 else {}
+    return tensors
 
 
 def run(
@@ -149,7 +149,7 @@ def test_the_input_is_cast_once(name: str, layout: casting.Layout, monkeypatch: 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_copy_of_the_transposed_input_is_saved(name: str) -> None:
-    saved: list[dict[int, int]] = []
+    sizes: list[dict[int, int]] = []
     for separately in (False, True):
         model, (x,) = make(separately), batches(1)
         storages: dict[int, int] = {}
@@ -161,9 +161,9 @@ def test_one_copy_of_the_transposed_input_is_saved(name: str) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(recipe=RECIPES[name]):
             y = model(x)
-        saved.append(storages)
+        sizes.append(storages)
         del y
-    assert len(saved[1]) - len(saved[0]) == 2
+    assert len(sizes[1]) - len(sizes[0]) == 2
 
 
 DELAYED = RECIPES["delayed"]
@@ -241,14 +241,14 @@ def test_a_hook_that_changes_the_input_is_applied() -> None:
 
 
 def test_a_global_module_hook_is_called_for_every_layer() -> None:
-    model, seen = make(separately=False), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    model, modules = make(separately=False), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: modules.append(module))
     try:
         with autocast(recipe=DELAYED):
             model(next(batches(1)))
     finally:
         handle.remove()
-    assert all(any(layer is module for module in seen) for layer in (model.q, model.k, model.v))
+    assert all(any(layer is module for module in modules) for layer in (model.q, model.k, model.v))
 
 
 def test_a_copy_shares_nothing_with_its_original() -> None:
@@ -268,27 +268,27 @@ def test_frozen_weights_need_no_transposed_input() -> None:
     for model in models:
         for layer in (model.q, model.v):
             layer.requires_grad_(False)
-    found = []
+    runs = []
     for model in models:
         for x in batches(2):
             with autocast(recipe=DELAYED):
                 y = model(x)
             y.float().square().sum().backward()  # type: ignore[no-untyped-call]
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None} | model.state_dict())
-    assert "k.weight" in found[0]
-    assert_equal(*found)
+        runs.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None} | model.state_dict())
+    assert "k.weight" in runs[0]
+    assert_equal(*runs)
 
 
 def test_observers_of_all_layers_see_the_input() -> None:
-    model, seen = make(separately=False), []
+    model, casts = make(separately=False), []
     for name in "qkv":
         layer = getattr(model, name)
-        layer.observer = lambda role, x, q, scale_inv, name=name: seen.append((name, role, float(x.detach().sum())))
+        layer.observer = lambda role, x, q, scale_inv, name=name: casts.append((name, role, float(x.detach().sum())))
     with autocast(recipe=DELAYED):
         model(next(batches(1)))
-    sums = {total for _, role, total in seen if role == "input"}
+    sums = {total for _, role, total in casts if role == "input"}
     assert len(sums) == 1
-    assert {name for name, role, _ in seen if role == "input"} == set("qkv")
+    assert {name for name, role, _ in casts if role == "input"} == set("qkv")
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in its tracer
@@ -299,15 +299,15 @@ def test_a_compiled_model_has_the_bits_of_the_eager_one(name: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = torch.compile(compiled, backend=counter, fullgraph=True)
     for x in batches(3):
-        found = []
+        runs = []
         for runner in (eager, model):
             x.grad = None
             with autocast(recipe=RECIPES[name]):
                 y = runner(x)
             y.float().square().sum().backward()  # type: ignore[no-untyped-call]
             assert x.grad is not None
-            found.append({"y": y.detach(), "dx": x.grad.clone()})
-        assert_equal(*found)
+            runs.append({"y": y.detach(), "dx": x.grad.clone()})
+        assert_equal(*runs)
         assert_equal(eager.state_dict(), compiled.state_dict())
     assert counter.frame_count == 1
     assert type(compiled.q) is Linear

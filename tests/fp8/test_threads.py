@@ -47,8 +47,8 @@ def run_in_threads(*bodies: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def train(seed: int, found: dict[int, dict[str, Tensor]]) -> None:
-    """Trains a model with its own seed and optimizer; stores its final state in `found[seed]`."""
+def train(seed: int, results: dict[int, dict[str, Tensor]]) -> None:
+    """Trains a model with its own seed and optimizer; stores its final state in `results[seed]`."""
     generator = torch.Generator().manual_seed(seed)
     model = convert(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)))
     for p in model.parameters():
@@ -61,7 +61,7 @@ def train(seed: int, found: dict[int, dict[str, Tensor]]) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    found[seed] = model.state_dict()
+    results[seed] = model.state_dict()
 
 
 def test_runs_in_threads_are_bit_equal_to_runs_in_a_row(frequent_switches: None) -> None:
@@ -80,18 +80,18 @@ def test_threads_may_run_one_model_without_gradients(frequent_switches: None) ->
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 8)))
     xs = [torch.randn(4, 16) for _ in range(4)]
-    found: dict[int, list[Tensor]] = {}
+    outputs: dict[int, list[Tensor]] = {}
 
     def run(i: int) -> None:
         with torch.no_grad():
             for _ in range(STEPS):
                 with autocast(recipe=SHORT):
-                    found.setdefault(i, []).append(model(xs[i]))
+                    outputs.setdefault(i, []).append(model(xs[i]))
 
     run_in_threads(*(lambda i=i: run(i) for i in range(4)))  # the first run, which creates the states
     with torch.no_grad(), autocast(recipe=SHORT):
         expected = [model(x) for x in xs]
-    assert all(torch.equal(y, expected[i]) for i in range(4) for y in found[i])
+    assert all(torch.equal(y, expected[i]) for i in range(4) for y in outputs[i])
     assert all(state.steps == 0 for state in scaling_state(model[0]).values())  # type: ignore[index]
 
 

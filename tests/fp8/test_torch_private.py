@@ -41,12 +41,12 @@ def test_torch_has_the_private_name(name: str) -> None:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            target = importlib.import_module(".".join(parts[:end]))
         except ImportError:
             continue
         for part in parts[end:]:
-            assert hasattr(found, part), f"torch has no {name} any more; it {PRIVATE_NAMES[name]}"
-            found = getattr(found, part)
+            assert hasattr(target, part), f"torch has no {name} any more; it {PRIVATE_NAMES[name]}"
+            target = getattr(target, part)
         return
 
 

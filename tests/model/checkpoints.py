@@ -57,12 +57,12 @@ def plain() -> Draft:
     torch.manual_seed(0)
     tensors = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     tensors |= {f"{name}.weight": LINEARS[name.split(".", 3)[3]] for name in NAMES}
-    made = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in tensors.items()}
+    weights = {name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in tensors.items()}
     norms = [
         "model.norm",
         *(f"model.layers.{i}.{n}_layernorm" for i in range(LAYERS) for n in ("input", "post_attention")),
     ]
-    return Draft(made | {f"{name}.weight": torch.ones(HIDDEN).bfloat16() for name in norms})
+    return Draft(weights | {f"{name}.weight": torch.ones(HIDDEN).bfloat16() for name in norms})
 
 
 def amax_of(weight: Tensor, per: str) -> Tensor:
@@ -88,19 +88,19 @@ def fp8(
     config: str | dict[str, Any],
     per: str = "tensor",
     spelled: str = "weight_scale",
-    stored: Callable[[Tensor], Tensor] = lambda scale: scale,
+    convert_scale: Callable[[Tensor], Tensor] = lambda scale: scale,
     inputs: str | None = None,
     cache: str | None = None,
     power_of_2: bool = False,
 ) -> Draft:
-    """Weights in FP8 with scales under the name `spelled`, in the form that `stored` makes of them."""
+    """Weights in FP8 with scales under the name `spelled`, in the form that `convert_scale` makes of them."""
     draft = plain()
     for i, name in enumerate(NAMES):
         weight = draft.tensors[f"{name}.weight"].float()
         scale = amax_of(weight, per) / 448
         scale = scale.log2().ceil().exp2() if power_of_2 else scale
         draft.tensors[f"{name}.weight"] = (weight / spread(scale, weight)).to(torch.float8_e4m3fn)
-        draft.tensors[f"{name}.{spelled}"] = stored(scale)
+        draft.tensors[f"{name}.{spelled}"] = convert_scale(scale)
         if inputs:
             draft.tensors[f"{name}.{inputs}"] = torch.tensor([(2 + i) / 448])
     for layer in range(LAYERS) if cache else ():
@@ -115,7 +115,7 @@ def fp8(
 def static() -> Draft:
     """The layout of llm-compressor with static scales and an FP8 cache; most poisoned checkpoints are derived from
     it."""
-    draft = fp8("ct-static", stored=lambda s: s.reshape(1).bfloat16(), inputs="input_scale", cache="{}_scale")
+    draft = fp8("ct-static", convert_scale=lambda s: s.reshape(1).bfloat16(), inputs="input_scale", cache="{}_scale")
     draft.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
     return draft
 
@@ -125,7 +125,7 @@ def blocks() -> Draft:
 
 
 def rows() -> Draft:
-    return fp8("ct-dynamic", "row", stored=lambda scale: scale.bfloat16())
+    return fp8("ct-dynamic", "row", convert_scale=lambda scale: scale.bfloat16())
 
 
 def mx(bits: int) -> Draft:

@@ -13,14 +13,14 @@ from tests.model.oracle import make_model, write_tokenizer
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`model_dir(kind)`: a directory that transformers wrote, with a tokenizer. Read only."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            make_model(kind, made[kind])
-            write_tokenizer(made[kind])
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            make_model(kind, folders[kind])
+            write_tokenizer(folders[kind])
+        return folders[kind]
 
     return get
 

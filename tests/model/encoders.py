@@ -73,5 +73,5 @@ def pooled(
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
-    said = {"prompts": prompts or {}, "default_prompt_name": default}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    settings = {"prompts": prompts or {}, "default_prompt_name": default}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))

@@ -119,6 +119,6 @@ FAMILIES = {
 
 def special_tokens(template: str) -> list[str]:
     """Returns the special tokens that occur in the template."""
-    found = re.findall(r"<\|[A-Za-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]", template)
+    tokens = re.findall(r"<\|[A-Za-z_]+\|>|<(?:start|end)_of_turn>|\[/?INST\]", template)
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant")] if "'<|' + m.role" in template else []
-    return sorted({*found, *roles})
+    return sorted({*tokens, *roles})

@@ -51,35 +51,35 @@ def write_family(out: Path, model: Path, weight_type: Type = Type.BF16, **metada
     for key, value in (keys(config, writer.arch) | bpe_vocabulary(model) | metadata).items():
         add(writer, key, value)
     for name, data in tensors(model, config, writer.arch).items():
-        stored = weight_type if data.ndim > 1 and data.shape[-1] % 32 == 0 else Type.F32
-        writer.add_tensor(name, gguf.quantize(data, stored), raw_dtype=stored)
+        tensor_type = weight_type if data.ndim > 1 and data.shape[-1] % 32 == 0 else Type.F32
+        writer.add_tensor(name, gguf.quantize(data, tensor_type), raw_dtype=tensor_type)
     return finish(writer, out)
 
 
 def keys(config: dict[str, Any], arch: str) -> dict[str, Any]:
     kind, heads = config["model_type"], config["num_attention_heads"]
-    found = {_KEYS[key]: value for key, value in config.items() if key in _KEYS and value is not None}
+    metadata = {_KEYS[key]: value for key, value in config.items() if key in _KEYS and value is not None}
     if kind in ("qwen2_moe", "qwen3_moe"):
         for key in ("attention.sliding_window", "expert_weights_norm"):
-            found.pop(key, None)
+            metadata.pop(key, None)
     head = config.get("head_dim") or config["hidden_size"] // heads
     if kind not in ("stablelm", "cohere", "phi3", "granite") and "deepseek" not in kind:
-        found |= {"attention.key_length": head, "attention.value_length": head}
+        metadata |= {"attention.key_length": head, "attention.value_length": head}
     rope = config["rope_parameters"]
     whole = rope.get("full_attention", rope)
     if kind != "gemma2":
-        found["rope.freq_base"] = float(whole["rope_theta"])
+        metadata["rope.freq_base"] = float(whole["rope_theta"])
     if kind in ("mixtral", "granite", "smollm3", "glm4", "stablelm", "phi3", "cohere2"):
-        found["rope.dimension_count"] = int(head * whole.get("partial_rotary_factor", 1.0))
+        metadata["rope.dimension_count"] = int(head * whole.get("partial_rotary_factor", 1.0))
     special = {"olmo3": _olmo3, "phi3": _phi3, "gpt_oss": _gpt_oss}.get(kind)
-    found |= special(config) if special else _deepseek(config) if "deepseek" in kind else {}
+    metadata |= special(config) if special else _deepseek(config) if "deepseek" in kind else {}
     if whole["rope_type"] in ("linear", "yarn"):
-        found |= {"rope.scaling.type": whole["rope_type"], "rope.scaling.factor": float(whole["factor"])}
+        metadata |= {"rope.scaling.type": whole["rope_type"], "rope.scaling.factor": float(whole["factor"])}
     elif kind in ("cohere", "cohere2"):
-        found["rope.scaling.type"] = "none"
+        metadata["rope.scaling.type"] = "none"
     if whole["rope_type"] == "yarn":
-        found["rope.scaling.original_context_length"] = whole["original_max_position_embeddings"]
-    return {f"{arch}.{key}": value for key, value in found.items()}
+        metadata["rope.scaling.original_context_length"] = whole["original_max_position_embeddings"]
+    return {f"{arch}.{key}": value for key, value in metadata.items()}
 
 
 def _olmo3(config: dict[str, Any]) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def _olmo3(config: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(config: dict[str, Any]) -> dict[str, Any]:
     original = config["rope_parameters"].get("original_max_position_embeddings", config["max_position_embeddings"])
-    found = {
+    metadata = {
         "attention.sliding_window": config["sliding_window"] or 0,
         "rope.scaling.original_context_length": original,
     }
     if config["rope_parameters"]["rope_type"] == "longrope":
         scale = config["max_position_embeddings"] / original
-        found["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(scale) / np.log(original)))
-    return found
+        metadata["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(scale) / np.log(original)))
+    return metadata
 
 
 def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
 
 def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
     rank, turned, still = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-    found = {
+    metadata = {
         "attention.head_count_kv": 1,
         "attention.key_length": rank + turned,
         "attention.value_length": rank,
@@ -114,25 +114,25 @@ def _deepseek(config: dict[str, Any]) -> dict[str, Any]:
         "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
     }
     if "mscale_all_dim" in config["rope_parameters"]:
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * config["rope_parameters"]["mscale_all_dim"]
-    return found
+        metadata["rope.scaling.yarn_log_multiplier"] = 0.1 * config["rope_parameters"]["mscale_all_dim"]
+    return metadata
 
 
 def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndarray[Any, Any]]:
     """Returns FP32 tensors by llama.cpp's names."""
     key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name, weight in _stacked(open_checkpoint(model), config["model_type"]).items():
         for part, data in _converted(name, weight.float(), config).items():
             theirs = names.get_name(part, (".weight", ".bias"))
             assert theirs is not None, part
-            found[theirs] = np.ascontiguousarray(data.squeeze().numpy())
+            arrays[theirs] = np.ascontiguousarray(data.squeeze().numpy())
     if config["rope_parameters"].get("rope_type") == "longrope":
         for which in ("long", "short"):
             factors = np.array(config["rope_parameters"][f"{which}_factor"], np.float32)
-            found[f"rope_factors_{which}.weight"] = factors
-    return found
+            arrays[f"rope_factors_{which}.weight"] = factors
+    return arrays
 
 
 def _stacked(weights: Any, kind: str) -> dict[str, Tensor]:
@@ -164,6 +164,6 @@ def _converted(name: str, data: Tensor, config: dict[str, Any]) -> dict[str, Ten
     if name.endswith("kv_b_proj.weight"):
         heads, still = config["num_attention_heads"], config["qk_nope_head_dim"]
         keys_, values = data.view(heads, -1, data.shape[-1]).split([still, config["v_head_dim"]], 1)
-        made = {"k_b_proj": keys_.transpose(1, 2), "v_b_proj": values}
-        return {name.replace("kv_b_proj", part): part_data for part, part_data in made.items()}
+        parts = {"k_b_proj": keys_.transpose(1, 2), "v_b_proj": values}
+        return {name.replace("kv_b_proj", part): part_data for part, part_data in parts.items()}
     return {name: data}

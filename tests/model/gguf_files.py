@@ -85,14 +85,14 @@ def tensors(model: Path, config: dict[str, Any], arch: str) -> dict[str, np.ndar
     """Returns FP32 tensors by llama.cpp's names, with the rows of q and k of a llama model in its order."""
     key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, config["num_hidden_layers"])
-    found = {}
+    arrays = {}
     for name, weight in load_file(model / "model.safetensors").items():
         data, heads = weight.float().numpy(), config["num_attention_heads"]
         for part, count in (("q_proj", heads), ("k_proj", config["num_key_value_heads"])):
             if part in name and arch == "llama":
                 data = pairs(data, count)
-        found[names.get_name(name, (".weight", ".bias"))] = np.ascontiguousarray(data)
-    return found
+        arrays[names.get_name(name, (".weight", ".bias"))] = np.ascontiguousarray(data)
+    return arrays
 
 
 def pairs(data: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -63,8 +63,8 @@ def test_a_bf16_base_stays_bf16(plain: Path, tmp_path: Path, dora: bool) -> None
 
 @pytest.mark.parametrize("kind", ["delayed", "rowwise", "block"])
 def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) -> None:
-    made = recipe.from_name(kind)
-    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
+    scaling = recipe.from_name(kind)
+    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=scaling)  # type: ignore[arg-type]
     losses = total_loss(
         merge(tmp_path / "base", adapter(tmp_path / "a", 0.001), tmp_path / "out", max_lost_fraction=1.0)
     )
@@ -87,8 +87,8 @@ def test_an_fp8_base_keeps_its_scales(plain: Path, tmp_path: Path, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["delayed", "rowwise", "block"])
 def test_only_scales_that_are_too_small_are_recomputed(plain: Path, tmp_path: Path, kind: str) -> None:
-    made = recipe.from_name(kind)
-    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=made)  # type: ignore[arg-type]
+    scaling = recipe.from_name(kind)
+    calibrate(plain, out=tmp_path / "base", samples=2, seq_len=16, recipe=scaling)  # type: ignore[arg-type]
     large = adapter(tmp_path / "a", 1.0)
     tensors = load_file(large / "adapter_model.safetensors")
     tensors[f"{OWNER}.lora_B.weight"][1:] = 0  # one row becomes much larger
@@ -116,7 +116,7 @@ def test_a_merge_that_loses_too_much_is_refused(
     assert "Merging would lose too much of the adapter: " in capsys.readouterr().err
     assert not out.exists()
     assert main(["merge", str(tmp_path / "base"), str(small), "--out", str(out), "--max-lost", "1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["lost_share"] == said["layers"][NAME]["lost_share"] > 0.9
+    report = json.loads(capsys.readouterr().out)
+    assert report["lost_share"] == report["layers"][NAME]["lost_share"] > 0.9
     with pytest.raises(ModelError, match="exists and is not empty"):
         merge(tmp_path / "base", small, out)

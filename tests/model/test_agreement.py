@@ -58,14 +58,14 @@ def serve(model: Path) -> None:
 
 @pytest.mark.parametrize("factor", [4, 1 / 4])
 @pytest.mark.parametrize(
-    ("key", "stored"),
+    ("key", "tensor"),
     [
         (f"{LINEAR}.input", f"{LINEAR}.input_scale"),
         (f"{LINEAR}.weight", f"{LINEAR}.weight_scale"),
         (f"{ATTENTION}.k", f"{ATTENTION}.k_scale"),
     ],
 )
-def test_scales_that_contradict_the_weights_file_are_refused(key: str, stored: str, factor: float, model: Path) -> None:
+def test_scales_that_contradict_the_weights_file_are_refused(key: str, tensor: str, factor: float, model: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{key}.scale"].mul_(factor)
         tensors.pop(f"{key}.amax_history", None)  # a history would contradict the larger scale on its own
@@ -74,7 +74,7 @@ def test_scales_that_contradict_the_weights_file_are_refused(key: str, stored: s
     edit(model / "scales.safetensors", change)
     with pytest.raises(Fp8ServeError) as refused:
         serve(model)
-    assert f"{key} has a scale that is {factor:.4g} times the scale of {stored} in the weight files" in str(
+    assert f"{key} has a scale that is {factor:.4g} times the scale of {tensor} in the weight files" in str(
         refused.value
     )
 
@@ -128,7 +128,7 @@ def test_configurations_that_quantize_the_cache_only(plain: Path, calibrated: Pa
     from fp8serve.model.storage.files import read_json
 
     scheme = read_json(calibrated / "config.json")["quantization_config"]["kv_cache_scheme"]
-    stored = {
+    scales = {
         k: v for k, v in load_file(calibrated / "model.safetensors").items() if k.endswith(("k_scale", "v_scale"))
     }
     configs = {
@@ -137,7 +137,7 @@ def test_configurations_that_quantize_the_cache_only(plain: Path, calibrated: Pa
     }
     for name, config in configs.items():
         model = Path(shutil.copytree(plain, tmp_path / name))
-        edit(model / "model.safetensors", lambda t: t.update(stored))
+        edit(model / "model.safetensors", lambda t: t.update(scales))
         configure(model, quantization_config=config)
         serve(model)
         config["kv_cache_scheme"] = scheme | {"type": "int"}
@@ -157,9 +157,11 @@ def test_modelopts_names_in_lower_case() -> None:
     from fp8serve.model.formats.interop import STATIC, UNQUANTIZED, read_quantization
 
     for name, spec in {"fp8": STATIC, "fp8_pb_wo": UNQUANTIZED, "FP8_PB_WO": UNQUANTIZED}.items():
-        found = read_quantization(Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}})
-        assert found is not None
-        assert found.require_scheme(LINEAR).input_spec == spec
+        quantization = read_quantization(
+            Path(), {"quantization_config": {"quant_method": "modelopt", "quant_algo": name}}
+        )
+        assert quantization is not None
+        assert quantization.require_scheme(LINEAR).input_spec == spec
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -172,12 +174,12 @@ def test_inspect_marks_what_cannot_be_served(
     capsys.readouterr()
     edit(model / file, lambda t: t[key].fill_(value))
     assert main(["inspect", str(model)]) == 1
-    shown = capsys.readouterr()
-    marked = [line for line in shown.out.splitlines() if line.startswith("!")]
+    captured = capsys.readouterr()
+    marked = [line for line in captured.out.splitlines() if line.startswith("!")]
     assert len(marked) == 1
     assert f"{LINEAR}.input" in marked[0]
     assert f"{value}, which cannot be served" in marked[0]
-    assert re.search(rf"cannot be served: .*{re.escape(LINEAR)}\.input", shown.err)
+    assert re.search(rf"cannot be served: .*{re.escape(LINEAR)}\.input", captured.err)
     assert main(["inspect", str(model), "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["scales"]
     assert [r["tensor"] for r in rows if r["problem"]] == [f"{LINEAR}.input"]
@@ -198,7 +200,7 @@ def test_weights_that_are_nan(model: Path, capsys: pytest.CaptureFixture[str]) -
     edit(model / "model.safetensors", lambda t: t[f"{LINEAR}.weight"].view(torch.uint8).fill_(0x7F))
     for command in (["generate", str(model), "Once"], ["eval", str(model), "--samples", "2", "--seq-len", "16"]):
         assert main(command) == 1
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert "internal error" not in said
-        assert "check its weights and scales" in said
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        assert "internal error" not in message
+        assert "check its weights and scales" in message

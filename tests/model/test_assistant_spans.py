@@ -160,8 +160,8 @@ def test_tool_calls_and_reasoning_fields_belong_to_their_turn() -> None:
         {"role": "assistant", "content": "no"},
     ]
     markers = SpecialTokens(frozenset({"<|im_end|>"}), frozenset({"<|im_start|>", "<|im_end|>"}))
-    said = '<think>no</think>no<call>find({"x": "no"})</call><|im_end|>'
-    assert trained_texts(source, turns, markers) == [said, "no<|im_end|>"]
+    answer = '<think>no</think>no<call>find({"x": "no"})</call><|im_end|>'
+    assert trained_texts(source, turns, markers) == [answer, "no<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -238,16 +238,16 @@ def test_a_tool_name_repeated_before_the_result_is_not_trained() -> None:
     """As TRL's template for gpt-oss marks them, but for the generation prompt, which a server writes."""
     user, result = {"role": "user", "content": "find"}, {"role": "tool", "content": "find"}
     answer = {"role": "assistant", "content": "no"}
-    called, said = ' to=find<|message|>{"x": "no"}<|call|>', "<|message|>no<|return|>"
+    called, reply = ' to=find<|message|>{"x": "no"}<|call|>', "<|message|>no<|return|>"
     thought = "<|channel|>analysishm<|end|><|start|>assistant" + called
     thinking = harmony_call(thinking="hm")
     for row, marked in (
         ([user, harmony_call()], [called]),
-        ([user, harmony_call(), result, answer], [called, said]),
-        ([user, harmony_call(), result, harmony_call(), result, answer], [called, called, said]),
-        ([user, harmony_call(arguments={}), result, answer], [" to=find<|message|>{}<|call|>", said]),
+        ([user, harmony_call(), result, answer], [called, reply]),
+        ([user, harmony_call(), result, harmony_call(), result, answer], [called, called, reply]),
+        ([user, harmony_call(arguments={}), result, answer], [" to=find<|message|>{}<|call|>", reply]),
         ([user, thinking], [thought]),
-        ([user, thinking, result, answer], [called, said]),
+        ([user, thinking, result, answer], [called, reply]),
         ([user, thinking, result, thinking], [thought, thought]),
     ):
         assert trained_texts(HARMONY_CALLS, row, HARMONY_TOKENS) == marked

@@ -40,16 +40,16 @@ CALLED_LATER = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"n":
 
 
 def example(**changed: Any) -> ChatExample:
-    found = parse_example({"messages": CHAT, "tools": [TOOL]} | changed)
-    assert isinstance(found, ChatExample)
-    return found
+    result = parse_example({"messages": CHAT, "tools": [TOOL]} | changed)
+    assert isinstance(result, ChatExample)
+    return result
 
 
 def trained_text(tokenizer: Tokenizer, row: ChatExample) -> list[str]:
-    made = tokenize(row, tokenizer)
+    row_tokens = tokenize(row, tokenizer)
     runs: list[list[int]] = []
-    for i, (token, learn) in enumerate(zip(made.ids, made.loss_mask, strict=True)):
-        if learn and (not i or not made.loss_mask[i - 1]):
+    for i, (token, learn) in enumerate(zip(row_tokens.ids, row_tokens.loss_mask, strict=True)):
+        if learn and (not i or not row_tokens.loss_mask[i - 1]):
             runs.append([])
         if learn:
             runs[-1].append(token)
@@ -63,16 +63,16 @@ def test_tool_calls_are_trained_and_results_are_not(template: str, tmp_path: Pat
 
 def test_a_template_that_knows_tools_writes_the_calls(tmp_path: Path) -> None:
     thought = "<think>\n\n</think>\n\n"
-    wanted = [CALLED, "It is.<|im_end|>", thought + CALLED_LATER]
-    assert trained_text(tokenizer_of(tmp_path, unmarked(QWEN3)), example()) == wanted
+    expected = [CALLED, "It is.<|im_end|>", thought + CALLED_LATER]
+    assert trained_text(tokenizer_of(tmp_path, unmarked(QWEN3)), example()) == expected
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "granite"])
 def test_a_row_is_rendered_as_the_request_would_be(family: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, unmarked(FAMILIES[family]))
-    sent = plain_messages([Message.model_validate(message) for message in CHAT])
+    messages = plain_messages([Message.model_validate(message) for message in CHAT])
     text = tokenizer.chat(
-        sent, add_generation_prompt=False, variables={"tools": plain_tools([Tool.model_validate(TOOL)])}
+        messages, add_generation_prompt=False, variables={"tools": plain_tools([Tool.model_validate(TOOL)])}
     )
     assert tokenize(example(), tokenizer).ids == tokenizer.encode(text, add_special_tokens=False)
 

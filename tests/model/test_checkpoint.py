@@ -105,9 +105,9 @@ def test_fprop_in_high_precision_leaves_the_layers_alone(model_dir: ModelDir) ->
 def test_plain_weights_with_scales_serve_like_the_calibrated_directory(model_dir: ModelDir, tmp_path: Path) -> None:
     source = model_dir("llama")
     write_calibrated(tmp_path / "fp8", source, state_for(source))
-    stored = logits(load_servable(tmp_path / "fp8"))
+    expected = logits(load_servable(tmp_path / "fp8"))
     with_file = load_servable(source, DelayedScaling(), scales=tmp_path / "fp8" / "scales.safetensors")
-    torch.testing.assert_close(logits(with_file), stored, rtol=0, atol=0)
+    torch.testing.assert_close(logits(with_file), expected, rtol=0, atol=0)
 
 
 def test_stored_input_scales_alone_give_the_same_model(model_dir: ModelDir, tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_kv_scales_from_the_scales_file_and_from_the_checkpoint(model_dir: Model
     expected = {0: (2.0, 8.0), 1: (3.0, 8.0)}
     assert {i: (float(k), float(v)) for i, (k, v) in kv_scales(tmp_path / "fp8").items()} == expected
     (tmp_path / "fp8" / "scales.safetensors").unlink()
-    found = kv_scales(tmp_path / "fp8")
-    torch.testing.assert_close(torch.tensor([found[1][0], found[1][1]]), torch.tensor([3.0, 8.0]))
+    scales = kv_scales(tmp_path / "fp8")
+    torch.testing.assert_close(torch.tensor([scales[1][0], scales[1][1]]), torch.tensor([3.0, 8.0]))
     assert kv_scales(model_dir("llama")) == {}
 
 

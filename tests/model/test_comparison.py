@@ -87,9 +87,9 @@ def test_changed_codes_are_counted_and_the_largest_change_comes_first(fp8: Path)
     assert [w.tensor for w in comparison.weights] == [name, second]
     assert comparison.weights[0].differing == 0.25
     assert comparison.weights[1].differing == pytest.approx(1 / few.numel())
-    stored = open_checkpoint(fp8).fp8_matrix(LINEAR)
-    assert stored is not None
-    assert comparison.weights[0].largest == pytest.approx(2 * float(stored.weight()[:, ::4].abs().max()))
+    matrix = open_checkpoint(fp8).fp8_matrix(LINEAR)
+    assert matrix is not None
+    assert comparison.weights[0].largest == pytest.approx(2 * float(matrix.weight()[:, ::4].abs().max()))
 
 
 def test_slices_add_up(source: Path, fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,10 @@ def test_the_command_marks_scales_that_differ_by_more_than_a_factor_of_2(
     change_scale(other, f"{LINEAR}.input", 0.25)
     change_scale(other, f"{LINEAR}.weight", 1.5)
     assert main(["inspect", str(fp8 / FILE_NAME), str(other / FILE_NAME)]) == 0
-    shown = capsys.readouterr().out
-    assert "Scales: 26 the same, 2 different, 1 of them by more than a factor of 2." in shown
-    assert f"! {LINEAR}.input " in shown
-    assert f"! {LINEAR}.weight " not in shown
+    output = capsys.readouterr().out
+    assert "Scales: 26 the same, 2 different, 1 of them by more than a factor of 2." in output
+    assert f"! {LINEAR}.input " in output
+    assert f"! {LINEAR}.weight " not in output
     assert main(["inspect", str(fp8 / FILE_NAME), str(other / FILE_NAME), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [s["ratio"] for s in printed["scales"]] == [0.25, 1.5]
@@ -151,9 +151,9 @@ def test_long_tables_are_truncated_with_a_note(source: Path, fp8: Path, capsys: 
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr("fp8serve.commands.inspect.MAX_ROWS", 5)
     assert main(["inspect", str(source), str(fp8)]) == 0
-    shown = capsys.readouterr().out
-    assert "... and 9 more; --json lists all." in shown
-    assert f"Only in B: 28 tensors, {'model.layers.0.mlp.down_proj'}.input (scale)" in shown
+    output = capsys.readouterr().out
+    assert "... and 9 more; --json lists all." in output
+    assert f"Only in B: 28 tensors, {'model.layers.0.mlp.down_proj'}.input (scale)" in output
 
 
 def test_configurations_are_compared_key_by_key(fp8: Path) -> None:

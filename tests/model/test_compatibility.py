@@ -67,7 +67,7 @@ def read_by_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> tu
     model, report = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     with torch.no_grad():
         model(torch.tensor([IDS]))  # some weights are decompressed on the first call
-    return model.eval(), {what: found for what, found in report.items() if found}
+    return model.eval(), {what: names for what, names in report.items() if names}
 
 
 def exact_dtype(format_: str) -> torch.dtype:
@@ -78,8 +78,8 @@ def exact_dtype(format_: str) -> torch.dtype:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([IDS])).logits[0].float()
-        return found
+        output: Tensor = model(torch.tensor([IDS])).logits[0].float()
+        return output
 
 
 def assert_same_parameters(theirs: Any, folder: Path, dtype: torch.dtype, relative: float = 0.0) -> None:
@@ -110,9 +110,9 @@ def test_in_bf16_transformers_rounds_the_scales_of_compressed_tensors(
 @pytest.mark.parametrize("recipe", COMPRESSED)
 def test_compressed_tensors_dequantized_gives_the_same_logits(recipe: str, source: Path, tmp_path: Path) -> None:
     out = write_quantized(source, tmp_path / "out", "compressed-tensors", recipe)
-    asked = transformers.CompressedTensorsConfig(dequantize=True)
+    config = transformers.CompressedTensorsConfig(dequantize=True)
     with pytest.warns(UserWarning, match="loading attributes .* will be overwritten"):
-        theirs, problems = read_by_transformers(out, torch.float32, quantization_config=asked)
+        theirs, problems = read_by_transformers(out, torch.float32, quantization_config=config)
     assert {name.rpartition(".")[2] for names in problems.values() for name in names} <= {"input_scale"}
     with torch.no_grad():
         ours = all_logits(load_servable(out, "bf16", dtype=torch.float32), IDS)
@@ -149,17 +149,17 @@ def test_the_library_itself_decompresses_to_our_weight(recipe: str, source: Path
     parsed = QuantizationConfig.model_validate(config)
     scheme: QuantizationScheme = parsed.config_groups["group_0"]
     names = [name for name in open_shards(out) if name.startswith(f"{LINEAR}.weight")]
-    stored = {name.removeprefix(f"{LINEAR}."): open_shards(out)[name].clone() for name in names}
-    found = BaseCompressor.get_value_from_registry(parsed.format).decompress(stored, scheme)["weight"]
-    torch.testing.assert_close(found.float(), open_checkpoint(out)[f"{LINEAR}.weight"].to(found.dtype).float())
+    tensors = {name.removeprefix(f"{LINEAR}."): open_shards(out)[name].clone() for name in names}
+    weight = BaseCompressor.get_value_from_registry(parsed.format).decompress(tensors, scheme)["weight"]
+    torch.testing.assert_close(weight.float(), open_checkpoint(out)[f"{LINEAR}.weight"].to(weight.dtype).float())
 
 
 def test_transformers_gets_the_scales_of_a_cache(source: Path, tmp_path: Path) -> None:
-    given = state_for(source)
+    state = state_for(source)
     for layer in range(2):
         for role in ("k", "v"):
-            given.tensors[f"model.layers.{layer}.self_attn.{role}"] = TensorScale(torch.tensor(4.0 + layer))
-    write_calibrated(tmp_path / "out", source, given)
+            state.tensors[f"model.layers.{layer}.self_attn.{role}"] = TensorScale(torch.tensor(4.0 + layer))
+    write_calibrated(tmp_path / "out", source, state)
     theirs, problems = read_by_transformers(tmp_path / "out", torch.float32)
     assert problems == {}
     assert theirs.get_parameter("model.layers.0.self_attn.k_scale").item() == 0.25

@@ -80,8 +80,8 @@ def test_eos_of_generation_config_takes_precedence() -> None:
 
 def ropes(theirs: Any) -> list[dict[str, Any]]:
     """transformers' rotary parameters, of each type of layer where these differ."""
-    found = theirs.rope_parameters
-    return [found] if "rope_theta" in found else list(found.values())
+    parameters = theirs.rope_parameters
+    return [parameters] if "rope_theta" in parameters else list(parameters.values())
 
 
 def thetas(theirs: Any) -> set[float]:
@@ -148,13 +148,13 @@ def test_no_key_that_transformers_code_reads_is_ignored(family: str) -> None:
     """Every key that changes results occurs in transformers' modeling files; the exceptions matter only in training."""
     module = family.removesuffix("_text")
     source = Path(transformers.__path__[0], "models", module, f"modeling_{module}.py").read_text()
-    read = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
-    assert {FAMILIES[family].eps_key, "num_hidden_layers"} <= read
+    keys = set(re.findall(r"config\.([a-z]\w*)", source)) | set(re.findall(r'config, "([a-z]\w*)"', source))
+    assert {FAMILIES[family].eps_key, "num_hidden_layers"} <= keys
     in_training = {"use_cache", "resid_pdrop", "embd_pdrop", "hidden_dropout", "initializer_range",
                    "router_aux_loss_coef", "output_router_logits", "input_jitter_noise"}  # fmt: skip
     in_training |= {"router_jitter_noise"} - FAMILIES[family].optional
-    ignored = {key for key in read - FAMILIES[family].optional if is_harmless(key, "anything")}
-    assert ignored == {"attention_dropout", "pad_token_id"} | (read & in_training)
+    ignored = {key for key in keys - FAMILIES[family].optional if is_harmless(key, "anything")}
+    assert ignored == {"attention_dropout", "pad_token_id"} | (keys & in_training)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

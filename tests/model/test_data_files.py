@@ -143,12 +143,12 @@ class Hub:
     """A stand-in for huggingface_hub with one data set, whose files are those of a directory."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.asked = folder, []  # type: tuple[Path, list[Any]]
+        self.folder, self.downloads = folder, []  # type: tuple[Path, list[Any]]
         monkeypatch.setattr("huggingface_hub.hf_hub_download", self.download)
         monkeypatch.setattr("huggingface_hub.list_repo_files", self.names)
 
     def download(self, repo: str, file: str, **options: Any) -> str:
-        self.asked.append((repo, file, options["repo_type"], options["revision"]))
+        self.downloads.append((repo, file, options["repo_type"], options["revision"]))
         if not (self.folder / file).exists():
             raise OSError(f"404 Client Error.\n\nEntry Not Found: {file}.")
         return str(self.folder / file)
@@ -168,7 +168,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_a_file_of_a_data_set_on_the_hub(hub: Hub) -> None:
     assert texts("hf://datasets/org/my.set@v1/train.jsonl") == ["one", "two"]
     assert texts("hf://datasets/org/my.set") == ["one", "two"]  # the only file of the data set
-    assert hub.asked == [
+    assert hub.downloads == [
         ("org/my.set", "train.jsonl", "dataset", "v1"),
         ("org/my.set", "train.jsonl", "dataset", None),
     ]
@@ -187,8 +187,8 @@ def test_a_data_set_with_several_files_needs_a_file_name(hub: Hub) -> None:
 def test_an_error_of_the_hub_is_one_sentence(hub: Hub) -> None:
     with pytest.raises(DataError) as refused:
         list(read_examples(["hf://datasets/org/set/none.txt"]))
-    said = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
-    assert str(refused.value) == said
+    message = "hf://datasets/org/set/none.txt could not be downloaded from the hub: 404 Client Error."
+    assert str(refused.value) == message
     for name in ("hf://org/set/a.txt", "hf://datasets/set", "hf://models/org/set/a.txt"):
         with pytest.raises(DataError, match="is not a data set on the hub; write hf://datasets/OWNER/NAME/FILE"):
             list(read_examples([name]))
@@ -198,7 +198,7 @@ def test_a_path_is_never_a_name_on_the_hub_or_standard_input(hub: Hub) -> None:
     for name in ("hf://datasets/org/set/train.jsonl", "-"):
         with pytest.raises(DataError):
             list(read_examples([Path(name)]))
-    assert not hub.asked
+    assert not hub.downloads
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt"])

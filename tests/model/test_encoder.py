@@ -37,9 +37,9 @@ def test_the_second_text_of_a_pair_has_its_own_segment(tmp_path: Path) -> None:
     ids, segments = ids_of(9), torch.tensor([0] * 5 + [1] * 4)
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()
     expected = theirs(input_ids=ids[None], token_type_ids=segments[None]).last_hidden_state[0]
-    got = load_encoder(tmp_path / "m", "bf16")(ids, [9], segments)
-    assert torch.equal(got, expected)
-    assert not torch.equal(got, load_encoder(tmp_path / "m", "bf16")(ids, [9]))
+    actual = load_encoder(tmp_path / "m", "bf16")(ids, [9], segments)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, load_encoder(tmp_path / "m", "bf16")(ids, [9]))
 
 
 def test_a_file_that_was_saved_with_a_head_is_the_same_model(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_pooling_equals_a_manual_computation() -> None:
 
 def test_pooling_is_read_from_the_files(tmp_path: Path) -> None:
     pooled(tmp_path, "lasttoken", normalize=True, max_length=20, prompts={"query": "Query: "}, default="query")
-    found = read_pooling(tmp_path)
-    assert found == Pooling("lasttoken", True, 20, {"query": "Query: "}, "query")
-    assert found.prompt(None) == "Query: "
+    pooling = read_pooling(tmp_path)
+    assert pooling == Pooling("lasttoken", True, 20, {"query": "Query: "}, "query")
+    assert pooling.prompt(None) == "Query: "
     with pytest.raises(RequestError, match="no prompt of the name 'document'; it has query"):
-        found.prompt("document")
+        pooling.prompt("document")
 
 
 def test_missing_or_unsupported_pooling_is_refused(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_only_newlines_end_a_line(tmp_path: Path) -> None:
 def test_text_becomes_passages_of_whole_paragraphs(tmp_path: Path) -> None:
     short, long = "word " * 100, "word " * (PASSAGE_CHARS // 4)
     (tmp_path / "t.txt").write_text(f"\ufeff{short}\r\n\r\n{short}\n\n\n\n{long}\n\n{short}", encoding="utf-8")
-    found = [e.text for e in read_examples([tmp_path / "t.txt"]) if isinstance(e, TextExample)]
-    assert found == [f"{short}\n\n{short}", long, short]
+    texts = [e.text for e in read_examples([tmp_path / "t.txt"]) if isinstance(e, TextExample)]
+    assert texts == [f"{short}\n\n{short}", long, short]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 
 def trained_text(tokenizer: Tokenizer, example: Any) -> str:
     tokenized = tokenize(example, tokenizer)
-    kept = [i for i, learn in zip(tokenized.ids, tokenized.loss_mask, strict=True) if learn]
-    return tokenizer.decode(kept, skip_special_tokens=False)
+    ids = [i for i, learn in zip(tokenized.ids, tokenized.loss_mask, strict=True) if learn]
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_a_text_is_trained_entirely_with_an_end_token(tokenizer: Tokenizer) -> None:
@@ -214,10 +214,10 @@ def test_cutting(tokenizer: Tokenizer) -> None:
 class Counting(Tokenizer):
     """A tokenizer that records how many characters it tokenizes in calls without a limit."""
 
-    read = 0
+    characters = 0
 
     def encode_truncated(self, text: str, tokens: int | None, add_special_tokens: bool = True) -> Any:
-        self.read += len(text) if tokens is None else 0
+        self.characters += len(text) if tokens is None else 0
         return super().encode_truncated(text, tokens, add_special_tokens)
 
 
@@ -239,9 +239,9 @@ def test_only_the_beginning_of_a_long_text_is_tokenized(example: Any, tmp_path: 
     write_tokenizer(tmp_path)
     counting, plain = Counting.from_dir(tmp_path), Tokenizer.from_dir(tmp_path)
     assert isinstance(counting, Counting)
-    found, whole = tokenize(example, counting, 500), tokenize(example, plain)
-    assert (found.ids, found.loss_mask) == (whole.ids[:500], whole.loss_mask[:500])
-    assert counting.read < 20_000
+    prefix, whole = tokenize(example, counting, 500), tokenize(example, plain)
+    assert (prefix.ids, prefix.loss_mask) == (whole.ids[:500], whole.loss_mask[:500])
+    assert counting.characters < 20_000
 
 
 def test_pieces_are_as_many_as_were_asked_for(tokenizer: Tokenizer) -> None:
@@ -262,9 +262,9 @@ def test_a_null_column_counts_as_absent(row: dict[str, Any]) -> None:
 
 
 def test_a_null_weight_counts_as_absent() -> None:
-    said = {"role": "assistant", "content": "a", "weight": None}
-    example = parse_example({"messages": [{"role": "user", "content": "b", "weight": None}, said]})
+    reply = {"role": "assistant", "content": "a", "weight": None}
+    example = parse_example({"messages": [{"role": "user", "content": "b", "weight": None}, reply]})
     assert isinstance(example, ChatExample)
     assert [message.get("weight") for message in example.messages] == [None, None]
     with pytest.raises(DataError, match="every message of the assistant has weight 0"):
-        parse_example({"messages": [said | {"weight": 0}]})
+        parse_example({"messages": [reply | {"weight": 0}]})

@@ -46,7 +46,7 @@ def test_some_layers_stay_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129 where at most the 128 experts was expected"),
         ({"num_experts": 8, "num_local_experts": 4}, "num_local_experts is 4 where 8, as many as num_experts, was"),
@@ -56,8 +56,8 @@ def test_some_layers_stay_dense() -> None:
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "does not implement"),
     ],
 )
-def test_invalid_mixtures_are_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_invalid_mixtures_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         parse_config(RAW | change)
 
 
@@ -92,16 +92,16 @@ def test_routing_all_tokens_to_all_experts_changes_no_result(kind: str, tmp_path
     model = load_servable(tmp_path, "bf16")
     with torch.no_grad():
         expected = all_logits(model, IDS)
-        seen: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name, module in model.named_modules():
             if isinstance(module, Mixture):
                 module.experts.route_to_all_experts = True
                 for i, expert in enumerate(module.experts):
                     expert.register_forward_hook(
-                        lambda m, args, out, key=f"{name}.{i}": seen.update({key: len(args[0])})
+                        lambda m, args, out, key=f"{name}.{i}": counts.update({key: len(args[0])})
                     )
         actual = all_logits(model, IDS)
-    assert set(seen.values()) == {len(IDS)}
+    assert set(counts.values()) == {len(IDS)}
     assert (
         actual - expected
     ).abs().max() < 0.05 * expected.std()  # the bits of a library's product may depend on the number of rows
@@ -113,14 +113,14 @@ NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen": ("mlp", "gat
 def stacked(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Returns the weights stacked as transformers holds them in memory."""
     block, gate, up, down = NAMES["mixtral" if kind in ("mixtral", "phimoe") else "qwen"]
-    found = {name.replace(f".{block}.", ".mlp."): t for name, t in tensors.items() if ".experts." not in name}
+    result = {name.replace(f".{block}.", ".mlp."): t for name, t in tensors.items() if ".experts." not in name}
     for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
         count = len({name.split(".experts.")[1].split(".")[0] for name in tensors if f"{layer}.experts." in name})
         at = layer.replace(block, "mlp")
         parts = [[tensors[f"{layer}.experts.{e}.{leaf}.weight"] for leaf in (gate, up, down)] for e in range(count)]
-        found[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u, _ in parts])
-        found[f"{at}.experts.down_proj"] = torch.stack([d for *_, d in parts])
-    return found
+        result[f"{at}.experts.gate_up_proj"] = torch.stack([torch.cat([g, u]) for g, u, _ in parts])
+        result[f"{at}.experts.down_proj"] = torch.stack([d for *_, d in parts])
+    return result
 
 
 @pytest.mark.parametrize("kind", QWEN_LIKE)
@@ -128,9 +128,9 @@ def test_stacked_experts_are_read_as_separate_ones(kind: str, tmp_path: Path) ->
     make_model(kind, tmp_path)
     separate = {name: t.clone() for name, t in open_checkpoint(tmp_path).items()}
     save_file(stacked(load_file(tmp_path / "model.safetensors"), kind), tmp_path / "model.safetensors")
-    found = open_checkpoint(tmp_path)
-    assert set(found) == set(separate)
-    assert all(torch.equal(found[name], tensor) for name, tensor in separate.items())
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint) == set(separate)
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in separate.items())
 
 
 def test_experts_of_mixtral_under_the_names_of_others(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_experts_of_mixtral_under_the_names_of_others(tmp_path: Path) -> None:
             name = name.replace(own, other)
         renamed[name] = tensor
     save_file(renamed, file)
-    found = open_checkpoint(tmp_path)
-    assert set(found) == set(before)
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint) == set(before)
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def test_a_duplicate_expert_is_refused(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_scales_of_stacked_fp8_experts(size: int, fits: bool, tmp_path: Path) ->
         with pytest.raises(ModelError, match="blocks with rows of both gate and up"):
             open_checkpoint(tmp_path)
         return
-    found = open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     first, scales = (tensors[f"model.layers.1.mlp.experts.gate_up_proj{end}"][5] for end in ("", "_scale_inv"))
     for leaf, rows, scale in (("gate_proj", first[:128], scales[0]), ("up_proj", first[128:], scales[1])):
-        assert torch.equal(found[f"model.layers.1.mlp.experts.5.{leaf}.weight"], rows.float() * scale)
+        assert torch.equal(checkpoint[f"model.layers.1.mlp.experts.5.{leaf}.weight"], rows.float() * scale)
 
 
 def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
@@ -197,12 +197,12 @@ def test_static_scales_of_stacked_experts(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found, owner = open_checkpoint(tmp_path), "model.layers.1.mlp.experts"
+    checkpoint, owner = open_checkpoint(tmp_path), "model.layers.1.mlp.experts"
     for leaf, scale in (("gate_proj", 11 / 64), ("up_proj", 12 / 64), ("down_proj", 6 / 64)):
-        stored = found.fp8_matrix(f"{owner}.5.{leaf}")
-        assert stored is not None
-        assert stored.input_scale is not None
-        assert (float(stored.weight_scale_inv), float(stored.input_scale)) == (scale, 32.0)
+        matrix = checkpoint.fp8_matrix(f"{owner}.5.{leaf}")
+        assert matrix is not None
+        assert matrix.input_scale is not None
+        assert (float(matrix.weight_scale_inv), float(matrix.input_scale)) == (scale, 32.0)
     assert {finding.check for finding in verify(tmp_path)} <= {
         "implausible",
         "stale",
@@ -267,15 +267,15 @@ def write_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_mxfp4_experts_are_dequantized_as_they_are_read(tmp_path: Path) -> None:
-    expected, found = write_gpt_oss(tmp_path), open_checkpoint(tmp_path)
-    assert not found.fp8_linears
+    expected, checkpoint = write_gpt_oss(tmp_path), open_checkpoint(tmp_path)
+    assert not checkpoint.fp8_linears
     assert len(expected) == 4 * 7 * 3
     for name, values in expected.items():
-        assert found[name].dtype == torch.bfloat16
-        assert torch.equal(found[name].float(), values)
+        assert checkpoint[name].dtype == torch.bfloat16
+        assert torch.equal(checkpoint[name].float(), values)
     served = load_servable(tmp_path)
     assert torch.equal(
-        served.model.layers[0].mlp.experts[3].up_proj.weight, found["model.layers.0.mlp.experts.3.up_proj.weight"]
+        served.model.layers[0].mlp.experts[3].up_proj.weight, checkpoint["model.layers.0.mlp.experts.3.up_proj.weight"]
     )  # type: ignore[union-attr, index, operator]
 
 

@@ -62,8 +62,8 @@ def test_tensors_have_the_formats_names_types_and_shapes(
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors[f"{LINEAR}.weight"].dtype is torch.float8_e4m3fn
     assert (tensors[f"{LINEAR}.{name}"].dtype, tensors[f"{LINEAR}.{name}"].shape) == (torch.float32, shape)
-    found = tensors.get(f"{LINEAR}.input_scale")
-    assert (None if found is None else tuple(found.shape)) == input_shape
+    input_scale = tensors.get(f"{LINEAR}.input_scale")
+    assert (None if input_scale is None else tuple(input_scale.shape)) == input_shape
     assert tensors["lm_head.weight"].dtype is torch.bfloat16
     assert tensors["model.norm.weight"].dtype is torch.bfloat16
 
@@ -78,30 +78,30 @@ def test_stored_directory_serves_what_the_recipe_gives_on_the_fly(
     scaling = state_for(source, recipe).recipe
     scales = tmp_path / "out" / "scales.safetensors" if as_delayed(scaling) else None
     with torch.no_grad():
-        stored = all_logits(load_servable(tmp_path / "out"), IDS)
+        actual = all_logits(load_servable(tmp_path / "out"), IDS)
         fly = all_logits(load_servable(source, scaling, scales=scales), IDS)
-    torch.testing.assert_close(stored, fly, rtol=0, atol=0)
+    torch.testing.assert_close(actual, fly, rtol=0, atol=0)
 
 
 def test_scales_dequantize_in_files_and_quantize_in_ours(model_dir: ModelDir, tmp_path: Path) -> None:
-    given = state_for(model_dir("llama"))
-    write_calibrated(tmp_path / "out", model_dir("llama"), given)
+    state = state_for(model_dir("llama"))
+    write_calibrated(tmp_path / "out", model_dir("llama"), state)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ours = load_file(tmp_path / "out" / "scales.safetensors")
     for role in ("input", "weight"):
-        scale = given.tensors[f"{LINEAR}.{role}"].scale
+        scale = state.tensors[f"{LINEAR}.{role}"].scale
         torch.testing.assert_close(tensors[f"{LINEAR}.{role}_scale"], scale.reciprocal().reshape(1), rtol=0, atol=0)
         torch.testing.assert_close(ours[f"{LINEAR}.{role}.scale"], scale, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "fp8", "modelopt"])
 def test_without_the_sidecar_the_same_scales_are_served(format_: str, model_dir: ModelDir, tmp_path: Path) -> None:
-    given = state_for(model_dir("llama"))
+    state = state_for(model_dir("llama"))
     for i, entry in enumerate(
-        given.tensors.values()
+        state.tensors.values()
     ):  # a third of the scales are no exact reciprocal of an FP32 number
         entry.scale.fill_(1.4 + 0.037 * i)
-    write_calibrated(tmp_path / "out", model_dir("llama"), given, format=format_)
+    write_calibrated(tmp_path / "out", model_dir("llama"), state, format=format_)
     served = [m.input_scale for m in load_servable(tmp_path / "out").modules() if isinstance(m, FrozenLinear)]
     (tmp_path / "out" / "scales.safetensors").unlink()
     alone = [m.input_scale for m in load_servable(tmp_path / "out").modules() if isinstance(m, FrozenLinear)]
@@ -171,10 +171,10 @@ def test_what_a_format_cannot_express_is_refused_before_writing(
 
 
 def test_missing_scale_is_refused_before_writing(model_dir: ModelDir, tmp_path: Path) -> None:
-    given = state_for(model_dir("llama"))
-    del given.tensors[f"{LINEAR}.input"]
+    state = state_for(model_dir("llama"))
+    del state.tensors[f"{LINEAR}.input"]
     with pytest.raises(ScalesError, match=r"up_proj\.input was never observed"):
-        write_calibrated(tmp_path / "out", model_dir("llama"), given)
+        write_calibrated(tmp_path / "out", model_dir("llama"), state)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,14 +283,14 @@ def test_trained_weights_replace_those_of_the_source(model_dir: ModelDir, tmp_pa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
-    given = state_for(source)
-    for key in [k for k in given.tensors if k.endswith(".weight")]:
-        given.tensors[key] = TensorScale(given.tensors[key].scale / 1.25, given.tensors[key].amax_history)
-    write_calibrated(tmp_path / "out", source, given, weights=dict(model.named_parameters()))
-    written = open_checkpoint(tmp_path / "out")
-    torch.testing.assert_close(written["model.norm.weight"], model.model.norm.weight.detach().bfloat16())
+    state = state_for(source)
+    for key in [k for k in state.tensors if k.endswith(".weight")]:
+        state.tensors[key] = TensorScale(state.tensors[key].scale / 1.25, state.tensors[key].amax_history)
+    write_calibrated(tmp_path / "out", source, state, weights=dict(model.named_parameters()))
+    checkpoint = open_checkpoint(tmp_path / "out")
+    torch.testing.assert_close(checkpoint["model.norm.weight"], model.model.norm.weight.detach().bfloat16())
     torch.testing.assert_close(
-        written[f"{LINEAR}.weight"], model.get_parameter(f"{LINEAR}.weight").detach(), rtol=2**-4, atol=1e-3
+        checkpoint[f"{LINEAR}.weight"], model.get_parameter(f"{LINEAR}.weight").detach(), rtol=2**-4, atol=1e-3
     )
     assert load_servable(tmp_path / "out").lm_head.weight is not None
     with pytest.raises(ScalesError, match="another model"):

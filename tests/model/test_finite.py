@@ -18,8 +18,8 @@ def values(dtype: torch.dtype) -> torch.Tensor:
         every = torch.arange(256, dtype=torch.uint8).view(dtype)
         return every[every.float().isfinite()]
     info = torch.finfo(dtype)
-    found = torch.tensor([0.0, 1.0, info.max, info.tiny, info.smallest_normal / 2], dtype=torch.float64).to(dtype)
-    return torch.cat([found, -found])
+    numbers = torch.tensor([0.0, 1.0, info.max, info.tiny, info.smallest_normal / 2], dtype=torch.float64).to(dtype)
+    return torch.cat([numbers, -numbers])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

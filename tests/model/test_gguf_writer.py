@@ -91,9 +91,9 @@ def test_experts_are_stacked_and_routers_stay_in_fp32(model_dir: ModelDir, tmp_p
     tensors, weights = GgufFile(tmp_path / "m.gguf").tensors, open_checkpoint(model_dir("qwen3-moe"))
     router, stack = tensors["blk.0.ffn_gate_inp.weight"], tensors["blk.0.ffn_gate_exps.weight"]
     assert (router.tensor_type, stack.tensor_type) == (Type.F32, Type.Q8_0)
-    stored = gguf.dequantize(stack.data, Type.Q8_0)
-    assert len(stored) == 7
-    for expert, values in enumerate(stored):
+    experts = gguf.dequantize(stack.data, Type.Q8_0)
+    assert len(experts) == 7
+    for expert, values in enumerate(experts):
         weight = weights[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"].float().numpy()
         assert np.abs(values - weight).max() <= np.abs(weight).max() / 127
     assert np.array_equal(router.data, weights["model.layers.0.mlp.gate.weight"].float().numpy())

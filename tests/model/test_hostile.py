@@ -83,10 +83,10 @@ def use_model(directory: Path) -> None:
 
 def schemes(directory: Path, document: dict[str, Any]) -> None:
     """Parses the quantization of every layer from the configuration alone."""
-    found = read_quantization(directory, document)
+    quantization = read_quantization(directory, document)
     for layer in range(4):
-        if found is not None:
-            found.require_scheme(f"model.layers.{layer}.self_attn.q_proj")
+        if quantization is not None:
+            quantization.require_scheme(f"model.layers.{layer}.self_attn.q_proj")
 
 
 def read_small_files(directory: Path) -> None:
@@ -234,8 +234,8 @@ def test_wrong_values_of_every_key_of_an_index(damaged_copy: Callable[[str], Pat
     for place in some:
         for value in [*WRONG, "../model-1.safetensors", "/dev/zero", "\0.safetensors", "none.safetensors"]:
             path.write_text(json.dumps(replaced(index, place, value)))
-            said = outcome(lambda: open_checkpoint(directory), f"{place} = {value!r:.60}")
-            assert said is not None or place[0] == "metadata"
+            message = outcome(lambda: open_checkpoint(directory), f"{place} = {value!r:.60}")
+            assert message is not None or place[0] == "metadata"
 
 
 NAMES = (*EXTRA, "config.json", "tokenizer.json", "chat_template.jinja", "hf_quant_config.json", "scales.safetensors",
@@ -253,8 +253,8 @@ def test_files_that_are_no_json_object(name: str, damaged_copy: Callable[[str], 
         (directory / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     for whole in WHOLE:
         (directory / name).write_bytes(whole.encode("utf-8", "surrogateescape"))
-        said = outcome(lambda: use_model(directory), f"{name}: {whole[:20]!r}")
-        assert said is not None or whole == "\ufeff{}"  # a byte-order mark is allowed
+        message = outcome(lambda: use_model(directory), f"{name}: {whole[:20]!r}")
+        assert message is not None or whole == "\ufeff{}"  # a byte-order mark is allowed
 
 
 def fifo(path: Path) -> None:
@@ -303,10 +303,10 @@ def test_special_files_in_a_model_directory(
         (model / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
     (model / name).unlink(missing_ok=True)
     make(model / name)
-    said = outcome(lambda: use_model(model), name)
+    message = outcome(lambda: use_model(model), name)
     if (make, name) != (nothing, "chat_template.jinja"):  # an empty template is valid
-        assert said is not None
-        assert name in said
+        assert message is not None
+        assert name in message
 
 
 @pytest.mark.smoke

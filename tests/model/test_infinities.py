@@ -35,8 +35,8 @@ def test_infinity_is_read_as_a_number(text: str, expected: Any, tmp_path: Path) 
 
 
 def test_nan_is_read_and_written() -> None:
-    written = json.dumps(encode_nonfinite({"key": [math.nan, 1.0, "NaN"]}), allow_nan=False)
-    assert written == '{"key": [{"__float__": "NaN"}, 1.0, "NaN"]}'
+    text = json.dumps(encode_nonfinite({"key": [math.nan, 1.0, "NaN"]}), allow_nan=False)
+    assert text == '{"key": [{"__float__": "NaN"}, 1.0, "NaN"]}'
 
 
 def test_infinity_is_written_as_transformers_does(tmp_path: Path) -> None:

@@ -50,12 +50,15 @@ def test_a_model_shows_both_directions(calibrated: Path) -> None:
 
 
 def test_an_unknown_architecture_shows_the_same_scales(calibrated: Path) -> None:
-    known = inspect(calibrated)
+    original_report = inspect(calibrated)
     rename_architecture(calibrated)
     report = inspect(calibrated)
     assert report["holds"] == "a model that cannot be loaded here"
     assert "OtherForCausalLM" in report["problem"]
-    values = [{key: (s["tensor"], s["largest"], s["history"]) for key, s in rows(r).items()} for r in (known, report)]
+    values = [
+        {key: (s["tensor"], s["largest"], s["history"]) for key, s in rows(r).items()}
+        for r in (original_report, report)
+    ]
     assert values[0] == values[1]
 
 

@@ -50,9 +50,9 @@ def loads(folder: Path) -> bool:
 
 def agrees(folder: Path) -> bool:
     """Asserts that the status of `inspect` says whether the model loads. Returns whether it loads."""
-    found = loads(folder)
-    assert main(["inspect", str(folder)]) == (0 if found else 1)
-    return found
+    is_loadable = loads(folder)
+    assert main(["inspect", str(folder)]) == (0 if is_loadable else 1)
+    return is_loadable
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -172,8 +172,8 @@ UNUSABLE = {
 
 def with_cache(scales: Cache, folder: Path) -> Path:
     draft = drafts.static()
-    kept = {key: tensor for key, tensor in draft.tensors.items() if not key.endswith(("k_scale", "v_scale"))}
-    Draft(kept | scales, draft.config).write(folder)
+    tensors = {key: tensor for key, tensor in draft.tensors.items() if not key.endswith(("k_scale", "v_scale"))}
+    Draft(tensors | scales, draft.config).write(folder)
     write_tokenizer(folder)
     return folder
 

@@ -302,11 +302,11 @@ def test_groups_claim_layers_by_class_pattern_and_name() -> None:
     config = quantization("ct-static")
     group = config["config_groups"]["group_0"]
     config["config_groups"] = {"a": group | {"targets": ["re:.*mlp.*"]}, "b": group | {"targets": ["lm_head"]}}
-    found = read_quantization(Path("."), {"quantization_config": config})
-    assert found is not None
-    assert found.require_scheme(LINEAR).input_spec == interop.STATIC
+    result = read_quantization(Path("."), {"quantization_config": config})
+    assert result is not None
+    assert result.require_scheme(LINEAR).input_spec == interop.STATIC
     with pytest.raises(ModelError, match="no group for it"):
-        found.require_scheme("model.layers.0.self_attn.q_proj")
+        result.require_scheme("model.layers.0.self_attn.q_proj")
 
 
 def test_classify_leaves_parameters_alone() -> None:
@@ -332,9 +332,9 @@ def test_opening_reads_no_weight(model_dir: ModelDir, tmp_path: Path) -> None:
 
 def test_quantizing_scales_are_restored_exactly() -> None:
     scales = [*(torch.rand(500, generator=torch.Generator().manual_seed(0)) * 1000), torch.tensor(8e37)]
-    stored = [interop.to_dequantizing_scale(scale) for scale in scales]
-    assert any(note is not None for _, note in stored)  # 1 / (1 / s) may differ from s
-    for scale, (value, note) in zip(scales, stored, strict=True):
+    pairs = [interop.to_dequantizing_scale(scale) for scale in scales]
+    assert any(note is not None for _, note in pairs)  # 1 / (1 / s) may differ from s
+    for scale, (value, note) in zip(scales, pairs, strict=True):
         assert torch.equal(value, scale.reciprocal())
         assert torch.equal(interop.to_quantizing_scale("x", value.reshape(1), note), scale)
 

@@ -35,7 +35,7 @@ def test_the_softmax_scale_includes_the_yarn_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63 where an even number"),
         ({"kv_lora_rank": 0}, "kv_lora_rank is 0 where a positive whole number"),
@@ -46,8 +46,8 @@ def test_the_softmax_scale_includes_the_yarn_factor() -> None:
         ({"head_dim": 128}, "head_dim is 128 where 64 was expected"),
     ],
 )
-def test_invalid_sizes_are_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_invalid_sizes_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         parse_config(V3 | change)
 
 
@@ -61,8 +61,8 @@ def test_the_cache_holds_latent_vectors_and_answers_do_not_depend_on_the_batch(k
     runner = together.loaded.runner
     assert runner.k_cache.data_ptr() == runner.v_cache.data_ptr()
     alone = Engine(tmp_path, recipe="bf16", max_num_seqs=1, max_batch_tokens=256)
-    found = [done.token_ids for done in together.generate(prompts, **how)]
-    assert found == [alone.generate([prompt], **how)[0].token_ids for prompt in prompts]
+    tokens = [completion.token_ids for completion in together.generate(prompts, **how)]
+    assert tokens == [alone.generate([prompt], **how)[0].token_ids for prompt in prompts]
 
 
 def test_official_fp8_blocks_are_read_and_kv_b_proj_is_dequantized(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_multi_token_prediction_layers_are_omitted_and_named(tmp_path: Path) -> 
     make_model("deepseek-v3", tmp_path)
     behind = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.zeros(64)}
     rewrite(tmp_path, behind, num_nextn_predict_layers=1)
-    found = open_checkpoint(tmp_path)
-    assert found.omitted_modules == ("model.layers.3",)
-    assert not any(name.startswith("model.layers.3.") for name in found)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.omitted_modules == ("model.layers.3",)
+    assert not any(name.startswith("model.layers.3.") for name in checkpoint)
     rewrite(tmp_path, {"model.layers.4.enorm.weight": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"model\.layers\.4\.enorm\.weight, which .* does not have"):
         open_checkpoint(tmp_path)

@@ -86,12 +86,12 @@ def test_the_row_whose_conversation_exceeds_a_limit_is_named(tmp_path: Path) -> 
     write_tokenizer(tmp_path, template=EXCEEDS_MEMORY_FOR_BAD_MESSAGES)
     rows = [ChatExample(tuple(CHAT[2:]), f"d:{i}") for i in range(9)]
     rows[5] = ChatExample(({"role": "user", "content": "bad"}, CHAT[3]), "d:5")
-    done = tokenize_all(rows, Tokenizer.from_dir(tmp_path))
-    assert len([next(done) for _ in range(5)]) == 5
+    tokenized = tokenize_all(rows, Tokenizer.from_dir(tmp_path))
+    assert len([next(tokenized) for _ in range(5)]) == 5
     with pytest.raises(
         DataError, match=r"^d:5 cannot be tokenized: The model's chat template exceeds its memory limit"
     ):
-        next(done)
+        next(tokenized)
 
 
 def test_a_template_that_exceeded_a_limit_is_not_run_again() -> None:

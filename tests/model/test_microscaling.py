@@ -45,14 +45,14 @@ def exponents(weight: Tensor, largest: float) -> Tensor:
 
 def quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes or packed nibbles, exponents, what they stand for): written independently of the product."""
-    found = exponents(weight, 448 if bits == 8 else 6)
-    powers = torch.exp2(found.float() - 127).repeat_interleave(32, -1)
+    scales = exponents(weight, 448 if bits == 8 else 6)
+    powers = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
     if bits == 8:
         codes = (weight / powers).to(torch.float8_e4m3fn)
-        return codes, found, codes.float() * powers
+        return codes, scales, codes.float() * powers
     grid = torch.tensor([*E2M1, *(-v for v in E2M1)])
     nibbles = ((weight / powers).unsqueeze(-1) - grid).abs().argmin(-1).to(torch.uint8)
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), found, grid[nibbles.long()] * powers
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales, grid[nibbles.long()] * powers
 
 
 def write_mx(out: Path, bits: int, quantization: dict[str, Any], scale: str, as_e8m0: bool) -> dict[str, Tensor]:
@@ -224,10 +224,10 @@ def test_what_is_written_is_what_is_served(format_: str, tmp_path: Path) -> None
     """The directory has the codes and scales that serving with the recipe computes, and converts without a change."""
     make_model("llama", tmp_path / "m", overrides={"hidden_size": 128, "intermediate_size": 256})
     write_calibrated(tmp_path / "out", tmp_path / "m", ScalingCheckpoint(MXFP8BlockScaling(), {}), format=format_)
-    stored, cast = load_servable(tmp_path / "out"), load_servable(tmp_path / "m", MXFP8BlockScaling())
+    served, cast = load_servable(tmp_path / "out"), load_servable(tmp_path / "m", MXFP8BlockScaling())
     for name, module in cast.named_modules():
         if isinstance(module, FrozenLinear):
-            other = stored.get_submodule(name)
+            other = served.get_submodule(name)
             assert isinstance(other, FrozenLinear)
             assert other.input_spec == module.input_spec == MXFP8
             for tensor in ("weight_q", "weight_scale_inv"):

@@ -141,11 +141,11 @@ def test_a_link_swapped_in_while_files_are_opened_is_never_followed(model: Path,
     try:
         while refused < 20:
             try:
-                read = content(open_member(model / "file"))
+                data = content(open_member(model / "file"))
             except ModelError:
                 refused += 1
             else:
-                assert read == b"innocent"
+                assert data == b"innocent"
     finally:
         stop.set()
         swapper.join()
@@ -181,17 +181,17 @@ def test_every_reader_refuses_a_link_to_a_file_that_it_could_read(name: str, mod
 
 
 @pytest.mark.parametrize(
-    "read",
+    "operation",
     [lambda d: estimate_weight_memory(d, "stored"), require_finite, model_digest],
     ids=["resident", "finite", "digest"],
 )
 def test_programs_that_only_look_at_weights_refuse_links_too(
-    read: Callable[[Path], object], model: Path, tmp_path: Path
+    operation: Callable[[Path], object], model: Path, tmp_path: Path
 ) -> None:
     (model / "model.safetensors").rename(tmp_path / "outside")
     (model / "model.safetensors").symlink_to(tmp_path / "outside")
     with pytest.raises(ModelError, match="link to a file outside"):
-        read(model)
+        operation(model)
 
 
 def test_a_pooling_folder_that_is_a_link_is_refused(model: Path, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def test_truncated_text_ends_at_a_token_boundary(folder: Path) -> None:
 
 def test_the_instructions_of_a_reranking_prompt_are_not_truncated(folder: Path) -> None:
     tokenizer, around = Tokenizer.from_dir(folder), ("xx", "y", "zz")
-    asked = TextRequest("qq", "d" * 5000, 14, None, around)
-    assert encode_text(tokenizer, asked)[0] == tokenizer.encode("xxqqyddddd" + "zz")
+    request = TextRequest("qq", "d" * 5000, 14, None, around)
+    assert encode_text(tokenizer, request)[0] == tokenizer.encode("xxqqyddddd" + "zz")
     assert encode_text(tokenizer, TextRequest("qq", "d" * 50, None, 3, around))[0] == tokenizer.encode("xxqqydddzz")
     cut = encode_text(tokenizer, TextRequest("q" * 50, "d", 14, None, around))[0]
     assert cut == tokenizer.encode("xx" + "q" * 50 + "yzz")

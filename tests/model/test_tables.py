@@ -99,9 +99,9 @@ def test_an_array_is_read_element_by_element(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_is_bounded(name: str, content: str, tmp_path: Path) -> None:
-    read = read_examples([write(tmp_path / name, content)], DataLimits(row_bytes=1000))
+    examples = read_examples([write(tmp_path / name, content)], DataLimits(row_bytes=1000))
     with pytest.raises(DataError, match=r":\d+ is a row of more than 1000 bytes, the limit for one row"):
-        list(read)
+        list(examples)
 
 
 def test_many_columns_cost_short_rows_nothing(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def byte_level(normalizer: object = None, without: str = "", use_regex: bool = T
 
 def sentencepiece(unknown: bool = False) -> tokenizers.Tokenizer:
     """A BPE of characters with byte fallback, like those of Llama 2 and Mistral."""
-    known = ["<unk>", *([] if unknown else BYTE_TOKENS), "▁", "a", "b", "ab", "▁▁"]
-    vocab = {token: i for i, token in enumerate(known)}
+    tokens = ["<unk>", *([] if unknown else BYTE_TOKENS), "▁", "a", "b", "ab", "▁▁"]
+    vocab = {token: i for i, token in enumerate(tokens)}
     model = models.BPE(
         vocab=vocab, merges=[("a", "b"), ("▁", "▁")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
     )

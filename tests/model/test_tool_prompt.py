@@ -27,10 +27,10 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
 
 
 def test_tools_follow_the_text_of_the_system_message() -> None:
-    said = [{"role": "system", "content": "Be brief."}, *TALK[:1]]
-    text = ChatTemplate(PLAIN, {}).render(said, variables={"tools": TOOLS})
+    messages = [{"role": "system", "content": "Be brief."}, *TALK[:1]]
+    text = ChatTemplate(PLAIN, {}).render(messages, variables={"tools": TOOLS})
     assert text.startswith("<system>Be brief.\n\n# Tools")
-    assert said[0]["content"] == "Be brief."
+    assert messages[0]["content"] == "Be brief."
 
 
 def test_a_template_that_knows_calls_writes_them_itself() -> None:

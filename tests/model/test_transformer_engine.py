@@ -114,7 +114,7 @@ def pickled(**options: Any) -> torch.Tensor:
     return as_state(pickle.dumps(payload(**options)))
 
 
-def saved(**options: Any) -> torch.Tensor:
+def state_of_version_1(**options: Any) -> torch.Tensor:
     """As 1.x wrote it: a file of torch.save, without a recipe."""
     stream = io.BytesIO()
     torch.save(payload(**{"recipe": ..., **options}), stream)
@@ -122,17 +122,17 @@ def saved(**options: Any) -> torch.Tensor:
 
 
 def read(state: torch.Tensor) -> te.ModuleState:
-    found = te.read_module(state)
-    assert found is not None
-    return found
+    module = te.read_module(state)
+    assert module is not None
+    return module
 
 
 @pytest.mark.parametrize("protocol", range(3, 6))
 def test_the_state_of_a_module_is_read_exactly(protocol: int) -> None:
     value = payload()
-    found = read(as_state(pickle.dumps(value, protocol=protocol)))
-    assert found.recipe == DelayedScaling(margin=1, amax_history_len=N)
-    (tensors,) = found.tensors
+    module = read(as_state(pickle.dumps(value, protocol=protocol)))
+    assert module.recipe == DelayedScaling(margin=1, amax_history_len=N)
+    (tensors,) = module.tensors
     for role, part, column in (("input", "fwd", 0), ("weight", "fwd", 1), ("grad_output", "bwd", 0)):
         assert torch.equal(tensors[role].scale, value[f"scale_{part}"][column])
         history = tensors[role].amax_history
@@ -142,9 +142,9 @@ def test_the_state_of_a_module_is_read_exactly(protocol: int) -> None:
 
 def test_the_format_of_version_1_is_read() -> None:
     scale = torch.tensor([2.0, 4.0, 8.0])
-    found = read(saved(scale_fwd=scale, scale_inv_fwd=1 / scale, scale_inv_bwd=torch.ones(2)))
-    assert found.recipe == DelayedScaling(amax_history_len=N)
-    assert [float(found.tensors[0][r].scale) for r in ("input", "weight")] == [2.0, 4.0]
+    module = read(state_of_version_1(scale_fwd=scale, scale_inv_fwd=1 / scale, scale_inv_bwd=torch.ones(2)))
+    assert module.recipe == DelayedScaling(amax_history_len=N)
+    assert [float(module.tensors[0][r].scale) for r in ("input", "weight")] == [2.0, 4.0]
 
 
 def test_the_second_gemm_of_a_module() -> None:
@@ -353,8 +353,8 @@ def test_hostile_payloads_are_refused_and_do_nothing(monkeypatch: pytest.MonkeyP
     cases = hostile()
     assert len(cases) > 50
     for name, data in cases.items():
-        said = refusal(data)
-        assert re.fullmatch(r"P\._extra_state cannot be imported: .{10,300}\.", said), f"{name}: {said}"
+        message = refusal(data)
+        assert re.fullmatch(r"P\._extra_state cannot be imported: .{10,300}\.", message), f"{name}: {message}"
     assert not hasattr(sys, "harmed")
 
 
@@ -369,8 +369,8 @@ def test_pickle_runs_the_hostile_payloads(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_unknown_callables_are_not_run() -> None:
     """A callable that the reader does not know is only recorded by its name."""
-    found = read(pickled(unknown=Harm(builtins.exec, "raise SystemExit")))
-    assert len(found.tensors) == 1
+    module = read(pickled(unknown=Harm(builtins.exec, "raise SystemExit")))
+    assert len(module.tensors) == 1
 
 
 @pytest.mark.parametrize(
@@ -438,19 +438,19 @@ def test_fused_projections_share_their_scales() -> None:
         "decoder.layers.0.self_attention.linear_qkv._extra_state": pickled(),
         "decoder.layers.0.core._extra_state": as_state(b""),
     }
-    found = te.import_states(states)
-    assert set(found.tensors) == {
+    result = te.import_states(states)
+    assert set(result.tensors) == {
         f"model.layers.0.self_attn.{p}_proj.{r}" for p in "qkv" for r in ("input", "weight", "grad_output")
     }
-    assert len({float(e.scale) for k, e in found.tensors.items() if k.endswith("weight")}) == 1
+    assert len({float(e.scale) for k, e in result.tensors.items() if k.endswith("weight")}) == 1
 
 
 def test_unknown_modules_need_a_name_or_a_pattern() -> None:
     states = {"a.b._extra_state": pickled(), "c._extra_state": pickled()}
     with pytest.raises(ScalesError, match=r"a\.b is not a module"):
         te.import_states(states)
-    found = te.import_states(states, names={"a.b": [["x"]]}, skip=["c*"])
-    assert set(found.tensors) == {"x.input", "x.weight", "x.grad_output"}
+    result = te.import_states(states, names={"a.b": [["x"]]}, skip=["c*"])
+    assert set(result.tensors) == {"x.input", "x.weight", "x.grad_output"}
     with pytest.raises(ScalesError, match="has 1 GEMMs where its name stands for 2"):
         te.import_states(states, names={"a.b": [["x"], ["y"]]}, skip=["c*"])
     with pytest.raises(ScalesError, match="holds no _extra_state"):
@@ -494,14 +494,14 @@ def test_an_exported_state_is_read_back_exactly(gemms: int) -> None:
 def test_an_export_can_be_unpickled_like_transformer_engine_does() -> None:
     """Its set_extra_state: pickle.loads, then these keys; without a recipe it assumes DelayedScaling()."""
     ours = checkpoint(["P"])
-    found = pickle.loads(te.export_states(ours)["P._extra_state"].numpy().tobytes())
-    assert {k: tuple(v.shape) for k, v in found.items() if k != "extra_fp8_variables"} == {
+    state = pickle.loads(te.export_states(ours)["P._extra_state"].numpy().tobytes())
+    assert {k: tuple(v.shape) for k, v in state.items() if k != "extra_fp8_variables"} == {
         "scale_fwd": (3,), "scale_inv_fwd": (3,), "amax_history_fwd": (N, 3),
         "scale_bwd": (2,), "scale_inv_bwd": (2,), "amax_history_bwd": (N, 2),
     }  # fmt: skip
-    assert found["extra_fp8_variables"]["num_gemms"] == 1
-    assert torch.equal(found["scale_fwd"][1], ours.tensors["P.weight"].scale)
-    assert float(found["scale_fwd"][2]) == 1.0  # the output, which neither project quantizes
+    assert state["extra_fp8_variables"]["num_gemms"] == 1
+    assert torch.equal(state["scale_fwd"][1], ours.tensors["P.weight"].scale)
+    assert float(state["scale_fwd"][2]) == 1.0  # the output, which neither project quantizes
 
 
 def test_scales_that_cannot_be_exported_are_refused() -> None:
@@ -553,12 +553,12 @@ def _mutated(data: bytes, chance: random.Random) -> bytes:
 def test_randomly_damaged_payloads_are_refused_or_harmless(seed: int) -> None:
     """The result is a state with usable scales, None, or one sentence, and never another exception."""
     chance = random.Random(seed)
-    originals = [bytes(state.numpy()) for state in (pickled(), saved(), pickled(gemms=2))]
+    originals = [bytes(state.numpy()) for state in (pickled(), state_of_version_1(), pickled(gemms=2))]
     for _ in range(150):
         data = _mutated(chance.choice(originals), chance)
         try:
-            found = te.read_module(as_state(data))
+            module = te.read_module(as_state(data))
         except ScalesError:
             continue
-        for tensors in found.tensors if found else []:
+        for tensors in module.tensors if module else []:
             assert all(bool(entry.scale.isfinite()) for entry in tensors.values())

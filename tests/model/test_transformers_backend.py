@@ -182,9 +182,9 @@ def test_a_mixture_with_few_active_experts_equals_its_class_in_fp32(tmp_path: Pa
     prompt = torch.randint(3, 256, (1, 60), generator=torch.Generator().manual_seed(1))
     ids = theirs.generate(prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
     expected = theirs(ids).logits[0]
-    found = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), ids[0].tolist())
-    assert torch.equal(found[59:-1, 2:].argmax(-1), expected[59:-1, 2:].argmax(-1))
-    assert float((found - expected).norm() / expected.norm()) < 8 * torch.finfo(torch.float32).eps
+    actual = all_logits(load_servable(tmp_path, "bf16", dtype=torch.float32), ids[0].tolist())
+    assert torch.equal(actual[59:-1, 2:].argmax(-1), expected[59:-1, 2:].argmax(-1))
+    assert float((actual - expected).norm() / expected.norm()) < 8 * torch.finfo(torch.float32).eps
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +212,8 @@ def test_files_under_older_names_and_without_the_head_are_read(tmp_path: Path) -
     bare = {name.removeprefix("gpt_neox."): tensor for name, tensor in tensors.items()}
     bare["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)  # of old files
     save_file(bare, tmp_path / "model.safetensors")
-    found = open_checkpoint(tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in before.items())
 
 
 def test_an_unknown_tensor_is_refused(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_an_answer_does_not_depend_on_its_neighbours(name: str, recipe: str, tmp
     together = Engine(tmp_path, recipe=recipe, max_batch_tokens=64).generate(prompts, **options)
     engine = Engine(tmp_path, recipe=recipe)
     alone = [engine.generate([prompt], **options)[0] for prompt in prompts]
-    assert [done.token_ids for done in together] == [done.token_ids for done in alone]
-    assert [done.logprobs for done in together] == [done.logprobs for done in alone]
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+    assert [completion.logprobs for completion in together] == [completion.logprobs for completion in alone]
 
 
 def test_it_is_said_who_computes(

@@ -51,8 +51,8 @@ def layers(model: nn.Module) -> dict[str, Linear]:
 
 def logits(model: Any, recipe: Recipe) -> Tensor:
     with torch.no_grad(), autocast(recipe=recipe):
-        found: Tensor = model(input_ids=IDS[:1]).logits[0].float()
-    return found
+        output: Tensor = model(input_ids=IDS[:1]).logits[0].float()
+    return output
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_a_diverged_model_is_refused(name: str, value: float, tmp_path: Path) ->
 def test_amax_histories_of_training_are_exported(tmp_path: Path) -> None:
     model = trained(tmp_path)
     fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
-    kept = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
+    scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
     live = {f"{n}.{kind}": s for n, layer in layers(model).items() for kind, s in layer.scaling.items()}
-    assert kept.recipe == RECIPE
-    assert kept.tensors.keys() == live.keys()
-    for key, entry in kept.tensors.items():
+    assert scales.recipe == RECIPE
+    assert scales.tensors.keys() == live.keys()
+    for key, entry in scales.tensors.items():
         assert entry.amax_history is not None
         assert torch.equal(entry.scale, live[key].scale)
         assert torch.equal(entry.amax_history, live[key].amax_history)
-    assert kept.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 3
+    assert scales.observations["tensors"]["model.layers.0.mlp.up_proj.input"] == 3
 
 
 def test_the_product_serves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +142,8 @@ def test_layers_trained_in_high_precision_are_served_in_high_precision(recipe: R
     model = trained(tmp_path, recipe=recipe)
     fp8serve.export(model, tmp_path / "out", recipe=recipe)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    found = load_trainable(tmp_path / "out", dtype=torch.bfloat16)
-    assert torch.equal(found.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
+    served = load_trainable(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(served.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch's tracer
@@ -172,8 +172,8 @@ def test_a_data_parallel_model_is_exported(tmp_path: Path) -> None:
 def test_the_tokenizer_comes_from_where_the_caller_says(how: str, tmp_path: Path) -> None:
     model = trained(tmp_path)
     tokenizer = write_tokenizer(tmp_path / "elsewhere", template="{{ messages[0]['content'] }}")
-    given = tokenizer if how == "object" else tmp_path / "elsewhere"
-    fp8serve.export(model, tmp_path / "out", recipe=RECIPE, tokenizer=given)
+    source = tokenizer if how == "object" else tmp_path / "elsewhere"
+    fp8serve.export(model, tmp_path / "out", recipe=RECIPE, tokenizer=source)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.chat_template == "{{ messages[0]['content'] }}"
 
@@ -225,8 +225,8 @@ def test_what_is_staged_is_not_exported(tmp_path: Path) -> None:
     with autocast(recipe=RECIPE):
         model(input_ids=IDS)
         fp8serve.export(model, tmp_path / "out", recipe=RECIPE)
-    kept = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
-    assert all(e.amax_history is not None and e.amax_history[0] == 0 for e in kept.tensors.values())
+    scales = load_scales(tmp_path / "out" / "scales.safetensors", tmp_path / "out")
+    assert all(e.amax_history is not None and e.amax_history[0] == 0 for e in scales.tensors.values())
 
 
 def test_a_converted_head_is_announced(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_our_readers_pass_over_the_states_of_training(tmp_path: Path) -> None:
     model = trained(tmp_path)
     model.save_pretrained(tmp_path / "saved")
     assert "model.layers.0.mlp.up_proj.input.scale" in load_file(tmp_path / "saved" / "model.safetensors")
-    found = load_trainable(tmp_path / "saved", dtype=torch.bfloat16)
-    assert torch.equal(found.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
+    loaded = load_trainable(tmp_path / "saved", dtype=torch.bfloat16)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, index]
     load_servable(tmp_path / "saved", recipe=Float8CurrentScaling())
 
 

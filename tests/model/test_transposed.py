@@ -39,9 +39,9 @@ def test_the_published_file_is_read(gpt2: Path, tmp_path: Path) -> None:
     masks = {"h.0.attn.bias": torch.ones(1, 1, 256, 256), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     (tmp_path / "config.json").write_text((gpt2 / "config.json").read_text())
     save_file(tensors | masks, tmp_path / "model.safetensors")
-    found = open_checkpoint(tmp_path)
-    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in expected.items()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    checkpoint = open_checkpoint(tmp_path)
+    assert {name: t.shape for name, t in checkpoint.items()} == {name: t.shape for name, t in expected.items()}
+    assert all(torch.equal(checkpoint[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_head_that_differs_from_the_tied_embedding_is_refused(gpt2: Path, tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_head_that_differs_from_the_tied_embedding_is_refused(gpt2: Path, tmp_
 @pytest.mark.parametrize("recipe", ["rowwise", "block"])
 def test_row_and_block_scales_are_transposed_with_their_weight(recipe: str, gpt2: Path, tmp_path: Path) -> None:
     calibrate(gpt2, out=tmp_path / "out", recipe=from_name(recipe), **SAMPLES)
-    stored = load_file(tmp_path / "out/model.safetensors")
-    assert stored[f"{LINEAR}.weight"].shape == (64, 96)
-    assert stored[f"{LINEAR}.weight_scale"].shape == ((1, 96) if recipe == "rowwise" else (1, 1))
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert tensors[f"{LINEAR}.weight"].shape == (64, 96)
+    assert tensors[f"{LINEAR}.weight_scale"].shape == ((1, 96) if recipe == "rowwise" else (1, 1))
     now = load_servable(gpt2, from_name(recipe))
     assert torch.equal(all_logits(load_servable(tmp_path / "out"), IDS), all_logits(now, IDS))
     assert verify(tmp_path / "out") == []

@@ -73,7 +73,7 @@ GOOD: dict[str, Callable[[], Draft]] = {
     "compressed-tensors, static": drafts.static,
     "compressed-tensors, static in FP32": lambda: drafts.fp8("ct-static", inputs="input_scale"),
     "compressed-tensors, per channel and token": drafts.rows,
-    "compressed-tensors, blocks": lambda: drafts.fp8("ct-block", "block", stored=lambda s: s.bfloat16()),
+    "compressed-tensors, blocks": lambda: drafts.fp8("ct-block", "block", convert_scale=lambda s: s.bfloat16()),
     "compressed-tensors, weights alone": lambda: drafts.fp8("ct-weights", "row"),
     "fp8, static as vLLM reads it": lambda: drafts.fp8("fp8-static", inputs="input_scale"),
     "fp8, static as transformers reads it": lambda: drafts.fp8(
@@ -86,9 +86,9 @@ GOOD: dict[str, Callable[[], Draft]] = {
     ),
     "fp8, blocks with scales in BF16": lambda: drafts.fp8("fp8-block", "block", "weight_scale_inv", Tensor.bfloat16),
     "ModelOpt": lambda: drafts.fp8("modelopt", inputs="input_scale", cache="{}_proj.{}_scale"),
-    "ModelOpt, per channel": lambda: drafts.fp8("modelopt-channel", "row", stored=lambda s: s.reshape(-1)),
+    "ModelOpt, per channel": lambda: drafts.fp8("modelopt-channel", "row", convert_scale=lambda s: s.reshape(-1)),
     "ModelOpt, blocks": lambda: drafts.fp8(
-        "modelopt-block", "block", stored=lambda s: s.reshape(len(s), 1, s.shape[1], 1)
+        "modelopt-block", "block", convert_scale=lambda s: s.reshape(len(s), 1, s.shape[1], 1)
     ),
     "fbgemm": lambda: drafts.fp8({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "row"),
     "torchao, per row": lambda: drafts.fp8("fp8-dynamic", "row"),
@@ -492,9 +492,9 @@ def test_the_exit_status_tells_good_checkpoints_from_bad(tmp_path: Path, capsys:
     assert f"error, zero: {UP}.input_scale holds zero, 1 of 1; quantize or calibrate the model again." in printed.out
     assert "1 error that would make outputs wrong" in printed.err
     assert main(["verify", str(bad), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["good"]
-    assert found["findings"][0]["tensor"] == f"{UP}.input_scale"
+    report = json.loads(capsys.readouterr().out)
+    assert not report["good"]
+    assert report["findings"][0]["tensor"] == f"{UP}.input_scale"
 
 
 def test_warnings_alone_do_not_change_the_exit_status(tmp_path: Path) -> None:

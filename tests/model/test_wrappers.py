@@ -89,8 +89,8 @@ def test_logits_equal_those_of_the_whole_model_on_text(kind: str, tied: bool, sp
     rewrite(tmp_path, lambda tensors: {rename(key): tensor for key, tensor in tensors.items()})
     model = load_servable(tmp_path, "bf16")
     with torch.no_grad():
-        found, expected = all_logits(model, IDS), theirs(torch.tensor([IDS])).logits[0].float()
-    assert (found - expected).square().mean().sqrt() < 8 * torch.finfo(torch.bfloat16).eps * expected.std()
+        actual, expected = all_logits(model, IDS), theirs(torch.tensor([IDS])).logits[0].float()
+    assert (actual - expected).square().mean().sqrt() < 8 * torch.finfo(torch.bfloat16).eps * expected.std()
     assert model.config.tie_word_embeddings == tied
     assert model.config.model_type == kind
     assert open_checkpoint(tmp_path).omitted_modules == ("multi_modal_projector", "vision_tower")
@@ -105,15 +105,15 @@ def test_omitted_parts_are_named(tmp_path: Path) -> None:
 
 def quantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Quantizes like Mistral's static FP8 releases: BF16 scales per tensor, by transformers' names."""
-    done: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        done[key] = tensor
+        result[key] = tensor
         if key.startswith("language_model.model.layers") and key.endswith("proj.weight"):
             scale_inv = (tensor.abs().max().float() / 448).bfloat16()
-            done[key] = ops.quantize(tensor, scale=scale_inv.float().reciprocal())[0]
-            done[key.replace(".weight", ".weight_scale_inv")] = scale_inv
-            done[key.replace(".weight", ".activation_scale")] = torch.tensor(0.03125 + len(done) / 4096).bfloat16()
-    return done
+            result[key] = ops.quantize(tensor, scale=scale_inv.float().reciprocal())[0]
+            result[key.replace(".weight", ".weight_scale_inv")] = scale_inv
+            result[key.replace(".weight", ".activation_scale")] = torch.tensor(0.03125 + len(result) / 4096).bfloat16()
+    return result
 
 
 def make_static(directory: Path) -> None:
@@ -129,15 +129,15 @@ def make_static(directory: Path) -> None:
 
 def test_static_scales_of_the_file_are_used_unchanged(tmp_path: Path) -> None:
     make_static(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     model = load_servable(tmp_path)
     for name in model.linear_names():
         layer, key = model.get_submodule(name), f"language_model.{name}"
         assert isinstance(layer, FrozenLinear)
-        assert torch.equal(layer.weight_q.view(torch.uint8), stored[f"{key}.weight"].view(torch.uint8))
-        assert torch.equal(layer.weight_scale_inv, stored[f"{key}.weight_scale_inv"].float())
+        assert torch.equal(layer.weight_q.view(torch.uint8), tensors[f"{key}.weight"].view(torch.uint8))
+        assert torch.equal(layer.weight_scale_inv, tensors[f"{key}.weight_scale_inv"].float())
         assert layer.input_scale is not None
-        assert torch.equal(layer.input_scale, stored[f"{key}.activation_scale"].float().reciprocal())
+        assert torch.equal(layer.input_scale, tensors[f"{key}.activation_scale"].float().reciprocal())
 
 
 def test_only_the_language_model_is_written(tmp_path: Path) -> None:

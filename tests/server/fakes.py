@@ -128,7 +128,7 @@ class FakeEngine:
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         prompt, params = request.prompt_token_ids, request.params
         decoder = self._tokenizer.stream()
-        text, sent = "", 0
+        text, offset = "", 0
         for i in range(params.max_new_tokens):
             await asyncio.sleep(self.delay)
             if self.gate is not None and request.group and i + 1 == params.max_new_tokens:
@@ -151,13 +151,13 @@ class FakeEngine:
             if self.fail is not None and i == 2:
                 yield RequestOutput(request.request_id, finish_reason="error", error=self.fail)
                 return
-            held = 0 if reason else max(map(len, params.stop), default=0)
+            withheld = 0 if reason else max(map(len, params.stop), default=0)
             delta = (
-                text[sent : max(sent, len(text) - held)]
+                text[offset : max(offset, len(text) - withheld)]
                 if not reason
-                else text[sent:] + ("" if stop_reason else decoder.flush())
+                else text[offset:] + ("" if stop_reason else decoder.flush())
             )
-            sent += len(delta)
+            offset += len(delta)
             of_prompt = None
             if params.prompt_logprobs is not None and i == 0:
                 times = self.surprise * (100 if request.adapter in self.surprised_by else 1)
@@ -283,11 +283,11 @@ class Launcher:
         self.load_seconds = load_seconds
         self.engines: list[FakeEngine] = []
         self.problem: str | None = None
-        self.held: bool | str = False
+        self.paused: bool | str = False
 
     async def __call__(self, source: WeightSource) -> tuple[FakeEngine, TokenizerFacts]:
         await asyncio.sleep(self.load_seconds)
-        while self.held is True or self.held == source.directory.name:
+        while self.paused is True or self.paused == source.directory.name:
             await asyncio.sleep(0.005)
         if (problem := self.problem or self.problems.get(source.directory.name)) is not None:
             raise ModelError(problem)

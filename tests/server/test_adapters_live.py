@@ -68,8 +68,8 @@ def alone(place: Path, adapter: Path | None) -> list[tuple[str, list[float]]]:
         engine.load_adapter("a", adapter)
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0, "logprobs": 0}
     name = None if adapter is None else "a"
-    done = [engine.generate([prompt], adapter=name, **options)[0] for prompt in PROMPTS]
-    return [(one.text, [entry.logprob for entry in one.logprobs or ()]) for one in done]
+    completions = [engine.generate([prompt], adapter=name, **options)[0] for prompt in PROMPTS]
+    return [(one.text, [entry.logprob for entry in one.logprobs or ()]) for one in completions]
 
 
 def test_three_adapters_and_none_answer_at_once_as_each_does_alone(server: Process, place: Path) -> None:

@@ -78,12 +78,12 @@ async def test_a_server_that_served_keeps_its_directory_and_a_failed_start_after
 
 async def test_what_a_client_stored_while_the_model_loaded_stays(start: Start, tmp_path: Path) -> None:
     launcher = failing()
-    launcher.held = True
+    launcher.paused = True
     async with start(launcher, wait=False) as server:
         row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
         files = {"file": ("rows.jsonl", row)}
         answer = await server.client.post("/v1/files", files=files, data={"purpose": "fine-tune"})
-        launcher.held = False
+        launcher.paused = False
         await eventually(server.state.failed.is_set)
     assert answer.status_code == 200
     assert [path.read_bytes() for path in (tmp_path / "data" / "files").iterdir()] == [row]

@@ -75,9 +75,9 @@ def refusal(home: Path, draft: Path) -> str:
     """The standard error of a server that is started with a draft model that it refuses."""
     arguments = ["--recipe", "rowwise", "--port", "0", "--data-dir", str(home / "refused"), "--draft-model", str(draft)]
     command = [sys.executable, "-m", "fp8serve.cli", "serve", str(home / "model"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    return done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False)
+    assert (process.returncode, process.stdout) == (1, "")
+    return process.stderr
 
 
 def test_a_wrong_draft_model_is_one_sentence_before_weights_are_loaded(home: Path, tmp_path: Path) -> None:

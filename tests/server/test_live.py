@@ -150,10 +150,10 @@ def test_scales_are_live(server: Process) -> None:
 @pytest.mark.slow
 def test_fine_tune_activate_and_ask_again(server: Process, client: openai.OpenAI) -> None:
     data = "\n".join(map(json.dumps, ROWS * 4)).encode()
-    stored = client.files.create(file=("rows.jsonl", data), purpose="fine-tune")
+    file = client.files.create(file=("rows.jsonl", data), purpose="fine-tune")
     hyper: Any = {"n_epochs": 4, "batch_size": 2, "learning_rate_multiplier": 100.0}
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyper}}
-    job = client.fine_tuning.jobs.create(model="tiny", training_file=stored.id, suffix="demo", method=method)
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="demo", method=method)
     until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in ("succeeded", "failed"), "the end of the job")
     job = client.fine_tuning.jobs.retrieve(job.id)
     assert job.status == "succeeded", client.fine_tuning.jobs.list_events(job.id).data

@@ -169,8 +169,8 @@ def total(samples: dict[str, list[Sample]], name: str, **labels: str) -> float:
     return sum(s.value for s in samples.get(name, []) if labels.items() <= s.labels.items())
 
 
-def check(expression: str, shown: str, samples: dict[str, list[Sample]]) -> None:
-    """Asserts that each series of the expression exists with its labels, and that the text `shown` uses no others."""
+def check(expression: str, message: str, samples: dict[str, list[Sample]]) -> None:
+    """Asserts that each series of the expression exists with its labels, and that the text `message` uses no others."""
     query = parse_query(expression)
     labels: set[str] = set(OF_PROMETHEUS)
     for selector in query.selectors:
@@ -182,8 +182,8 @@ def check(expression: str, shown: str, samples: dict[str, list[Sample]]) -> None
                 assert label in {sample.labels[name] for sample in series}, (selector.name, name, label)
         labels |= {name for sample in series for name in sample.labels}
     assert query.grouped <= labels, expression
-    named = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", shown))
-    assert named <= (query.grouped or labels), shown
+    named = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", message))
+    assert named <= (query.grouped or labels), message
 
 
 @pytest.mark.parametrize(("title", "expression", "legend"), PANELS, ids=lambda text: str(text)[:40])
@@ -223,8 +223,8 @@ def test_the_metrics_count_what_happened(samples: dict[str, list[Sample]]) -> No
         ("fp8serve_ready",): 1, ("fp8serve_engine_up",): 1,
         ("fp8serve_sequences_ended_total", "finished_reason", "abort"): 1,
     }  # fmt: skip
-    seen = {key: total(samples, key[0], **({key[1]: key[2]} if len(key) > 1 else {})) for key in expected}
-    assert seen == expected
+    totals = {key: total(samples, key[0], **({key[1]: key[2]} if len(key) > 1 else {})) for key in expected}
+    assert totals == expected
     assert total(samples, "fp8serve_jobs") == 1
     ended = total(samples, "fp8serve_sequences_ended_total", finished_reason="length")
     for name in ("queue", "prefill", "decode", "inference"):

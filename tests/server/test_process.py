@@ -53,9 +53,9 @@ def request(path: str, body: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A server that finishes no request by itself."""
-    path = tmp_path_factory.mktemp("held")
+    path = tmp_path_factory.mktemp("gated")
     with serving(path / "log", **options(path, gate=str(path / "gate"))) as process:
         yield process
         assert process.stop() == 0, process.log.read_text()
@@ -63,18 +63,18 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/completions"])
-def test_a_disconnect_ends_the_generation(held: Process, path: str, how: str) -> None:
-    before = held.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
+def test_a_disconnect_ends_the_generation(gated: Process, path: str, how: str) -> None:
+    before = gated.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}')
     body = {"prompt": "abc", "max_tokens": 400} if path.startswith("/v1") else LONG
-    connection = socket.create_connection(("127.0.0.1", held.port))
+    connection = socket.create_connection(("127.0.0.1", gated.port))
     connection.sendall(request(path, body))
-    until(lambda: held.metric("fp8serve_requests_in_flight") == 1)
+    until(lambda: gated.metric("fp8serve_requests_in_flight") == 1)
     if how == "reset":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
-    until(lambda: held.metric("fp8serve_requests_in_flight") == 0)
-    until(lambda: held.metric("fp8serve_requests_running") == 0)
-    assert held.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
+    until(lambda: gated.metric("fp8serve_requests_in_flight") == 0)
+    until(lambda: gated.metric("fp8serve_requests_running") == 0)
+    assert gated.metric('fp8serve_requests_finished_total{model="tiny",outcome="cancelled"}') == before + 1
 
 
 def test_overload_is_refused_at_once_and_the_counters_add_up(server: Process) -> None:
@@ -150,18 +150,18 @@ def test_a_dripping_body_is_given_up(server: Process, path: str) -> None:
 
 def test_a_client_that_reads_nothing_is_disconnected(server: Process) -> None:
     rows = b'{"text": "' + b"x" * 1000 + b'"}\n'
-    sent = server.client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", rows * 16_000)})
+    upload = server.client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", rows * 16_000)})
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    connection.sendall(f"GET /v1/files/{sent.json()['id']}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    done = 'fp8serve_http_responses_total{method="GET",route="/v1/files/{file_id}/content",status="200"}'
-    until(lambda: server.metric(done) == 1)
+    connection.sendall(f"GET /v1/files/{upload.json()['id']}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    metric = 'fp8serve_http_responses_total{method="GET",route="/v1/files/{file_id}/content",status="200"}'
+    until(lambda: server.metric(metric) == 1)
     received = 0
     with connection, contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(1 << 20):
             received += len(piece)
-    assert received < sent.json()["bytes"]
+    assert received < upload.json()["bytes"]
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ def test_a_server_saves_beside_the_model_and_serves_what_it_saved(plain: Path, t
             "name": "mine-as-of-today", "scales": 14,
         }  # fmt: skip
         layers = server.client.get("/scales").json()["layers"]
-        taken = server.client.post("/scales/save", json={"name": "mine-as-of-today"})
-        assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
+        conflict = server.client.post("/scales/save", json={"name": "mine-as-of-today"})
+        assert (conflict.status_code, conflict.json()["code"]) == (409, "name_taken")
         unnamed = server.client.post("/scales/save")
         assert (unnamed.status_code, unnamed.json()["name"][:5]) == (200, "mine-")
         for name in ("", "..", ".hidden", "a/b", "a\x00b", "é", "a" * 129, 1):

@@ -98,7 +98,7 @@ def complete(client: openai.OpenAI, model: str, prompt: str) -> tuple[str, list[
 def expected(directory: Path, recipe: str) -> list[tuple[str, list[float]]]:
     engine = Engine(directory, recipe=recipe)
     alone = [engine.generate([prompt], max_new_tokens=NEW, temperature=0.0, logprobs=0)[0] for prompt in PROMPTS]
-    return [(done.text, [entry.logprob for entry in done.logprobs or ()]) for done in alone]
+    return [(completion.text, [entry.logprob for entry in completion.logprobs or ()]) for completion in alone]
 
 
 def test_two_families_answer_at_once_as_each_does_alone(client: openai.OpenAI, place: Path) -> None:

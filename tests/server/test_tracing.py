@@ -78,7 +78,7 @@ async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tr
     assert (f"{request.parent.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE, SPAN)
     assert request.context is not None
     assert request.context.trace_state.get("vendor") == "1"
-    seen = dict(request.attributes or {})
+    span_attributes = dict(request.attributes or {})
     expected = {
         "http.request.method": "POST", "http.route": "/v1/chat/completions", "http.response.status_code": 200,
         "fp8serve.request_id": "mine", "fp8serve.tenant": "anonymous", "gen_ai.operation.name": "chat",
@@ -89,8 +89,8 @@ async def test_a_request_is_a_span_with_its_phases(start: Start, memory: list[Tr
         "gen_ai.latency.time_in_model_inference": 3.0, "gen_ai.latency.e2e": 3.5,
         "gen_ai.response.finish_reasons": ("length",),
     }  # fmt: skip
-    assert {name: seen.get(name) for name in expected} == expected
-    assert seen["gen_ai.usage.prompt_tokens"] == seen["gen_ai.usage.input_tokens"] > 0
+    assert {name: span_attributes.get(name) for name in expected} == expected
+    assert span_attributes["gen_ai.usage.prompt_tokens"] == span_attributes["gen_ai.usage.input_tokens"] > 0
     times = {
         name: (finished[name][0].start_time, finished[name][0].end_time) for name in ("queue", "prefill", "decode")
     }
@@ -110,9 +110,9 @@ async def test_each_sequence_has_its_phases(start: Start, memory: list[Tracing])
     assert [len(finished[name]) for name in ("queue", "prefill", "decode")] == [4, 4, 4]
     numbers = [dict(span.attributes or {})["fp8serve.sequence"] for span in finished["queue"]]
     assert sorted(map(str, numbers)) == ["0", "1", "2", "3"]
-    seen = dict(finished["POST /v1/completions"][0].attributes or {})
-    assert seen["gen_ai.request.n"] == 4
-    assert "gen_ai.latency.e2e" not in seen
+    span_attributes = dict(finished["POST /v1/completions"][0].attributes or {})
+    assert span_attributes["gen_ai.request.n"] == 4
+    assert "gen_ai.latency.e2e" not in span_attributes
 
 
 async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> None:
@@ -136,21 +136,21 @@ async def test_failures_and_odd_paths(start: Start, memory: list[Tracing]) -> No
 async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memory: list[Tracing]) -> None:
     async with start(Launcher(lambda: TimedEngine(delay=0.01))) as server:
         body = {"inputs": "abc", "parameters": {"max_new_tokens": 400}}
-        sent: list[Any] = []
-        left = asyncio.Event()
+        events: list[Any] = []
+        disconnected = asyncio.Event()
 
         async def receive() -> Any:
-            if not sent:
-                sent.append(1)
+            if not events:
+                events.append(1)
                 import json
 
                 return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-            await left.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             if b"data:" in message.get("body", b""):
-                left.set()
+                disconnected.set()
 
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         scope = {
@@ -161,8 +161,8 @@ async def test_a_client_that_leaves_has_the_phases_that_ended(start: Start, memo
         await server.app(scope, receive, send)
         finished = spans(memory)
     assert set(finished) == {"POST /generate_stream", "queue", "prefill"}
-    seen = dict(finished["POST /generate_stream"][0].attributes or {})
-    assert seen["gen_ai.response.finish_reasons"] == ("cancelled",)
+    span_attributes = dict(finished["POST /generate_stream"][0].attributes or {})
+    assert span_attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
 
 
 # -- where spans go ----------------------------------------------------------------------------------------------------
@@ -212,8 +212,8 @@ def test_the_sdk_is_not_imported_without_a_collector() -> None:
         "import sys; from fp8serve.server import tracing; tracing.create_tracing(None); import fp8serve.server.app\n"
         "print([m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 async def test_the_environment_names_a_collector_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

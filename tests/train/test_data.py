@@ -25,10 +25,10 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 def test_only_the_completion_carries_loss(tokenizer: Tokenizer) -> None:
     example = PromptExample("red green", " blue one")
     (row,), report = SftReader().tokenize([example], tokenizer, 64)
-    learnt = [int(i) for i, loss in zip(row.ids, row.loss, strict=True) if loss]
-    assert learnt == [*tokenizer.encode(" blue one", add_special_tokens=False), tokenizer.eos_id]
-    assert row.ids[: -len(learnt)].tolist() == tokenizer.encode("red green")
-    assert (report.tokens, report.trainable_tokens) == (len(row.ids) - 1, len(learnt))
+    ids = [int(i) for i, loss in zip(row.ids, row.loss, strict=True) if loss]
+    assert ids == [*tokenizer.encode(" blue one", add_special_tokens=False), tokenizer.eos_id]
+    assert row.ids[: -len(ids)].tolist() == tokenizer.encode("red green")
+    assert (report.tokens, report.trainable_tokens) == (len(row.ids) - 1, len(ids))
 
 
 def test_only_the_assistant_carries_loss(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def required(config: TrainConfig) -> int:
     return required_disk_bytes(open_checkpoint(config.model), config)
 
 
-def written(result: TrainResult) -> int:
+def bytes_on_disk(result: TrainResult) -> int:
     checkpoint, model = Path(str(result.checkpoint)), Path(str(result.model))
     paths = checkpoint / "model.safetensors", checkpoint / "optimizer.safetensors", model / "model.safetensors"
     tensors = {(path, name): tensor for path in paths for name, tensor in load_tensors(path).items()}
@@ -49,20 +49,20 @@ def written(result: TrainResult) -> int:
 )
 def test_what_is_required_is_what_a_run_writes(configure: Configure, options: dict[str, Any]) -> None:
     config = configure(max_steps=1, **options)
-    assert written(Trainer(config).run()) == required(config)
+    assert bytes_on_disk(Trainer(config).run()) == required(config)
 
 
 def test_layers_in_high_precision_take_two_bytes(configure: Configure, model_dir: Path, tmp_path: Path) -> None:
     calibrate(model_dir, out=tmp_path / "fp8", samples=4, seq_len=16, skip=["*.down_proj"])
     config = configure(max_steps=1, model=str(tmp_path / "fp8"))
-    assert written(Trainer(config).run()) == required(config) > required(configure(max_steps=1))
+    assert bytes_on_disk(Trainer(config).run()) == required(config) > required(configure(max_steps=1))
 
 
 def test_checkpoints_that_exist_at_once_are_counted(configure: Configure) -> None:
     one = required(configure(max_steps=6))
-    kept = [required(configure(max_steps=6, save_every=1, keep_last=count)) for count in (1, 2, 3)]
-    checkpoint = kept[1] - kept[0]
-    assert kept == [checkpoint * count for count in (2, 3, 4)]
+    sizes = [required(configure(max_steps=6, save_every=1, keep_last=count)) for count in (1, 2, 3)]
+    checkpoint = sizes[1] - sizes[0]
+    assert sizes == [checkpoint * count for count in (2, 3, 4)]
     assert checkpoint < one < 2 * checkpoint  # with the result
     assert required(configure(max_steps=6, save_every=3)) == one + checkpoint
 

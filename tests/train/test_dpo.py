@@ -49,7 +49,7 @@ def reference_loss(logits: Tensor, pairs: Sequence[Pair], config: TrainConfig) -
     for pair in pairs:
         scores = []
         for i, row in enumerate(pair.rows):
-            targets = torch.tensor([int(t) for t, learnt in zip(row.ids[1:], row.loss[1:], strict=True) if learnt])
+            targets = torch.tensor([int(t) for t, has_loss in zip(row.ids[1:], row.loss[1:], strict=True) if has_loss])
             log_probs = logits[start : start + len(targets)].double().log_softmax(-1)[range(len(targets)), targets]
             start += len(targets)
             if config.ld_alpha is not None:
@@ -110,8 +110,8 @@ def run(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Returns the run's metrics, and the method's state in the last checkpoint."""
     events: list[dict[str, Any]] = []
     result = Trainer(config).run(events.append)
-    kept = Path(str(result.checkpoint)) / "method.safetensors"
-    return of_type(events, "metrics"), load_file(kept) if kept.exists() else {}
+    method_file = Path(str(result.checkpoint)) / "method.safetensors"
+    return of_type(events, "metrics"), load_file(method_file) if method_file.exists() else {}
 
 
 @pytest.mark.parametrize("rank", [None, 4], ids=["full", "lora"])
@@ -214,12 +214,12 @@ def test_a_pair_is_the_same_in_every_data_format(
     tokenizer = Tokenizer.from_dir(model_dir)
 
     def pair(row: dict[str, Any]) -> Pair:
-        ((found,), _) = DpoReader().tokenize([DpoReader().parse_row(row, "x:1")], tokenizer, 64)
-        return found
+        ((pair,), _) = DpoReader().tokenize([DpoReader().parse_row(row, "x:1")], tokenizer, 64)
+        return pair
 
     expected = pair(row)
-    learnt = [tokenizer.decode(r.ids[r.loss].tolist()).strip() for r in expected.rows]
-    assert learnt == (["blue", "red"] if "input" in same[-1] else ["blue", "black"])
+    texts = [tokenizer.decode(r.ids[r.loss].tolist()).strip() for r in expected.rows]
+    assert texts == (["blue", "red"] if "input" in same[-1] else ["blue", "black"])
     for other in map(pair, same):
         for ours, theirs in zip(expected.rows, other.rows, strict=True):
             assert ours.ids.tolist() == theirs.ids.tolist()
@@ -229,12 +229,12 @@ def test_a_pair_is_the_same_in_every_data_format(
 def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
     row = {"prompt": [USER, NO, USER], "chosen": [YES], "rejected": [NO]}
     ((pair,), _) = DpoReader().tokenize([DpoReader().parse_row(row, "x:1")], Tokenizer.from_dir(model_dir), 64)
-    learnt = [Tokenizer.from_dir(model_dir).decode(r.ids[r.loss].tolist()) for r in pair.rows]
-    assert learnt == ["blue", "red"]
+    texts = [Tokenizer.from_dir(model_dir).decode(r.ids[r.loss].tolist()) for r in pair.rows]
+    assert texts == ["blue", "red"]
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"chosen": "a"}, "x:1 has only ['chosen']; give `chosen` and `rejected`"),
         ({"text": "a"}, "x:1 has only ['text']; give `chosen` and `rejected`"),
@@ -257,10 +257,10 @@ def test_an_earlier_turn_of_the_assistant_is_context(model_dir: Path) -> None:
         ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
-def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
+def test_a_bad_row_is_one_sentence_with_its_line(row: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         DpoReader().parse_row(row, "x:1")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_pa
     report = validate(dpo(data=[str(write_lines(tmp_path / "d.jsonl", rows))]))
     assert [bad["line"] for bad in report.bad_lines] == [3]
     assert (report.data.rows, report.data.dropped_rows) == (2, 1)
-    pieces = [text for text, learnt in report.sample if learnt]
+    pieces = [text for text, has_loss in report.sample if has_loss]
     assert pieces == [f"{PAIRS[0][name]}<|end|>" for name in ("chosen", "rejected")]
     prose = tmp_path / "prose.txt"
     prose.write_text("Nobody prefers this.")
@@ -277,7 +277,7 @@ def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo; give method dpo or grpo, too"),
         ({"method": "sft", "reference_free": True}, "reference_free is an option of the method dpo"),
@@ -288,10 +288,10 @@ def test_a_dry_run_lists_bad_rows_and_counts_dropped_ones(dpo: Configure, tmp_pa
         ({"beta": 0.0}, "beta must be greater than 0"),
     ],
 )
-def test_options_that_would_be_ignored_are_refused(dpo: Configure, values: dict[str, Any], said: str) -> None:
+def test_options_that_would_be_ignored_are_refused(dpo: Configure, values: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError) as caught:
         dpo(**values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_resuming_with_another_beta_is_refused(dpo: Configure) -> None:

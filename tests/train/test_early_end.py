@@ -78,8 +78,8 @@ def test_patience_ends_a_run_early_also_after_restarts_and_more_patience_continu
 
 def test_a_damaged_best_checkpoint_is_reported_and_the_last_one_is_exported(noisy_run: Configure) -> None:
     config = noisy_run(result="best")
-    seen: list[dict[str, Any]] = []
-    best = Trainer(config).run(seen.append)
+    first_events: list[dict[str, Any]] = []
+    best = Trainer(config).run(first_events.append)
     step = training_record(best.model)["step"]
     (Path(config.out) / "checkpoints" / f"step-{step}" / "model.safetensors").write_bytes(b"")
     events: list[dict[str, Any]] = []

@@ -82,14 +82,14 @@ def test_losses_are_within_two_percent_of_fp32_states(configure: Configure, tmp_
     losses: dict[str, list[float]] = {}
     for states in ("fp32", "8bit"):
         config = configure(optimizer_states=states, out=str(tmp_path / states), max_steps=12)
-        seen = losses.setdefault(states, [])
-        Trainer(config).run(lambda event, seen=seen: seen.append(event.get("train_loss")))
-    last = {states: [loss for loss in seen if loss is not None] for states, seen in losses.items()}
+        values = losses.setdefault(states, [])
+        Trainer(config).run(lambda event, values=values: values.append(event.get("train_loss")))
+    last = {states: [loss for loss in values if loss is not None] for states, values in losses.items()}
     assert last["8bit"][-1] < 0.9 * last["8bit"][0]
     assert last["8bit"][-1] == pytest.approx(last["fp32"][-1], rel=0.02)
     assert last["8bit"] != last["fp32"]
-    stored = load_file(tmp_path / "8bit" / "checkpoints" / "step-12" / "optimizer.safetensors")
-    assert any(name.endswith("q_proj.weight.exp_avg_codes") for name in stored)
+    tensors = load_file(tmp_path / "8bit" / "checkpoints" / "step-12" / "optimizer.safetensors")
+    assert any(name.endswith("q_proj.weight.exp_avg_codes") for name in tensors)
 
 
 @needs_torchao

@@ -45,9 +45,11 @@ def served(model: str | None, rows: Sequence[Row], **options: Any) -> Tensor:
     assert model is not None
     engine = Engine(model, max_batch_tokens=16, max_num_seqs=4, block_size=4, **options)
     assert engine.info()["log_probs_as_trained"]
-    done = engine.generate([row.ids.tolist() for row in rows], max_new_tokens=1, prompt_logprobs=0, temperature=0.0)
-    known = [torch.tensor([item.logprob for item in one.prompt_logprobs or ()]) for one in done]
-    return torch.cat([values[torch.from_numpy(row.loss[1:])] for values, row in zip(known, rows, strict=True)])
+    completions = engine.generate(
+        [row.ids.tolist() for row in rows], max_new_tokens=1, prompt_logprobs=0, temperature=0.0
+    )
+    logprobs = [torch.tensor([item.logprob for item in one.prompt_logprobs or ()]) for one in completions]
+    return torch.cat([values[torch.from_numpy(row.loss[1:])] for values, row in zip(logprobs, rows, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -118,15 +120,15 @@ def test_serving_scales_are_the_training_histories(configure: Configure) -> None
 def test_training_with_fp8_attention_exports_scales_of_an_fp8_cache(configure: Configure, format_: str) -> None:
     result, setup = trained(configure, recipe_options={"fp8_dpa": True}, format=format_, max_steps=3)
     assert result.model is not None
-    live, stored = dict(state.scaling_states(setup.forward)), kv_scales(Path(result.model))
+    live, scales = dict(state.scaling_states(setup.forward)), kv_scales(Path(result.model))
     assert len(load_scales(Path(result.model) / "scales.safetensors", result.model).tensors) == 14 * 3 + 2 * 2
-    for layer, (k, v) in stored.items():
+    for layer, (k, v) in scales.items():
         assert k == live[f"model.layers.{layer}.self_attn.k"].scale
         assert v == live[f"model.layers.{layer}.self_attn.v"].scale
-    assert len(stored) == 2
+    assert len(scales) == 2
     engine = Engine(result.model, kv_cache_dtype="fp8")
-    [done] = engine.generate(["the red fox"], max_new_tokens=4, temperature=0.0, ignore_eos=True)
-    assert len(done.token_ids) == 4
+    [completion] = engine.generate(["the red fox"], max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    assert len(completion.token_ids) == 4
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -243,9 +245,19 @@ def test_the_command_line_gives_a_recipe_its_parameters(model_dir: Path, data: P
 def test_layers_that_calibration_left_in_bf16_stay_so(
     configure: Configure, model_dir: Path, data: Path, tmp_path: Path, recipe: str
 ) -> None:
-    base, kept = tmp_path / "partly", {"model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"}
-    asked = [f"--skip={name}" for name in sorted(kept)]
-    main(["calibrate", str(model_dir), f"--out={base}", f"--recipe={recipe}", f"--data={data}", "--samples=4", *asked])
+    base, skipped = tmp_path / "partly", {"model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"}
+    arguments = [f"--skip={name}" for name in sorted(skipped)]
+    main(
+        [
+            "calibrate",
+            str(model_dir),
+            f"--out={base}",
+            f"--recipe={recipe}",
+            f"--data={data}",
+            "--samples=4",
+            *arguments,
+        ]
+    )
     events: list[dict[str, Any]] = []
     config = configure(model=str(base), recipe=recipe, max_steps=4)
     result = Trainer(configure(model=str(base), recipe=recipe, max_steps=2)).run(events.append)
@@ -262,7 +274,7 @@ def test_layers_that_calibration_left_in_bf16_stay_so(
         for name, m in load_servable(longer.model).named_modules()
         if isinstance(m, torch.nn.Linear) and name != "lm_head"
     }
-    assert in_bf16 == kept
+    assert in_bf16 == skipped
     setup = prepare(config, Path(str(longer.checkpoint)), lambda event: None)
     state.restore(setup.forward, setup.optimizer, checkpoint.read_checkpoint(Path(str(longer.checkpoint))))
     rows = setup.items[:4]

@@ -65,11 +65,11 @@ def test_returning_to_a_checkpoint_changes_only_margin_and_scales(
     monkeypatch.setattr(train_step, "accumulate_gradients", spoiled)
     config = configure(**RETURN)
     Trainer(config).run(stop=after(4))
-    saved = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling
+    scaling = checkpoint.read_checkpoint(Path(config.out) / "checkpoints" / "step-4").scaling
     now = recovery.config_after(config, 1)
-    scaled = recovery.convert_scaling(saved, config, now)
+    scaled = recovery.convert_scaling(scaling, config, now)
     assert (config.recipe_options, now.recipe_options) == ({}, {"margin": 2})
-    for name, tensor in saved.items():
+    for name, tensor in scaling.items():
         assert torch.equal(scaled[name], tensor / 4 if name.endswith(".scale") else tensor)
     events: list[dict[str, Any]] = []
     assert Trainer(config).run(events.append).status == "succeeded"
@@ -118,9 +118,9 @@ def test_a_resumed_job_logs_each_step_of_each_try_once(
     assert job_process.main([str(job)]) == job_process.EXIT_FAILED
     assert killed == [6]
     assert job_process.main([str(job)]) == job_process.EXIT_DONE
-    seen = steps(log_of(job))
-    assert seen == sorted(set(seen))
-    assert {r for r, _ in seen} == {0, 1, 2}
+    steps_logged = steps(log_of(job))
+    assert steps_logged == sorted(set(steps_logged))
+    assert {r for r, _ in steps_logged} == {0, 1, 2}
     assert [e["returns"] for e in with_code(log_of(job), "returned")] == [1, 2]
 
 

@@ -155,26 +155,26 @@ def test_a_weight_is_quantized_once_while_gradients_accumulate(
     recipe = DelayedScaling(amax_history_len=4)
     decoder, forward = make(model_dir, recipe)
     weight = decoder.get_submodule("model.layers.0.mlp.up_proj").weight
-    seen = count_quantizations(monkeypatch, lambda x: x is weight)
+    casts = count_quantizations(monkeypatch, lambda x: x is weight)
     for seed in (1, 2, 3):
         batch = collate([row(seed, 9)], "cpu")
         loss, _ = summed_loss(forward.logits(batch, is_first_microbatch=seed == 1), batch.targets)
         loss.backward()  # type: ignore[no-untyped-call]
-    assert len(seen) == 1
+    assert len(casts) == 1
 
 
-def count_quantizations(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[Tensor], bool]) -> list[Tensor]:
+def count_quantizations(monkeypatch: pytest.MonkeyPatch, is_counted: Callable[[Tensor], bool]) -> list[Tensor]:
     from fp8serve.fp8 import casting, linear
 
-    real, seen = casting.cast_recording, []
+    real, casts = casting.cast_recording, []
 
     def counting(x: Tensor, *args: Any, **options: Any) -> object:
-        if wanted(x):
-            seen.append(x)
+        if is_counted(x):
+            casts.append(x)
         return real(x, *args, **options)
 
     monkeypatch.setattr(linear, "cast_recording", counting)
-    return seen
+    return casts
 
 
 def test_a_forward_without_recipe_ignores_an_outer_autocast(model_dir: Path) -> None:

@@ -50,9 +50,9 @@ def grpo(configure: Configure, tmp_path: Path) -> Configure:
 
     def make(**values: Any) -> TrainConfig:
         small = {"batch_size": 2, "num_generations": 3, "seq_len": 32, "max_completion_length": 8, "max_steps": 4}
-        given = {"method": "grpo", "data": [str(rows)], **small, **values}
+        settings = {"method": "grpo", "data": [str(rows)], **small, **values}
         source = {} if "grader_url" in values else {"reward": str(tmp_path / "letters.py")}
-        return configure(**{**source, **given})
+        return configure(**{**source, **settings})
 
     return make
 
@@ -137,8 +137,8 @@ def test_advantages() -> None:
     rewards = torch.tensor([[0.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
     within, across = 0.5**0.5 + 1e-4, float(rewards.std()) + 1e-4
     for scale, divisor in {"group": within, "batch": across, "none": 1.0}.items():
-        found = advantages(rewards, scale)  # type: ignore[arg-type]
-        assert found.tolist() == [[pytest.approx(-0.5 / divisor), pytest.approx(0.5 / divisor)], [0, 0]]
+        actual = advantages(rewards, scale)  # type: ignore[arg-type]
+        assert actual.tolist() == [[pytest.approx(-0.5 / divisor), pytest.approx(0.5 / divisor)], [0, 0]]
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_resuming_with_other_reward_columns_is_refused(grpo: Configure, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("def reward(", "cannot be used: SyntaxError"),
         ("import no_such_module", "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
@@ -270,12 +270,12 @@ def test_resuming_with_other_reward_columns_is_refused(grpo: Configure, tmp_path
         ("import os\ndef reward(p, c, r): os.kill(os.getpid(), 9)", "on a completion of {data}:1 (killed by SIGKILL)"),
     ],
 )
-def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, said: str) -> None:
+def test_a_reward_that_fails_is_one_sentence(grpo: Configure, tmp_path: Path, code: str, message: str) -> None:
     (tmp_path / "bad.py").write_text(code)
     one = write_lines(tmp_path / "one.jsonl", [{"prompt": TEXTS[0][:20]}])
     with pytest.raises(JobError) as caught:
         Trainer(grpo(reward=str(tmp_path / "bad.py"), data=[str(one)])).run()
-    assert said.format(data=one) in str(caught.value)
+    assert message.format(data=one) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -329,18 +329,18 @@ class _Grader(BaseHTTPRequestHandler):
     failures: ClassVar = itertools.count()
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["answers"]
-        rewards = [float(len(one["completion"])) for one in asked]
+        answers = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["answers"]
+        rewards = [float(len(one["completion"])) for one in answers]
         flaky = 200 if next(self.failures) else 503
         status = {"/moved": 307, "/refuses": 404, "/fails": 500, "/flaky": flaky}.get(self.path, 200)
-        body = {"/fewer": {"rewards": rewards[:-1]}, "/words": {"rewards": ["good"] * len(asked)}, "/list": rewards}
-        said = json.dumps(body.get(self.path, {"rewards": rewards})).encode()
-        said = b"<html>" if self.path == "/html" else said
+        body = {"/fewer": {"rewards": rewards[:-1]}, "/words": {"rewards": ["good"] * len(answers)}, "/list": rewards}
+        payload = json.dumps(body.get(self.path, {"rewards": rewards})).encode()
+        payload = b"<html>" if self.path == "/html" else payload
         self.send_response(status)
         self.send_header("Location", "/grade")
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(payload)
 
     def log_message(self, *_: Any) -> None:
         """Says nothing."""
@@ -366,7 +366,7 @@ def test_a_grader_url_gives_rewards(grader_url: str, path: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("moved", "returned no rewards: it answered with status 307"),
         ("refuses", "returned no rewards: it answered with status 404"),
@@ -378,12 +378,12 @@ def test_a_grader_url_gives_rewards(grader_url: str, path: str, monkeypatch: pyt
     ],
 )
 def test_an_invalid_reply_of_a_grader_url_is_reported(
-    grader_url: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch
+    grader_url: str, path: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grading, "RETRY_SECONDS", 0.0)
     with pytest.raises(JobError) as caught:
         UrlGrader(f"{grader_url}/{path}", 60).rewards(ASKED)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_unreachable_grader_url_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,8 +393,8 @@ def test_an_unreachable_grader_url_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_with_a_grader_url(grpo: Configure, grader_url: str) -> None:
-    found = metrics_of(grpo(grader_url=f"{grader_url}/grade", max_steps=2))
-    assert all(m["reward"] > 0 for m in found)
+    metrics = metrics_of(grpo(grader_url=f"{grader_url}/grade", max_steps=2))
+    assert all(m["reward"] > 0 for m in metrics)
 
 
 # -- data and options --------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_a_conversation_has_the_same_prompt_in_every_data_format(model_dir: Path
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"text": "a"}, "x:1 has only ['text']; give one of `prompt` and `messages`."),
         ({"prompt": "a", "messages": [USER]}, "x:1 has both `prompt` and `messages`"),
@@ -425,10 +425,10 @@ def test_a_conversation_has_the_same_prompt_in_every_data_format(model_dir: Path
         ("[1]", "x:1 is a list where an object was expected"),
     ],
 )
-def test_a_bad_row_is_one_sentence_with_its_line(row: Any, said: str) -> None:
+def test_a_bad_row_is_one_sentence_with_its_line(row: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         GrpoReader(8).parse_row(row, "x:1")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"method": "sft", "num_generations": 4}, "num_generations is an option of the method grpo; give method grpo"),
         ({"method": "sft", "beta": 0.1}, "beta is an option of the method dpo or grpo"),
@@ -460,7 +460,7 @@ def test_a_dry_run_lists_bad_rows_and_drops_prompts_without_room(grpo: Configure
         ({"epsilon": 1.0}, "epsilon must be less than 1"),
     ],
 )
-def test_contradictory_options_are_refused(grpo: Configure, values: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_refused(grpo: Configure, values: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError) as caught:
         grpo(**values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

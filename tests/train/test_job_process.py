@@ -54,9 +54,9 @@ def start(directory: Path, *command: str) -> "subprocess.Popen[str]":
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
     """The worker installs its own; running it inside the test process must not leave them."""
-    saved = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    previous = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     yield
-    for number, handler in saved.items():
+    for number, handler in previous.items():
         signal.signal(number, handler)
 
 
@@ -134,8 +134,8 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_two_workers_never_run_one_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (job / "worker.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (job / "worker.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert job_process.main([str(job)]) == EXIT_LOCKED
     assert "Another worker runs" in capsys.readouterr().err
     assert not (job / "events.jsonl").exists()

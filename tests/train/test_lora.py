@@ -96,7 +96,7 @@ def test_resuming_with_another_base_model_is_refused(lora: Configure, model_dir:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"lora_rank": None, "dora": True}, "dora is an option of an adapter; give lora_rank, too"),
         ({"lora_rank": 0}, "lora_rank must be at least 1"),
@@ -109,10 +109,10 @@ def test_resuming_with_another_base_model_is_refused(lora: Configure, model_dir:
         ),
     ],
 )
-def test_invalid_options_are_refused(lora: Configure, values: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(lora: Configure, values: dict[str, Any], message: str) -> None:
     with pytest.raises(Fp8ServeError) as caught:
         Trainer(lora(**values)).run()
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_base_without_scales_is_refused(lora: Configure, model_dir: Path) -> None:
@@ -149,7 +149,7 @@ def test_adapters_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "is of the method 'IA3'"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
@@ -163,8 +163,10 @@ def test_adapters_of_peft_are_read(tmp_path: Path, model_dir: Path) -> None:
         ({"r": None}, "r must be an integer"),
     ],
 )
-def test_unsupported_adapters_are_refused(tmp_path: Path, model_dir: Path, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_adapters_are_refused(
+    tmp_path: Path, model_dir: Path, changes: dict[str, Any], message: str
+) -> None:
     folder = peft_directory(tmp_path / "a", **changes)
     with pytest.raises(ModelError) as caught:
         read_adapter(folder, read_config(model_dir))
-    assert said in str(caught.value)
+    assert message in str(caught.value)

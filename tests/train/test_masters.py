@@ -23,8 +23,8 @@ def train(configure: Configure, out: Path, **values: Any) -> tuple[list[float], 
     """Returns the loss of each step, the final masters and the final optimizer moments."""
     events: list[dict[str, Any]] = []
     result = Trainer(configure(out=str(out), **values)).run(events.append)
-    saved = read_checkpoint(Path(str(result.checkpoint)))
-    return [e["train_loss"] for e in events if e["type"] == "metrics"], saved.model, saved.optimizer
+    snapshot = read_checkpoint(Path(str(result.checkpoint)))
+    return [e["train_loss"] for e in events if e["type"] == "metrics"], snapshot.model, snapshot.optimizer
 
 
 def train_with_masters_in_model_and_optimizer(configure: Configure, out: Path, **values: Any) -> Any:

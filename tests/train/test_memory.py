@@ -44,14 +44,14 @@ def test_estimate_matches_the_memory_of_weights_gradients_and_moments(
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.accumulate_in_fp32()
-    held = {id(p): p.nbytes for p in (*optimizer.masters.values(), *parameters.values())}
+    sizes = {id(p): p.nbytes for p in (*optimizer.masters.values(), *parameters.values())}
     grads = sum(p.grad.nbytes for p in optimizer.masters.values() if p.grad is not None)
     if masters == "optimizer":  # the BF16 gradients of a microbatch coexist with the FP32 sums
         grads += sum(p.nbytes for p in parameters.values())
     optimizer.step(1e-3)
     moments = sum(t.nbytes for t in optimizer.state().values() if t.dim())
     plan = memory_estimate(read_config(tmp_path), config, 0, 0.0)
-    assert plan["weights"] == pytest.approx(sum(held.values()) + moments, rel=0.03)
+    assert plan["weights"] == pytest.approx(sum(sizes.values()) + moments, rel=0.03)
     assert plan["gradients"] == pytest.approx(grads, rel=0.03)
 
 

@@ -156,9 +156,9 @@ def finetune(tmp_path: Path, model_dir: Path, data: Path) -> list[str]:
 
 
 def test_the_command_runs_under_torchrun(finetune: list[str]) -> None:
-    done = under_torchrun("fp8serve", *finetune, "--accumulate", "2")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == "succeeded"  # only rank 0 prints
+    process = under_torchrun("fp8serve", *finetune, "--accumulate", "2")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["status"] == "succeeded"  # only rank 0 prints
     refused = under_torchrun("fp8serve", *finetune, "--accumulate", "1")
     assert refused.returncode == 1
     assert refused.stderr.count("Each process needs a microbatch") == 1, refused.stderr

@@ -84,7 +84,7 @@ def test_a_resumed_run_continues_its_wandb_run(configure: Configure, tools: Call
 def test_a_failing_tool_is_dropped_and_changes_no_byte_of_the_run(
     broken: str, configure: Configure, tools: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*given: Any, **more: Any) -> None:
+    def fail(*args: Any, **more: Any) -> None:
         raise ConnectionError("There is no\nserver.")
 
     if broken == "init":
@@ -95,8 +95,8 @@ def test_a_failing_tool_is_dropped_and_changes_no_byte_of_the_run(
     options: dict[str, Any] = {"max_steps": 3, "template_date": "2026-01-31"}
     result = Trainer(configure(**options, out=str(tmp_path / "reported"), report_to=["wandb"])).run(events.append)
     plain = Trainer(configure(**options, out=str(tmp_path / "plain"))).run()
-    lost = [event for event in events if event.get("code") == "report_lost"]
-    assert [event["message"] for event in lost] == [
+    lost_reports = [event for event in events if event.get("code") == "report_lost"]
+    assert [event["message"] for event in lost_reports] == [
         "wandb failed and gets no more metrics of this run: ConnectionError: There is no server"
     ]
     assert [event["step"] for event in events if event["type"] == "metrics"] == [1, 2, 3]

@@ -154,8 +154,8 @@ def test_a_finished_run_continues_with_more_steps(configure: Configure) -> None:
     second = Trainer(configure(max_steps=5)).run(events.append)
     assert (second.step, second.total_steps) == (5, 5)
     assert [e["step"] for e in events if e["type"] == "metrics"] == [4, 5]
-    (told,) = [e for e in events if e.get("code") == "length_changed"]
-    assert (told["level"], told["total_steps"]) == ("warn", 5)
+    (event,) = [e for e in events if e.get("code") == "length_changed"]
+    assert (event["level"], event["total_steps"]) == ("warn", 5)
     model = Path(second.model or "")
     assert json.loads((model / "training.json").read_text())["step"] == 5
     assert every_file(model.with_name("model-step-3")) == before
@@ -179,8 +179,8 @@ def test_a_resumed_run_keeps_its_template_date(configure: Configure, monkeypatch
     day[0] = date(2026, 2, 1)
     result = Trainer(configure(max_steps=4, save_every=1)).run()
     assert result.checkpoint is not None
-    saved = checkpoint.read_checkpoint(Path(result.checkpoint)).meta
-    assert saved["identity"]["config"]["template_date"] == saved["config"]["template_date"] == "2026-01-31"
+    meta = checkpoint.read_checkpoint(Path(result.checkpoint)).meta
+    assert meta["identity"]["config"]["template_date"] == meta["config"]["template_date"] == "2026-01-31"
     with pytest.raises(JobError, match="written with template_date='2026-01-31', and this job has '2026-02-01'"):
         Trainer(configure(max_steps=4, save_every=1, template_date="2026-02-01")).run()
 

@@ -218,10 +218,10 @@ def test_data_that_change_while_they_are_read_are_not_cached(
 ) -> None:
     real = SftReader.tokenize
 
-    def tokenize(*given: Any) -> Any:
+    def tokenize(*args: Any) -> Any:
         with data.open("a") as file:
             file.write('{"text": "red"}\n')
-        return real(*given)
+        return real(*args)
 
     monkeypatch.setattr(SftReader, "tokenize", tokenize)
     config = configure()
@@ -229,7 +229,7 @@ def test_data_that_change_while_they_are_read_are_not_cached(
     assert not (Path(config.out) / "tokenized" / "data.safetensors").exists()
 
 
-def disk_full(*given: Any) -> None:
+def disk_full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -107,8 +107,8 @@ def test_a_dry_run_applies_the_row_limit(configure: Configure, tmp_path: Path) -
 
 
 def test_the_sample_marks_tokens_that_carry_loss(configure: Configure) -> None:
-    (prompt, masked), (completion, learnt) = validate(configure()).sample
-    assert (masked, learnt) == (False, True)
+    (prompt, masked), (completion, has_loss) = validate(configure()).sample
+    assert (masked, has_loss) == (False, True)
     assert len(prompt) == 40
     assert completion.endswith("<|end|>")
 

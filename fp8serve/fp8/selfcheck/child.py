@@ -76,12 +76,12 @@ def check_kernel(candidate: Candidate, device: str) -> KernelResult | None:
 
 def main() -> None:
     task = json.load(sys.stdin)
-    device, known, off = task["device"], set(task["known"]), set(task["off"])
+    device, checked_names, off = task["device"], set(task["known"]), set(task["off"])
     is_gpu = device != "cpu"
     if is_gpu:
         switch_off(torch.device(device), {*off, *SEPARATE})
     for candidate in candidates(device):
-        if candidate.name in known:
+        if candidate.name in checked_names:
             continue
         send(trying=candidate.name)
         result = check_kernel(candidate, device)

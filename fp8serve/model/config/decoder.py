@@ -263,9 +263,9 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     family, names = FAMILIES.get(str(raw.get("model_type"))), raw.get("architectures")
     if family is None or (names and names not in _class_names(family)):
         name = names[0] if isinstance(names, list) and names else raw.get("model_type")
-        known = ", ".join(f.architecture for f in FAMILIES.values())
+        families = ", ".join(f.architecture for f in FAMILIES.values())
         hint = "" if family else "; pip install 'fp8serve[transformers]' lets transformers' own classes compute others"
-        raise ModelError(f"{where}: the architecture {shown(name)} is not supported; supported are {known}{hint}.")
+        raise ModelError(f"{where}: the architecture {shown(name)} is not supported; supported are {families}{hint}.")
     return family
 
 
@@ -314,8 +314,8 @@ def _windows(get: Reader, layers: int, where: str) -> tuple[int | None, ...]:
     if types is None:
         first = get.positive("max_window_layers") if get("max_window_layers") not in (0, None) else 0
         return tuple(window if i >= first else None for i in range(layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+    layer_types = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(t not in layer_types for t in types):
         raise ModelError(f"{where}: layer_types is not {layers} of 'full_attention' and 'sliding_attention'.")
     windows = tuple(window if t == "sliding_attention" else None for t in types)
     is_uniform = get.family.uniform_window

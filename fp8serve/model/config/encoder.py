@@ -159,12 +159,12 @@ def parse_encoder_config(raw: Mapping[str, Any], where: str = "config.json") -> 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
     names = raw.get("architectures")
-    known = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
-    if names and names not in [[name] for name in known]:
+    architectures = [name for name in (family.architecture, family.classifier, family.pretrained) if name]
+    if names and names not in [[name] for name in architectures]:
         class_name = names[0] if isinstance(names, list) else names
         raise ModelError(
             f"{where}: the architecture {shown(class_name)} is not supported; supported for this model_type: "
-            f"{', '.join(known)}."
+            f"{', '.join(architectures)}."
         )
     honoured = _MODERNBERT_KEYS if family.is_modern else _BERT_KEYS
     for key, value in raw.items():
@@ -191,8 +191,8 @@ def read_head(raw: Mapping[str, Any], where: str) -> Head:
     if name is None:
         return Head(labels, _default_activation(raw.get("problem_type"), len(labels)))
     if (activation := _SCORES.get(str(name).rpartition(".")[2])) is None:
-        known = ", ".join(_SCORES)
-        raise ModelError(f"{where}: the activation of scores is {shown(name)}; supported are {known}.")
+        activations = ", ".join(_SCORES)
+        raise ModelError(f"{where}: the activation of scores is {shown(name)}; supported are {activations}.")
     return Head(labels, activation)
 
 

@@ -78,8 +78,8 @@ def select_linears(linears: Sequence[str], patterns: Sequence[str]) -> list[str]
     Raises ModelError if a pattern matches no layer."""
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in linears):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-            raise ModelError(f"No linear layer is called {pattern!r}; those that can have an adapter are {known}.")
+            suffixes = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+            raise ModelError(f"No linear layer is called {pattern!r}; those that can have an adapter are {suffixes}.")
     return [name for name in linears if not patterns or any(_matches(name, pattern) for pattern in patterns)]
 
 

@@ -196,8 +196,8 @@ def _rope(get: Reader, parameters: Mapping[str, Any], theta: Any, max_len: int, 
     unknown = set(rope) - (keys or set()) - family_keys
     if keys is None or unknown:
         problem = f"type {shown(kind)}" if keys is None else f"the keys {shown(sorted(unknown))}"
-        known = ", ".join(_ROPE_KEYS)
-        raise ModelError(f"{where}: rotary scaling with {problem} is not supported; known types are {known}.")
+        rope_types = ", ".join(_ROPE_KEYS)
+        raise ModelError(f"{where}: rotary scaling with {problem} is not supported; known types are {rope_types}.")
     if kind == "longrope":
         return Rope(base, _long_rope(get, rope, max_len, rotary_dim))
     return Rope(base, None if kind == "default" else _scaling(kind, rope, max_len, where))

@@ -140,7 +140,7 @@ def _modelopt(recipe: Recipe, kv_cache: bool, ignored: list[str]) -> dict[str, A
     inputs, weight = recipe.specs.linear["input"], recipe.specs.linear["weight"]
     inputs = inputs.for_serving()
     scheme = (inputs if inputs.is_mx else replace(inputs, scale_format="fp32")), weight.granularity
-    algo = next((name for name, known in MODELOPT.items() if known == scheme), None)
+    algo = next((name for name, entry in MODELOPT.items() if entry == scheme), None)
     if algo is None:
         raise ModelError(
             f"The format 'modelopt' cannot express the recipe {name_of(recipe)!r}; use compressed-tensors."

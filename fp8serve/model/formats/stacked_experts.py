@@ -48,44 +48,46 @@ _INPUT_SCALES = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(activation
 def _split_gpt_oss_stacks(shards: Shards, experts: Experts) -> Shards:
     """Returns the tensors with one entry per expert. Raises ModelError if a stack has a wrong shape."""
     entries, computed = dict(shards.entries), dict[str, Callable[[], Tensor]]()
-    for stored in shards.entries:
-        match = _GPT_OSS_STACK.fullmatch(stored)
+    for source_name in shards.entries:
+        match = _GPT_OSS_STACK.fullmatch(source_name)
         if match is None:
             continue
         owner, projection, kind = match.groups()
-        leaves, entry = _leaves(projection, experts), entries.pop(stored)
+        leaves, entry = _leaves(projection, experts), entries.pop(source_name)
         entries.pop(f"{owner}.{projection}_scales", None)
-        rows, columns = _matrix_shape(shards, stored, kind, experts)
+        rows, columns = _matrix_shape(shards, source_name, kind, experts)
         is_bias = kind == "_bias"
         shape = (rows // len(leaves),) if is_bias else (rows // len(leaves), columns)
         part = replace(entry, dtype=torch.bfloat16 if kind == "_blocks" else entry.dtype, shape=shape, note=None)
         for expert, (i, leaf) in product(range(experts.count), enumerate(leaves)):
             name = f"{owner}.{expert}.{leaf}.{'bias' if is_bias else 'weight'}"
             entries[name] = part
-            computed[name] = partial(_read_gpt_oss_part, shards, stored, kind, expert, slice(i, None, len(leaves)))
+            computed[name] = partial(_read_gpt_oss_part, shards, source_name, kind, expert, slice(i, None, len(leaves)))
     return ComputedShards(shards, entries, computed)
 
 
-def _matrix_shape(shards: Shards, stored: str, kind: str, experts: Experts) -> tuple[int, int]:
+def _matrix_shape(shards: Shards, source_name: str, kind: str, experts: Experts) -> tuple[int, int]:
     """Returns (out, in) of every expert's matrix. Raises ModelError if the stack has a wrong shape."""
-    shape = shards.entries[stored].shape
+    shape = shards.entries[source_name].shape
     dims = {"_blocks": 4, "_bias": 2, "": 3}[kind]
-    scales = shards.entries.get(stored.replace("_blocks", "_scales"))
+    scales = shards.entries.get(source_name.replace("_blocks", "_scales"))
     is_valid = len(shape) == dims and shape[0] == experts.count
     if kind == "_blocks":
         is_valid = is_valid and shape[3] == MX_BLOCK // 2 and scales is not None and scales.shape == shape[:3]
     if not is_valid:
-        raise ModelError(f"{shards.entries[stored].file}: {stored} has the shape {list(shape)}, which is not that of "
-                         f"{experts.count} experts.")  # fmt: skip
+        raise ModelError(
+            f"{shards.entries[source_name].file}: {source_name} has the shape {list(shape)}, "
+            f"which is not that of {experts.count} experts."
+        )
     if kind == "_blocks":
         return shape[1], shape[2] * MX_BLOCK
     return (shape[1], 0) if kind == "_bias" else (shape[2], shape[1])
 
 
-def _read_gpt_oss_part(shards: Shards, stored: str, kind: str, expert: int, rows: slice) -> Tensor:
-    tensor = shards[stored][expert]
+def _read_gpt_oss_part(shards: Shards, source_name: str, kind: str, expert: int, rows: slice) -> Tensor:
+    tensor = shards[source_name][expert]
     if kind == "_blocks":
-        return mxfp4(tensor[rows].flatten(-2), shards[stored.replace("_blocks", "_scales")][expert][rows])
+        return mxfp4(tensor[rows].flatten(-2), shards[source_name.replace("_blocks", "_scales")][expert][rows])
     return tensor[rows].contiguous() if kind == "_bias" else tensor[:, rows].t().contiguous()
 
 
@@ -101,8 +103,8 @@ def split_stacked_experts(shards: Shards, config: ModelConfig) -> Shards:
     # files with one scale for gate and one for up have them.
     has_pairs = config.hidden_size > BLOCK or any(map(_INPUT_SCALES.fullmatch, shards.entries))
     entries: dict[str, StoredTensor] = {}
-    for stored, entry in shards.entries.items():
-        for name, part in _parts(_family_name(stored, experts), entry, experts, has_pairs):
+    for source_name, entry in shards.entries.items():
+        for name, part in _parts(_family_name(source_name, experts), entry, experts, has_pairs):
             if name in entries:
                 raise ModelError(f"{entry.file} holds {name} twice, under two names.")
             entries[name] = part

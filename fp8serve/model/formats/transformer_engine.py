@@ -104,9 +104,9 @@ def _recipe(value: Any) -> DelayedScaling | None:
     if value.function.name != "DelayedScaling":
         return None
     fields = value.state if isinstance(value.state, dict) else {}
-    known = {k: v for k, v in fields.items() if v is not None and not k.startswith("_")}
+    values = {k: v for k, v in fields.items() if v is not None and not k.startswith("_")}
     try:
-        return DelayedScaling(**{k: _field(k, v) for k, v in known.items() if k not in _ATTENTION_FIELDS})
+        return DelayedScaling(**{k: _field(k, v) for k, v in values.items() if k not in _ATTENTION_FIELDS})
     except (RecipeError, TypeError) as error:
         raise ScalesError(f"Its recipe cannot be used: {error}") from None
 

@@ -187,7 +187,7 @@ class Layout:
     optional: Mapping[str, str] = field(default_factory=dict)  # optional keys, and their names in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json with their values
     switches: Mapping[str, str] = field(default_factory=dict)  # config.json keys that are true if layer 0 has a tensor
-    known: frozenset[str] = frozenset()  # keys that `derive` reads, or that repeat another key
+    handled: frozenset[str] = frozenset()  # keys that `derive` reads, or that repeat another key
     eps: tuple[str, str] = (RMS_EPS, "rms_norm_eps")  # the key of the norms' epsilon, and its name in config.json
     norms_include_one: bool = False  # the file has 1 + weight for norms
     tensors: tuple[str, ...] = ()  # tensors that `derive` reads
@@ -253,7 +253,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         names=_POST_NORMS,
         keys=_WINDOW,
         switches=_ATTENTION_BIAS,
-        known=frozenset({"attention.sliding_window_pattern"}),
+        handled=frozenset({"attention.sliding_window_pattern"}),
         derive=olmo3_keys,
     ),
     "gemma2": Layout(
@@ -278,7 +278,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
     "phi3": Layout(
         "phi3",
         names=_FUSED,
-        known=_ROTARY_KEYS | {"attention.sliding_window", "rope.scaling.attn_factor"},
+        handled=_ROTARY_KEYS | {"attention.sliding_window", "rope.scaling.attn_factor"},
         tensors=(LONG, SHORT),
         derive=phi3_keys,
     ),
@@ -290,14 +290,14 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
             "post_ffw_norm": "post_mlp_layernorm",
         },
         switches=_ATTENTION_BIAS,
-        known=_ROTARY_KEYS,
+        handled=_ROTARY_KEYS,
         derive=rotary_keys,
     ),
     "stablelm": Layout(
         "stablelm",
         keys={"use_parallel_residual": "use_parallel_residual"},
         switches={"use_qkv_bias": "attn_q.bias"},
-        known=_ROTARY_KEYS,
+        handled=_ROTARY_KEYS,
         eps=_LAYER_NORM,
         derive=rotary_keys,
     ),
@@ -315,7 +315,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
         },
         keys=_EXPERTS | _WINDOW | {"expert_count": "num_local_experts"},
         switches=_ATTENTION_BIAS,
-        known=frozenset({"expert_feed_forward_length"}),
+        handled=frozenset({"expert_feed_forward_length"}),
         derive=gpt_oss_keys,
     ),
     "deepseek2": Layout(
@@ -343,7 +343,7 @@ LAYOUTS: dict[str, Layout] = {  # by `general.architecture`; Mistral's models ar
             "rope.dimension_count": "qk_rope_head_dim",
         },
         optional={"attention.q_lora_rank": "q_lora_rank", "expert_weights_scale": "routed_scaling_factor"},
-        known=DEEPSEEK_KEYS,
+        handled=DEEPSEEK_KEYS,
         derive=deepseek_keys,
     ),
 }
@@ -354,8 +354,8 @@ def layout_of(file: GgufFile) -> Layout:
     """Returns the layout of a file's architecture. Raises ModelError if the architecture is not supported."""
     arch = file.require("general.architecture", str)
     if arch not in LAYOUTS or arch in _UNNAMED:
-        known = ", ".join(name for name in LAYOUTS if name not in _UNNAMED)
-        raise ModelError(f"{file.path}: the architecture {shown(arch)} is not supported; supported are {known}.")
+        names = ", ".join(name for name in LAYOUTS if name not in _UNNAMED)
+        raise ModelError(f"{file.path}: the architecture {shown(arch)} is not supported; supported are {names}.")
     if arch == "llama" and file.value("llama.expert_count"):
         return LAYOUTS["mixtral"]
     if arch == "olmo2" and file.value("olmo2.attention.sliding_window"):

@@ -95,7 +95,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _refuse_unknown(file: GgufFile, arch: str, layout: Layout) -> None:
-    layout_keys = layout.keys.keys() | layout.optional.keys() | layout.known | {layout.eps[0]}
+    layout_keys = layout.keys.keys() | layout.optional.keys() | layout.handled | {layout.eps[0]}
     for key in file.keys:
         name = key.removeprefix(f"{arch}.")
         if name == key or name in SIZES or name in layout_keys or name in _OTHER_KEYS:
@@ -148,7 +148,9 @@ def _yarn(file: GgufFile, arch: str, factor: Any) -> dict[str, Any]:
              ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor")}  # fmt: skip
     attention = factors.pop("yarn_attn_factor")
     default = 0.1 * math.log(factor) + 1 if isinstance(factor, float) and factor > 1 else 1.0
-    if attention is not None and not any(math.isclose(attention, known, rel_tol=1e-5) for known in (1.0, default)):
+    if attention is not None and not any(
+        math.isclose(attention, supported, rel_tol=1e-5) for supported in (1.0, default)
+    ):
         raise ModelError(
             f"{file.path}: the key {arch}.rope.scaling.yarn_attn_factor is {shown(attention)}, which is not supported."
         )

@@ -183,8 +183,8 @@ def _tokenizer(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
 def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Tokenizer:
     name = file.get("tokenizer.ggml.pre", str) or "default"
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not supported; supported are {known}.")
+        supported = ", ".join(FAMILIES)
+        raise ModelError(f"{file.path}: the pre-tokenizer {shown(name)} is not supported; supported are {supported}.")
     family = FAMILIES[name]
     ids = vocabulary.ids(Kind.UNUSED)
     tokenizer = Tokenizer(BPE(ids, list(_merges(file)), ignore_merges=family.ignores_merges))

@@ -85,10 +85,10 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def check_same_tokens(file: GgufFile, model_dir: Path) -> None:
     """Raises ModelError unless the tokenizer in `file` gives the same tokens as that of the directory."""
-    written = tokenizers.Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"])
+    converted = tokenizers.Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"])
     original = Tokenizer.from_dir(model_dir)
     for text in (HARD_TEXT, *HARD_TEXT.split(" ")):
-        if written.encode(text).ids != original.encode(text):
+        if converted.encode(text).ids != original.encode(text):
             raise ModelError(
                 f"{model_dir}: the tokenizer gives other tokens than llama.cpp's and cannot be written as GGUF."
             )
@@ -152,8 +152,8 @@ def _arch(checkpoint: Checkpoint) -> str:
     arch = _ARCHITECTURES.get(config.model_type)
     if arch is None or any(window is not None for window in config.layer_windows):
         model = f"{config.architecture}{' with a window' if arch else ''}"
-        known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{model} cannot be written as GGUF; supported are {known}, without sliding windows.")
+        architectures = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{model} cannot be written as GGUF; supported are {architectures}, without sliding windows.")
     return arch
 
 
@@ -231,11 +231,11 @@ def _quantize(name: str, kind: str, values: Any) -> Any:
     if not np.isfinite(values).all():
         raise ModelError(f"The tensor {name} holds NaN or an infinity; a model that diverged is not written.")
     with np.errstate(over="ignore", invalid="ignore"):  # infinite values are refused below
-        stored = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
-        if not np.isfinite(gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])).all():
+        quantized = gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+        if not np.isfinite(gguf.dequantize(quantized, gguf.GGMLQuantizationType[kind])).all():
             amax = float(np.abs(values).max())
             raise ModelError(f"The tensor {name} holds {amax:.6g}, which is too large for {kind}; choose --type BF16.")
-    return stored
+    return quantized
 
 
 def _array_layout(shape: tuple[int, ...], kind: str) -> tuple[tuple[int, ...], Any]:

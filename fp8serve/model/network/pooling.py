@@ -58,8 +58,8 @@ class Pooling:
         """Returns the prompt with this name, or the default prompt. Raises RequestError if the name is unknown."""
         name = self.default_prompt if name is None else name
         if name is not None and name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
-            raise RequestError(f"This model has no prompt of the name {shown(name)}; it has {known}.")
+            names = ", ".join(self.prompts) or "none"
+            raise RequestError(f"This model has no prompt of the name {shown(name)}; it has {names}.")
         return "" if name is None else self.prompts[name]
 
 

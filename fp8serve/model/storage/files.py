@@ -85,8 +85,8 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` for json that raises ValueError for a duplicate key, which programs read differently."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        keys: set[str] = set()
+        duplicate = next(k for k, _ in pairs if k in keys or keys.add(k))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {shown(duplicate)} appears twice")
     return result
 

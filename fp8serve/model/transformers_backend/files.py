@@ -33,8 +33,8 @@ def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
     """
     model = TransformersModel(config)
     built: Any = model.class_model[0]
-    known, base = set(built.state_dict()), built.base_model_prefix
-    buffers = known - {name for name, _ in built.named_parameters(remove_duplicate=False)}
+    state_names, base = set(built.state_dict()), built.base_model_prefix
+    buffers = state_names - {name for name, _ in built.named_parameters(remove_duplicate=False)}
     renames = list(_renames(built, shards))
     ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected or ()]
     names = {}
@@ -43,9 +43,9 @@ def with_class_names(shards: Shards, config: ModelConfig) -> Shards:
         for rename in renames:
             name = rename(name)
         owner = name.rpartition(".")[0]
-        lacks_prefix = name not in known and any(other.startswith(f"{base}.{owner}.") for other in known)
+        lacks_prefix = name not in state_names and any(other.startswith(f"{base}.{owner}.") for other in state_names)
         name = f"{base}.{name}" if lacks_prefix else name
-        if name not in known and any(pattern.search(name) for pattern in ignored):
+        if name not in state_names and any(pattern.search(name) for pattern in ignored):
             continue
         if name in buffers:
             raise ModelError(

@@ -57,7 +57,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def verify(path: Path, on_progress: Progress = lambda done, total: None) -> list[Finding]:
+def verify(path: Path, on_progress: Progress = lambda completed, total: None) -> list[Finding]:
     """Returns the findings about the model directory or .safetensors file at `path`, errors first.
 
     If the format is not supported, the only finding says so. `on_progress` is called with the number of FP8 weights
@@ -66,8 +66,8 @@ def verify(path: Path, on_progress: Progress = lambda done, total: None) -> list
     checkpoint = read(path)
     if checkpoint.format_error is not None:
         return [checkpoint.format_error]
-    for done, owner in enumerate(checkpoint.weights, 1):
+    for completed, owner in enumerate(checkpoint.weights, 1):
         checkpoint.codes(owner)
-        on_progress(done, len(checkpoint.weights))
+        on_progress(completed, len(checkpoint.weights))
     findings = [*checkpoint.read_errors, *(finding for check in CHECKS for finding in check(checkpoint))]
     return sorted(findings, key=lambda finding: finding.severity != "error")

@@ -82,8 +82,8 @@ class Keys:
     def caller(self, key: bytes) -> Caller | None:
         """Returns the caller with this key, or None. The time does not depend on the key."""
         digest, match = hashlib.sha256(key).digest(), None
-        for known, caller in self.digests.items():
-            if hmac.compare_digest(known, digest):
+        for key_digest, caller in self.digests.items():
+            if hmac.compare_digest(key_digest, digest):
                 match = caller
         return match
 

@@ -75,4 +75,4 @@ def has_tenant_limits(request: Request) -> bool:
 
 def _matches(patterns: RoutePatterns, request: Request) -> bool:
     method = "GET" if request["method"] == "HEAD" else request["method"]
-    return any(method == known and pattern.match(request["path"]) for known, pattern in patterns)
+    return any(method == route_method and pattern.match(request["path"]) for route_method, pattern in patterns)

@@ -48,9 +48,9 @@ class Registry:
         """Returns the adapter of this name with its model. Raises Fault 404 if there is none."""
         if (pair := self.get_adapter(name)) is not None:
             return pair
-        known = [adapter for model in self.models.values() for adapter in model.adapters]
-        message = f"This server has no adapter of that name.{suggestion(name, known)}"
-        hint = f"Loaded adapters: {', '.join(known) or 'none'}."
+        names = [adapter for model in self.models.values() for adapter in model.adapters]
+        message = f"This server has no adapter of that name.{suggestion(name, names)}"
+        hint = f"Loaded adapters: {', '.join(names) or 'none'}."
         raise Fault(Code.MODEL_NOT_FOUND, message, param="lora_name", hint=hint)
 
     def is_taken(self, name: str) -> bool:
@@ -73,9 +73,9 @@ class Registry:
             return self.default
         if (model := self.get(name)) is not None:
             return model
-        known = self.names()
-        message = f"There is no model of that name here.{suggestion(name, known)}"
-        hint = f"This server has {', '.join(known)}; a fine-tuned model must be activated or loaded first."
+        names = self.names()
+        message = f"There is no model of that name here.{suggestion(name, names)}"
+        hint = f"This server has {', '.join(names)}; a fine-tuned model must be activated or loaded first."
         raise Fault(Code.MODEL_NOT_FOUND, message, param=param, hint=hint)
 
     def resolve(self, model: str | None, tasks: Sequence[Task] = ()) -> ServedWeights:

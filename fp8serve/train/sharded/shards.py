@@ -120,9 +120,9 @@ def _all_gather(shards: Shards, names: list[str], local: list[Tensor]) -> dict[s
     """Returns the concatenation of all ranks' parts of each tensor. One all-gather sends all of them, padded."""
     lengths = {name: _lengths(shards, name) for name in names}
     widths = {name: max(rank_lengths) for name, rank_lengths in lengths.items()}
-    sent = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, local, strict=True)])
-    received = sent.new_empty(shards.ranks.size, len(sent))
-    dist.all_gather(list(received.unbind()), sent)
+    send_buffer = torch.cat([pad(part, (0, widths[name] - len(part))) for name, part in zip(names, local, strict=True)])
+    received = send_buffer.new_empty(shards.ranks.size, len(send_buffer))
+    dist.all_gather(list(received.unbind()), send_buffer)
     columns = zip(names, torch.split(received, list(widths.values()), 1), strict=True)
     return {name: torch.cat([p[:n] for p, n in zip(parts, lengths[name], strict=True)]) for name, parts in columns}
 

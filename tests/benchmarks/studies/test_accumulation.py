@@ -32,15 +32,15 @@ def test_only_short_sums_get_worse_with_more_terms(monkeypatch: pytest.MonkeyPat
     for name in ("14 bits", "bf16"):
         assert many[name] > 4 * few[name]
     assert many["promoted"] < 2 * few["promoted"]
-    for found in (few, many):
-        assert found["ours"] < 1e-6
-        assert 0.02 < found["cast"] < 0.06
+    for error_of_sum in (few, many):
+        assert error_of_sum["ours"] < 1e-6
+        assert 0.02 < error_of_sum["cast"] < 0.06
 
 
 def test_every_number_of_terms_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accumulation, "TERMS", (64, 256))
-    found = accumulation.study(lambda *told: None)
-    assert [(row["terms"], row["values"]) for row in found["rows"]] == [
+    report = accumulation.study(lambda *progress: None)
+    assert [(row["terms"], row["values"]) for row in report["rows"]] == [
         (terms, kind) for terms in (64, 256) for kind in ("both signs", "one sign")
     ]
-    assert accumulation.chart(found).count("<polyline") == 10
+    assert accumulation.chart(report).count("<polyline") == 10

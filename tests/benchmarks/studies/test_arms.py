@@ -54,11 +54,11 @@ def test_parts_of_current_scaling_that_are_left_out_are_in_bf16(tmp_path: Path) 
 
     def gradients(name: str) -> torch.Tensor:
         training = Training(folder, plan, parts.ARMS[name], 0)
-        seen: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         weight = training.setup.optimizer.masters["model.layers.0.mlp.down_proj.weight"]
-        weight.register_hook(lambda g: seen.append(g.clone()))
+        weight.register_hook(lambda g: gradients.append(g.clone()))
         training.take(next(training.batches()), 0.0)
-        return seen[0]
+        return gradients[0]
 
     exact, names = gradients("bf16"), ["current", *(name for name in parts.ARMS if name.endswith("only"))]
     changed = {name: not torch.equal(gradients(name), exact) for name in names}
@@ -83,16 +83,16 @@ def test_runs_that_are_done_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plan = PartsPlan(steps=2, **SMALL)
     first = parts.study(tmp_path, plan, quiet)
     assert first["arms"]["current"]["own"]["error"] is None
-    told: list[str] = []
-    both = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: told.append(name))
-    assert all(name.startswith("seed 1") for name in told)
+    calls: list[str] = []
+    both = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: calls.append(name))
+    assert all(name.startswith("seed 1") for name in calls)
     assert both["losses"]["0"] == first["losses"]["0"] != both["losses"]["1"]
     last = both["losses"]["1"].pop("current")
-    kept = json.loads((tmp_path / "seed-0.json").read_text()) | {"losses": both["losses"]["1"]}
-    (tmp_path / "seed-1.json").write_text(json.dumps(kept))
-    told.clear()
-    again = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: told.append(name))
-    assert told == ["seed 1, current"]
+    result = json.loads((tmp_path / "seed-0.json").read_text()) | {"losses": both["losses"]["1"]}
+    (tmp_path / "seed-1.json").write_text(json.dumps(result))
+    calls.clear()
+    again = parts.study(tmp_path, replace(plan, seeds=2), lambda name, step, total: calls.append(name))
+    assert calls == ["seed 1, current"]
     assert again["losses"]["1"]["current"] == last
     assert parts.study(tmp_path, replace(plan, steps=3), quiet)["losses"]["0"] != first["losses"]["0"]
 
@@ -104,27 +104,29 @@ def test_distances_are_from_the_mean_of_the_bf16_runs() -> None:
     }
     losses[0]["bf16"] = {"own": 4.3}
     losses[0]["bf16, rate +0.01 %"] = {"own": 3.7}
-    found = parts.distances(losses, "current", "own")
-    assert found["apart"] == pytest.approx([1.0, 3.0])
-    assert (found["mean"], found["error"]) == pytest.approx((2.0, 1.0))
+    result = parts.distances(losses, "current", "own")
+    assert result["apart"] == pytest.approx([1.0, 3.0])
+    assert (result["mean"], result["error"]) == pytest.approx((2.0, 1.0))
 
 
 def test_a_jump_is_cut_off_without_a_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {name: jumps.ARMS[name] for name in ("bf16", "current", "history 1024, margin 0", "history 1024, margin 2")}
-    monkeypatch.setattr(jumps, "ARMS", shown)
+    selection = {
+        name: jumps.ARMS[name] for name in ("bf16", "current", "history 1024, margin 0", "history 1024, margin 2")
+    }
+    monkeypatch.setattr(jumps, "ARMS", selection)
     monkeypatch.setattr(jumps, "SOON", 2)
     plan = JumpsPlan(steps=8, jump=5, **{**SMALL, "seeds": 2})
-    found = jumps.study(plan, quiet)
-    rows = {(row["jump"], row["arm"]): row for row in found["rows"]}
+    report = jumps.study(plan, quiet)
+    rows = {(row["jump"], row["arm"]): row for row in report["rows"]}
     assert len(rows) == 8
-    weights = {arm: rows["rate", arm]["cut_off"]["weight"] for arm in shown}
+    weights = {arm: rows["rate", arm]["cut_off"]["weight"] for arm in selection}
     assert weights["history 1024, margin 0"] > weights["history 1024, margin 2"]
     assert weights["bf16"] == weights["current"] == 0
     assert all(value == 0 for value in rows["rate", "bf16"]["apart"].values())
-    curves = found["curves"]["rate"]
+    curves = report["curves"]["rate"]
     assert [len(curve) for curve in curves.values()] == [8] * 4
-    assert found["curves"]["batch"]["bf16"][:5] == curves["bf16"][:5]
-    assert found["curves"]["batch"]["bf16"][5] != curves["bf16"][5]
+    assert report["curves"]["batch"]["bf16"][:5] == curves["bf16"][:5]
+    assert report["curves"]["batch"]["bf16"][5] != curves["bf16"][5]
 
 
 def test_how_long_values_are_cut_off() -> None:

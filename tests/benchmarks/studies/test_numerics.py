@@ -62,9 +62,9 @@ def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     model = write_tiny_model(tmp_path / "model")
     args = ["numerics", str(model), "--out", str(tmp_path / "out"), "--samples", "2", "--seq-len", "32"]
     assert main(args) == 0
-    shown = capsys.readouterr().out
-    assert "inputs of 14 linears" in shown
-    assert "steps to recover" in shown
+    output = capsys.readouterr().out
+    assert "inputs of 14 linears" in output
+    assert "steps to recover" in output
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "numerics.json", "numerics-layers.svg", "numerics-spikes.svg", "numerics-margins.svg",
     }  # fmt: skip
@@ -77,9 +77,9 @@ def test_the_command_on_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_model_of_our_own_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "corpus", lambda docstrings_too: (["Some text to learn from. " * 40] * 3, []))
-    told: list[int] = []
-    with numerics._model(None, 2, lambda what, step, total: told.append(step)) as (model, described):
+    steps: list[int] = []
+    with numerics._model(None, 2, lambda what, step, total: steps.append(step)) as (model, described):
         assert (model / "config.json").is_file()
         assert "2 steps" in described
-    assert told == [1, 2]
+    assert steps == [1, 2]
     assert not model.exists()

@@ -38,7 +38,7 @@ for line in sys.stdin:
 """
 
 
-def quiet(what: str, done: int, of: int) -> None:
+def quiet(what: str, completed: int, of: int) -> None:
     pass
 
 
@@ -62,10 +62,10 @@ def test_every_method_a_directory_and_a_program_side_by_side(model: Path, tmp_pa
     assert static["bytes"] < first["rows"][0]["bytes"]
     assert all(row["tokens_per_second"] > 0 for row in first["rows"])
     assert first["text"]["documents"] == 12
-    made = (tmp_path / "static" / "calibration.json").stat().st_mtime_ns
+    modified_ns = (tmp_path / "static" / "calibration.json").stat().st_mtime_ns
     peers = (f"again={tmp_path / 'static'}", f"uniform={program(tmp_path, PEER, vocabulary)}")
     second = quality.study(model, tmp_path, QualityOptions(methods=("static",), peers=peers, **SMALL), quiet)  # type: ignore[arg-type]
-    assert (tmp_path / "static" / "calibration.json").stat().st_mtime_ns == made  # not made again
+    assert (tmp_path / "static" / "calibration.json").stat().st_mtime_ns == modified_ns  # not made again
     _, static_again, again, uniform = second["rows"]
     assert static_again["figures"] == again["figures"] == static["figures"]
     assert uniform["bytes"] == 1000
@@ -77,21 +77,21 @@ def test_every_method_a_directory_and_a_program_side_by_side(model: Path, tmp_pa
 
 
 def test_a_peer_that_fails_costs_no_other_row(model: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+    stages: list[str] = []
 
-    def tell(what: str, done: int, of: int) -> None:
-        told.append(what)
+    def tell(what: str, completed: int, of: int) -> None:
+        stages.append(what)
 
-    asked = QualityOptions(methods=("static",), **SMALL | {"new": 0})  # type: ignore[arg-type]
+    options = QualityOptions(methods=("static",), **SMALL | {"new": 0})  # type: ignore[arg-type]
     with pytest.raises(JobError, match="other"):
-        quality.study(model, tmp_path, replace(asked, peers=("other=/no/such/program",)), tell)
-    assert {*told} == {"static: calibrate", "static"}
-    told.clear()
-    first = quality.study(model, tmp_path, asked, tell)
-    assert told == []
+        quality.study(model, tmp_path, replace(options, peers=("other=/no/such/program",)), tell)
+    assert {*stages} == {"static: calibrate", "static"}
+    stages.clear()
+    first = quality.study(model, tmp_path, options, tell)
+    assert stages == []
     os.utime(tmp_path / "static" / "model.safetensors")
-    assert quality.study(model, tmp_path, asked, tell)["rows"] == first["rows"]
-    assert {*told} == {"static"}  # measured again: it might have been another one
+    assert quality.study(model, tmp_path, options, tell)["rows"] == first["rows"]
+    assert {*stages} == {"static"}  # measured again: it might have been another one
 
 
 def test_what_is_measured_is_not_calibrated_on(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_intervals_hold_the_figure_and_narrow_with_documents() -> None:
         return [TokenTally(100, 300 + 10 * v, 300, 2 * v, int(100 - 10 * v)) for v in values]
 
     few, many = intervals(tallies(10)), intervals(tallies(1000))
-    for found in (few, many):
-        for figure in found.values():
+    for figures in (few, many):
+        for figure in figures.values():
             assert figure.low < figure.value < figure.high
     assert many["kl"].value == pytest.approx(0.01, rel=0.1)
     assert many["perplexity_percent"].value == pytest.approx(5.1, rel=0.1)
@@ -143,9 +143,9 @@ def test_a_peer_without_a_name_or_a_place(peer: str, model: Path, tmp_path: Path
 
 
 def test_a_peer_that_cannot_be_started(model: Path, tmp_path: Path) -> None:
-    asked = QualityOptions(methods=(), peers=("other=/no/such/program",), **SMALL)  # type: ignore[arg-type]
+    options = QualityOptions(methods=(), peers=("other=/no/such/program",), **SMALL)  # type: ignore[arg-type]
     with pytest.raises(JobError, match="The peer other cannot be started"):
-        quality.study(model, tmp_path, asked, quiet)
+        quality.study(model, tmp_path, options, quiet)
 
 
 def test_methods_that_do_not_exist() -> None:
@@ -156,11 +156,11 @@ def test_methods_that_do_not_exist() -> None:
 def test_the_command_writes_figures_and_a_picture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = ["quality", str(model), "--out", str(tmp_path), "--method", "static", "--samples", "8"]
-    assert main([*told, "--measured", "8", "--seq-len", "32", "--new", "0"]) == 0
-    shown = capsys.readouterr().out
-    assert "KL, nats" in shown
-    assert "static" in shown
-    found: dict[str, Any] = json.loads((tmp_path / "quality.json").read_text())
-    assert [row["name"] for row in found["rows"]] == ["bf16", "static"]
+    arguments = ["quality", str(model), "--out", str(tmp_path), "--method", "static", "--samples", "8"]
+    assert main([*arguments, "--measured", "8", "--seq-len", "32", "--new", "0"]) == 0
+    output = capsys.readouterr().out
+    assert "KL, nats" in output
+    assert "static" in output
+    report: dict[str, Any] = json.loads((tmp_path / "quality.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["bf16", "static"]
     assert (tmp_path / "quality-methods.svg").read_text().startswith("<svg")

@@ -25,7 +25,7 @@ def study(seed: int, apart: float, **plan: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, *studies: dict[str, Any]) -> list[Path]:
+def write_studies(folder: Path, *studies: dict[str, Any]) -> list[Path]:
     paths = [folder / f"{i}.json" for i in range(len(studies))]
     for path, content in zip(paths, studies, strict=True):
         path.write_text(json.dumps(content))
@@ -33,17 +33,17 @@ def written(folder: Path, *studies: dict[str, Any]) -> list[Path]:
 
 
 def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = written(tmp_path, study(3, 1.0), study(1, -0.5), study(2, 0.1))
+    paths = write_studies(tmp_path, study(3, 1.0), study(1, -0.5), study(2, 0.1))
     assert main(["seeds", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
     assert "+1.00 %" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out/seeds.json").read_text())
-    assert found["seeds"] == [1, 2, 3]
-    told = found["recipes"]["block"]["final"]
-    assert told["apart"] == [-0.5, 0.1, 1.0]
-    assert told["mean"] == pytest.approx(0.2)
-    assert told["deviation"] == pytest.approx(0.754983)
-    assert told["error"] == pytest.approx(told["deviation"] / math.sqrt(3), rel=1e-5)
-    assert told["largest"] == 1.0
+    report = json.loads((tmp_path / "out/seeds.json").read_text())
+    assert report["seeds"] == [1, 2, 3]
+    summary = report["recipes"]["block"]["final"]
+    assert summary["apart"] == [-0.5, 0.1, 1.0]
+    assert summary["mean"] == pytest.approx(0.2)
+    assert summary["deviation"] == pytest.approx(0.754983)
+    assert summary["error"] == pytest.approx(summary["deviation"] / math.sqrt(3), rel=1e-5)
+    assert summary["largest"] == 1.0
     assert (tmp_path / "out/seeds-curves.svg").read_text().count("<polyline") == 2
 
 
@@ -58,6 +58,6 @@ def test_mean_scatter_and_curves(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_what_cannot_be_compared(studies: list[dict[str, Any]], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=sentence):
-        seeds.read(written(tmp_path, *studies))
+        seeds.read(write_studies(tmp_path, *studies))
     with pytest.raises(JobError, match="cannot be read"):
         seeds.read([tmp_path / "none.json"])

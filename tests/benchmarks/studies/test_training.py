@@ -30,9 +30,9 @@ def quiet(name: str, step: int, total: int) -> None:
 
 
 def test_a_study_and_going_on_with_it(tmp_path: Path) -> None:
-    told: list[tuple[str, int]] = []
-    first = training.study(tmp_path, PLAN, lambda name, step, total: told.append((name, step)))
-    assert told == [(n, s) for n in ("bf16", "delayed") for s in (1, 2, 3, 4)] + [
+    steps: list[tuple[str, int]] = []
+    first = training.study(tmp_path, PLAN, lambda name, step, total: steps.append((name, step)))
+    assert steps == [(n, s) for n in ("bf16", "delayed") for s in (1, 2, 3, 4)] + [
         ("delayed-resumed", 3),
         ("delayed-resumed", 4),
     ]
@@ -44,7 +44,7 @@ def test_a_study_and_going_on_with_it(tmp_path: Path) -> None:
     assert abs(final["loss"] / first["runs"]["delayed"]["valid_loss"] - 1) < 0.05  # the texts are all alike
     assert abs(first["runs"]["delayed"]["valid_difference_percent"]) < 1
     assert [len(c["train"]) for c in first["curves"].values()] == [4, 4]
-    told.clear()
+    steps.clear()
     again = training.study(tmp_path, replace(PLAN, recipes=("bf16", "delayed", "block")), quiet)
     assert again["curves"]["bf16"] == first["curves"]["bf16"]
     assert set(again["runs"]) == {"bf16", "delayed", "block"}

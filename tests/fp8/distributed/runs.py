@@ -115,31 +115,31 @@ def train_on_rank(model: nn.Module, rank: int, recipe: Recipe, group: Any, micro
     return {**train(model, step), "losses": losses}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Checks that losses, weights and scaling states are equal, bit for bit."""
-    assert found["losses"] == expected["losses"]
-    assert found["state"].keys() == expected["state"].keys()
+    assert actual["losses"] == expected["losses"]
+    assert actual["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
-        torch.testing.assert_close(found["state"][name], value, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(actual["state"][name], value, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 LOSSES, SCALES = 1e-5, 1e-5
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Checks that losses and scales differ by at most 1e-5, and that counters are equal.
 
     Another order of four summands changes the last bit of a gradient (2^-24), and the steps of AdamW by as much. After
     a few steps, the difference is far below 1e-5, unless a value is rounded to another FP8 value, which does not happen
     in these runs.
     """
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=LOSSES, atol=0)
-    assert found["state"].keys() == expected["state"].keys()
+    torch.testing.assert_close(torch.tensor(actual["losses"]), torch.tensor(expected["losses"]), rtol=LOSSES, atol=0)
+    assert actual["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
         if name.endswith(("steps", "nonfinite")):
-            assert torch.equal(found["state"][name], value), name
+            assert torch.equal(actual["state"][name], value), name
         elif name.endswith(("scale", "amax_history")):
-            torch.testing.assert_close(found["state"][name], value, rtol=SCALES, atol=0)
+            torch.testing.assert_close(actual["state"][name], value, rtol=SCALES, atol=0)
 
 
 def layers(model: nn.Module) -> dict[str, Linear]:

@@ -104,11 +104,11 @@ def test_ranks_that_run_nothing_neither_hang_nor_diverge(world: int) -> None:
     ranks = on_ranks(world, idle)
     expected, weight = idle_alone(world)
     assert expected[1]["grad_output"][3] == world
-    for found, rank_weight in ranks:
-        assert found == ranks[0][0]
+    for rank_states, rank_weight in ranks:
+        assert rank_states == ranks[0][0]
         assert torch.equal(rank_weight, ranks[0][1])
         torch.testing.assert_close(rank_weight, weight, rtol=1e-5, atol=1e-6)
-        for layer, alone in zip(found, expected, strict=True):
+        for layer, alone in zip(rank_states, expected, strict=True):
             for name, (scale, history, nonfinite, steps) in alone.items():
                 assert layer[name][0] == pytest.approx(scale, rel=1e-5)  # sums of gradients in another order
                 assert layer[name][1] == pytest.approx(history, rel=1e-5)

@@ -41,8 +41,8 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def whole(value: Any) -> Tensor:
-    found: Tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    return found
+    tensor: Tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return tensor
 
 
 def load_saved(model: nn.Module, folder: Path) -> None:
@@ -68,8 +68,8 @@ def step(trained: Trained, number: int, rank: int = 0) -> float:
 def states(model: nn.Module) -> dict[str, Tensor]:
     """Returns the scaling states, by their names in the unwrapped model."""
     parts = ("scale", "amax_history", "nonfinite", "steps")
-    found = {n.removeprefix("module.").removeprefix("_orig_mod."): v for n, v in model.state_dict().items()}
-    return {n: whole(v) for n, v in found.items() if n.endswith(parts)}
+    tensors = {n.removeprefix("module.").removeprefix("_orig_mod."): v for n, v in model.state_dict().items()}
+    return {n: whole(v) for n, v in tensors.items() if n.endswith(parts)}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -208,7 +208,7 @@ def interrupted(rank: int, folder: str, in_fp8: bool) -> Any:
     """Returns the losses of four steps, and of two steps, a checkpoint, and two steps of a newly sharded model."""
     uninterrupted, before, after = (sharded(in_fp8) for _ in range(3))
     expected = [step(uninterrupted, n, rank) for n in range(4)]
-    found = [step(before, n, rank) for n in range(2)]
+    losses = [step(before, n, rank) for n in range(2)]
     if in_fp8:  # a shard that is gathered in FP8 is saved as whole tensors
         options = StateDictOptions(full_state_dict=True)
         model_state, optimizer_state = get_state_dict(*before, options=options)
@@ -219,14 +219,14 @@ def interrupted(rank: int, folder: str, in_fp8: bool) -> Any:
         loaded, loaded_optimizer = get_state_dict(*after)
         dcp.load({"model": loaded, "optimizer": loaded_optimizer}, checkpoint_id=folder)
         set_state_dict(*after, model_state_dict=loaded, optim_state_dict=loaded_optimizer)
-    return expected, found + [step(after, n, rank) for n in range(2, 4)]
+    return expected, losses + [step(after, n, rank) for n in range(2, 4)]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_a_sharded_model_resumes_with_the_same_bits(tmp_path: Path, in_fp8: bool) -> None:
-    for expected, found in on_ranks(2, interrupted, str(tmp_path), in_fp8):
-        assert found == expected
+    for expected, actual in on_ranks(2, interrupted, str(tmp_path), in_fp8):
+        assert actual == expected
 
 
 def broadcast(rank: int) -> Any:
@@ -245,7 +245,7 @@ def broadcast(rank: int) -> Any:
 @pytest.mark.smoke
 @pytest.mark.distributed
 def test_states_reach_every_rank_of_a_wrapped_model() -> None:
-    for names, expected, found, unwrapped in on_ranks(2, broadcast):
+    for names, expected, actual, unwrapped in on_ranks(2, broadcast):
         assert "0.up.weight.scale" in names
-        assert same(expected, found)
+        assert same(expected, actual)
         assert same(expected, unwrapped)

@@ -21,16 +21,16 @@ def ddp(rank: int, name: str) -> Any:
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_ranks_have_the_bits_of_one_process(name: str) -> None:
-    found = on_ranks(2, ddp, name)
+    results = on_ranks(2, ddp, name)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_four_ranks_have_the_results_of_one_process(name: str) -> None:
-    found = on_ranks(4, ddp, name)
+    results = on_ranks(4, ddp, name)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 4)):
-        assert_close(found[rank], expected)
+        assert_close(results[rank], expected)
 
 
 def test_delayed_scaling_adds_two_collectives_to_a_step() -> None:

@@ -36,15 +36,15 @@ def newest(layer: Linear) -> float:
 def ported(rank: int, recipe: Recipe) -> Any:
     """Runs a data-parallel script that passes no group."""
     with counted() as wire:
-        found = train_on_rank(DistributedDataParallel(network()), rank, recipe, None)
-    return {**found, "calls": wire.calls["allreduce"]}
+        result = train_on_rank(DistributedDataParallel(network()), rank, recipe, None)
+    return {**result, "calls": wire.calls["allreduce"]}
 
 
 @pytest.mark.smoke
 def test_a_script_without_a_group_has_the_scales_of_one_process() -> None:
-    found = on_ranks(2, ported, DELAYED)
+    results = on_ranks(2, ported, DELAYED)
     for rank, expected in enumerate(train_on_one_process(DELAYED, 2)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 def test_reduce_amax_false_needs_no_collective() -> None:

@@ -19,7 +19,7 @@ def test_the_loss_of_two_processes_falls() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_fsdp2.py"]
     options = ["--steps", "12", "--recipe", "delayed"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command, *options],
         cwd=ROOT,
         env=environment,
@@ -27,7 +27,7 @@ def test_the_loss_of_two_processes_falls() -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"delayed on 2 ranks: loss ([\d.]+) -> ([\d.]+)", done.stdout)
-    assert found is not None, done.stdout
-    assert float(found[2]) < 0.9 * float(found[1])
+    assert process.returncode == 0, process.stderr
+    match = re.search(r"delayed on 2 ranks: loss ([\d.]+) -> ([\d.]+)", process.stdout)
+    assert match is not None, process.stdout
+    assert float(match[2]) < 0.9 * float(match[1])

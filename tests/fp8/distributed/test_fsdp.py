@@ -60,38 +60,38 @@ def sharded(rank: int, name: str, in_fp8: bool, microbatches: int = 1) -> Any:
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_two_ranks_gathering_in_fp8_have_the_bits_of_one_process(name: str) -> None:
-    found = on_ranks(2, sharded, name, True)
+    results = on_ranks(2, sharded, name, True)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_four_ranks_gathering_in_fp8_have_the_results_of_one_process(name: str) -> None:
-    found = on_ranks(4, sharded, name, True)
+    results = on_ranks(4, sharded, name, True)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 4)):
-        assert_close(found[rank], expected)
+        assert_close(results[rank], expected)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_accumulated_gradients_have_the_bits_of_one_process(name: str) -> None:
-    found = on_ranks(2, sharded, name, True, 3)
+    results = on_ranks(2, sharded, name, True, 3)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2, 3)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_gathering_in_high_precision_works_with_every_recipe(name: str) -> None:
-    found = on_ranks(2, sharded, name, False)
+    results = on_ranks(2, sharded, name, False)
     for rank, expected in enumerate(train_on_one_process(RECIPES[name], 2)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 def weight_data(model: nn.Module, x: Tensor) -> dict[str, Any]:
     """Returns the FP8 data and scale_inv that every layer uses for its weight in a forward pass."""
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
 
     def keep(layer: str, q: Tensor, scale_inv: Tensor) -> None:
-        found[layer] = [q.view(torch.uint8).clone(), scale_inv.clone()]
+        data[layer] = [q.view(torch.uint8).clone(), scale_inv.clone()]
 
     def gathered(
         layer: str, weight: Tensor
@@ -110,7 +110,7 @@ def weight_data(model: nn.Module, x: Tensor) -> dict[str, Any]:
     for hook, layer in zip(hooks, layers(model).values(), strict=True):
         hook.remove()
         layer.observer = None
-    return found
+    return data
 
 
 def data_on_rank(rank: int, recipe: Recipe) -> Any:
@@ -120,25 +120,25 @@ def data_on_rank(rank: int, recipe: Recipe) -> Any:
 
 def steps_with_data(model: nn.Module, context: Callable[[], autocast]) -> list[Any]:
     """Runs three steps on the same data on all ranks; multiplies the weights by 3 after every step."""
-    found = []
+    data_of_steps = []
     for i in range(3):
         with context():
             loss = loss_of(model, batch(i, 0))
-            found.append(weight_data(model, batch(i, 0)))
+            data_of_steps.append(weight_data(model, batch(i, 0)))
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0)
                 parameter.grad = None
-    return found
+    return data_of_steps
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_gathered_weights_are_those_of_one_process(world: int, name: str) -> None:
     expected = steps_with_data(network(), lambda: autocast(recipe=RECIPES[name]))
-    for found in on_ranks(world, data_on_rank, RECIPES[name]):
-        for here, there in zip(found, expected, strict=True):
+    for actual in on_ranks(world, data_on_rank, RECIPES[name]):
+        for here, there in zip(actual, expected, strict=True):
             assert here.keys() == there.keys()
             for layer in there:
                 assert torch.equal(here[layer][0], there[layer][0])
@@ -155,7 +155,7 @@ def step(model: nn.Module, recipe: Recipe) -> Wire:
 
 def bytes_on_wire(rank: int) -> Any:
     """Returns the bytes and calls of a step that gathers in FP8, with each recipe, and in BF16."""
-    found = {}
+    traffic = {}
     for name, recipe in {"delayed": DELAYED, "current": RECIPES["current"], "bf16": RECIPES["current"]}.items():
         model = nn.Sequential(*[Linear(32, 32, bias=False) for _ in range(4)])
         if name != "bf16":
@@ -165,21 +165,21 @@ def bytes_on_wire(rank: int) -> Any:
             fully_shard(layer, mesh=mesh(), mp_policy=policy)
         fully_shard(model, mesh=mesh(), mp_policy=policy)
         wire = step(model, recipe)
-        found[name] = {"bytes": dict(wire.bytes), "calls": dict(wire.calls)}
-    return found
+        traffic[name] = {"bytes": dict(wire.bytes), "calls": dict(wire.calls)}
+    return traffic
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathering_in_fp8_sends_half_the_bytes_of_bf16(world: int) -> None:
-    found = on_ranks(world, bytes_on_wire)[0]
+    traffic = on_ranks(world, bytes_on_wire)[0]
     elements = 4 * 32 * 32 // world  # elements that a rank sends to gather all layers once
-    assert found["bf16"]["bytes"]["allgather_base"] == 2 * 2 * elements  # forward and backward
+    assert traffic["bf16"]["bytes"]["allgather_base"] == 2 * 2 * elements  # forward and backward
     in_fp8 = 2 * (elements + 4 * 4)  # and the amax of each layer's shard
-    assert found["delayed"]["bytes"]["allgather_base"] == in_fp8
-    assert found["current"]["bytes"]["allgather_base"] == in_fp8
-    assert found["delayed"]["calls"]["allreduce"] == 2  # forward and backward amaxes of all four layers
-    assert found["current"]["calls"]["allreduce"] == 1  # the amaxes of all four weights
-    assert "allreduce" not in found["bf16"]["calls"]
+    assert traffic["delayed"]["bytes"]["allgather_base"] == in_fp8
+    assert traffic["current"]["bytes"]["allgather_base"] == in_fp8
+    assert traffic["delayed"]["calls"]["allreduce"] == 2  # forward and backward amaxes of all four layers
+    assert traffic["current"]["calls"]["allreduce"] == 1  # the amaxes of all four weights
+    assert "allreduce" not in traffic["bf16"]["calls"]
 
 
 class Choice(nn.Module):
@@ -212,8 +212,8 @@ def amaxes_of_weights(rank: int, rows: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("rows", [32, 33])
 def test_a_layer_that_runs_on_one_rank_has_the_amax_of_its_whole_weight(rows: int) -> None:
-    for found, expected in on_ranks(2, amaxes_of_weights, rows):
-        assert found == expected
+    for actual, expected in on_ranks(2, amaxes_of_weights, rows):
+        assert actual == expected
 
 
 def amaxes_of_two_microbatches(rank: int) -> list[list[float]]:
@@ -230,8 +230,8 @@ def amaxes_of_two_microbatches(rank: int) -> list[list[float]]:
 
 
 def test_a_layer_that_runs_only_in_a_later_microbatch_records_its_amax() -> None:
-    for found, expected in on_ranks(2, amaxes_of_two_microbatches):
-        assert found == expected
+    for actual, expected in on_ranks(2, amaxes_of_two_microbatches):
+        assert actual == expected
 
 
 REFUSED: dict[str, tuple[Recipe, bool, str]] = {
@@ -326,9 +326,9 @@ def loaded(rank: int) -> Any:
 
 
 def test_a_model_from_the_meta_device_has_the_bits_of_one_process() -> None:
-    found = on_ranks(2, loaded)
+    results = on_ranks(2, loaded)
     for rank, expected in enumerate(train_on_one_process(DELAYED, 2)):
-        assert_same(found[rank], expected)
+        assert_same(results[rank], expected)
 
 
 def interrupted(rank: int) -> Any:
@@ -336,21 +336,21 @@ def interrupted(rank: int) -> Any:
     step of an unsharded model from that checkpoint."""
     uninterrupted, before = (shard(gather_in_fp8(network())) for _ in range(2))
     group = dist.group.WORLD
-    found = [step_and_evaluate(uninterrupted, group) for _ in range(4)]
+    losses = [step_and_evaluate(uninterrupted, group) for _ in range(4)]
     resumed = [step_and_evaluate(before, group) for _ in range(2)]
     state = whole_state(before)
     after = shard(gather_in_fp8(network()))
     load_whole_state(after, {name: value.clone() for name, value in state.items()})
     unsharded = network()
     unsharded.load_state_dict(state)
-    return found, resumed + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(unsharded, None)
+    return losses, resumed + [step_and_evaluate(after, group) for _ in range(2)], step_and_evaluate(unsharded, None)
 
 
 @pytest.mark.smoke
 def test_a_sharded_model_is_saved_whole_and_resumes_with_the_same_bits() -> None:
-    for found, resumed, unsharded in on_ranks(2, interrupted):
-        assert resumed == found
-        assert unsharded == found[2]
+    for losses, resumed, unsharded in on_ranks(2, interrupted):
+        assert resumed == losses
+        assert unsharded == losses[2]
 
 
 class Recomputed(nn.Module):
@@ -370,17 +370,17 @@ def variants(rank: int) -> Any:
     recomputed = gather_in_fp8(nn.Sequential(*[Recomputed(m) if isinstance(m, Block) else m for m in network()]))
     for module in recomputed:
         fully_shard(module, mesh=mesh())
-    kept = gather_in_fp8(network())
-    for module in kept:
+    no_reshard = gather_in_fp8(network())
+    for module in no_reshard:
         fully_shard(module, mesh=mesh(), reshard_after_forward=False)
     prefetched = gather_in_fp8(network())
     sharded = [fully_shard(module, mesh=mesh()) for module in prefetched]
     sharded[0].set_modules_to_forward_prefetch(sharded[1:])
-    models = recomputed, kept, prefetched
+    models = recomputed, no_reshard, prefetched
     return [train_on_rank(fully_shard(m, mesh=mesh()), rank, DELAYED, group)["losses"] for m in models]
 
 
 def test_recomputing_keeping_and_prefetching_do_not_change_the_losses() -> None:
     expected = train_on_one_process(DELAYED, 2)
-    for rank, found in enumerate(on_ranks(2, variants)):
-        assert found == [expected[rank]["losses"]] * 3
+    for rank, losses in enumerate(on_ranks(2, variants)):
+        assert losses == [expected[rank]["losses"]] * 3

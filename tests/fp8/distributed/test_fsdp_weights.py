@@ -115,9 +115,9 @@ def equal_to_whole(model: nn.Module, recipe: Recipe) -> bool:
     fresh.load_state_dict({n: v.clone() for n, v in whole_state(model).items()})
     with torch.no_grad():
         with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
-            found = model(batch(2, 0))
+            output = model(batch(2, 0))
         with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
-            return torch.equal(found, fresh(batch(2, 0)))
+            return torch.equal(output, fresh(batch(2, 0)))
 
 
 @pytest.mark.parametrize(("name", "one_context"), [("delayed", False), ("current", False), ("current", True)])

@@ -100,7 +100,7 @@ def test_a_model_larger_than_the_first_collective_is_reduced_at_once() -> None:
 
 def growing(rank: int) -> Any:
     """Creates a second model later, for which the group has too few slots; only rank 0 runs it."""
-    layer, found = Linear(8, 8), []
+    layer, counters = Linear(8, 8), []
     run(layer, rank)
     later = [Linear(8, 8, bias=False) for _ in range(1030)][-1]
     for _ in range(3):
@@ -108,8 +108,8 @@ def growing(rank: int) -> Any:
             layer(torch.full((2, 8), float(rank + 1)))
             if rank == 0:
                 later(torch.full((2, 8), 5.0))
-        found.append((wire.calls["allreduce"], [s.steps.item() for s in scaling_state(later).values()][:1]))
-    return found, states(later), newest(layer)
+        counters.append((wire.calls["allreduce"], [s.steps.item() for s in scaling_state(later).values()][:1]))
+    return counters, states(later), newest(layer)
 
 
 def test_slots_that_are_needed_later_are_added_in_the_next_step() -> None:

@@ -51,7 +51,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 def three_steps(linear: Linear, recipe: Recipe, group: Any, mine: Any, whole: Any) -> list[Any]:
     """Returns the unsharded y, dX, dW and db of every step. `mine` selects this rank's part of a tensor; `whole`
     gathers the parts of all ranks."""
-    found = []
+    tensors = []
     for i in range(3):
         x, dy = data(i)
         leaf = mine("x", x).clone().requires_grad_()
@@ -59,9 +59,9 @@ def three_steps(linear: Linear, recipe: Recipe, group: Any, mine: Any, whole: An
             y = linear(leaf)
         y.backward(mine("y", dy))
         grads = [leaf.grad, linear.weight.grad, linear.bias.grad]
-        found.append([whole(n, t.detach()) for n, t in zip("yxwb", [y, *grads], strict=True)])
+        tensors.append([whole(n, t.detach()) for n, t in zip("yxwb", [y, *grads], strict=True)])
         linear.zero_grad()
-    return found
+    return tensors
 
 
 def alone(recipe: Recipe) -> Any:
@@ -92,9 +92,9 @@ def parallel(rank: int, kind: Kind, sequence_parallel: bool, name: str) -> Any:
         dist.all_gather(parts, t.contiguous())
         return torch.cat(parts, cut[n])
 
-    found = three_steps(linear, RECIPES[name], group, mine, whole)
+    tensors = three_steps(linear, RECIPES[name], group, mine, whole)
     assert torch.equal(linear.whole_weight(), layer()["whole"].weight)
-    return found, states(linear)
+    return tensors, states(linear)
 
 
 @pytest.mark.parametrize("name", PER_TENSOR)
@@ -102,9 +102,9 @@ def parallel(rank: int, kind: Kind, sequence_parallel: bool, name: str) -> Any:
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_sharded_layer_has_the_results_of_the_whole_layer(kind: Kind, sequence_parallel: bool, name: str) -> None:
     expected, scales = alone(RECIPES[name])
-    for found, found_scales in on_ranks(2, parallel, kind, sequence_parallel, name):
-        assert found_scales == scales
-        for actual, reference in zip(found, expected, strict=True):
+    for actual_tensors, actual_scales in on_ranks(2, parallel, kind, sequence_parallel, name):
+        assert actual_scales == scales
+        for actual, reference in zip(actual_tensors, expected, strict=True):
             for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
 
@@ -113,9 +113,9 @@ def test_a_sharded_layer_has_the_results_of_the_whole_layer(kind: Kind, sequence
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_four_ranks_have_the_results_of_the_whole_layer(kind: Kind) -> None:
     expected, scales = alone(DELAYED)
-    for found, found_scales in on_ranks(4, parallel, kind, True, "delayed"):
-        assert found_scales == scales
-        for actual, reference in zip(found, expected, strict=True):
+    for actual_tensors, actual_scales in on_ranks(4, parallel, kind, True, "delayed"):
+        assert actual_scales == scales
+        for actual, reference in zip(actual_tensors, expected, strict=True):
             for a, b in zip(actual, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=CLOSE * float(b.abs().max()))
 
@@ -125,15 +125,15 @@ def test_four_ranks_have_the_results_of_the_whole_layer(kind: Kind) -> None:
 def test_recipes_that_gather_in_high_precision_are_close_to_the_whole_layer(kind: Kind, name: str) -> None:
     """Each rank scales its own part of a row or block, so the result is not equal to that of the whole layer."""
     expected, _ = alone(RECIPES[name])
-    for found, _ in on_ranks(2, parallel, kind, True, name):
-        for actual, reference in zip(found, expected, strict=True):
+    for actual_tensors, _ in on_ranks(2, parallel, kind, True, name):
+        for actual, reference in zip(actual_tensors, expected, strict=True):
             for a, b in zip(actual, reference, strict=True):
                 assert float((a - b).norm() / b.norm()) < QUANTIZED
 
 
 def wire_bytes(rank: int, kind: Kind) -> Any:
     """Returns the bytes that one step gathers in FP8 and in BF16; x has 8 x 32 and y 8 x 16 elements."""
-    found = {}
+    bytes_of_recipe = {}
     for name, recipe in {"fp8": DELAYED, "bf16": RECIPES["rowwise"]}.items():
         linear = parallelize(layer(kind), {kind: kind}, dist.group.WORLD, sequence_parallel=True)[kind]
         x, dy = (t.bfloat16() for t in data(0))
@@ -145,8 +145,8 @@ def wire_bytes(rank: int, kind: Kind) -> Any:
             with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
                 y = linear(x.clone().requires_grad_())
             y.backward(dy)
-        found[name] = wire.bytes["allgather_base"]
-    return found
+        bytes_of_recipe[name] = wire.bytes["allgather_base"]
+    return bytes_of_recipe
 
 
 @pytest.mark.parametrize(("kind", "gathered"), [("column", {"fp8": 2 * 4 * 32, "bf16": 2 * 4 * 32}),
@@ -205,9 +205,9 @@ def train_parallel(rank: int, name: str, recompute: bool = False) -> Any:
 @pytest.mark.parametrize("name", PER_TENSOR)
 def test_a_run_has_the_losses_and_scales_of_one_process(world: int, name: str) -> None:
     losses, scales = train(blocks(), RECIPES[name], None, 0, 1)
-    for found, found_scales in on_ranks(world, train_parallel, name):
-        assert found == pytest.approx(losses, rel=RUN)
-        for actual, reference in zip(found_scales, scales, strict=True):
+    for actual_losses, actual_scales in on_ranks(world, train_parallel, name):
+        assert actual_losses == pytest.approx(losses, rel=RUN)
+        for actual, reference in zip(actual_scales, scales, strict=True):
             for tensor in reference:
                 assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)
                 assert actual[tensor][2:] == reference[tensor][2:]
@@ -279,5 +279,5 @@ def test_an_infinite_gradient_reaches_the_ranks_that_it_reaches_in_high_precisio
     ranks = on_ranks(2, overflow, kind, sequence_parallel)
     assert not all(flag for plain, _ in ranks for flag in plain)
     for plain, by_recipe in ranks:
-        for name, found in by_recipe.items():
-            assert not any(actual and not reference for actual, reference in zip(found, plain, strict=True)), name
+        for name, nonfinite in by_recipe.items():
+            assert not any(actual and not reference for actual, reference in zip(nonfinite, plain, strict=True)), name

@@ -44,13 +44,13 @@ def alone(recipe: Recipe) -> tuple[list[list[float]], list[Any]]:
     losses = []
     for step in range(STEPS):
         with autocast(recipe=recipe):
-            found = [loss_of(model, x, x.sin()) for x in (batch(step, row) for row in range(2))]
-        torch.stack(found).sum().backward()
+            losses_of_rows = [loss_of(model, x, x.sin()) for x in (batch(step, row) for row in range(2))]
+        torch.stack(losses_of_rows).sum().backward()
         for parameter in model.parameters():
             parameter.grad = (
                 None if parameter.grad is None else parameter.grad / 2
             )  # FSDP2 takes the mean over the rows
-        losses.append([loss.item() for loss in found])
+        losses.append([loss.item() for loss in losses_of_rows])
         optimizer.step()
         optimizer.zero_grad()
     return losses, [states(m) for m in model.modules() if isinstance(m, Linear)]
@@ -64,9 +64,9 @@ def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
     for block in model.children():
         fully_shard(block, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    seen: list[bool] = []
+    in_fp8: list[bool] = []
     for layer in (m for m in model.modules() if isinstance(m, ParallelLinear)):
-        layer.register_forward_hook(lambda m, args, y: seen.append(isinstance(m.weight, GatheredWeight)))
+        layer.register_forward_hook(lambda m, args, y: in_fp8.append(isinstance(m.weight, GatheredWeight)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -83,17 +83,17 @@ def on_a_mesh(rank: int, name: str, sequence_parallel: bool) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     scales = [states(m) for m in model.modules() if isinstance(m, Linear)]
-    return row, losses, scales, all(seen) and len(seen) == 4 * STEPS
+    return row, losses, scales, all(in_fp8) and len(in_fp8) == 4 * STEPS
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_two_by_two_ranks_have_the_results_of_one_process(name: str, sequence_parallel: bool) -> None:
     losses, scales = alone(RECIPES[name])
-    for row, found, found_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
+    for row, actual_losses, actual_scales, in_fp8 in on_ranks(4, on_a_mesh, name, sequence_parallel):
         assert in_fp8
-        assert found == pytest.approx([step_losses[row] for step_losses in losses], rel=RUN)
-        for actual, reference in zip(found_scales, scales, strict=True):
+        assert actual_losses == pytest.approx([step_losses[row] for step_losses in losses], rel=RUN)
+        for actual, reference in zip(actual_scales, scales, strict=True):
             assert actual.keys() == reference.keys()
             for tensor in reference:
                 assert actual[tensor][0] == pytest.approx(reference[tensor][0], rel=RUN)

@@ -84,9 +84,9 @@ def test_a_new_key_is_stored_as_a_hash_printed_once_and_listed(
     assert (caller.name, caller.tenant, caller.scopes) == ("ci", "lab", ("generate",))
     assert key not in path.read_text()
     assert main([*command, "--name", "other", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    write(path, path.read_text().rstrip(), shown["line"], "tenants.lab = { tokens_per_minute = 7 }")
-    assert read_keys(path).caller(shown["key"].encode())
+    entry = json.loads(capsys.readouterr().out)
+    write(path, path.read_text().rstrip(), entry["line"], "tenants.lab = { tokens_per_minute = 7 }")
+    assert read_keys(path).caller(entry["key"].encode())
     assert main(["key", "list", str(path)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in table] == ["name", "ci", "other"]
@@ -106,6 +106,6 @@ def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, capsys: pyte
         (["--name", "a.b", "--scope", "read"], "unlike 'a.b'"),
     ):
         assert main([*command, *more]) == 1
-        shown = capsys.readouterr()
-        assert (shown.out, sentence in shown.err) == ("", True), shown.err
+        captured = capsys.readouterr()
+        assert (captured.out, sentence in captured.err) == ("", True), captured.err
     assert path.read_text() == before

@@ -167,10 +167,10 @@ async def test_clients_see_their_limits_and_when_to_come_back(start: Start, keys
         assert last.headers["x-ratelimit-remaining-requests"] == "0"
         assert not any(name.startswith("x-ratelimit") for name in (await ask(server, "free")).headers)
         assert (await server.client.get("/v1/models", headers=bearer("few"))).status_code == 200
-        shown = (await server.client.get("/metrics", headers=bearer("ops"))).text
-        assert 'fp8serve_tenant_requests_total{tenant="few"} 2.0' in shown
-        assert 'fp8serve_tenant_requests_rejected_total{reason="requests",tenant="few"} 1.0' in shown
-        assert 'fp8serve_tenant_requests_in_flight{tenant="few"} 0.0' in shown
+        metrics = (await server.client.get("/metrics", headers=bearer("ops"))).text
+        assert 'fp8serve_tenant_requests_total{tenant="few"} 2.0' in metrics
+        assert 'fp8serve_tenant_requests_rejected_total{reason="requests",tenant="few"} 1.0' in metrics
+        assert 'fp8serve_tenant_requests_in_flight{tenant="few"} 0.0' in metrics
 
 
 async def test_tokens_are_counted_by_tenant_streamed_or_not(start: Start, keys: Path) -> None:
@@ -186,10 +186,10 @@ async def test_tokens_are_counted_by_tenant_streamed_or_not(start: Start, keys: 
         assert used < 40
         refusal = await ask(server, "small", new=200)
         assert (refusal.status_code, "retry-after" in refusal.headers) == (429, True)
-        shown = (await server.client.get("/metrics", headers=bearer("ops"))).text
-        assert 'fp8serve_tenant_tokens_total{kind="generated",tenant="small"} 8.0' in shown
-        assert 'fp8serve_tenant_requests_rejected_total{reason="tokens",tenant="small"} 1.0' in shown
-        assert 'fp8serve_requests_in_flight{model="tiny"} 0.0' in shown
+        metrics = (await server.client.get("/metrics", headers=bearer("ops"))).text
+        assert 'fp8serve_tenant_tokens_total{kind="generated",tenant="small"} 8.0' in metrics
+        assert 'fp8serve_tenant_requests_rejected_total{reason="tokens",tenant="small"} 1.0' in metrics
+        assert 'fp8serve_requests_in_flight{model="tiny"} 0.0' in metrics
 
 
 async def test_a_client_that_disconnects_frees_its_slot(start: Start, keys: Path) -> None:

@@ -74,22 +74,22 @@ STREAMS = BODIES | {
 @pytest.mark.parametrize("path", STREAMS)
 async def test_no_event_that_clients_take_for_a_token_precedes_the_first_token(start: Start, path: str) -> None:
     """Clients take a chunk with a choice, `message_start` or a delta for the first token."""
-    sent: list[bytes] = []
+    chunks: list[bytes] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message.get("body", b""))
+        chunks.append(message.get("body", b""))
 
     limits = ServerLimits(keep_alive_seconds=0.01)
     async with start(Launcher(HeldEngine), limits=limits) as server:
         server.launcher.engine.released.clear()  # type: ignore[attr-defined]
         stream = asyncio.create_task(post(server, path, STREAMS[path], send))
-        await eventually(lambda: any(b": keep-alive" in piece for piece in sent), "a sign of life")
-        early = [line for line in b"".join(sent).splitlines() if line.startswith(b"data: ")]
+        await eventually(lambda: any(b": keep-alive" in piece for piece in chunks), "a sign of life")
+        early = [line for line in b"".join(chunks).splitlines() if line.startswith(b"data: ")]
         server.launcher.engine.released.set()  # type: ignore[attr-defined]
         await stream
     kinds = {json.loads(line.removeprefix(b"data: ")).get("type") for line in early}
     assert kinds <= {"response.created", "response.in_progress"}
-    assert len(b"".join(sent).splitlines()) > len(early) + 3
+    assert len(b"".join(chunks).splitlines()) > len(early) + 3
 
 
 MESSAGE = {"messages": [{"role": "user", "content": "hello"}]}
@@ -175,10 +175,10 @@ DIRECT: dict[str, tuple[str, Any]] = {
 async def test_directly_written_chunks_carry_the_same_events(start: Start, name: str) -> None:
     """The order is the same, too, although some chunks bypass `send`."""
     path, body = DIRECT[name]
-    sent, mixed, refusals = list[bytes](), list[bytes](), itertools.cycle([False, False, True])
+    direct, mixed, refusals = list[bytes](), list[bytes](), itertools.cycle([False, False, True])
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message.get("body", b""))
+        direct.append(message.get("body", b""))
 
     async def send_mixed(message: MutableMapping[str, Any]) -> None:
         await asyncio.sleep(0)  # outputs arrive while a slow client is served
@@ -193,16 +193,16 @@ async def test_directly_written_chunks_carry_the_same_events(start: Start, name:
     async with start() as server:
         await post(server, path, body, send)
         await post(server, path, body, send_mixed, {"extensions": {WRITE_CHUNK: write_chunk}})
-    assert normalized_events(b"".join(mixed)) == normalized_events(b"".join(sent))
+    assert normalized_events(b"".join(mixed)) == normalized_events(b"".join(direct))
 
 
 async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = list[bytes]()
+    chunks = list[bytes]()
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message.get("body", b""))
+        chunks.append(message.get("body", b""))
 
     def write(text: str) -> bool:
         raise ValueError("a defect")
@@ -212,7 +212,7 @@ async def test_an_error_of_direct_writing_ends_the_stream_with_a_message(
     async with start() as server:
         path, body = DIRECT["chat"]
         await post(server, path, body, send)
-        assert b"The server failed while it was generating." in b"".join(sent)
+        assert b"The server failed while it was generating." in b"".join(chunks)
         assert "a stream could not be written" in caplog.text
         assert (await server.client.get("/requests")).json()["requests"] == []
 

@@ -46,20 +46,20 @@ async def test_streams_add_up_for_every_choice(start: Start) -> None:
         ):
             whole = (await server.client.post(route, json=request | {"n": 3})).json()
             options = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
-            got = chunks((await server.client.post(route, json=request | options)).text)
+            events = chunks((await server.client.post(route, json=request | options)).text)
             texts, ends = ["", "", ""], [None, None, None]
-            for chunk in got:
+            for chunk in events:
                 for choice in chunk["choices"]:
                     texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
                     ends[choice["index"]] = choice["finish_reason"] or ends[choice["index"]]
             assert texts == [c["text"] if "text" in c else c["message"]["content"] for c in whole["choices"]]
             assert ends == ["length"] * 3
-            assert got[-1]["choices"] == []
-            details = [usage.pop("prompt_tokens_details") for usage in (whole["usage"], got[-1]["usage"])]
+            assert events[-1]["choices"] == []
+            details = [usage.pop("prompt_tokens_details") for usage in (whole["usage"], events[-1]["usage"])]
             assert details[0]["cached_tokens"] <= details[1]["cached_tokens"] < whole["usage"]["prompt_tokens"]
-            assert got[-1]["usage"] == whole["usage"]
-            assert all(chunk["usage"] is None for chunk in got[:-1])
-            assert len({chunk["id"] for chunk in got}) == 1
+            assert events[-1]["usage"] == whole["usage"]
+            assert all(chunk["usage"] is None for chunk in events[:-1])
+            assert len({chunk["id"] for chunk in events}) == 1
 
 
 async def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> None:
@@ -73,9 +73,9 @@ async def test_chat_uses_the_template_and_opens_with_the_role(start: Start) -> N
         }
         response = (await server.client.post("/v1/chat/completions", json=parts | {"max_completion_tokens": 10})).json()
         assert response["choices"][0]["message"]["content"] == "<system>ab"
-        got = chunks((await server.client.post("/v1/chat/completions", json=ASK | {"stream": True})).text)
-        assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        assert "usage" not in got[0]
+        events = chunks((await server.client.post("/v1/chat/completions", json=ASK | {"stream": True})).text)
+        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "usage" not in events[0]
 
 
 async def test_a_chat_answer_may_fill_the_context(start: Start) -> None:
@@ -112,9 +112,9 @@ async def test_logprobs_hold_no_infinity(start: Start) -> None:
 async def test_a_failure_in_a_stream_is_an_error_and_then_done(start: Start) -> None:
     async with start(Launcher(FakeEngine)) as server:
         server.launcher.engine.fail = "Out of blocks."
-        got = chunks((await server.client.post("/v1/completions", json={"prompt": "ab", "stream": True})).text)
-        assert got[-1]["error"]["type"] == "server_error"
-        assert got[-1]["error"]["message"] == "Out of blocks."
+        events = chunks((await server.client.post("/v1/completions", json={"prompt": "ab", "stream": True})).text)
+        assert events[-1]["error"]["type"] == "server_error"
+        assert events[-1]["error"]["message"] == "Out of blocks."
 
 
 @pytest.mark.parametrize(

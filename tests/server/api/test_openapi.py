@@ -172,7 +172,7 @@ def test_every_link_leads_to_answers_as_described(description: Any, mode: Genera
 def follow_with(link: Any, created: StepOutput, mode: GenerationMode) -> None:
     """Sends requests along a link, with the ids from the answer `created`."""
     extracted = link.extract(created)
-    places = {name: found.value.ok() for name, found in extracted.parameters.get("path_parameters", {}).items()}
+    places = {name: parameter.value.ok() for name, parameter in extracted.parameters.get("path_parameters", {}).items()}
     body = {} if extracted.request_body is None else extracted.request_body.value.ok()
     assert places or body, link.full_name
 

@@ -25,10 +25,10 @@ class RecordingEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[Request] = []
+        self.requests: list[Request] = []
 
     async def _outputs(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        self.heard.append(request)
+        self.requests.append(request)
         number = int(request.request_id.rpartition("-")[2])
         async for output in super()._outputs(request):
             logprobs = output.logprobs and tuple(TokenLogprob(item.token_id, number - 10.0) for item in output.logprobs)
@@ -40,7 +40,7 @@ async def params(server: Server, route: str, body: dict[str, Any]) -> SamplingPa
     assert answer.status_code == 200, answer.text
     engine = server.launcher.engine
     assert isinstance(engine, RecordingEngine)
-    return engine.heard[-1].params
+    return engine.requests[-1].params
 
 
 async def test_every_route_passes_sampling_parameters_to_the_engine(start: Start) -> None:

@@ -116,11 +116,11 @@ async def test_an_invalid_constraint_is_refused_before_the_answer_starts(start: 
 async def test_a_valid_constraint_is_checked_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start() as server:
         jobs: list[str] = []
-        read = server.state.parser.pool.run
+        run = server.state.parser.pool.run
 
         async def counted(head: Any, *rest: Any) -> Any:
             jobs.append(head["op"])
-            return await read(head, *rest)
+            return await run(head, *rest)
 
         monkeypatch.setattr(server.state.parser.pool, "run", counted)
         for _ in range(3):
@@ -143,9 +143,9 @@ def test_a_response_format_survives_the_parser_process(model: str, body: dict[st
     """The parser process checks long bodies and serializes them again."""
     model = f"fp8serve.server.schemas.{model}"
     head = {"kind": "check", "model": model, "sizes": {"prompts": 9, "messages": 9, "context": 99, "texts": 9}}
-    answer, written = parser_process._check(head, json.dumps(body).encode())
+    answer, body_text = parser_process._check(head, json.dumps(body).encode())
     assert answer == {}
-    assert json.loads(written) == body
+    assert json.loads(body_text) == body
 
 
 @pytest.mark.parametrize(

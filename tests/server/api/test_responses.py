@@ -90,8 +90,8 @@ async def test_a_stream_builds_the_same_response(talking: Any) -> None:
             "response.output_text.delta": "So:",
             "response.function_call_arguments.delta": '{"city": "Paris"}',
         }
-        done = next(e for e in stream if e["type"] == "response.output_text.done")
-        assert (done["text"], done["content_index"], done["output_index"]) == ("So:", 0, 1)
+        event = next(e for e in stream if e["type"] == "response.output_text.done")
+        assert (event["text"], event["content_index"], event["output_index"]) == ("So:", 0, 1)
 
 
 async def test_a_text_format_becomes_a_schema_and_a_forced_call_a_grammar(talking: Any) -> None:

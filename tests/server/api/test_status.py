@@ -32,18 +32,18 @@ async def metrics(server: Server, line: str) -> str:
     """Returns /metrics once it contains `line`: the server polls the engine's numbers."""
     text = ""
 
-    async def shown() -> bool:
+    async def has_line() -> bool:
         nonlocal text
         text = (await server.client.get("/metrics")).text
         return line in text
 
-    await eventually(shown, line)
+    await eventually(has_line, line)
     return text
 
 
 async def test_loading_is_live_and_not_ready(start: Start) -> None:
     launcher = Launcher()
-    launcher.held = True
+    launcher.paused = True
     async with start(launcher, wait=False) as server:
         assert (await server.client.get("/health/live")).status_code == 200
         ready = await server.client.get("/health/ready")
@@ -51,7 +51,7 @@ async def test_loading_is_live_and_not_ready(start: Start) -> None:
         early = await server.client.post("/generate", json={"inputs": "x"})
         assert (early.status_code, early.json()["code"]) == (503, "starting")
         assert "retry-after" in early.headers
-        launcher.held = False
+        launcher.paused = False
         await server.ready()
         for path in ("/health", "/health/ready", "/health/live", "/ping"):
             assert (await server.client.get(path)).json() == {"ok": True, "state": "ready"}

@@ -131,10 +131,10 @@ def test_a_conversation_outlives_a_reload_until_it_is_deleted(browser: Browser, 
     browser.press("Send results")
     browser.until("document.querySelectorAll('.turn').length === 3")
     browser.until(IDLE)
-    sent = browser.run("return window.bodies.at(-1)")
-    roles = [message["role"] for message in sent["messages"]]
+    body = browser.run("return window.bodies.at(-1)")
+    roles = [message["role"] for message in body["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant", "tool"]
-    assert (sent["messages"][0]["content"], sent["max_tokens"]) == ("Be <b>kind</b>.", 6)
+    assert (body["messages"][0]["content"], body["max_tokens"]) == ("Be <b>kind</b>.", 6)
     browser.click("#new")
     browser.until("document.querySelectorAll('.turn').length === 0")
     ready(browser, server.url + "/#/chat")
@@ -457,9 +457,9 @@ def test_reasoning_calls_and_broken_characters_are_shown(browser: Browser, serve
     assert browser.text(".answer > .text") == "€"
     assert browser.text(".call summary") == "Calls weather"
     assert "<b>Rome" in browser.text(".call pre")
-    sent = browser.run("return window.bodies.at(-1)")
-    assert sent["messages"][0] == {"role": "system", "content": "Be kind."}
-    assert sent["tools"] == json.loads(TOOLS)
+    body = browser.run("return window.bodies.at(-1)")
+    assert body["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert body["tools"] == json.loads(TOOLS)
     answer_with(browser, "/v1/chat/completions", [chunk(content="Warm."), chunk(finish="stop")])
     browser.fill(".results textarea", "30 degrees")
     browser.press("Send results")

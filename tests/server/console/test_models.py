@@ -37,8 +37,8 @@ def an_adapter_is_loaded_chosen_and_unloaded(browser: Browser, tmp_path: Path) -
     browser.fill("#adapter-path", "tutor")
     browser.type("Enter")
     browser.until("document.querySelectorAll('#adapters tbody tr').length === 1")
-    shown = browser.run("return [...document.querySelectorAll('#adapters tr > *')].map((cell) => cell.textContent)")
-    assert shown[8:] == ["tutor", "second", "LoRA", "4", "tutor", "0", "100 B", "Unload"]
+    cells = browser.run("return [...document.querySelectorAll('#adapters tr > *')].map((cell) => cell.textContent)")
+    assert cells[8:] == ["tutor", "second", "LoRA", "4", "tutor", "0", "100 B", "Unload"]
     assert browser.text("#notice") == "The adapter tutor serves now."
     for width in (1300, 360):
         browser.size(width, 740)

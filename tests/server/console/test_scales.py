@@ -125,4 +125,4 @@ def test_on_a_phone_every_number_of_a_layer_is_in_sight(browser: Browser, scaled
         ".map((d) => d.getBoundingClientRect()).map((b) => [b.left, b.right, b.width, b.height])"
     )
     assert len(boxes) == 14 * 6 + 14
-    assert all(left >= 0 and right <= 390 and width > 0 and height > 0 for left, right, width, height in boxes)
+    assert all(start >= 0 and right <= 390 and width > 0 and height > 0 for start, right, width, height in boxes)

@@ -91,12 +91,12 @@ def make_job(data: Path, model: Path) -> None:
 def expect_whole(data: Path, where: str) -> None:
     """Asserts that the job succeeded, its process was started twice, and the table has each event once, in order."""
     directory, store = data / "jobs" / JOB, JobStore(data / "jobs.sqlite3")
-    job, stored = store.get(JOB), store.events(JOB)
+    job, stored_events = store.get(JOB), store.events(JOB)
     store.close()
-    written = [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
-    expected = [(e["created_at"], e["type"], e.get("step"), e.get("code")) for e in written]
+    records = [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
+    expected = [(e["created_at"], e["type"], e.get("step"), e.get("code")) for e in records]
     codes = {"queued", "running", "restarted", "succeeded"}
-    events = [e for e in stored if e.data.get("code") not in codes]
+    events = [e for e in stored_events if e.data.get("code") not in codes]
     assert [(e.created_at, e.type, e.data.get("step"), e.data.get("code")) for e in events] == expected, where
     assert [e.data["step"] for e in events if e.type == "metrics"] == [1, 2, 3, 4, 5, 6], where
     assert (job.status, job.progress["step"], job.crashes) == ("succeeded", 6, 0), (where, job)

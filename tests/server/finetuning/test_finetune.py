@@ -67,8 +67,8 @@ def lock_owner(server: Server, job_id: str) -> int:
 async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
     async with start() as server:
         job = await submit(server, lora_rank=8, lora_targets=["q_proj"], dora=True)
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        config = done["config"]
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        config = finished_job["config"]
         assert (config["lora_rank"], config["lora_targets"], config["dora"]) == (8, ["q_proj"], True)
         refused = await server.client.post("/finetune", json={"data": [{"text": "a"}], "dora": True})
         assert refused.status_code == 422
@@ -78,10 +78,10 @@ async def test_an_adapters_job_keeps_its_fields(start: Start) -> None:
 async def test_unknown_lora_targets_are_refused_with_the_possible_ones(start: Start) -> None:
     async with start() as server:
         adapter = {"lora_rank": 8, "lora_targets": ["q_proj", "nonsense"]}
-        stored = await server.client.post(
+        upload = await server.client.post(
             "/v1/files", files={"file": ("a.jsonl", b'{"text": "x"}\n')}, data={"purpose": "fine-tune"}
         )
-        openai_body = {"model": "tiny", "training_file": stored.json()["id"], **adapter}
+        openai_body = {"model": "tiny", "training_file": upload.json()["id"], **adapter}
         for route, body in (
             ("/finetune", {"data": [{"text": "a"}], **adapter}),
             ("/finetune/validate", {"data": [{"text": "a"}], **adapter}),
@@ -119,11 +119,11 @@ def test_an_openai_job_takes_the_fields_of_an_adapter() -> None:
 async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
     async with start() as server:
         job = await submit(server, suffix="mine", metadata={"team": "a"})
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        assert done["status"] == "succeeded"
-        assert done["fine_tuned_model"] == f"ft:tiny:org-local:mine:{job['id'][-8:]}"
-        assert done["progress"]["step"] == 6
-        assert done["metadata"] == {"team": "a"}
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        assert finished_job["status"] == "succeeded"
+        assert finished_job["fine_tuned_model"] == f"ft:tiny:org-local:mine:{job['id'][-8:]}"
+        assert finished_job["progress"]["step"] == 6
+        assert finished_job["metadata"] == {"team": "a"}
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
         assert [e["data"]["code"] for e in events if e["type"] == "message"] == [
             "queued",
@@ -142,7 +142,7 @@ async def test_a_job_runs_reports_and_succeeds(start: Start) -> None:
         assert [row["train_loss"] for row in csv.DictReader(io.StringIO(table.text))] == [
             str(1.0 / s) for s in range(1, 7)
         ]
-        everything = json.dumps([done, events, checkpoints, series])
+        everything = json.dumps([finished_job, events, checkpoints, series])
         assert "secret" not in everything
         assert str(server.state.data_dir) not in everything
 
@@ -187,25 +187,25 @@ async def test_events_stream_to_the_end_and_replay_from_the_last_seen(start: Sta
 
 async def test_a_failed_job_has_the_reason_as_its_error(start: Start) -> None:
     async with start() as server:
-        done = await wait_for(server, (await submit(server, "fail"))["id"], "failed")
-        assert done["error"]["message"] == "The loss is not finite."
-        answer = await server.client.post(f"/finetune/{done['id']}/activate")
+        finished_job = await wait_for(server, (await submit(server, "fail"))["id"], "failed")
+        assert finished_job["error"]["message"] == "The loss is not finite."
+        answer = await server.client.post(f"/finetune/{finished_job['id']}/activate")
         assert (answer.status_code, answer.json()["code"]) == (409, "job_state")
 
 
 async def test_a_worker_that_dies_goes_on_from_its_checkpoint(start: Start) -> None:
     async with start() as server:
-        done = await wait_for(server, (await submit(server, "die-once"))["id"], "succeeded", "failed")
-        assert done["status"] == "succeeded"
-        events = (await server.client.get(f"/finetune/{done['id']}/events")).json()["events"]
+        finished_job = await wait_for(server, (await submit(server, "die-once"))["id"], "succeeded", "failed")
+        assert finished_job["status"] == "succeeded"
+        events = (await server.client.get(f"/finetune/{finished_job['id']}/events")).json()["events"]
         assert any(e["data"].get("code") == "restarted" and "SIGKILL" in e["message"] for e in events)
         assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_worker_that_always_dies_fails_its_job(start: Start) -> None:
     async with start() as server:
-        done = await wait_for(server, (await submit(server, "die"))["id"], "failed")
-        assert "3 times" in done["error"]["message"]
+        finished_job = await wait_for(server, (await submit(server, "die"))["id"], "failed")
+        assert "3 times" in finished_job["error"]["message"]
 
 
 @pytest.mark.parametrize("mood", ["held", "stubborn"])
@@ -299,8 +299,8 @@ async def test_a_job_outlives_its_server(start: Start) -> None:
         await wait_for_step(server, job["id"])
     async with start() as server:
         unblock_job(server, job["id"])
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        assert done["status"] == "succeeded"
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        assert finished_job["status"] == "succeeded"
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
         codes = [e["data"]["code"] for e in events if e["type"] == "message"]
         assert codes == ["queued", "running", "data", "stopped", "running", "data", "succeeded"]
@@ -312,14 +312,14 @@ async def test_a_stop_gives_up_an_activation_that_still_loads(start: Start) -> N
     async with start(launcher) as server:
         job = await submit(server)
         await wait_for(server, job["id"], "succeeded")
-        launcher.held = True
+        launcher.paused = True
         pending = asyncio.create_task(server.client.post(f"/finetune/{job['id']}/activate"))
         await eventually(lambda: server.state.models.default.activating is not None, "the load")
         server.state.begin_drain()
         answer = await pending
         assert (answer.status_code, answer.json()["code"]) == (503, "draining")
         await eventually(server.state.finish_drain, "the end of the drain")
-    launcher.held = False
+    launcher.paused = False
     async with start(launcher) as server:
         assert launcher.sources[-1].key == "base"
 
@@ -351,8 +351,8 @@ async def test_a_worker_that_outlives_its_server_is_followed_not_doubled(start: 
     async with start() as server:
         await eventually(lambda: server.state.runner._process is not None, "the worker that still runs is followed")
         unblock_job(server, job["id"])
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        assert done["status"] == "succeeded"
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        assert finished_job["status"] == "succeeded"
         assert (server.state.runner.job_dir(job["id"]) / "tries.txt").read_text() == "x"
 
 
@@ -378,17 +378,17 @@ async def test_bad_rows_of_a_file_fail_the_request_here_and_the_job_at_openais(s
             "files": {"file": ("a.jsonl", b'{"text": "x"}\n{"text": 7}\n')},
             "data": {"purpose": "fine-tune"},
         }
-        stored = (await server.client.post("/v1/files", **form)).json()["id"]
-        answer = await server.client.post("/finetune", json={"file_id": stored})
+        file_id = (await server.client.post("/v1/files", **form)).json()["id"]
+        answer = await server.client.post("/finetune", json={"file_id": file_id})
         assert (answer.status_code, answer.json()["param"]) == (422, "data")
         assert answer.json()["error"].startswith("a.jsonl:2: `text`")
-        report = (await server.client.post("/finetune/validate", json={"file_id": stored})).json()
+        report = (await server.client.post("/finetune/validate", json={"file_id": file_id})).json()
         assert [bad["message"].partition(": ")[0] for bad in report["bad_lines"]] == ["a.jsonl:2"]
-        beside = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": stored})
+        beside = await server.client.post("/finetune", json={"data": [{"text": "x"}], "validation_file_id": file_id})
         assert (beside.status_code, beside.json()["param"]) == (422, "validation_data")
         assert beside.json()["error"].startswith("a.jsonl:2: `text`")
-        taken = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": stored})
-        assert taken.status_code == 200
+        response = await server.client.post("/v1/fine_tuning/jobs", json={"model": "tiny", "training_file": file_id})
+        assert response.status_code == 200
 
 
 async def test_refused_jobs_leave_nothing(start: Start) -> None:
@@ -457,7 +457,7 @@ async def trained(server: Server) -> str:
 async def test_activation_fails_no_request_and_each_answer_names_its_weights(start: Start) -> None:
     async with start(Launcher(lambda: FakeEngine(delay=0.002), load_seconds=0.05)) as server:
         sources = [await trained(server), "base"]
-        seen: set[str] = set()
+        versions: set[str] = set()
         stop = asyncio.Event()
         answered = [0] * 8
 
@@ -469,7 +469,7 @@ async def test_activation_fails_no_request_and_each_answer_names_its_weights(sta
                 assert answer.status_code == 200, answer.text
                 response = answer.json() if count % 2 == 0 else json.loads(answer.text.strip().split("\n\n")[-1][5:])
                 assert response["generated_text"] == ("abc" * 7)[:20]
-                seen.add(response["weight_version"])
+                versions.add(response["weight_version"])
                 answered[user] += 1
 
         users = [asyncio.create_task(load(user)) for user in range(len(answered))]
@@ -480,7 +480,7 @@ async def test_activation_fails_no_request_and_each_answer_names_its_weights(sta
             await eventually(lambda before=before: all(map(operator.gt, answered, before)), "an answer to everyone")
         stop.set()
         await asyncio.gather(*users)
-        assert len(seen) == 2
+        assert len(versions) == 2
         await eventually(lambda: all(engine.closed for engine in server.launcher.engines[:-1]))
         assert not server.launcher.engine.closed
 
@@ -559,27 +559,27 @@ async def test_an_openai_job_trains_on_the_rows_of_its_file(start: Start) -> Non
     async with start() as server:
         rows = b'{"prompt": "a", "completion": "b"}\n' * 3
         form = {"files": {"file": ("../../evil.jsonl", rows)}, "data": {"purpose": "fine-tune"}}
-        stored = (await server.client.post("/v1/files", **form)).json()  # type: ignore[arg-type]
-        assert (stored["bytes"], stored["filename"], stored["status"]) == (
+        upload = (await server.client.post("/v1/files", **form)).json()  # type: ignore[arg-type]
+        assert (upload["bytes"], upload["filename"], upload["status"]) == (
             len(rows),
             "../../evil.jsonl",
             "processed",
         )
-        assert [p.name for p in (server.state.data_dir / "files").iterdir()] == [stored["id"] + ".jsonl"]
-        assert (await server.client.get(f"/v1/files/{stored['id']}/content")).content == rows
+        assert [p.name for p in (server.state.data_dir / "files").iterdir()] == [upload["id"] + ".jsonl"]
+        assert (await server.client.get(f"/v1/files/{upload['id']}/content")).content == rows
         method = {
             "type": "supervised",
             "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2.0}},
         }
-        body = {"model": "tiny", "training_file": stored["id"], "suffix": "s", "seed": 5, "method": method}
+        body = {"model": "tiny", "training_file": upload["id"], "suffix": "s", "seed": 5, "method": method}
         job = (await server.client.post("/v1/fine_tuning/jobs", json=body)).json()
         assert job["object"] == "fine_tuning.job"
         assert job["hyperparameters"] == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 2.0}
         assert (await server.client.get(f"/finetune/{job['id']}")).json()["config"]["learning_rate"] == 4e-5
         await wait_for(server, job["id"], "succeeded")
-        deleted = (await server.client.delete(f"/v1/files/{stored['id']}")).json()
-        assert deleted == {"id": stored["id"], "object": "file", "deleted": True}
-        assert (await server.client.get(f"/v1/files/{stored['id']}")).status_code == 404
+        deleted = (await server.client.delete(f"/v1/files/{upload['id']}")).json()
+        assert deleted == {"id": upload["id"], "object": "file", "deleted": True}
+        assert (await server.client.get(f"/v1/files/{upload['id']}")).status_code == 404
         assert (server.state.runner.job_dir(job["id"]) / "data.jsonl").read_bytes() == rows
         events = (await server.client.get(f"/v1/fine_tuning/jobs/{job['id']}/events", params={"limit": 3})).json()
         assert events["has_more"]
@@ -599,10 +599,10 @@ async def test_preferences_in_openais_and_in_the_native_format(start: Start) -> 
         answers[name] = [{"role": "assistant", "content": text}]
     async with start() as server:
         content = json.dumps({"input": prompt, **answers}).encode()
-        stored = (
+        upload = (
             await server.client.post("/v1/files", files={"file": ("p.jsonl", content)}, data={"purpose": "fine-tune"})
         ).json()
-        body: dict[str, Any] = {"model": "tiny", "training_file": stored["id"], "label_smoothing": 0.1}
+        body: dict[str, Any] = {"model": "tiny", "training_file": upload["id"], "label_smoothing": 0.1}
         method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2}}}
         job = (await server.client.post("/v1/fine_tuning/jobs", json={**body, "method": method})).json()
         assert job["method"]["type"] == "dpo"
@@ -624,7 +624,7 @@ async def test_preferences_in_openais_and_in_the_native_format(start: Start) -> 
         for rows, message in (([pair, {"prompt": "a", "completion": "b"}], ":2 has only"), ([pair], "")):
             answer = await server.client.post("/finetune", json={"data": rows, "method": "dpo", "loss_type": "ipo"})
             assert (answer.status_code, message in answer.text) == (422 if message else 202, True)
-        mismatched = {"file_id": stored["id"], "method": "sft"}
+        mismatched = {"file_id": upload["id"], "method": "sft"}
         answer = await server.client.post("/finetune", json=mismatched)
         assert (answer.status_code, "has only ['input'" in answer.text) == (422, True)
         await wait_for(server, (await server.client.get("/finetune")).json()["jobs"][0]["id"], "succeeded")

@@ -80,10 +80,10 @@ async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk:
         file = (await upload(server)).json()["id"]
         send = REQUESTS[name]
 
-        def left() -> set[str]:
+        def remaining_files() -> set[str]:
             return {p.name for folder in ("jobs", "files") for p in (server.state.data_dir / folder).iterdir()}
 
-        before, write = left(), 0
+        before, write = remaining_files(), 0
         while True:
             write += 1
             disk.writes, disk.full_at = 0, write
@@ -94,7 +94,7 @@ async def test_every_write_of_a_request_may_meet_a_full_disk(start: Start, disk:
             assert answer.status_code == 507, (write, answer.text)
             assert (body["error"]["code"] if answer.url.path.startswith("/v1") else body["code"]) == "disk_full"
             disk.full_at = 0
-            assert left() == before, write
+            assert remaining_files() == before, write
         assert write > 2
         assert answer.status_code in (200, 202)
 
@@ -104,23 +104,23 @@ async def test_an_activation_that_cannot_be_recorded_is_undone(start: Start, mon
         raise FULL
 
     async with start() as server:
-        done = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
+        finished_job = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
         served = server.state.models.default.current
         monkeypatch.setattr(server.state.jobs, "set_activated", full)
-        answer = await server.client.post(f"/finetune/{done['id']}/activate")
+        answer = await server.client.post(f"/finetune/{finished_job['id']}/activate")
         assert (answer.status_code, answer.json()["code"]) == (507, "disk_full")
         assert server.state.models.default.current is served
         assert server.launcher.engine.closed
         assert (await server.client.post("/generate", json={"inputs": "a"})).status_code == 200
         monkeypatch.undo()
-        assert (await server.client.post(f"/finetune/{done['id']}/activate")).status_code == 200
+        assert (await server.client.post(f"/finetune/{finished_job['id']}/activate")).status_code == 200
 
 
 async def test_an_activation_that_cannot_be_loaded_is_not_recorded(start: Start) -> None:
     async with start() as server:
-        done = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
+        finished_job = await wait_for(server, (await submit(server, "fine"))["id"], "succeeded")
         server.launcher.problem = "The scales are gone."
-        assert (await server.client.post(f"/finetune/{done['id']}/activate")).status_code == 409
+        assert (await server.client.post(f"/finetune/{finished_job['id']}/activate")).status_code == 409
         assert server.state.jobs.activated(str(server.state.settings.model.resolve())) is None
         server.launcher.problem = None
 
@@ -133,8 +133,8 @@ async def test_a_job_that_met_a_full_disk_is_resumed(start: Start) -> None:
         (server.state.runner.job_dir(job["id"]) / "room").touch()
         answer = await server.client.post(f"/finetune/{job['id']}/resume")
         assert (answer.status_code, answer.json()["error"], answer.json()["finished_at"]) == (200, None, None)
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        assert done["status"] == "succeeded", done["error"]
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        assert finished_job["status"] == "succeeded", finished_job["error"]
         events = (await server.client.get(f"/finetune/{job['id']}/events")).json()["events"]
         assert [e["data"]["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, 4, 5, 6]
         again = await server.client.post(f"/v1/fine_tuning/jobs/{job['id']}/resume")

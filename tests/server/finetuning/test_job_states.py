@@ -195,7 +195,7 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
         jobs = db.execute("SELECT * FROM jobs ORDER BY number").fetchall()
         db.execute("UPDATE sqlite_sequence SET seq = 1000 WHERE name = 'events'")  # of a job that was deleted
         db.commit()
-    taken = running.stat().st_size
+    size_when_running = running.stat().st_size
     new = [{"id": i, "created_at": i, "type": "metrics", "level": "info", "message": "", "step": i} for i in (4, 5)]
     with running.open("a") as file:
         file.write("".join(json.dumps(event) + "\n" for event in new) + '{"id": 6, "cre')
@@ -211,7 +211,7 @@ def test_a_data_directory_of_the_third_layout_keeps_its_jobs_and_events(tmp_path
     assert store.activated_adapters("MODEL_DIRECTORY") == ["ftjob-adapter"]
     for job in store.jobs():
         events = tmp_path / "jobs" / job.id / "events.jsonl"
-        size = taken if job.id == "ftjob-running" else events.stat().st_size if events.exists() else 0
+        size = size_when_running if job.id == "ftjob-running" else events.stat().st_size if events.exists() else 0
         assert job.events_offset == size, job.id
 
     job = store.get("ftjob-running")

@@ -95,8 +95,8 @@ async def test_only_the_newest_jobs_are_kept(start: Start) -> None:
 
         async def only_newest_remain() -> bool:
             listed = (await server.client.get("/finetune")).json()["jobs"]
-            left = [not is_gone(server, job) for job in jobs]
-            return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and left == [
+            present = [not is_gone(server, job) for job in jobs]
+            return [job["id"] for job in listed] == [jobs[4], jobs[3], jobs[0]] and present == [
                 True,
                 False,
                 False,
@@ -156,9 +156,9 @@ async def test_every_checkpoint_is_served_by_name_and_trained_on(
         assert (directory / "scales.safetensors").is_file()
         assert "is being served" in (await remove(server, job["id"]))[1]
         further = await submit(server, "a text to learn", model=listed[2]["model"], **options)
-        done = await wait_for(server, further["id"], "succeeded", "failed")
-        assert (done["status"], done["base_model"]) == ("succeeded", listed[2]["model"])
-        assert done["fine_tuned_model"].startswith("ft:random:org-local:")
+        finished_job = await wait_for(server, further["id"], "succeeded", "failed")
+        assert (finished_job["status"], finished_job["base_model"]) == ("succeeded", listed[2]["model"])
+        assert finished_job["fine_tuned_model"].startswith("ft:random:org-local:")
         loaded = await server.client.post("/models/early/load", json={"source": listed[2]["model"]})
         assert loaded.json()["served"]["model"] == listed[2]["model"]
     async with start(worker=TRAINING_COMMAND, model=model) as server:

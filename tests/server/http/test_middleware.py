@@ -312,7 +312,7 @@ async def nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "headers", "read"),
+    ("pieces", "headers", "reads"),
     [
         pytest.param([b"x" * 50] * 3, {b"content-length": b"150"}, 3, id="declared"),
         pytest.param([b"x" * 50] * 4, {}, 4, id="not declared"),
@@ -323,12 +323,12 @@ async def nothing(scope: Any, receive: Any, send: Any) -> None:
     ],
 )
 async def test_the_rest_of_a_refused_body_is_read_before_the_answer(
-    pieces: list[bytes], headers: dict[bytes, bytes], read: int
+    pieces: list[bytes], headers: dict[bytes, bytes], reads: int
 ) -> None:
     """A connection that is closed with bytes unread is reset, and its client sees no answer."""
     client = Client(pieces, headers)
     await BodyLimits(nothing, max_bytes=100, seconds=60, held_bytes=1 << 20)(client.scope, client.receive, client.send)
-    assert client.events == [*["read"] * read, "415" if b"content-encoding" in headers else "413", "sent"]
+    assert client.events == [*["read"] * reads, "415" if b"content-encoding" in headers else "413", "sent"]
 
 
 async def test_a_client_that_sends_slowly_gets_its_refusal_in_time() -> None:

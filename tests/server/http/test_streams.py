@@ -15,7 +15,7 @@ class Client:
     """An ASGI client that records what is sent to it. `accepts` is clear while it reads nothing."""
 
     def __init__(self) -> None:
-        self.sent: list[bytes] = []
+        self.chunks: list[bytes] = []
         self.direct: list[bytes] = []
         self.is_complete = False
         self.accepts, self.gone = asyncio.Event(), asyncio.Event()
@@ -28,7 +28,7 @@ class Client:
     async def send(self, message: Any) -> None:
         await self.accepts.wait()
         if message["type"] == "http.response.body":
-            self.sent.append(message["body"])
+            self.chunks.append(message["body"])
             self.is_complete = not message["more_body"]
 
     def write_chunk(self, data: bytes) -> bool:
@@ -50,12 +50,12 @@ class Source:
     def __init__(self) -> None:
         self.chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.closed = 0
-        self.taken = 0
+        self.delivered = 0
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
             while (chunk := await self.chunks.get()) is not None:
-                self.taken += 1
+                self.delivered += 1
                 yield chunk
         finally:
             self.closed += 1
@@ -70,7 +70,7 @@ async def test_chunks_arrive_in_order_and_the_end_follows_them(direct: bool) -> 
     for chunk in (b"a", b"b", None):
         source.chunks.put_nowait(chunk)
     await client.read(source.stream(), direct=direct)
-    assert (client.direct if direct else client.sent[:-1]) == [b"a", b"b"]
+    assert (client.direct if direct else client.chunks[:-1]) == [b"a", b"b"]
     assert client.is_complete
     assert source.closed == 1
 
@@ -91,7 +91,7 @@ async def test_a_chunk_creates_no_task() -> None:
     try:
         for number in range(2, 20):
             source.chunks.put_nowait(b"x")
-            await eventually(lambda sent=number: len(client.direct) == sent)
+            await eventually(lambda count=number: len(client.direct) == count)
     finally:
         loop.set_task_factory(None)
     assert created == []
@@ -118,7 +118,7 @@ async def test_a_client_that_leaves_ends_the_generator() -> None:
     client, source, closed = Client(), Source(), asyncio.Event()
     reading = asyncio.create_task(client.read(source.stream(on_close=closed.set)))
     source.chunks.put_nowait(b"a")
-    await eventually(lambda: client.sent == [b"a"])
+    await eventually(lambda: client.chunks == [b"a"])
     client.gone.set()
     await reading
     assert (source.closed, closed.is_set(), client.is_complete) == (1, True, False)
@@ -131,10 +131,10 @@ async def test_a_client_that_leaves_while_it_reads_nothing_ends_the_generator() 
     await eventually(lambda: client.direct == [b"a"])
     client.accepts.clear()
     source.chunks.put_nowait(b"b")
-    await eventually(lambda: source.taken == 2)
+    await eventually(lambda: source.delivered == 2)
     client.gone.set()
     await reading
-    assert (source.closed, client.sent) == (1, [])
+    assert (source.closed, client.chunks) == (1, [])
 
 
 async def test_a_slow_client_stops_the_generator_and_loses_nothing() -> None:
@@ -146,29 +146,29 @@ async def test_a_slow_client_stops_the_generator_and_loses_nothing() -> None:
     for number in range(1, 50):
         source.chunks.put_nowait(b"%d " % number)
     source.chunks.put_nowait(None)
-    await eventually(lambda: source.taken == 2)
+    await eventually(lambda: source.delivered == 2)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert source.taken == 2
+    assert source.delivered == 2
     client.accepts.set()
     await reading
-    assert sorted(b"".join(client.sent + client.direct).split(), key=int) == [b"%d" % number for number in range(50)]
+    assert sorted(b"".join(client.chunks + client.direct).split(), key=int) == [b"%d" % number for number in range(50)]
 
 
 async def test_silence_is_filled_with_comments_and_a_flow_of_chunks_is_not() -> None:
     client, source = Client(), Source()
     reading = asyncio.create_task(client.read(source.stream(keep_alive=0.02), direct=True))
-    await eventually(lambda: client.sent.count(KEEP_ALIVE) >= 2)
+    await eventually(lambda: client.chunks.count(KEEP_ALIVE) >= 2)
     source.chunks.put_nowait(None)
     await reading
-    assert client.sent[-1] == b""
+    assert client.chunks[-1] == b""
     busy, steady = Client(), Source()
     reading = asyncio.create_task(busy.read(steady.stream(keep_alive=600.0), direct=True))
     for _ in range(5):
         steady.chunks.put_nowait(b"x")
     steady.chunks.put_nowait(None)
     await reading
-    assert busy.sent == [b""]
+    assert busy.chunks == [b""]
 
 
 async def test_a_comment_for_a_client_that_reads_nothing_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +177,10 @@ async def test_a_comment_for_a_client_that_reads_nothing_is_sent_once(monkeypatc
     monkeypatch.setattr(streams._KeepAlive, "_tick", lambda each: (ticks.append(0), tick(each)))
     reading = asyncio.create_task(client.read(source.stream(keep_alive=0.002)))
     before = len(asyncio.all_tasks())
-    await eventually(lambda: client.sent)
+    await eventually(lambda: client.chunks)
     client.accepts.clear()
-    seen = len(ticks)
-    await eventually(lambda: len(ticks) > seen + 10)
+    ticks_before = len(ticks)
+    await eventually(lambda: len(ticks) > ticks_before + 10)
     assert len(asyncio.all_tasks()) == before + 2  # the watch for a disconnect, and one comment that waits
     client.accepts.set()
     source.chunks.put_nowait(None)
@@ -206,7 +206,7 @@ async def test_a_cancelled_request_stays_cancelled() -> None:
     client, source = Client(), Source()
     reading = asyncio.create_task(client.read(source.stream()))
     source.chunks.put_nowait(b"a")
-    await eventually(lambda: client.sent == [b"a"])
+    await eventually(lambda: client.chunks == [b"a"])
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading

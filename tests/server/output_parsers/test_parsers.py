@@ -198,8 +198,8 @@ def test_an_answer_that_is_cut_off_shows_no_tag(
             parser = OutputFormat(family).parser(TOOLS, calls_only=required)
             *early, last = pieces
             parts = [part for piece in early for part in parser.parse(piece, False)]
-            _, shown, partial_calls = joined(parts + parser.parse(last, True, is_truncated=True))
-            assert content.startswith(shown.rstrip()), text[:cut]
+            _, partial_content, partial_calls = joined(parts + parser.parse(last, True, is_truncated=True))
+            assert content.startswith(partial_content.rstrip()), text[:cut]
             assert [name for name, _ in calls][: len(partial_calls)] == [name for name, _ in partial_calls]
             assert all(whole.startswith(part) for (_, whole), (_, part) in zip(calls, partial_calls, strict=False))
 
@@ -245,9 +245,9 @@ def test_any_text_reads_alike_however_it_is_cut(family: ToolFormat, pieces: list
 
 @given(st.sampled_from(("hermes", "granite", "mistral")), st.text(max_size=30), st.dictionaries(st.text(), st.text()))
 def test_any_name_and_arguments_in_json_are_read(family: ToolFormat, name: str, arguments: dict[str, str]) -> None:
-    written = json.dumps({"name": "f" + name, "arguments": arguments})
+    call = json.dumps({"name": "f" + name, "arguments": arguments})
     marks = {"hermes": "<tool_call>", "granite": "<|tool_call|>", "mistral": "[TOOL_CALLS]"}
-    _, content, calls = read(OutputFormat(family), ["Well. ", marks[family], written])
+    _, content, calls = read(OutputFormat(family), ["Well. ", marks[family], call])
     assert (content, calls[0][0], json.loads(calls[0][1])) == ("Well.", "f" + name, arguments)
 
 

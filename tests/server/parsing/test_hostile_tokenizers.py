@@ -66,9 +66,9 @@ async def _is_read_or_refused(server: Server, case: Hostile, directory: Path) ->
         assert is_a_sentence(answer.json()["error"]["message"].removesuffix(" Send less at once."))
     else:
         assert answer.status_code in (200, 400)  # 400: ids that the engine does not have, or more than its context
-        read = (await server.client.post("/tokenize", json={"prompt": case.text})).json()["tokens"]
-        assert read == ids_by_the_library(directory, case.text)
-        assert streamed(directory, read * 40) == Tokenizer.from_dir(directory).decode(read * 40)
+        ids = (await server.client.post("/tokenize", json={"prompt": case.text})).json()["tokens"]
+        assert ids == ids_by_the_library(directory, case.text)
+        assert streamed(directory, ids * 40) == Tokenizer.from_dir(directory).decode(ids * 40)
     back = await server.client.post("/detokenize", json={"tokens": [0] * 300})  # the next request is answered
     if 0 in Tokenizer.from_dir(directory).vocabulary.values():
         assert (back.status_code, back.json()) == (200, {"prompt": Tokenizer.from_dir(directory).decode([0] * 300)})
@@ -106,11 +106,11 @@ async def test_a_short_text_does_not_hold_a_parser_for_long(start: Start, settin
     CASES["normalizer doubles 30 times"].write(settings.model)
     allowed: list[JobLimits] = []
     async with start(DescribingLauncher()) as server:
-        read = server.state.parser.pool.run
+        run = server.state.parser.pool.run
 
         async def recording(head: Head, body: bytes, allowance: JobLimits) -> JobResult:
             allowed.append(allowance)
-            return await read(head, body, allowance)
+            return await run(head, body, allowance)
 
         server.state.parser.pool.run = recording  # type: ignore[method-assign]
         answer = await server.client.post("/generate", json={"inputs": "aaaaa"})

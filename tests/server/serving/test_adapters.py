@@ -56,14 +56,14 @@ async def test_every_route_accepts_an_adapters_name_and_passes_it_to_the_engine(
         assert (await load(server, "tutor", "team/b")).status_code == 200  # it is there
         assert (await load(server, "second", more / "a", base_model_name="tiny")).status_code == 200
 
-        shown = await listed(server)
-        assert list(shown)[:3] == ["tiny", "tutor", "second"]
-        assert (shown["tutor"]["parent"], shown["tutor"]["root"], shown["tutor"]["state"]) == (
+        models = await listed(server)
+        assert list(models)[:3] == ["tiny", "tutor", "second"]
+        assert (models["tutor"]["parent"], models["tutor"]["root"], models["tutor"]["state"]) == (
             "tiny",
             "team/b",
             "ready",
         )
-        assert (shown["tiny"]["parent"], shown["second"]["root"]) == (None, "a")
+        assert (models["tiny"]["parent"], models["second"]["root"]) == (None, "a")
         info = (await server.client.get("/info", params={"model": "tutor"})).json()
         assert info["model_id"] == "tutor"
         assert [adapter["name"] for adapter in info["adapters"]] == ["tutor", "second"]
@@ -170,8 +170,8 @@ async def test_adapters_of_the_command_line_come_back_with_the_engine(start: Sta
 async def test_a_jobs_adapter_is_activated_and_remembered(start: Start) -> None:
     async with start() as server:
         job = await submit(server, lora_rank=8, lora_targets=["q_proj"], dora=True)
-        done = await wait_for(server, job["id"], "succeeded", "failed")
-        name = done["fine_tuned_model"]
+        finished_job = await wait_for(server, job["id"], "succeeded", "failed")
+        name = finished_job["fine_tuned_model"]
         assert (await listed(server))[name]["state"] == "available"
         assert (await complete(server, name)).status_code == 404
         answer = await server.client.post(f"/finetune/{job['id']}/activate")
@@ -205,8 +205,8 @@ async def test_loading_an_adapter_needs_the_admin_scope(start: Start, more: Path
                 answer = await server.client.post(path, json=body, headers=bearer(key_of(scope)))
                 assert answer.status_code == 403
         assert (await server.client.post("/v1/load_lora_adapter", json=body, headers=admin)).status_code == 200
-        asked = {"prompt": "abc", "max_tokens": 3, "model": "tutor"}
-        answer = await server.client.post("/v1/completions", json=asked, headers=bearer(key_of("generate")))
+        request = {"prompt": "abc", "max_tokens": 3, "model": "tutor"}
+        answer = await server.client.post("/v1/completions", json=request, headers=bearer(key_of("generate")))
         assert answer.status_code == 200
 
 

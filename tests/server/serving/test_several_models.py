@@ -77,13 +77,13 @@ async def test_models_of_the_command_line_answer_by_their_names(start: Start, mo
 
 async def test_a_server_is_ready_when_all_models_of_the_command_line_were_tried(start: Start, more: Path) -> None:
     launcher = Launcher()
-    launcher.held, launcher.problems = "a", {"b": "The file is damaged."}
+    launcher.paused, launcher.problems = "a", {"b": "The file is damaged."}
     async with start(launcher, models=(NamedModel("bad", more / "b"), NamedModel("small", more / "a"))) as server:
         assert (await complete(server, "tiny")).status_code == 200
         early = await server.client.get("/health/ready")
         assert (early.status_code, "loading" in early.text) == (503, True)
         assert (await server.client.get("/health/live")).status_code == 200
-        launcher.held = False
+        launcher.paused = False
         await eventually(lambda: server.state.ready)
         assert (await server.client.get("/health/ready")).status_code == 200
 
@@ -104,10 +104,10 @@ async def test_v1_models_tells_all_names_and_their_states(start: Start, more: Pa
         await eventually(lambda: server.state.models.models["bad"].state == "failed")
         job = (await server.client.post("/finetune", json={"data": [{"text": "ok"}], "suffix": "s"})).json()["id"]
 
-        async def done() -> bool:
+        async def has_succeeded() -> bool:
             return bool((await server.client.get(f"/finetune/{job}")).json()["status"] == "succeeded")
 
-        await eventually(done)
+        await eventually(has_succeeded)
         listed = (await server.client.get("/v1/models")).json()["data"]
         result = f"ft:tiny:org-local:s:{job[-8:]}"
         assert [(m["id"], m["state"], m["root"]) for m in listed] == [
@@ -122,8 +122,8 @@ async def test_v1_models_tells_all_names_and_their_states(start: Start, more: Pa
         for model in listed:
             assert (await server.client.get(f"/v1/models/{model['id']}")).json() == model
         assert (await server.client.get("/v1/models/nope")).status_code == 404
-        shown = (await server.client.get("/models")).json()
-        assert "damaged" in next(m["problem"] for m in shown["models"] if m["name"] == "bad")
+        models = (await server.client.get("/models")).json()
+        assert "damaged" in next(m["problem"] for m in models["models"] if m["name"] == "bad")
         failed = await complete(server, "bad")
         assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_down")
         assert (await server.client.get("/health/ready")).status_code == 200
@@ -142,8 +142,8 @@ async def test_load_and_unload_are_idempotent_and_leave_no_trace(start: Start, m
         assert (await load(server, "m/1")).json() == first.json()
         assert len(server.launcher.engines) == 2
         for source in ("b", "a"):  # another directory; the same with other options
-            taken = await load(server, "m/1", source)
-            assert (taken.status_code, taken.json()["code"]) == (409, "name_taken")
+            conflict = await load(server, "m/1", source)
+            assert (conflict.status_code, conflict.json()["code"]) == (409, "name_taken")
         assert 'accepted_total{model="m/1"}' in (await server.client.get("/metrics")).text
         for _ in range(2):
             gone = await unload(server, "m/1")
@@ -265,9 +265,9 @@ async def test_loads_and_unloads_at_once_leave_one_engine_a_name(start: Start, m
             complete(server, "tiny"),
         ]
         assert [answer.status_code for answer in await asyncio.gather(*changes)] == [200] * 5
-        left = await states(server)  # clients that ask at once come in any order
-        assert left in ({"tiny": "ready", "a": "ready"}, {"tiny": "ready"})
-        assert len([engine for engine in server.launcher.engines if not engine.closed]) == len(left)
+        remaining = await states(server)  # clients that ask at once come in any order
+        assert remaining in ({"tiny": "ready", "a": "ready"}, {"tiny": "ready"})
+        assert len([engine for engine in server.launcher.engines if not engine.closed]) == len(remaining)
         assert (await load(server, "a")).status_code == 200
         assert await states(server) == {"tiny": "ready", "a": "ready"}
 
@@ -275,7 +275,7 @@ async def test_loads_and_unloads_at_once_leave_one_engine_a_name(start: Start, m
 async def test_a_load_goes_on_without_its_client_and_requests_wait_for_it(start: Start, more: Path) -> None:
     launcher = Launcher()
     async with start(launcher, models_dir=more) as server:
-        launcher.held = True
+        launcher.paused = True
         pending = asyncio.create_task(load(server, "x", "a"))
         await eventually(lambda: "x" in server.state.models.models)
         early = await complete(server, "x")
@@ -283,7 +283,7 @@ async def test_a_load_goes_on_without_its_client_and_requests_wait_for_it(start:
         assert (await complete(server, "tiny")).status_code == 200
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)
-        launcher.held = False
+        launcher.paused = False
         await eventually(lambda: server.state.models.models["x"].ready)
         assert (await complete(server, "x")).status_code == 200
 
@@ -319,7 +319,7 @@ async def test_a_server_that_stops_ends_loads_and_every_engine(start: Start, mor
     launcher = Launcher()
     async with start(launcher, models_dir=more) as server:
         await load(server, "x", "a")
-        launcher.held = True
+        launcher.paused = True
         waiting = asyncio.create_task(load(server, "y", "b"))
         await eventually(lambda: "y" in server.state.models.models)
     assert all(engine.closed for engine in launcher.engines)
@@ -330,7 +330,7 @@ async def test_a_server_that_stops_ends_loads_and_every_engine(start: Start, mor
 async def test_a_server_that_is_told_to_stop_says_so_to_whoever_waits(change: str, start: Start, more: Path) -> None:
     launcher = Launcher()
     async with start(launcher, models_dir=more) as server:
-        launcher.held = True
+        launcher.paused = True
         path, body = (
             ("/models/x/load", {"source": "a"}) if change == "load" else ("/models/tiny/activate", {"source": "base"})
         )
@@ -346,13 +346,13 @@ async def test_one_dead_engine_is_started_again_and_no_other(start: Start, more:
     async with start(models_dir=more) as server:
         await load(server, "x", "a")
         default, dead = server.launcher.engines
-        server.launcher.held = True
+        server.launcher.paused = True
         dead.alive = False
         await eventually(lambda: server.state.models.models["x"].state == "restarting")
         assert (await complete(server, "x")).status_code == 503
         assert (await complete(server, "tiny")).status_code == 200
         assert (await server.client.get("/health/ready")).status_code == 200
-        server.launcher.held = False
+        server.launcher.paused = False
         await eventually(lambda: server.state.models.models["x"].ready)
         assert (await complete(server, "x")).status_code == 200
         assert default.alive
@@ -420,10 +420,10 @@ async def trained(server: Server, model: str | None) -> str:
     job = (await server.client.post("/finetune", json={"data": [{"text": "ok"}], "model": model})).json()
     assert job["status"] == "queued", job
 
-    async def done() -> bool:
+    async def has_succeeded() -> bool:
         return bool((await server.client.get(f"/finetune/{job['id']}")).json()["status"] == "succeeded")
 
-    await eventually(done)
+    await eventually(has_succeeded)
     return str(job["id"])
 
 
@@ -453,8 +453,8 @@ async def test_two_names_of_one_directory_are_activated_one_by_one(start: Start,
         assert (await server.client.post(f"/finetune/{job}/activate")).json()["model"] == "twin"
     async with start(models=(twin,)) as server:
         await eventually(lambda: "twin" in server.state.models.models and server.state.models.models["twin"].ready)
-        shown = (await server.client.get("/models")).json()["models"]
-        assert {model["name"]: model["served"]["source"] for model in shown} == {"tiny": "base", "twin": job}
+        models = (await server.client.get("/models")).json()["models"]
+        assert {model["name"]: model["served"]["source"] for model in models} == {"tiny": "base", "twin": job}
 
 
 async def test_a_result_is_served_beside_its_base(start: Start) -> None:

@@ -93,7 +93,7 @@ async def test_the_same_engine_serves_the_new_weights(start: Start, caplog: pyte
 
 async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) -> None:
     async with start(Launcher(lambda: SwappingEngine(delay=0.002))) as server:
-        sources, stop, seen = [await fine_tuned(server), "base"], asyncio.Event(), set[str]()
+        sources, stop, versions = [await fine_tuned(server), "base"], asyncio.Event(), set[str]()
         engine = server.launcher.engine
 
         async def load(user: int) -> None:
@@ -106,7 +106,7 @@ async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) 
                 assert body["generated_text"] == ("abc" * 7)[:20]
                 if len(engine.swaps) == swaps:
                     assert body["weight_version"].startswith("base" if swaps % 2 == 0 else sources[0])
-                seen.add(body["weight_version"])
+                versions.add(body["weight_version"])
 
         users = [asyncio.create_task(load(user)) for user in range(8)]
         for turn in range(6):
@@ -115,7 +115,7 @@ async def test_no_request_fails_and_each_answer_names_its_weights(start: Start) 
         stop.set()
         await asyncio.gather(*users)
         assert len(engine.swaps) == 6
-        assert len(seen) == 2
+        assert len(versions) == 2
         assert len(server.launcher.engines) == 1
 
 

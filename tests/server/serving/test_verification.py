@@ -162,9 +162,9 @@ async def test_weights_are_accepted_if_the_previous_ones_cannot_be_measured(star
 async def test_an_adapter_is_verified_and_taken_out_again(start: Start) -> None:
     async with start() as server:
         job = await submit(server, lora_rank=8)
-        done = await wait_for(server, job["id"], "succeeded")
+        finished_job = await wait_for(server, job["id"], "succeeded")
         engine = server.launcher.engine
-        engine.surprised_by = {f"{done['fine_tuned_model']} (0)"}
+        engine.surprised_by = {f"{finished_job['fine_tuned_model']} (0)"}
         answer = await activate(server, job["id"])
         assert (answer.status_code, answer.json()["code"]) == (409, "activation_failed")
         assert "more than 2 times" in answer.text

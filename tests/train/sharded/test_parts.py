@@ -116,8 +116,8 @@ def test_each_of_two_processes_holds_half_as_estimated(tmp_path: Path, configure
     config: Any = configure(fsdp=True)
     model = read_config(tmp_path / "model")
     whole, half = (memory_estimate(model, config, 100, 0.5, processes) for processes in (1, 2))
-    held = on_ranks(2, _sizes, config.to_json(), str(tmp_path / "model"))
-    for masters, _, moments in held:
+    sizes = on_ranks(2, _sizes, config.to_json(), str(tmp_path / "model"))
+    for masters, _, moments in sizes:
         assert half["weights"] == pytest.approx(masters + moments, rel=0.06)
         assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
     assert memory_estimate(model, configure(), 100, 0.5, 2) == whole  # without fsdp, each process has a copy
@@ -162,12 +162,12 @@ def test_a_file_written_from_parts_has_the_same_bytes(tmp_path: Path) -> None:
     whole = {f"b.{dtype}"[2:]: torch.arange(12).reshape(4, 3).to(dtype) for dtype in dtypes}
     whole |= {"a": torch.tensor(2.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True, False])}
     whole |= {f"f8.{dtype}": torch.ones(5).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-    given: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         name: TensorParts(t.dtype, tuple(t.shape), lambda t=t: [t[:1], t[1:1], t[1:]]) if t.dim() == 2 else t  # type: ignore[misc]
         for name, t in whole.items()
     }
     save_file(whole, tmp_path / "whole", {"format": "pt"})
-    save_tensors(tmp_path / "parts", given, {"format": "pt"})
+    save_tensors(tmp_path / "parts", tensors, {"format": "pt"})
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "parts").read_bytes()
 
 
@@ -181,12 +181,12 @@ def _norms(rank: int) -> list[float]:
     torch.manual_seed(0)
     whole = {"matrix": torch.randn(5, 33), "vector": torch.randn(7), "cube": torch.randn(3, 4, 6)}
     shards = _Shards(whole, Ranks(rank, 2))
-    found = []
+    norms = []
     for factor in (1.0, 1e30):
         grads = {name: tensor * factor for name, tensor in whole.items()}
         mine = {name: tensor[slice(*rows_of(len(tensor), rank, 2))] for name, tensor in grads.items()}
-        found += [sharded_norm(shards, mine), global_norm(grads)]
-    return found
+        norms += [sharded_norm(shards, mine), global_norm(grads)]
+    return norms
 
 
 class _Shards:
@@ -209,13 +209,13 @@ def test_the_norm_of_shards_equals_that_of_the_whole() -> None:
 
 
 def _each(rank: int) -> list[list[int]]:
-    done: list[int] = []
+    items: list[int] = []
 
     def square(item: int) -> int:
-        done.append(item)
+        items.append(item)
         return item * item
 
-    return [Ranks(rank, 2, is_sharded=True).map([1, 2, 3], square), done]
+    return [Ranks(rank, 2, is_sharded=True).map([1, 2, 3], square), items]
 
 
 def test_ranks_in_step_do_equally_many_items() -> None:

@@ -206,7 +206,7 @@ async def _wait_for_change(state: ServerState) -> None:
 @router.get("/finetune/{job_id}/checkpoints", summary="Complete checkpoints of a job, newest first")
 async def checkpoints(job: JobDep, state: StateDep) -> Checkpoints:
     """A checkpoint can be activated, loaded and trained on by its name in `model`, even if the job failed."""
-    saved = await asyncio.to_thread(state.sources.checkpoints, job)
+    job_checkpoints = await asyncio.to_thread(state.sources.checkpoints, job)
     return Checkpoints(
         checkpoints=[
             CheckpointView(
@@ -215,7 +215,7 @@ async def checkpoints(job: JobDep, state: StateDep) -> Checkpoints:
                 created_at=item.created_at,
                 metrics=checkpoint_metrics(item),
             )
-            for item in saved
+            for item in job_checkpoints
         ]
     )
 

@@ -272,8 +272,8 @@ async def checkpoints(
     job: JobDep, state: StateDep, limit: PageSize = 10, after: Annotated[str | None, Query(max_length=64)] = None
 ) -> OpenAICheckpointPage:
     before = _event_number(after, "ftckpt_")
-    saved = await asyncio.to_thread(state.sources.checkpoints, job)
-    older = [checkpoint_view(job, item) for item in saved if before is None or item.seq < before]
+    job_checkpoints = await asyncio.to_thread(state.sources.checkpoints, job)
+    older = [checkpoint_view(job, item) for item in job_checkpoints if before is None or item.seq < before]
     return OpenAICheckpointPage.of(older, limit)
 
 
