@@ -58,7 +58,7 @@ std::optional<Features> find(const std::array<Named, N>& names, std::string_view
   return found == names.end() ? std::nullopt : std::optional(found->features);
 }
 
-// What "avx512" or "avx512+avx512vbmi" names.
+// Returns the features that a cap such as "avx512" or "avx512+avx512vbmi" names.
 Features parse(const std::string& cap) {
   Features all = kPortable;
   for (size_t begin = 0, end = 0; begin <= cap.size(); begin = end + 1) {

@@ -1,4 +1,4 @@
-// The thread pool of our CPU kernels, with as many threads as torch's setting says.
+// The thread pool of the CPU kernels, with as many threads as torch is set to use.
 //
 // A decoding step leaves about ten microseconds between two GEMMs. A thread that sleeps in between needs
 // fifty or more to wake up, on a virtual machine a hundred; one that spins endlessly takes a core from all
