@@ -26,8 +26,8 @@ constexpr int64_t kQueryTokens = 16;
 constexpr int64_t kMaxRows = 64;  // query rows of a task with several heads, at most
 constexpr int64_t kMaxHeads = 8;  // of a task
 constexpr int64_t kMaxDim = 576;  // DeepSeek: 512 of the latent vector and 64 that are rotated
-constexpr int64_t kMinParallelProducts =
-    1 << 17;  // fewer products with keys finish before another thread wakes up
+// Fewer products with keys finish before another thread wakes up.
+constexpr int64_t kMinParallelProducts = 1 << 17;
 
 // --- contract
 

@@ -72,7 +72,8 @@ struct InnerScales {
 };
 
 // The outer one of a task's two loops. It is the loop over columns if all of K stays in the cache: each
-// weight row is read from beginning to end. Otherwise it is the loop over blocks of K, one of which stays.
+// weight row is read from beginning to end. Otherwise it is the loop over blocks of K, one of which stays
+// there.
 enum class OuterLoop { columns, blocks };
 
 class Task {
@@ -110,9 +111,8 @@ class Task {
     return at.n + kGroup < n1_ ? BlockIndex{at.n + kGroup, at.kb} : BlockIndex{n0_, at.kb + 1};
   }
   bool within(BlockIndex at) const { return at.n < n1_ && at.kb < p_.k_blocks(); }
-  bool exists(BlockIndex at) const {
-    return at.n < p_.n && at.kb < p_.k_blocks();
-  }  // here or in the next task
+  // Whether `at` is a block of this task or of the next.
+  bool exists(BlockIndex at) const { return at.n < p_.n && at.kb < p_.k_blocks(); }
 
   // Adds a block to the sums [rows][16 columns]. At the last block of K the epilogue writes the output.
   void multiply(BlockIndex at) {
@@ -282,7 +282,7 @@ std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, in
   return found;
 }
 
-// Returns the columns of a task, few enough to give every thread some tasks.
+// Returns the number of columns of a task, few enough to give every thread some tasks.
 int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
   const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
   while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < wanted) columns /= 2;

@@ -26,9 +26,8 @@ struct Operand {
   int64_t mx_blocks = 0;  // codes of a row
   const uint8_t* mx_rows = nullptr;
 
-  Kind panel_kind() const {
-    return mx_codes == nullptr ? kind : Kind::bf16;
-  }  // of the values that a level reads
+  // The kind of the values that a level reads.
+  Kind panel_kind() const { return mx_codes == nullptr ? kind : Kind::bf16; }
   const char* at(int64_t row, int64_t column) const { return values + (row * k + column) * bytes_of(kind); }
   const char* block(int64_t row, int64_t column) const {  // packed: of the 16 rows from `row` on
     return values + (row * k + column * kGroup) * bytes_of(kind);

@@ -5,7 +5,7 @@
 //                           same_scale(scale), and for the i-th vector of 16 columns
 //                           scales_of(a_scale, b_scale[16], i)
 //   Sums                    of 16 columns: plus(), load_sums(p), store_sums(p, sums),
-//                           apply_epilogue_to_rows<R>(ending, row, sums[R])
+//                           apply_epilogue_to_rows<R>(epilogue, row, sums[R])
 
 template <int N>
 FP8_TARGET FP8_INLINE void zero_all(Vector (&sums)[N]) {

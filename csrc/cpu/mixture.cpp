@@ -27,8 +27,8 @@ std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& chosen_in, const
   const Tensor chosen = dense(chosen_in);
   const int64_t k = chosen.size(1), count = chosen.size(0) * k;
   const int64_t* expert = data<const int64_t>(chosen);
-  std::vector<int64_t> next(
-      static_cast<size_t>(experts.value()));  // rows of an expert, then its next free row
+  // The number of rows of each expert, then its next free row.
+  std::vector<int64_t> next(static_cast<size_t>(experts.value()));
   for (int64_t i = 0; i < count; ++i) {
     check.require(expert[i] >= 0 && expert[i] < experts.value(), "chosen", "names expert ", expert[i],
                   ", must be below E = ", experts.value());

@@ -95,8 +95,8 @@ class ThreadPool {
   }
 
  private:
-  static constexpr int32_t kClosed = 1
-                                     << 30;  // added to active_workers_: no worker may join the job any more
+  // A bit of active_workers_: no further worker may join the job.
+  static constexpr int32_t kClosed = 1 << 30;
 
   // If the system cannot create more threads, the existing ones do the work.
   void start_workers(int64_t count) try {
