@@ -3,9 +3,9 @@
 //
 // This file checks the op's arguments and cuts its work into tasks. A task is one sequence, up to 16 query
 // tokens and one kv head (several adjacent ones, if one has few rows), and goes through the parts of its
-// keys. If there would be fewer tasks than threads, the parts of a long sequence are separate tasks, joined
-// when all are done: the same arithmetic, hence the same bits. attention.h says in which order sums are
-// taken.
+// keys. If there would be fewer tasks than threads, the parts of a long sequence are separate tasks and are
+// merged when all are done, with the same arithmetic and therefore the same bits. attention.h describes the
+// order of every sum.
 #include "cpu/attention.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,17 +1,17 @@
 // The parts of paged attention, for any instruction set: the order of every sum, one task's work, and its
 // state.
 //
-// The order. A query at position p sees keys 0..p, or the last `window` of them, in parts of 512 and tiles
-// within them, both aligned to multiples of their size whatever chunk or batch the query came in. Per tile:
-// the scores, their maximum, the weights exp(score - running maximum); sum and output are rescaled if the
-// maximum rose, and the tile is added. Each part starts from an empty state; the maxima, sums and outputs of
-// the parts are merged in order. Keys beyond p or before its window have weight exactly 0 and their values
-// are not used; tiles and parts without a key that a row sees do not change the row, and those that no row of
-// a task sees are not read. A head's sink is merged last, as a part with one key of weight 1 and without a
-// value. So a query's result depends only on its own q, its keys and its position: not on the batch, on how
-// the prompt was cut, or on threads, which may take the parts of one long sequence at the same time. Tile and
-// arithmetic depend on the path: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums where q is BF16
-// and the machine multiplies BF16.
+// The order. A query at position p sees keys 0..p, or the last `window` of these. Keys are processed in parts
+// of 512, and a part in tiles; both are aligned to multiples of their size, whatever chunk or batch the query
+// came in. Per tile: the scores, their maximum, the weights exp(score - running maximum); sum and output are
+// rescaled if the maximum rose, and the tile is added. Each part starts from an empty state; the maxima, sums
+// and outputs of the parts are merged in order. Keys beyond p or before its window have weight exactly 0 and
+// their values are not used; tiles and parts without a key that a row sees do not change the row, and those
+// that no row of a task sees are not read. A head's sink is merged last, as a part with one key of weight 1
+// and without a value. So a query's result depends only on its own q, its keys and its position: not on the
+// batch, on how the prompt was cut, or on threads, which may take the parts of one long sequence at the same
+// time. Tile and arithmetic depend on the path: 16 keys in FP32 in general, 64 keys in BF16 with FP32 sums
+// where q is BF16 and the machine multiplies BF16.
 //
 // An FP8 cache's k scale multiplies the scores, its v scale the finished output: no element is scaled alone.
 #pragma once

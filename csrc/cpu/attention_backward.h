@@ -1,4 +1,4 @@
-// The gradients of causal attention, for any instruction set: what one task computes.
+// The gradients of causal attention, for any instruction set: the computation of one task.
 //
 // A task is one sequence and one query head. It takes 64 queries at a time, against all keys that these see.
 // All matrices are transposed, with a row for each key and a column for each query. So a softmax goes down a

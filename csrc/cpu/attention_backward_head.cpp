@@ -1,4 +1,4 @@
-// One head's gradients; attention_backward.h says what is computed and in which order.
+// The gradients of one head, by the formulas and in the order of attention_backward.h.
 #include <bit>
 #include <cmath>
 
@@ -59,7 +59,8 @@ Workspace allocate(char* memory, const Inputs& in, const Sequence& s, int64_t* b
 
 // --- operands in the orders that products read
 
-// Rows [first, first + count) of one head, `stride` elements apart, padded with zeros to `rows` of `width`.
+// Copies `count` rows of one head, which are `stride` elements apart, and pads them with zeros to `rows` of
+// `width`.
 void copy_rows(const uint16_t* from, int64_t stride, int64_t count, int64_t dim, int64_t rows, int64_t width,
                uint16_t* out) {
   for (int64_t r = 0; r < rows; ++r, out += width) {
@@ -137,8 +138,8 @@ struct WeightedMean {
   }
 };
 
-// Rounds 64 values to BF16. Subnormal values become zero, which some variants of the product would read them
-// as.
+// Rounds 64 values to BF16. Subnormal values become zero, because some variants of the product read them as
+// zero.
 FP8_INLINE void round_row(const float* x, uint16_t* out) {
   for (int64_t c = 0; c < kTile; ++c) {
     const bool is_normal = (std::bit_cast<uint32_t>(x[c]) & 0x7f800000u) != 0;
@@ -192,7 +193,7 @@ class Head {
     std::fill_n(out_.k, rows * width, 0.0f);
     std::fill_n(out_.v, rows * width, 0.0f);
     *out_.sink = 0.0f;
-    for (int64_t query = 0; query < sequence_.length; query += kTile) queries(query);
+    for (int64_t query = 0; query < sequence_.length; query += kTile) run_queries(query);
   }
 
  private:

@@ -2,9 +2,9 @@
 // BF16 on the way.
 //
 // Scores are the GEMM tile of gemm.h with 16 keys as its columns. For the second product two keys at a time
-// are interleaved, so that a pair of weights multiplies a pair of values; weights are rounded to BF16 and
-// summed as rounded, which keeps a uniform attention's mean exact. Tiles of 64 keys: one maximum and one
-// rescaling for 64 scores.
+// are interleaved, so that a pair of weights multiplies a pair of values; weights are rounded to BF16 before
+// they are summed, which keeps the mean of a uniform attention exact. A tile has 64 keys, so that 64 scores
+// share one maximum and one rescaling.
 //
 // A tile of 64 keys and 64 dimensions is unpacked in about 300 cycles and costs a query row 130, so that
 // four rows (heads of a group, or tokens of a prompt) already hide it.

@@ -1,7 +1,7 @@
 // Paged attention in FP32, for queries of FP32, BF16 or FP16 over caches of any of these or FP8.
 //
 // It walks the keys in tiles of 16 positions: the tile's keys and values become FP32 once and serve every
-// query row of the task. attention.h says in which order sums are taken.
+// query row of the task. attention.h describes the order of every sum.
 #include <cmath>
 
 #include "cpu/attention.h"

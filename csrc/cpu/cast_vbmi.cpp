@@ -91,7 +91,7 @@ FP8_TARGET FP8_INLINE Values values(const float* x) {
   return v;
 }
 
-// Two parts of 32 values: of BF16 those at even and at odd places, which a shift and a mask leave as FP32.
+// Two parts of 32 values: of BF16 those at even and at odd places, which a shift and a mask convert to FP32.
 FP8_TARGET FP8_INLINE void widen(__m512i words, BF16, __m512* part) {
   part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
   part[1] = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000))));

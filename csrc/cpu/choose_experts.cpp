@@ -55,7 +55,7 @@ struct Sigmoids {
 
 bool is_above(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
 
-// The places of the `count` largest of x [n], the largest first; among equal ones the first.
+// Returns the indices of the `count` largest of x [n], in descending order; of equal values the first.
 void largest(const float* x, int64_t n, int64_t count, int64_t* places) {
   for (int64_t i = 0, found = 0; i < n; ++i) {
     if (found == count && !is_above(x[i], x[places[count - 1]])) continue;

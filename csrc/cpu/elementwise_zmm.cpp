@@ -20,7 +20,7 @@ constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 FP8_TARGET FP8_INLINE __m512 value(float x) { return _mm512_set1_ps(x); }
 FP8_TARGET FP8_INLINE __m512i value(int32_t x) { return _mm512_set1_epi32(x); }
 
-// 32 values, those at even and those at odd places.
+// 32 values as FP32: those at even and those at odd indices.
 struct Strip {
   __m512 even, odd;
 };

@@ -1,14 +1,15 @@
 // The parts of a scaled GEMM, for any instruction set: the order of every sum, the panels and the tile.
 //
 // The order. An output element is one dot product over K of FP8 values whose products are exact in FP32, and
-// its sum is taken in one fixed order that depends on K alone: never on M, on the row's place, on the tile's
+// its sum is taken in one fixed order that depends on K alone: never on M, on the row's index, on the tile's
 // shape or on threads.
 //  * K is cut into blocks of 1024, a block into runs of 8.
 //  * Four lanes are running FP32 sums over a block's runs: lane i adds k = 2 i + 1, then k = 2 i, of each
-//    run. That is what `vdpbf16ps` does with eight BF16.
+//    run, as `vdpbf16ps` does with eight BF16.
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
-//  * With block scales each 128 of K has its own lanes, and lane += partial * scale, rounded twice, promotes
-//    them.
+//  * With block scales each 128 of K has its own lanes; total += lane * scale, rounded twice, promotes them
+//  to
+//    the lanes of the block.
 // Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits,
 // and a request's output does not depend on the rest of its batch.
 //
@@ -80,8 +81,8 @@ struct Level {
   // Converts 16 columns of k values to a panel of 16 such rows.
   void (*unpack_columns)(const void* const* from, int64_t k, Kind kind, void* panel);
   void (*tile)(const Tile& tile);
-  // A few rows, up to `stream_rows`: `b` is read in place, once, and converted in registers; `next` is
-  // where the next call reads, for prefetching. Null if the level has none.
+  // A tile of up to `stream_rows` rows that reads `b` in place, once, and converts it in registers. `next` is
+  // where the next call reads, for prefetching. Null if the level has no such tile.
   void (*stream)(const Tile& tile, const void* const* b, const void* const* next, Kind kind);
   int64_t stream_rows;
   // The same two for packed weights (gemm_packed.h), or null: `tile.b` and `block` are a packed block, of

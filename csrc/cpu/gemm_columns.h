@@ -29,7 +29,7 @@ class Columns {
   // the end of the block.
   void unpack(BlockIndex at, int64_t begin, int64_t end, std::byte* panel) const;
 
-  // Prefetches what unpack() will read into the second-level cache.
+  // Prefetches the memory that unpack() will read, into the second-level cache.
   void prefetch(BlockIndex at, int64_t begin, int64_t end) const;
 
  private:

@@ -7,8 +7,8 @@
 //
 // A matrix [N, K], N a multiple of 16 and K of 8, becomes [N / 16][blocks of 1024 of K][2][runs of 8], and
 // the i-th of the two is k = 4 i to 4 i + 3 of every run, of the 16 columns: a register of 64 FP8 values,
-// which the unpacks of gemm_widen.h part into two of 8 columns x 2 lanes. BF16 needs no widening and is
-// stored in the order that widening would give. The sums are those of gemm.h, bit for bit.
+// which widen() of gemm_widen.h splits into two of 8 columns x 2 lanes. BF16 needs no widening and is stored
+// in the order that widening would give. The sums are those of gemm.h, bit for bit.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -17,7 +17,7 @@ namespace fp8serve::gemm {
 
 constexpr int64_t kHalfRun = kRun / 2;
 
-// The place of a column's four values among the 16 of a half run.
+// The position of a column's four values among those of the 16 columns in a half run.
 constexpr int64_t place_of(int64_t column, Kind kind) {
   if (kind != Kind::bf16) return column;
   return (column & 2) << 2 | (column >> 2) << 1 | (column & 1);

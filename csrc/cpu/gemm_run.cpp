@@ -1,10 +1,10 @@
 // Runs a GEMM. First the rows of `a`, as many as fit kPanel, are unpacked into a panel. Then work is cut into
-// tasks of rows x columns, whose rows of the panel's block of K stay in the second-level cache; a task goes
-//  1. through its columns, 16 at a time, which become a panel in the first-level cache, and runs the tiles of
-//     its rows over it. Each tile also unpacks a share of the next 16, so that the products go on while
-//     unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted in
-//     registers;
-//  2. at the last block of K each tile applies the epilogue (gemm_epilogue.h).
+// tasks of rows x columns, whose rows of the panel's block of K stay in the second-level cache. A task
+//  1. goes through its columns, 16 at a time, which become a panel in the first-level cache, and runs the
+//     tiles of its rows over it. Each tile also unpacks a share of the next 16, so that the products go on
+//     while unpacking waits for memory. A few rows (decoding) need no such panel: the weights are converted
+//     in registers;
+//  2. applies the epilogue (gemm_epilogue.h) to each tile at the last block of K.
 #include "cpu/gemm_run.h"
 
 #include "cpu/features.h"

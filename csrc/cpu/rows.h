@@ -8,7 +8,8 @@ namespace fp8serve {
 constexpr int64_t kRowGrain = 1 << 14;             // elements a task handles
 constexpr int64_t kMinParallelElements = 1 << 16;  // fewer are processed before another thread wakes up
 
-// Rows that lie `stride` elements apart: a slice of a fused projection is read where it is.
+// Rows that are `stride` elements apart, such as a slice of the output of a fused projection, which is read
+// without a copy.
 struct Rows {
   Tensor held;
   int64_t count, width, stride;
