@@ -7,9 +7,8 @@
 //  * Four lanes are running FP32 sums over a block's runs: lane i adds k = 2 i + 1, then k = 2 i, of each
 //    run, as `vdpbf16ps` does with eight BF16.
 //  * At the block's end (lane 0 + lane 2) + (lane 1 + lane 3); the sums of the blocks are added in order.
-//  * With block scales each 128 of K has its own lanes; total += lane * scale, rounded twice, promotes them
-//  to
-//    the lanes of the block.
+//  * With block scales each 128 of K has its own lanes, which are promoted to lanes of the whole block by
+//    total += lane * scale, rounded twice.
 // Every variant of the numerics class `four_lanes` does exactly this, so all of them give the same bits,
 // and a request's output does not depend on the rest of its batch.
 //

@@ -4,7 +4,7 @@
 //   load_fp8<F>(columns, runs[2])     16 FP8 values of each of four columns -> two runs
 //   load_values(columns, runs[2])     ... of 16 BF16
 //   odd(run), even(run)     its odd and its even k as an Operand: a BF16 is the upper half of its FP32
-//   store(p, operand)       16 floats
+//   store(p, operand)       stores 16 floats
 //
 // Every FP8 value is exact in BF16: 16-bit arithmetic decodes twice as many at a time as 32-bit would, and
 // half of the FP32 come out of a mask, half out of a shift.
