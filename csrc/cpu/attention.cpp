@@ -130,8 +130,8 @@ struct Join {
     for (int64_t r = first; r < last; ++r) {
       const float before = total->maximum[r], here = part->maximum[r], top = here > before ? here : before;
       const float old_factor = exp_of(before - top), new_factor = exp_of(here - top);
-      const auto add = [&](float* sum, const float* part_states, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] * old_factor + part_states[i] * new_factor;
+      const auto add = [&](float* sum, const float* values, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] * old_factor + values[i] * new_factor;
       };
       add(total->out + r * total->width, part->out + r * total->width, total->width);
       add(total->sums + r * 16, part->sums + r * 16, 16);
@@ -205,9 +205,9 @@ void attend_task(const Path& path, const Piece& p, const WorkItem& next) {
 // Returns the number of adjacent heads of a task: several if they have few rows, but not so many that a
 // thread has no task.
 int64_t heads_together(const Work& w, int64_t kv_heads, int64_t tasks) {
-  const int64_t wanted = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t min_tasks = 2 * static_cast<int64_t>(torch::stable::get_num_threads());
   int64_t count = std::min({kv_heads, kMaxHeads, std::max<int64_t>(1, kMaxRows / (w.tokens * w.group))});
-  while (count > 1 && tasks * ((kv_heads + count - 1) / count) < wanted) count /= 2;
+  while (count > 1 && tasks * ((kv_heads + count - 1) / count) < min_tasks) count /= 2;
   return count;
 }
 

@@ -284,8 +284,8 @@ std::vector<Piece> pieces(const Group& group, const Panel& panel, int64_t m0, in
 
 // Returns the number of columns of a task, few enough to give every thread some tasks.
 int64_t columns_per_task(const Problem& p, int64_t row_tasks, int64_t columns) {
-  const int64_t wanted = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
-  while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < wanted) columns /= 2;
+  const int64_t min_tasks = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  while (columns > 2 * kGroup && row_tasks * ((p.n + columns - 1) / columns) < min_tasks) columns /= 2;
   return columns;
 }
 
@@ -323,7 +323,7 @@ void run_rows(const Group& group, const Level& level, int64_t m0, int64_t m1) {
     return;
   }
   parallel_tasks(cut(all), [&](int64_t task) {
-    const auto is_before = [](int64_t wanted, const Piece& piece) { return wanted < piece.first; };
+    const auto is_before = [](int64_t index, const Piece& piece) { return index < piece.first; };
     const Piece& piece = *(std::upper_bound(all.begin(), all.end(), task, is_before) - 1);
     piece.run(level, task - piece.first);
   });
